@@ -1,0 +1,86 @@
+# Each target does its own set-up: a virtual environment in .venv with everything installed.
+#
+#   PYTHON    interpreter that makes the environment (3.10 or newer)
+#   TORCH     requirement for torch
+#   PIP_ARGS  further arguments for pip, for example PyTorch's own wheels:
+#             make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+#   ARGS      arguments for the program that the target runs: make test ARGS="-k layout -x"
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PIP_ARGS ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Another requirement is another stamp, hence another install.
+CHOICE := $(shell printf '%s' '$(TORCH) $(PIP_ARGS)' | cksum | cut -d ' ' -f 1)
+STAMP := $(VENV)/.installed-$(CHOICE)
+WHEEL_VENV := .venv-wheel
+WHEEL_DIR := build/wheel
+RUN := OMP_NUM_THREADS=1 $(BIN)/python
+
+.PHONY: help setup test test-all test-wheel lint format demo bench docs clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo       train a small GPT, sharded over all GPUs or two CPU ranks"
+	@echo "make test       all tests, then those marked 'wheel' against the built wheel"
+	@echo "make test-all   the same with the exhaustive sets"
+	@echo "make lint       ruff and mypy            make format   apply ruff's formatting"
+	@echo "make bench      the short benchmarks     make docs     write docs/reference"
+	@echo "Variables: PYTHON, TORCH, PIP_ARGS, ARGS (see the top of the Makefile)"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; choose one with make PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) '$(TORCH)' -e '.[dev]'
+	@rm -f $(VENV)/.installed-* && touch $@
+
+test: $(STAMP)
+	$(RUN) -m pytest $(ARGS)
+	@$(MAKE) --no-print-directory test-wheel
+
+test-all: $(STAMP)
+	$(RUN) -m pytest -m '' $(ARGS)
+	@$(MAKE) --no-print-directory test-wheel
+
+# An editable install makes the whole repository importable and so hides what the wheel lacks. Here
+# the wheel is installed into an environment of its own, which sees the packages of .venv through a
+# .pth file, but not the editable install (its .pth file is not read there), and a copy of the tests
+# runs in a folder without the sources.
+test-wheel: $(STAMP)
+	@rm -rf $(WHEEL_DIR) $(WHEEL_VENV) && mkdir -p $(WHEEL_DIR)
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(WHEEL_DIR) .
+	$(BIN)/python -m venv --without-pip $(WHEEL_VENV)
+	$(BIN)/python -m pip --python $(WHEEL_VENV)/bin/python install --quiet --no-deps --no-index $(WHEEL_DIR)/*.whl
+	@here=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	  there=$$($(WHEEL_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	  echo "$$here" > "$$there/packages.pth"
+	@cp -r tests pyproject.toml $(WHEEL_DIR)/
+	cd $(WHEEL_DIR) && OMP_NUM_THREADS=1 TORCH_SHARD_WHEEL=1 ../../$(WHEEL_VENV)/bin/python -m pytest -q \
+	  -m 'wheel and not exhaustive' -p no:cacheprovider $$(cd $(WHEEL_DIR) && grep -rl --include='test_*.py' mark.wheel tests)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: $(STAMP)
+	$(RUN) examples/lightning_gpt.py $(ARGS)
+
+bench: $(STAMP)
+	$(RUN) bench/train.py --short $(ARGS)
+	$(RUN) bench/overhead.py --short
+
+docs: $(STAMP)
+	$(RUN) docs/make_reference.py
+
+clean:
+	rm -rf $(VENV) $(WHEEL_VENV) build dist

@@ -1,0 +1,25 @@
+"""Sharded data-parallel training for plain PyTorch models: ``engine = torch_shard.shard(model)``."""
+
+from __future__ import annotations
+
+from . import errors
+from .config import ShardConfig
+from .engine import Engine, engine_of, shard
+from .errors import ShardError
+from .plan import Plan
+from .planner import make_plan
+from .shard_tensor import ShardTensor
+from .versions import __version__
+
+__all__ = [
+    "Engine",
+    "Plan",
+    "ShardConfig",
+    "ShardError",
+    "ShardTensor",
+    "__version__",
+    "engine_of",
+    "errors",
+    "make_plan",
+    "shard",
+]

@@ -1,0 +1,63 @@
+"""Buffers (running statistics and the like) follow rank 0, as under DDP: broadcast before a forward, coalesced."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .collectives import Collectives, Pending
+
+
+class BufferSync:
+    """Broadcasts the buffers of `root` from rank 0 of the mesh, one collective per dtype."""
+
+    def __init__(self, root: nn.Module, collectives: Collectives, ignored: set[int]) -> None:
+        self.collectives, self.ignored = collectives, ignored
+        self.stale = True  # a training forward may have changed them since the last broadcast
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BufferSync:
+        other = copy.copy(self)
+        memo[id(self)] = other
+        return other
+
+    def synchronise(self, root: nn.Module) -> None:
+        """Collective. Evaluation changes no buffers, so one broadcast after the last training forward is enough."""
+        training = root.training
+        if training or self.stale:
+            broadcast_coalesced(
+                self.collectives, [b for b in root.buffers() if id(b) not in self.ignored], "the broadcast of buffers"
+            )
+        self.stale = training
+
+
+def broadcast_coalesced(collectives: Collectives, tensors: list[torch.Tensor], what: str) -> None:
+    """Collective. Overwrite `tensors` on all ranks with rank 0's values, one broadcast per dtype."""
+    c = collectives
+    if c.world == 1:
+        return
+    channel = c.reduce_channel
+    assert channel is not None
+    source = c.watch.ranks[0]
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() and tensor.device.type != "meta":
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    with torch.no_grad():
+        for group in by_dtype.values():
+            flat = torch.cat([t.detach().reshape(-1).to(c.device) for t in group])
+            channel.issued += 1
+            # Bytes, so that every dtype a model may hold can travel.
+            raw = flat.view(torch.uint8) if flat.dtype is not torch.bool else flat.to(torch.uint8)
+            work = dist.broadcast(raw, src=source, group=channel.group, async_op=True)
+            Pending(c.watch, channel, channel.issued, what, work).wait()
+            c.bytes_sent += raw.numel() if c.world_rank == 0 else 0
+            if flat.dtype is torch.bool:
+                flat = raw.to(torch.bool)
+            at = 0
+            for tensor in group:
+                tensor.detach().copy_(flat[at : at + tensor.numel()].view(tensor.shape))
+                at += tensor.numel()

@@ -1,0 +1,249 @@
+"""The public handle of a sharded model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import autograd_bridge, clip, full_state, restore, setup
+from . import gathered as _gathered
+from .config import ShardConfig
+from .optim_step import StepWatch
+from .plan import Plan
+from .runtime import Runtime
+from .unit import Unit
+
+_ATTRIBUTE = "_torch_shard_engine"
+
+
+class Engine:
+    """What :func:`shard` returns: the model stays a plain module, everything else is reached from here."""
+
+    def __init__(self, model: nn.Module, runtime: Runtime, plan: Plan, handles: list[Any], config: ShardConfig) -> None:
+        self._model = weakref.ref(model)
+        self._runtime, self._handles = runtime, handles
+        self.plan = plan
+        self.config = config
+        self._watch = StepWatch(runtime)
+        autograd_bridge.install()
+
+    # -- what it is ---------------------------------------------------------------------------------------------
+    @property
+    def model(self) -> nn.Module:
+        """The sharded module, the same object that was given to :func:`shard`."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units, in the plan's order."""
+        return self._runtime.units
+
+    @property
+    def rank(self) -> int:
+        """This rank within the mesh."""
+        return self._runtime.collectives.world_rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the mesh."""
+        return self._runtime.collectives.world
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's shards live."""
+        return self._runtime.collectives.device
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent for parameters and gradients since set-up, counted at the collectives."""
+        return self._runtime.collectives.bytes_sent
+
+    # -- training -----------------------------------------------------------------------------------------------
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward reduces gradients; :meth:`no_sync` switches it off."""
+        return self._runtime.require_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._runtime.require_sync = value
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate whole gradients on this rank; the first backward outside reduces their sum.
+
+        Saves the reductions of all micro-batches but one, at the price of one unsharded gradient (4 bytes a parameter
+        in fp32). Without it each backward reduces, and `.grad` accumulates the sharded results.
+        """
+        before = self._runtime.require_sync
+        self._runtime.require_sync = False
+        try:
+            yield
+        finally:
+            self._runtime.require_sync = before
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        parameters: Iterable[torch.Tensor] | None = None,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Scale gradients so that their global norm is at most `max_norm`. Collective.
+
+        Args:
+            max_norm: the limit.
+            norm_type: any p, ``inf`` included.
+            parameters: a subset of the model's parameters; all by default.
+            error_if_nonfinite: raise :class:`~torch_shard.errors.NonFiniteError` on every rank, before anything changes.
+
+        Returns:
+            The norm before clipping, a 0-d tensor, equal on all ranks.
+        """
+        chosen = list(self.model.parameters()) if parameters is None else list(parameters)
+        return clip.clip_grad_norm_(self._runtime, chosen, max_norm, norm_type, error_if_nonfinite)
+
+    def clip_grad_value_(self, clip_value: float, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Limit each element of the gradients to ``[-clip_value, clip_value]``. Local."""
+        chosen = list(self.model.parameters()) if parameters is None else list(parameters)
+        clip.clip_grad_value_(self._runtime, chosen, clip_value)
+
+    # -- whole parameters ---------------------------------------------------------------------------------------
+    def gathered(
+        self,
+        target: Any = None,
+        *,
+        write: bool = False,
+        ranks: int | Iterable[int] | None = None,
+        device: torch.device | str | None = None,
+        grads: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Inside, the modules hold whole, plain parameters. Collective.
+
+        Args:
+            target: a module, a parameter, or several; everything by default. Whole units are gathered.
+            write: keep what is changed inside. With `ranks`, the lowest of them decides for all.
+            ranks: which ranks get the values (all by default); the others only take part.
+            device: put the values there, for example ``"cpu"``.
+            grads: `.grad` of the whole parameters holds the whole gradients.
+        """
+        return _gathered.gathered(self._runtime, target, write=write, ranks=ranks, device=device, grads=grads)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> None:
+        """``model.apply(fn)`` on gathered parameters; changes are kept. Collective."""
+        _gathered.apply(self.model, self._runtime, fn)
+
+    # -- state --------------------------------------------------------------------------------------------------
+    def state_dict(
+        self, *, form: str = "full", rank0_only: bool = True, offload_to_cpu: bool = True
+    ) -> dict[str, Any]:
+        """The model's state dict with plain, whole tensors, as the unsharded model gives it. Collective.
+
+        Args:
+            form: ``"full"``.
+            rank0_only: other ranks get an empty dict, and hold no more than two whole units at a time.
+            offload_to_cpu: the tensors are on the CPU.
+        """
+        if form != "full":
+            from .errors import ConfigError
+
+            raise ConfigError(f"form must be 'full', not {form!r}.")
+        return full_state.state_dict(self.model, self._runtime, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
+        """Load plain, whole tensors by name. Collective; nothing is changed unless everything fits.
+
+        Raises:
+            StateDictError: on all ranks, with every missing, unexpected and wrongly shaped entry.
+        """
+        return full_state.load_state_dict(self.model, self._runtime, state_dict, strict)
+
+    def optim_state_dict(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = True) -> dict[str, Any]:
+        """Whole optimizer state by parameter name, on the CPU. Collective."""
+        return full_state.optim_state_dict(self._runtime, optimizer, rank0_only=rank0_only)
+
+    def load_optim_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`optim_state_dict` gave, on any number of ranks. Collective."""
+        full_state.load_optim_state_dict(self._runtime, optimizer, state_dict)
+
+    def memory_summary(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
+        """Bytes this rank holds now: ``parameters`` (shards), ``gradients``, ``optimizer``, ``gathered``."""
+        parameters = gradients = state = 0
+        for unit in self.units:
+            for flat in unit.flats:
+                parameters += flat.shard.numel() * flat.shard.element_size()
+                gradients += flat.grad.numel() * flat.grad.element_size() if flat.grad is not None else 0
+                with torch._C.DisableTorchFunctionSubclass():
+                    for p in flat.params:
+                        local = getattr(p.grad, "_local", None)
+                        gradients += local.numel() * local.element_size() if local is not None else 0
+        if optimizer is not None:
+            for entries in optimizer.state.values():
+                for value in entries.values():
+                    local = getattr(value, "_local", value)
+                    if isinstance(local, torch.Tensor):
+                        state += local.numel() * local.element_size()
+        full = sum(u.full_bytes for u in self._runtime.idle.values())
+        return {"parameters": parameters, "gradients": gradients, "optimizer": state, "gathered": full}
+
+    # -- the end ------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Give the plain model back: whole parameters in the same objects, no hooks. Collective."""
+        for handle in self._handles:
+            handle.remove()
+        restore.close_units(self._runtime)
+        self._watch.close()
+        self._runtime.collectives.close()
+        self.model.__dict__.pop(_ATTRIBUTE, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        import copy
+
+        model = copy.deepcopy(self.model, memo)
+        runtime = copy.deepcopy(self._runtime, memo)
+        other = Engine.__new__(Engine)
+        memo[id(self)] = other
+        other.__init__(model, runtime, self.plan, [], self.config)  # type: ignore[misc]
+        return other
+
+
+def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = None, **overrides: Any) -> Engine:
+    """Shard a model in place over the ranks of a process group. Collective.
+
+    Args:
+        model: any module; on the CPU, on this rank's GPU, or on meta. Optimizers built earlier stay valid.
+        config: every choice; ``overrides`` are fields of :class:`ShardConfig` changed on top.
+        mesh: a ``ProcessGroup`` or 1-D ``DeviceMesh``; the default group by default. Without an initialised process
+            group the model is prepared for one rank alone.
+
+    Raises:
+        ConfigError, SetupError, UnavailableError: on all ranks, before the model has changed.
+    """
+    config = config or ShardConfig()
+    if overrides:
+        known = {f.name for f in dataclasses.fields(ShardConfig)}
+        unknown = sorted(set(overrides) - known)
+        if unknown:
+            from .errors import ConfigError
+
+            raise ConfigError(f"{unknown[0]}: no such setting; ShardConfig has {', '.join(sorted(known))}.")
+        config = dataclasses.replace(config, **overrides)
+    runtime, plan, handles = setup.build(model, config, mesh)
+    engine = Engine(model, runtime, plan, handles, config)
+    # In __dict__, past nn.Module's __setattr__: it must neither be a submodule nor appear in the state dict.
+    model.__dict__[_ATTRIBUTE] = engine
+    return engine
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """The engine that shards `model`, if any."""
+    found = model.__dict__.get(_ATTRIBUTE)
+    return found if isinstance(found, Engine) else None

@@ -1,0 +1,153 @@
+"""The errors that the engine raises, in one hierarchy.
+
+Every error is a :class:`ShardError`. Messages name the parameter (or unit, or argument), the rank
+where it matters, and what to do. None of them leaves the process group unusable, unless its
+docstring says so: errors that every rank can see are raised on every rank.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "DivergenceError",
+    "LayoutError",
+    "MissingRankError",
+    "NeedsGatherError",
+    "NonFiniteError",
+    "ReplacedParameterError",
+    "SetupError",
+    "ShardError",
+    "ShardPicklingError",
+    "StateDictError",
+    "UnavailableError",
+    "UnitStateError",
+]
+
+
+class ShardError(RuntimeError):
+    """Base of every error raised by the engine.
+
+    Raised: only as one of its subclasses. Remedy: catch this one to handle all of them.
+    """
+
+
+class ConfigError(ShardError, ValueError):
+    """A user choice is unknown, has the wrong type, or contradicts another one.
+
+    Raised: when a :class:`~torch_shard.config.ShardConfig` is built (the message starts with the
+    field's name), and by ``shard()`` where the choice does not fit the process group, for example
+    a strategy that needs more ranks than there are. Nothing has been changed yet.
+    Remedy: correct the named field.
+    """
+
+
+class UnavailableError(ShardError):
+    """Something that sharding needs is not there.
+
+    Raised: by ``shard()`` when torch is older than the supported floor, was built without
+    ``torch.distributed``, has no process group initialised, or lacks the backend for the device.
+    Importing the packages never raises it.
+    Remedy: install or initialise what the message names.
+    """
+
+
+class SetupError(ShardError):
+    """The model cannot be sharded as it is.
+
+    Raised: by ``shard()`` before any parameter was changed: a module that is already sharded,
+    parameters on mixed devices, two parameters that are views of one storage, a parameter class
+    that the engine does not know, one that is referenced weakly or held by a live graph, a
+    parameter that no initialiser filled, or ranks that built different models.
+    Remedy: the message names the parameter and what to change about it.
+    """
+
+
+class LayoutError(SetupError):
+    """A parameter's memory layout cannot be placed in a flat buffer.
+
+    Raised: while planning, for strides that overlap or leave gaps (``expand``, slicing), and when
+    the numbers of a layout contradict each other, which is a defect of the engine.
+    Remedy: give the named parameter dense memory, ``nn.Parameter(p.detach().clone())``.
+    """
+
+
+class ReplacedParameterError(ShardError):
+    """A module holds another parameter than the one that was sharded.
+
+    Raised: when a unit is gathered and ``module._parameters[name]`` is not the parameter known
+    from sharding: a layer was replaced (``model.head = nn.Linear(...)``), a parameter was added,
+    or ``load_state_dict(assign=True)`` put new ones in.
+    Remedy: change the model before ``shard()``, or call ``engine.close()``, change it and shard
+    again; load values with ``load_state_dict`` without ``assign``.
+    """
+
+
+class NeedsGatherError(ShardError, TypeError):
+    """An operation on a sharded parameter needs the whole parameter.
+
+    Raised: between steps, for an operation that is neither element-wise nor a reduction to a
+    scalar (a matrix product, ``view``, indexing, ``numpy()``), and for arithmetic between two
+    sharded tensors that are cut differently.
+    Remedy: ``with engine.gathered(parameter): ...``; add ``write=True`` to change it there.
+    """
+
+
+class ShardPicklingError(ShardError, TypeError):
+    """A sharded tensor was about to be pickled.
+
+    Raised: by ``pickle``, ``torch.save`` and everything that uses them, since one rank would write
+    only its own slice.
+    Remedy: ``engine.state_dict(form="full")`` on all ranks, then save the result on one of them;
+    for optimizers ``engine.optim_state_dict(optimizer)``.
+    """
+
+
+class StateDictError(ShardError):
+    """A state dict does not fit the model or the optimizer.
+
+    Raised: when loading, with *all* missing, unexpected and wrongly shaped entries listed. Nothing
+    has been loaded when it is raised.
+    Remedy: correct the listed entries, or load with ``strict=False`` to accept missing and
+    unexpected ones.
+    """
+
+
+class DivergenceError(ShardError):
+    """The ranks did different things.
+
+    Raised: on all ranks, before any optimizer step, when the ranks ran different units, or the
+    same in another order; the message names the first differing unit and the rank.
+    Remedy: make every rank run the same modules in the same order. Conditions in forward must not
+    depend on the rank or on its own data.
+    """
+
+
+class MissingRankError(ShardError):
+    """A rank waited for a partner that did not come within ``ShardConfig.timeout`` seconds.
+
+    Raised: on the ranks that wait, naming the operation, the unit or parameter, the line that
+    called it, and the ranks that are missing with what they are doing instead. Typically a forward,
+    a norm, ``full_tensor()`` or a save under ``if rank == 0:``, or ranks with different numbers of
+    batches.
+    Remedy: call the named operation on all ranks. A larger ``timeout`` if a rank is only slow.
+    """
+
+
+class NonFiniteError(ShardError):
+    """The total norm of the gradients is NaN or infinite.
+
+    Raised: on all ranks, by ``engine.clip_grad_norm_(..., error_if_nonfinite=True)``. The
+    gradients have not been changed.
+    Remedy: skip the step, or lower the learning rate; ``error_if_nonfinite=False`` accepts it.
+    """
+
+
+class UnitStateError(ShardError):
+    """A unit was used in a state that does not allow it.
+
+    Raised: when compute reaches a parameter whose unit is not gathered or still in flight, when
+    the model is copied while its forward runs, and for a gather during the capture of a CUDA
+    graph. It replaces reading memory that is not there.
+    Remedy: the message says which use of the named unit went past the engine; running that code
+    through a module's ``forward`` or inside ``engine.gathered(...)`` avoids it.
+    """

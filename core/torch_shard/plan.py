@@ -1,0 +1,349 @@
+"""What is decided before any data moves: which parameters travel together.
+
+A :class:`Plan` is pure description: names, shapes, dtypes and the modules that trigger each unit.
+It holds no tensor and no module, so it can be made on the meta device, printed, compared between
+ranks and thrown away. :func:`torch_shard.planner.make_plan` makes one from a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+ALIGN_BYTES = 16
+"""Starts of parameters and sizes of shards are multiples of this (see layout.py)."""
+
+_MIB = 1024.0 * 1024.0
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """One parameter object, however many names it has.
+
+    Attributes:
+        name: Full name of its first registration, as ``named_parameters()`` gives it.
+        owners: Every ``(module name, attribute)`` that holds the object, the first registration
+            first. A module registered under two names counts once, under its first name.
+        aliases: The other full names under which a ``state_dict()`` lists it.
+        shape: Global shape.
+        stride: Global strides, in elements.
+        dtype: Its dtype at planning time.
+        requires_grad: Its flag at planning time. It may change during training.
+    """
+
+    name: str
+    owners: tuple[tuple[str, str], ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; a 0-d parameter has one."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """Parameters that are gathered and released together.
+
+    Attributes:
+        name: Unique within the plan: the module's name for a block, ``first..last`` for a run of
+            modules, ``(root)`` for the root's own parameters, ``group 0`` for a group by name.
+        params: In the order of the flat buffer (see :func:`flat_order`).
+        triggers: Names of the modules whose forward needs this unit, ``""`` being the root.
+    """
+
+    name: str
+    params: tuple[ParamInfo, ...]
+    triggers: tuple[str, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements, without padding."""
+        return sum(p.numel for p in self.params)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters, without padding."""
+        return sum(p.nbytes for p in self.params)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes in the unit, one flat buffer each, in order of first appearance."""
+        return tuple(dict.fromkeys(p.dtype for p in self.params))
+
+    def shard_bytes(self, world_size: int, *, trainable_only: bool = False) -> int:
+        """Bytes of one rank's shard over all dtypes of the unit, padding included."""
+        chosen = [p for p in self.params if p.requires_grad or not trainable_only]
+        return sum(shard_nbytes([p.nbytes for p in chosen if p.dtype == dtype], world_size) for dtype in self.dtypes)
+
+
+@dataclass(frozen=True)
+class BufferInfo:
+    """A buffer of the model; buffers are replicated, never sharded."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole buffer."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PredictedBytes:
+    """Bytes that one rank will hold, Adam (two moments in the parameter's dtype) assumed.
+
+    The first three are held between steps. ``gathered_peak`` and ``gradient_buffer`` come on top
+    while a step runs: the units gathered at one time, and the largest unit's full gradient.
+    The ``unsharded_`` values are what a rank holds under DDP.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered_peak: int
+    gradient_buffer: int
+    unsharded_parameters: int
+    unsharded_gradients: int
+    unsharded_optimizer: int
+
+    @property
+    def total(self) -> int:
+        """Parameters, gradients and optimizer state of one rank."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def unsharded_total(self) -> int:
+        """The same three without sharding."""
+        return self.unsharded_parameters + self.unsharded_gradients + self.unsharded_optimizer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every parameter of a model, each in exactly one unit or ignored.
+
+    Attributes:
+        units: In registration order of each unit's first parameter. Reductions are issued in the
+            reverse of this order, on all ranks.
+        world_size: Ranks that share the parameters.
+        ignored: Full names of parameters left alone, in registration order.
+        buffers: All buffers of the model, in registration order, each object once.
+        strategy: As in ``ShardConfig``; decides the predicted bytes only.
+        prefetch: As in ``ShardConfig``; decides the predicted bytes only.
+    """
+
+    units: tuple[UnitPlan, ...]
+    world_size: int
+    ignored: tuple[str, ...] = ()
+    buffers: tuple[BufferInfo, ...] = ()
+    strategy: str = "full_shard"
+    prefetch: int = 1
+
+    @property
+    def params(self) -> tuple[ParamInfo, ...]:
+        """All planned parameters, unit by unit."""
+        return tuple(p for unit in self.units for p in unit.params)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all planned parameters."""
+        return sum(unit.numel for unit in self.units)
+
+    def unit_of(self, param_name: str) -> UnitPlan:
+        """The unit that holds a parameter, by any of its names; KeyError if none does."""
+        for unit in self.units:
+            if any(param_name == p.name or param_name in p.aliases for p in unit.params):
+                return unit
+        raise KeyError(param_name)
+
+    @property
+    def predicted(self) -> PredictedBytes:
+        """Bytes per rank under this plan and without it; see :class:`PredictedBytes`."""
+        full = sum(u.nbytes for u in self.units)
+        trainable = sum(p.nbytes for u in self.units for p in u.params if p.requires_grad)
+        sharded = self.strategy != "no_shard"
+        world = self.world_size if sharded else 1
+        grads = sum(u.shard_bytes(world, trainable_only=True) for u in self.units)
+        largest_gradient = max((sum(p.nbytes for p in u.params if p.requires_grad) for u in self.units), default=0)
+        return PredictedBytes(
+            parameters=sum(u.shard_bytes(world) for u in self.units),
+            gradients=grads,
+            optimizer=2 * grads,
+            gathered_peak=_gathered_peak(self) if world > 1 else 0,
+            gradient_buffer=largest_gradient if world > 1 else 0,
+            unsharded_parameters=full,
+            unsharded_gradients=trainable,
+            unsharded_optimizer=2 * trainable,
+        )
+
+    def digest(self) -> int:
+        """A stable 63-bit hash of :meth:`lines`: equal on ranks whose plans are equal."""
+        joined = "\n".join(self.lines()).encode()
+        value = int.from_bytes(hashlib.blake2b(joined, digest_size=8).digest(), "big")
+        return value & ((1 << 63) - 1)
+
+    def lines(self) -> list[str]:
+        """One readable line per parameter and buffer, to find where two ranks' models differ."""
+        lines = [f"world size {self.world_size}, strategy {self.strategy}"]
+        for index, unit in enumerate(self.units):
+            where = f"unit {index} {unit.name!r} triggered by {list(unit.triggers)}"
+            lines += [
+                f"parameter {p.name!r}: shape {p.shape}, stride {p.stride}, {p.dtype}, "
+                f"requires_grad {p.requires_grad}, held by {list(p.owners)}, {where}"
+                for p in unit.params
+            ]
+        lines += [f"ignored parameter {name!r}" for name in self.ignored]
+        lines += [f"buffer {b.name!r}: shape {b.shape}, {b.dtype}" for b in self.buffers]
+        return lines
+
+    def table(self, max_rows: int = 40) -> str:
+        """The plan as aligned plain text, with totals and predicted bytes per rank.
+
+        Args:
+            max_rows: With more units than this, equal consecutive ones share a row, which then
+                shows the numbers of one of them and how many there are.
+        """
+        head = ("unit", "params", "elements", "dtype", "MiB full", "MiB/rank", "triggers")
+        groups: list[tuple[UnitPlan, ...]] = (
+            [(unit,) for unit in self.units] if len(self.units) <= max_rows else _equal_runs(self.units)
+        )
+        rows = [self._row(group) for group in groups]
+        world = self.world_size if self.strategy != "no_shard" else 1
+        rows.append(
+            (
+                f"total ({len(self.units)} units)",
+                f"{len(self.params):,}",
+                f"{self.numel:,}",
+                "",
+                _mib(sum(u.nbytes for u in self.units)),
+                _mib(sum(u.shard_bytes(world) for u in self.units)),
+                "",
+            )
+        )
+        return "\n".join(_aligned(head, rows, right=(1, 2, 4, 5)) + self._summary())
+
+    def _row(self, group: Sequence[UnitPlan]) -> tuple[str, ...]:
+        unit, last = group[0], group[-1]
+        world = self.world_size if self.strategy != "no_shard" else 1
+        name = unit.name if len(group) == 1 else f"{unit.name} to {last.name} ({len(group)} units)"
+        triggers = [t or "(root)" for t in unit.triggers]
+        shown = ", ".join(triggers[:3]) + (f", +{len(triggers) - 3}" if len(triggers) > 3 else "")
+        return (
+            name,
+            f"{len(unit.params):,}",
+            f"{unit.numel:,}",
+            ",".join(str(d).removeprefix("torch.") for d in unit.dtypes),
+            _mib(unit.nbytes),
+            _mib(unit.shard_bytes(world)),
+            "each itself" if len(group) > 1 else shown,
+        )
+
+    def _summary(self) -> list[str]:
+        b = self.predicted
+        ratio = b.unsharded_total / b.total if b.total else 1.0
+        lines = [
+            "",
+            f"{self.strategy} over {self.world_size} ranks; per rank, Adam assumed:",
+            f"  parameters {_mib(b.parameters)} + gradients {_mib(b.gradients)} + optimizer "
+            f"{_mib(b.optimizer)} = {_mib(b.total)} MiB, against {_mib(b.unsharded_total)} MiB "
+            f"unsharded ({ratio:.2f}x)",
+            f"  during a step at most about {_mib(b.gathered_peak)} MiB of gathered parameters "
+            f"and {_mib(b.gradient_buffer)} MiB of gradient buffer more",
+        ]
+        if self.ignored:
+            lines.append(f"  ignored: {len(self.ignored)} parameters, left as they are")
+        return lines
+
+
+def flat_order(params: Iterable[ParamInfo]) -> tuple[ParamInfo, ...]:
+    """Order of a unit's parameters in its flat buffers; ``params`` come as registered.
+
+    Trainable before frozen, so that the gradient buffer covers a prefix; then by dtype; then
+    matrices before vectors, so that an optimizer with the usual two weight-decay groups steps on
+    two long runs. Within these as registered.
+    """
+    return tuple(sorted(params, key=lambda p: (not p.requires_grad, str(p.dtype), len(p.shape) < 2)))
+
+
+def shard_nbytes(sizes: Iterable[int], world_size: int) -> int:
+    """Bytes of one rank's shard of a flat buffer that holds parameters of these byte sizes.
+
+    The same rule as ``FlatLayout``: every start and the shard itself are multiples of 16 bytes.
+    """
+    total = 0
+    for size in sizes:
+        total = _round_up(total) + size
+    return _round_up(-(-total // world_size))
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _gathered_peak(plan: Plan) -> int:
+    """Most bytes of units gathered at one time, when units run in the plan's order."""
+    if plan.strategy != "full_shard":
+        return sum(u.nbytes for u in plan.units)
+    # A unit whose trigger encloses another unit's trigger stays gathered while that one runs.
+    prefixes: set[str] = set()
+    for unit in plan.units:
+        for trigger in unit.triggers:
+            parts = trigger.split(".") if trigger else []
+            prefixes.update(".".join(parts[:i]) for i in range(len(parts)))
+    enclosing = [any(t in prefixes for t in u.triggers) for u in plan.units]
+    held = sum(u.nbytes for u, encloses in zip(plan.units, enclosing, strict=True) if encloses)
+    passing = [u.nbytes for u, encloses in zip(plan.units, enclosing, strict=True) if not encloses]
+    window = plan.prefetch + 1
+    return held + max((sum(passing[i : i + window]) for i in range(len(passing))), default=0)
+
+
+def _equal_runs(units: Sequence[UnitPlan]) -> list[tuple[UnitPlan, ...]]:
+    """Consecutive units that differ only in the numbers of their names, together."""
+
+    def likeness(unit: UnitPlan) -> tuple[object, ...]:
+        # Only blocks that trigger themselves: the shared row says so.
+        itself = unit.triggers == (unit.name,) or unit.name
+        name = re.sub(r"\d+", "#", unit.name)
+        return name, itself, len(unit.params), unit.numel, unit.dtypes
+
+    groups: list[list[UnitPlan]] = []
+    for unit in units:
+        if groups and likeness(groups[-1][0]) == likeness(unit):
+            groups[-1].append(unit)
+        else:
+            groups.append([unit])
+    return [tuple(group) for group in groups]
+
+
+def _aligned(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = (
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        return "  ".join(cells).rstrip()
+
+    rule = "  ".join("-" * width for width in widths)
+    return [line(head), rule, *(line(row) for row in rows[:-1]), rule, line(rows[-1])]
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / _MIB:,.2f}"

@@ -1,0 +1,602 @@
+"""When units are gathered, released and reduced: hooks, recorded order, prefetch, the end of a backward.
+
+Forward.   A pre-hook on a unit's trigger modules gathers it and installs its leaves; the forward hook puts the sharded
+           parameters back. A unit is released when *another* unit's forward begins: a unit with several triggers is
+           not gathered twice, and the unit used last is still there when backward starts with it.
+Backward.  A hook on the outputs gathers again what autograd kept something of. Autograd runs the nodes of one device in
+           falling order of their sequence number, so when the trigger of a unit fires, every node made after the
+           beginning of a later unit's forward has run: that later unit is released. This needs no identity function on
+           the inputs (which would make in-place operations on them an error) and covers frozen weights and LoRA,
+           where gradients of parameters say nothing about who is still needed.
+Order.     Every gather is an event of a sequence that all ranks must share. The successor of each pair of events is
+           remembered; gathers that follow it are prefetched. A gather that memory did not predict is first agreed upon
+           with the other ranks, so ranks that part ways find out before their collectives mix.
+Reduction. In the reverse order of use in forward, which all ranks share; a unit whose gradients are complete waits
+           behind one whose are not. The end of backward flushes the rest, units without a gradient on this rank too.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .agreement import Agreement
+from .buffers import BufferSync
+from .collectives import Collectives, Reduction
+from .config import ShardConfig
+from .errors import ShardError, UnitStateError
+from .outputs import tensors_in
+from .shard_tensor import ShardTensor
+from .unit import FlatBuffer, State, Unit
+
+FORWARD, EVALUATION, BACKWARD = 0, 1, 2
+_PHASES = ("forward", "forward without gradients", "backward")
+# Reductions in flight: each holds two buffers of its unit's size.
+_IN_FLIGHT = 2
+
+_graph_task = torch._C._current_graph_task_id  # -1 outside backward; no public accessor (torch 2.11 to 2.13)
+_sequence_number = torch.autograd._get_sequence_nr
+
+Event = tuple[int, int, bool]  # phase, unit index, first of a session
+
+
+class Use:
+    """One forward of a unit that backward will come back to."""
+
+    __slots__ = ("unit", "start", "saved", "task")
+
+    def __init__(self, unit: Unit, start: int) -> None:
+        self.unit, self.start, self.saved, self.task = unit, start, True, -1
+
+
+class Runtime:
+    """Decides when; one for each sharded model."""
+
+    def __init__(self, config: ShardConfig, collectives: Collectives) -> None:
+        self.config, self.collectives = config, collectives
+        self.units: list[Unit] = []
+        self.buffers: BufferSync | None = None
+        self.agreement: Agreement | None = None
+        self.require_sync = True
+        self.depth = 0  # trigger forwards running
+        self.session = False  # a forward has begun since the last backward ended
+        self.fresh = False  # no unit has been gathered in this session yet
+        self.roots = 0  # forwards of the root module running
+        self.frames: list[tuple[Unit, Use, bool]] = []
+        self.demands: list[Use] = []  # parameters gathered on demand for the operation that runs now
+        self.idle: dict[int, Unit] = {}  # gathered (or being gathered) units by index
+        self.last: tuple[Event | None, Event | None] = (None, None)
+        self.successors: dict[tuple[Event | None, Event | None], Event] = {}
+        self.forward_order: dict[int, Unit] = {}
+        self.forward_sync = True
+        self.end: weakref.ref[_EndOfBackward] | None = None
+        self.tasks: set[int] = set()
+        self.syncing = True
+        self.order: list[Unit] = []
+        self.in_flight: list[tuple[Unit, FlatBuffer, Reduction]] = []
+        self.double_backward = False  # a graph of gradients exists that reads gathered values
+        self.creating = False  # the running backward makes one
+
+    def add(self, unit: Unit) -> None:
+        unit.runtime = self
+        self.units.append(unit)
+        self.units.sort(key=lambda u: u.index)
+        if self.agreement is not None:
+            self.agreement.width = self._width()
+
+    def ready(self) -> None:
+        self.agreement = Agreement(self.collectives, self._width())
+
+    def _width(self) -> int:
+        return sum(1 + len(u.params) for u in self.units)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        other = Runtime(self.config, self.collectives)
+        memo[id(self)] = other
+        other.ready()
+        if self.buffers is not None:
+            other.buffers = copy.deepcopy(self.buffers, memo)
+        return other
+
+    # -- forward ------------------------------------------------------------------------------------------------
+    def enter(self, unit: Unit) -> None:
+        """Before the forward of a module that triggers `unit`."""
+        if unit.is_summoned:
+            self.frames.append((unit, Use(unit, 0), True))
+            return
+        in_backward = _graph_task() != -1
+        start = _sequence_number()
+        self.demand(unit, self._phase())
+        if in_backward and not unit.uses:
+            # Recomputation of a checkpointed region that spans several units: the nodes that will read these values are
+            # older than the ones being made now, so only this unit's own trigger may start the countdown to release.
+            unit.held = True
+        unit.install()
+        unit.running += 1
+        self.depth += 1
+        self.frames.append((unit, Use(unit, start), False))
+
+    def exit(self, unit: Unit, outputs: Any) -> None:
+        """After that forward, also when it raised (`outputs` is None then)."""
+        if not any(owner is unit for owner, _, _ in self.frames):
+            return  # the pre-hook itself failed
+        while True:
+            owner, use, summoned = self.frames.pop()
+            if not summoned:
+                self.depth -= 1
+                owner.running -= 1
+                owner.uninstall()
+            if owner is unit:  # frames above it were left by an interrupt that skipped their hooks
+                break
+        if summoned:
+            return
+        recording = torch.is_grad_enabled() and outputs is not None
+        if recording:
+            self.watch_outputs(use, outputs)
+        if not torch.is_grad_enabled() and self.depth == 0 and self.roots == 0 and _graph_task() == -1:
+            self._keep_for_next()
+
+    def _keep_for_next(self) -> None:
+        """Nothing of a forward without gradients is needed later, except what is already on its way."""
+        for unit in list(self.idle.values()):
+            if unit.state is State.FULL and not unit.running and not unit.uses and not self._keeps():
+                self._release(unit)
+
+    def watch_outputs(self, use: Use, outputs: Any) -> None:
+        unit = use.unit
+        found = [t for t in tensors_in(outputs) if t.requires_grad]
+        if not unit.sharded:
+            return
+        use.saved = unit.is_referenced()
+        if found:
+            trigger = _Trigger(self, use)
+            for tensor in found:
+                tensor.register_hook(trigger)
+        elif use.saved:
+            # An auxiliary loss kept on `self`, say: no output to hook, so keep it until backward ends.
+            use.start = -1
+            unit.uses.append(use)
+
+    def begin(self, root: nn.Module) -> None:
+        """Before the root module's forward."""
+        self.roots += 1
+        if self.depth == 0 and _graph_task() == -1:
+            self.session = False
+            self.sweep_stale()
+            if self.buffers is not None and self.require_sync:
+                self._open_session()
+                self.buffers.synchronise(root)
+
+    def finish(self) -> None:
+        """After the root module's forward."""
+        self.roots = max(0, self.roots - 1)
+        if self.depth == 0 and _graph_task() == -1:
+            self.session = False
+            if not torch.is_grad_enabled():
+                self.sweep_stale()
+
+    def sweep_stale(self) -> None:
+        """Release whatever no running forward and no begun backward needs."""
+        for unit in list(self.idle.values()):
+            if not unit.running and not unit.uses and not unit.is_summoned and not self.double_backward:
+                self._release(unit)
+
+    def _phase(self) -> int:
+        if _graph_task() != -1:
+            return BACKWARD
+        return FORWARD if torch.is_grad_enabled() else EVALUATION
+
+    def _keeps(self) -> bool:
+        return self.config.strategy == "shard_grad_op" and torch.is_grad_enabled()
+
+    def _open_session(self) -> None:
+        if self.session or self.collectives.world == 1:
+            return
+        self.session = self.fresh = True
+        assert self.agreement is not None
+        code = 1 + (1 if torch.is_grad_enabled() else 0)
+        self.agreement.note(code, "begins a " + _PHASES[0 if torch.is_grad_enabled() else 1])
+        self.agreement.check("the start of a forward")
+
+    # -- gathering in one order ---------------------------------------------------------------------------------
+    def demand(self, unit: Unit, phase: int) -> None:
+        """Have `unit` gathered when this returns, and the next ones on their way. Collective."""
+        if phase != BACKWARD:
+            self._open_session()
+            first = self.fresh
+            if phase == FORWARD:
+                self.forward_sync = self.require_sync
+                self.forward_order.pop(unit.index, None)
+                self.forward_order[unit.index] = unit
+        else:
+            first = False
+        if not unit.sharded:
+            return
+        self.fresh = False
+        event: Event = (phase, unit.index, first)
+        repeated = self.last[1] is not None and self.last[1][:2] == event[:2] and not first
+        if not repeated:
+            self._follow(unit, event)
+        if unit.state is State.SHARDED:
+            unit.gather()
+        self.idle[unit.index] = unit
+        if not repeated and phase != BACKWARD and not self._keeps():
+            self._release_others(unit)
+        unit.wait()
+        if not repeated:
+            self._prefetch()
+
+    def _follow(self, unit: Unit, event: Event) -> None:
+        assert self.agreement is not None
+        self.agreement.note(event[0] * 1_000_003 + event[1] + 17, f"gathers unit {unit.name!r} in {_PHASES[event[0]]}")
+        expected = self.successors.get(self.last)
+        if expected != event:
+            self.successors[self.last] = event
+            self.agreement.check(f"the agreement to gather unit {unit.name!r}, which did not follow here before")
+        self.last = (self.last[1], event)
+
+    def _upcoming(self) -> list[Unit]:
+        found: list[Unit] = []
+        pair, phase = self.last, self.last[1][0] if self.last[1] else 0
+        while len(found) < self.config.prefetch:
+            event = self.successors.get(pair)
+            if event is None or event[0] != phase or event[2]:
+                break
+            found.append(self.units[event[1]])
+            pair = (pair[1], event)
+        return found
+
+    def _prefetch(self) -> None:
+        for unit in self._upcoming():
+            if unit.state is State.SHARDED:
+                unit.gather()
+                self.idle[unit.index] = unit
+
+    def _release_others(self, unit: Unit) -> None:
+        upcoming = self._upcoming()
+        for other in list(self.idle.values()):
+            if other is unit or other.running or other.uses or other.is_summoned or self.double_backward:
+                continue
+            if other not in upcoming:
+                self._release(other)
+
+    def _release(self, unit: Unit) -> None:
+        unit.release()
+        self.idle.pop(unit.index, None)
+
+    # -- backward -----------------------------------------------------------------------------------------------
+    def trigger(self, use: Use) -> None:
+        """The gradient of an output of `use` has arrived: backward of that unit begins."""
+        self.arm()
+        unit = use.unit
+        if torch.is_grad_enabled():  # create_graph: the new graph needs the values once more
+            self.double_backward = self.creating = True
+        if use not in unit.uses:
+            use.task = _graph_task()
+            unit.uses.append(use)
+            unit.held = False
+            self._sweep(use)
+        if use.saved:
+            self.demand(unit, BACKWARD)
+
+    def _sweep(self, use: Use) -> None:
+        """Release the units whose nodes have all run: their forwards began after that of `use` ended."""
+        if self.double_backward or self.config.strategy == "shard_grad_op":
+            return
+        for unit in list(self.idle.values()):
+            if unit is use.unit or unit.running or unit.held or not unit.uses:
+                continue
+            if all(u.start > use.start and u.task == use.task for u in unit.uses):
+                unit.uses.clear()
+                self._release(unit)
+
+    def arm(self) -> None:
+        """Have `_EndOfBackward` called when the running graph task ends."""
+        task = _graph_task()
+        if task in self.tasks:
+            return
+        if self.end is not None and self.end() is not None:
+            if task != -1:  # nested: reentrant checkpointing runs a backward inside the backward
+                self.tasks.add(task)
+                torch.autograd.Variable._execution_engine.queue_callback(_EndOfNested(self, task))
+            return
+        self.tasks = {task}
+        self.creating = torch.is_grad_enabled()
+        self.double_backward |= self.creating
+        self.syncing = self.require_sync and self.forward_sync
+        self.order = [u for u in reversed(self.forward_order.values()) if any(_wants(f) for f in u.flats)]
+        for unit in self.units:
+            unit.rounds = 0
+            for flat in unit.flats:
+                flat.arrived = [False] * len(flat.arrived)
+        end = _EndOfBackward(self)
+        self.end = weakref.ref(end, lambda _: self._abandon())
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def on_grad(self, unit: Unit, flat: FlatBuffer, index: int, leaf: torch.Tensor) -> None:
+        """A leaf's gradient is complete: move it into the unit's buffer and free it."""
+        self.arm()
+        if unit.state is State.GATHERING:
+            raise UnitStateError(
+                f"rank {self.collectives.world_rank}: a gradient of {flat.layout.slots[index].name} arrived while unit "
+                f"{unit.name!r} was still being gathered; backward reached it without its trigger."
+            )
+        grad = leaf.grad
+        leaf.grad = None
+        if grad is None:
+            return
+        if grad.is_sparse:
+            raise ShardError(
+                f"rank {self.collectives.world_rank}: {flat.layout.slots[index].name} received a sparse gradient, which "
+                "can't be sharded; build the embedding with sparse=False."
+            )
+        flat.accept(index, grad, 1.0 / self.collectives.world)
+        if self.syncing and unit.rounds == 0:
+            self._issue_complete()
+
+    def _issue_complete(self) -> None:
+        while self.order and _complete(self.order[0]):
+            self._issue(self.order.pop(0))
+
+    def _issue(self, unit: Unit) -> None:
+        unit.rounds += 1
+        for flat in unit.flats:
+            if not _wants(flat):
+                continue
+            reduction = flat.start_reduction(f"the gradient reduction of unit {unit.name!r}")
+            if reduction is not None:
+                self.in_flight.append((unit, flat, reduction))
+        while self.in_flight and (len(self.in_flight) > _IN_FLIGHT or self.in_flight[0][2].done()):
+            self._collect_oldest()
+
+    def _collect_oldest(self) -> None:
+        _, flat, reduction = self.in_flight.pop(0)
+        flat.collect(reduction.finish())
+
+    def end_nested(self, task: int) -> None:
+        for unit in list(self.idle.values()):
+            if any(u.task == task for u in unit.uses):
+                unit.uses = [u for u in unit.uses if u.task != task]
+                if not unit.uses and not unit.running and not self.double_backward and not unit.held:
+                    self._release(unit)
+
+    def end_backward(self) -> None:
+        """The last node has run: compare with the other ranks, reduce what is left, publish `.grad`."""
+        self.end = None
+        self.tasks = set()
+        try:
+            if self.syncing:
+                self._flush()
+        except BaseException:
+            self._abandon()
+            raise
+        keep = self.double_backward = self.creating
+        for unit in self.units:
+            unit.held = False
+            unit.uses.clear()
+        if not keep:
+            for unit in list(self.idle.values()):
+                if not unit.running and not unit.is_summoned:
+                    self._release(unit)
+        if self.syncing:
+            self.forward_order.clear()
+            if not self.depth:
+                self.session = False
+
+    def _flush(self) -> None:
+        assert self.agreement is not None
+        payload = torch.zeros(self.agreement.width, dtype=torch.uint8)
+        marks: list[int] = []
+        for unit in self.units:
+            unreduced = any(any(f.holds) for f in unit.flats)
+            marks.append(unit.rounds + (1 if unreduced else 0))
+            marks += [1 if f.arrived[i] or f.holds[i] else 0 for f in unit.flats for i in range(len(f.params))]
+        payload[:] = torch.tensor(marks, dtype=torch.uint8)
+        agreed = self.agreement.check("the end of backward", payload)
+        assert agreed is not None
+        answer = agreed.tolist()
+        targets: dict[int, int] = {}
+        used: dict[int, list[bool]] = {}
+        at = 0
+        for unit in self.units:
+            targets[unit.index] = answer[at]
+            for flat in unit.flats:
+                n = len(flat.params)
+                used[id(flat)] = [bool(b) for b in answer[at + 1 : at + 1 + n]]
+                at += n
+            at += 1
+        rest = self.order + [u for u in reversed(self.units) if u not in self.order]
+        while True:
+            late = [u for u in rest if u.rounds < targets[u.index]]
+            if not late:
+                break
+            for unit in late:
+                self._issue(unit)
+        while self.in_flight:
+            self._collect_oldest()
+        called = []
+        for unit in self.units:
+            for flat in unit.flats:
+                touched = flat.publish(used[id(flat)]) if any(used[id(flat)]) else []
+                flat.results = []
+                if unit.post_hooks:
+                    called += [(unit, flat, i) for i in touched]
+        for unit, flat, i in called:
+            for hook in list(unit.post_hooks.get(flat.layout.slots[i].name, {}).values()):
+                hook(flat.params[i])
+
+    def _abandon(self) -> None:
+        """Backward ended with an exception: leave the engine as it was before it."""
+        self.end, self.tasks = None, set()
+        for _, _flat, reduction in self.in_flight:
+            try:
+                reduction.pending.wait()
+            except ShardError:  # the failure being handled already says why
+                pass
+        self.in_flight.clear()
+        self.double_backward = False
+        for unit in self.units:
+            unit.uses.clear()
+            unit.held = False
+            for flat in unit.flats:
+                flat.forget()
+            if unit.state is not State.SHARDED and unit.sharded and not unit.running and not unit.is_summoned:
+                try:
+                    self._release(unit)
+                except ShardError:
+                    unit.state = State.SHARDED
+        self.forward_order.clear()
+        self.session = False
+
+    # -- on demand ----------------------------------------------------------------------------------------------
+    def on_demand(self, unit: Unit, param: ShardTensor, func: Any, local_ok: bool) -> torch.Tensor | None:
+        """The leaf to compute with in place of `param`, or None where the operation stays local."""
+        if unit.is_summoned:
+            return unit.leaf_of(param)
+        inside = self.depth > 0
+        if not inside and (local_ok or not (torch.is_grad_enabled() or _is_layer(func))):
+            return None
+        if inside and local_ok and not torch.is_grad_enabled():
+            return None
+        start = _sequence_number()
+        self.demand(unit, self._phase())
+        for flat in unit.flats:
+            flat.mirror()
+        unit.running += 1
+        self.demands.append(Use(unit, start))
+        return unit.leaf_of(param)
+
+    def on_demand_done(self, unit: Unit, result: Any) -> None:
+        """After the operation that `on_demand` gathered for, also when it raised."""
+        if unit.is_summoned or not self.demands:
+            return
+        use = self.demands.pop()
+        unit = use.unit
+        unit.running -= 1
+        if torch.is_grad_enabled():
+            self.watch_outputs(use, result)
+        elif self.depth == 0 and self.roots == 0 and _graph_task() == -1:
+            self._keep_for_next()
+
+    # -- between steps ------------------------------------------------------------------------------------------
+    def parameters_changed(self) -> None:
+        """The shards were edited (an optimizer step, `p.mul_`): gathered copies and graphs over them are out of date."""
+        if _graph_task() != -1 or self.depth:
+            return
+        self.double_backward = False
+        for unit in list(self.idle.values()):
+            unit.uses.clear()
+        self.sweep_stale()
+
+
+def _wants(flat: FlatBuffer) -> bool:
+    return any(leaf.requires_grad for leaf in flat.leaves)
+
+
+def _complete(unit: Unit) -> bool:
+    for flat in unit.flats:
+        for arrived, leaf in zip(flat.arrived, flat.leaves, strict=True):
+            if not arrived and leaf.requires_grad:
+                return False
+    return True
+
+
+_LAYERS = {
+    "linear", "bilinear", "embedding", "embedding_bag", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+    "conv_transpose2d", "conv_transpose3d", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm",
+    "multi_head_attention_forward", "prelu", "lstm", "gru", "rnn_tanh", "rnn_relu",
+}  # fmt: skip
+
+
+def _is_layer(func: Any) -> bool:
+    return getattr(func, "__name__", "") in _LAYERS
+
+
+class _Trigger:
+    """A tensor hook on the outputs of one forward."""
+
+    def __init__(self, runtime: Runtime, use: Use) -> None:
+        self.runtime, self.use = runtime, use
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        self.runtime.trigger(self.use)
+
+
+class _EndOfBackward:
+    """Held by autograd's graph task alone: if the task dies with an exception, so does this, and the runtime notices."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    def __call__(self) -> None:
+        self.runtime.end_backward()
+
+
+class _EndOfNested:
+    def __init__(self, runtime: Runtime, task: int) -> None:
+        self.runtime, self.task = runtime, task
+
+    def __call__(self) -> None:
+        self.runtime.end_nested(self.task)
+
+
+# -- module hooks: objects, so that they copy with the model (deepcopy gives an independent sharded model) ---------------
+
+
+class EnterUnit:
+    _torchdynamo_disable = True
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.unit.runtime.enter(self.unit)
+
+
+class ExitUnit:
+    _torchdynamo_disable = True
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.unit.runtime.exit(self.unit, output)
+
+
+class BeginModel:
+    _torchdynamo_disable = True
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.runtime.begin(module)
+
+
+class FinishModel:
+    _torchdynamo_disable = True
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.runtime.finish()
+
+
+def register(root: nn.Module, runtime: Runtime, units: Iterable[Unit]) -> list[Any]:
+    """Hook the root and every trigger; returns the handles."""
+    handles = []
+    for unit in units:
+        for module in unit.triggers:
+            handles.append(module.register_forward_pre_hook(EnterUnit(unit), prepend=True))
+            handles.append(module.register_forward_hook(ExitUnit(unit), always_call=True))
+    handles.append(root.register_forward_pre_hook(BeginModel(runtime), prepend=True))
+    handles.append(root.register_forward_hook(FinishModel(runtime), always_call=True))
+    return handles
+
+

@@ -1,0 +1,378 @@
+"""From a plain model to a sharded one: every check first, on all ranks together, then unit by unit in place."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .buffers import BufferSync, broadcast_coalesced
+from .collectives import Collectives, Pending, connect
+from .config import ShardConfig
+from .errors import SetupError, ShardError, UnavailableError
+from .layout import FlatLayout, ParamMeta
+from .log import logger
+from .plan import ParamInfo, Plan, UnitPlan
+from .planner import make_plan
+from .runtime import Runtime, register
+from .shard_tensor import ShardTensor
+from .unit import FlatBuffer, Unit, adopt, rebuild_flat_weights
+
+_PARAMETER_TYPES = (nn.Parameter, torch.Tensor)
+
+
+def resolve_mesh(mesh: Any, model: nn.Module) -> tuple[Any, torch.device]:
+    """The process group (None for one rank alone) and this rank's device."""
+    if not dist.is_available():
+        raise UnavailableError(
+            "this build of torch has no torch.distributed, so a model can't be sharded; install torch with distributed "
+            "support (the builds for Linux have it)."
+        )
+    device: torch.device | None = None
+    if mesh is None:
+        if not dist.is_initialized():
+            import os
+
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise UnavailableError(
+                    "WORLD_SIZE is "
+                    f"{os.environ['WORLD_SIZE']} but torch.distributed is not initialised; call "
+                    "torch.distributed.init_process_group() before shard()."
+                )
+            group = None
+        else:
+            group = dist.group.WORLD
+    elif hasattr(mesh, "get_group") and hasattr(mesh, "device_type"):
+        if mesh.ndim != 1:
+            raise SetupError(
+                f"mesh has {mesh.ndim} dimensions ({mesh.mesh_dim_names}); pass the one to shard over, mesh['name']."
+            )
+        group = mesh.get_group()
+        device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    elif isinstance(mesh, dist.ProcessGroup):
+        group = mesh
+    else:
+        raise SetupError(f"mesh must be a ProcessGroup, a DeviceMesh or None, not {type(mesh).__name__}.")
+    if device is None:
+        kinds = {p.device for p in model.parameters() if p.device.type != "meta"}
+        accelerated = [d for d in kinds if d.type == "cuda"]
+        backend = dist.get_backend(group) if group is not None else ""
+        if accelerated:
+            device = accelerated[0]
+        elif "nccl" in backend and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+        else:
+            device = torch.device("cpu")
+    return group, device
+
+
+def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -> None:
+    """Everything that would make sharding fail half-way, before anything has changed."""
+    by_name = dict(model.named_parameters())
+    rnn_refs = {
+        id(r) for m in model.modules() if isinstance(m, nn.RNNBase) for r in getattr(m, "_flat_weight_refs", []) if r
+    }
+    storages: dict[int, list[tuple[int, int, str]]] = {}
+    for info in plan.params:
+        name, p = info.name, by_name[info.name]
+        if isinstance(p, ShardTensor):
+            raise SetupError(f"rank {rank}: {name} is already sharded; close() its engine before sharding it again.")
+        where = f"rank {rank}: parameter {name}"
+        if type(p) not in _PARAMETER_TYPES:
+            raise SetupError(
+                f"{where} is a {type(p).__name__}, a class that can't be sharded; leave it out with ShardConfig(ignore=[...])."
+            )
+        if p.layout is not torch.strided:
+            raise SetupError(f"{where} has layout {p.layout}; only dense parameters can be sharded. Use ignore=.")
+        if p.device.type not in ("cpu", "meta") and p.device != device:
+            raise SetupError(f"{where} is on {p.device}, but this rank shards on {device}; move the model there first.")
+        if not p.is_leaf:
+            raise SetupError(f"{where} is the result of an operation, not a leaf; detach it before sharding.")
+        refs = [r for r in weakref.getweakrefs(p) if id(r) not in rnn_refs]
+        if refs:
+            raise SetupError(f"{where} has weak references to it, which sharding would break; drop them or use ignore=.")
+        if p._use_count() > 1:
+            raise SetupError(
+                f"{where} is still held by an autograd graph or by C++ code; drop old losses and outputs (del loss) "
+                "before sharding."
+            )
+        if p.device.type != "meta" and p.numel():
+            start = p.data_ptr()
+            span = sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True)) + 1
+            storages.setdefault(p.untyped_storage().data_ptr(), []).append((start, start + span * p.element_size(), name))
+    for pieces in storages.values():
+        pieces.sort()
+        for (_, stop, first), (start, _, second) in zip(pieces, pieces[1:], strict=False):
+            if start < stop:
+                raise SetupError(
+                    f"rank {rank}: parameters {first} and {second} are views of the same memory; tie them by assigning one "
+                    "nn.Parameter to both modules instead."
+                )
+    devices = {p.device.type for p in by_name.values() if p.device.type not in ("meta", "cpu")}
+    if devices and any(by_name[i.name].device.type == "cpu" for i in plan.params) and len(plan.params) > 0:
+        cpu = next(i.name for i in plan.params if by_name[i.name].device.type == "cpu")
+        raise SetupError(f"rank {rank}: parameter {cpu} is on cpu while others are on {device}; put them on one device.")
+
+
+def agree(c: Collectives, plan: Plan | None, error: Exception | None) -> None:
+    """Collective. Every rank raises if one failed or if the models differ; the message names the first difference."""
+    if c.world == 1:
+        if error is not None:
+            raise error
+        return
+    channel = c.control_channel
+    assert channel is not None
+    digest = plan.digest() if plan is not None else 0
+    head = list(digest.to_bytes(8, "little"))
+    vector = torch.tensor([*head, *(255 - b for b in head), 1 if error is not None else 0], dtype=torch.uint8)
+    vector = vector.to(c.device) if not c.gloo else vector
+    channel.issued += 1
+    work = dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=channel.group, async_op=True)
+    Pending(c.watch, channel, channel.issued, "the set-up of a sharded model (shard)", work).wait()
+    answer = vector.tolist()
+    failed = bool(answer[16])
+    differs = any(a + b != 255 for a, b in zip(answer[:8], answer[8:16], strict=True))
+    if not failed and not differs:
+        return
+    mine = (None if error is None else f"{type(error).__name__}: {error}", plan.lines() if plan is not None else [])
+    everyone: list[Any] = [None] * c.world
+    dist.all_gather_object(everyone, mine, group=channel.group)
+    if error is not None:
+        raise error
+    if failed:
+        said = "; ".join(f"rank {r}: {e}" for r, (e, _) in enumerate(everyone) if e is not None)
+        raise SetupError(f"sharding failed on another rank: {said}")
+    first = everyone[0][1]
+    for rank, (_, lines) in enumerate(everyone):
+        if lines == first:
+            continue
+        for at in range(max(len(first), len(lines))):
+            a = first[at] if at < len(first) else "nothing"
+            b = lines[at] if at < len(lines) else "nothing"
+            if a != b:
+                raise SetupError(
+                    f"the ranks hold different models; the first difference: rank 0 has {a}; rank {rank} has {b}. "
+                    "Build the same model on every rank."
+                )
+
+
+def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Plan, list[Any]]:
+    """Shard `model` in place. Collective."""
+    from .engine import engine_of
+
+    group, device = resolve_mesh(mesh, model)
+    c = connect(
+        group,
+        device,
+        shard=config.strategy != "no_shard",
+        timeout=config.timeout,
+        single_communicator=config.single_communicator,
+    )
+    plan: Plan | None = None
+    error: Exception | None = None
+    try:
+        if engine_of(model) is not None:
+            raise SetupError("the model is already sharded; close() its engine before sharding it again.")
+        plan = make_plan(model, config, c.size)
+        check_model(model, plan, device, c.world_rank)
+        layouts = [_layouts(unit, c.size) for unit in plan.units]
+    except Exception as problem:  # every rank must hear of it before it is raised
+        error = problem
+    agree(c, plan, error)
+    assert plan is not None
+    runtime = Runtime(config, c)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    params = dict(model.named_parameters())
+    initialised: set[int] = set()
+    rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
+    for rnn in rnns:  # their weak references to the weights would make the swap impossible
+        rnn._flat_weight_refs, rnn._flat_weights = [], []
+    for index, (unit_plan, groups) in enumerate(zip(plan.units, layouts, strict=True)):
+        unit = Unit(unit_plan.name, index, c)
+        runtime.add(unit)
+        owners = [modules[m] for p in unit_plan.params for m, _ in p.owners]
+        _materialise(owners, unit_plan.params, params, device, config, initialised)
+        for infos, layout in groups:
+            _flatten(unit, infos, layout, params, modules, config, c)
+        unit.triggers = [modules[name] for name in unit_plan.triggers]
+    for rnn in rnns:
+        rebuild_flat_weights(rnn)
+    _materialise_rest(model, device, config, initialised)
+    c.drop_spares()
+    _buffers(model, config, runtime, c, device, set())
+    runtime.ready()
+    handles = register(model, runtime, runtime.units)
+    logger.info("sharded %d parameters in %d units over %d ranks", len(plan.params), len(plan.units), c.size)
+    return runtime, plan, handles
+
+
+def _layouts(unit: UnitPlan, size: int) -> list[tuple[list[ParamInfo], FlatLayout]]:
+    groups: dict[tuple[bool, torch.dtype], list[ParamInfo]] = {}
+    for info in unit.params:
+        groups.setdefault((info.requires_grad, info.dtype), []).append(info)
+    return [
+        (infos, FlatLayout.build([ParamMeta(i.name, i.shape, i.stride) for i in infos], dtype.itemsize, size))
+        for (_, dtype), infos in groups.items()
+    ]
+
+
+# -- meta ---------------------------------------------------------------------------------------------------------------
+
+
+def _materialise(
+    owners: list[nn.Module],
+    infos: Iterable[ParamInfo],
+    params: dict[str, nn.Parameter],
+    device: torch.device,
+    config: ShardConfig,
+    initialised: set[int],
+) -> None:
+    meta = [i for i in infos if params[i.name].device.type == "meta"]
+    if not meta:
+        return
+    for info in meta:
+        p = params[info.name]
+        real = nn.Parameter(
+            torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=device), requires_grad=p.requires_grad
+        )
+        real.__dict__.update(p.__dict__)
+        _mark(real)
+        torch.utils.swap_tensors(p, real)
+    for module in dict.fromkeys(owners):
+        _initialise(module, device, config, initialised)
+    for info in meta:
+        if _is_marked(params[info.name]):
+            module, attribute = info.owners[0]
+            raise SetupError(
+                f"parameter {info.name} was on the meta device and is still uninitialised: {type(owners[0]).__name__} at "
+                f"{module or 'the root'} has no reset_parameters() that fills {attribute!r}; pass ShardConfig(init_fn=...)."
+            )
+
+
+def _mark(tensor: torch.Tensor) -> None:
+    """Leave a value in the first element that no initialisation writes."""
+    if tensor.numel():
+        first = tensor.data[(0,) * tensor.dim()]
+        first.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else torch.iinfo(tensor.dtype).min)
+
+
+def _is_marked(tensor: torch.Tensor) -> bool:
+    if not tensor.numel():
+        return False
+    first = tensor.data[(0,) * tensor.dim()]
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(first.isnan())
+    return bool(first == torch.iinfo(tensor.dtype).min)
+
+
+def _initialise(module: nn.Module, device: torch.device, config: ShardConfig, initialised: set[int]) -> None:
+    if id(module) in initialised or any(p.device.type == "meta" for p in module._parameters.values() if p is not None):
+        return
+    initialised.add(id(module))
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.device.type == "meta":
+            module._buffers[name] = torch.zeros_like(buffer, device=device)
+    with torch.no_grad():
+        if config.init_fn is not None:
+            config.init_fn(module)
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()  # type: ignore[operator]
+
+
+def _materialise_rest(model: nn.Module, device: torch.device, config: ShardConfig, initialised: set[int]) -> None:
+    """Modules that hold meta buffers but no parameters, and ignored parameters on meta."""
+    for name, module in model.named_modules():
+        if any(b is not None and b.device.type == "meta" for b in module._buffers.values()):
+            if config.init_fn is None and not hasattr(module, "reset_parameters"):
+                raise SetupError(f"module {name} holds buffers on the meta device and has no reset_parameters(); pass init_fn=.")
+            _initialise(module, device, config, initialised)
+        for attribute, p in module._parameters.items():
+            if p is not None and p.device.type == "meta":
+                raise SetupError(f"ignored parameter {name}.{attribute} is on the meta device; give it memory before shard().")
+
+
+# -- flattening ---------------------------------------------------------------------------------------------------------
+
+
+def _flatten(
+    unit: Unit,
+    infos: list[ParamInfo],
+    layout: FlatLayout,
+    params: dict[str, nn.Parameter],
+    modules: dict[str, nn.Module],
+    config: ShardConfig,
+    c: Collectives,
+) -> None:
+    dtype = infos[0].dtype
+    full = c.take(layout.numel, dtype)
+    with torch.no_grad():
+        full.zero_()
+        for info, slot in zip(infos, layout.slots, strict=True):
+            torch.as_strided(full, slot.shape, slot.stride, slot.offset).copy_(params[info.name].data)
+        if config.sync_module_states:
+            broadcast_coalesced(c, [full], f"the broadcast of unit {unit.name!r}'s parameters from rank 0")
+        n = layout.shard_numel
+        shard = full.narrow(0, c.rank * n, n).clone() if c.size > 1 else full
+    flat = FlatBuffer(layout, dtype, shard, c, unit)
+    unit.flats.append(flat)
+    if c.size > 1:
+        c.give(full)
+    for index, info in enumerate(infos):
+        original = params[info.name]
+        _swap(original, flat, index, unit)
+        for module, attribute in info.owners:
+            unit.places.append((modules[module], attribute, flat, index))
+    flat.mirror(force=True)
+
+
+def _swap(original: nn.Parameter, flat: FlatBuffer, index: int, unit: Unit) -> None:
+    """Put the sharded parameter inside the user's own object: identity, attributes, hooks and `.grad` stay."""
+    sharded = flat.params[index]
+    name = flat.layout.slots[index].name
+    adopt(sharded, original)
+    grad = original.grad
+    hooks = original._backward_hooks
+    post = getattr(original, "_post_accumulate_grad_hooks", None)
+    if hooks:
+        unit.tensor_hooks[name] = dict(hooks)
+        original._backward_hooks = None
+    if post:
+        unit.post_hooks[name] = dict(post)
+        original._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]
+    original.grad = None
+    try:
+        torch.utils.swap_tensors(original, sharded)
+    except RuntimeError as error:
+        raise SetupError(f"parameter {name} can't be swapped for its shard: {error}; use ShardConfig(ignore=...).") from error
+    flat.params[index] = original  # type: ignore[call-overload]
+    if grad is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            from .shard_tensor import slice_full
+
+            original.grad = ShardTensor(slice_full(grad, original._spec).clone(), original._spec)  # type: ignore[attr-defined]
+
+
+def _buffers(
+    model: nn.Module, config: ShardConfig, runtime: Runtime, c: Collectives, device: torch.device, ignored: set[int]
+) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and buffer.device.type == "cpu":
+                module._buffers[name] = buffer.to(device)
+    for entry in config.ignore:
+        if isinstance(entry, nn.Module):
+            ignored |= {id(b) for b in entry.buffers()}
+    buffers = [b for b in model.buffers() if id(b) not in ignored]
+    if not buffers or c.world == 1:
+        return
+    if config.sync_module_states:
+        broadcast_coalesced(c, buffers, "the broadcast of buffers from rank 0")
+    if config.broadcast_buffers:
+        runtime.buffers = BufferSync(model, c, ignored)
+
+
+__all__ = ["ShardError", "build", "resolve_mesh"]

@@ -1,0 +1,74 @@
+"""Version floors and tested versions, and every version gate, in one place.
+
+The requirements in ``pyproject.toml`` repeat the floors; a test keeps the two equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import metadata
+from types import MappingProxyType
+
+import torch
+from packaging.version import InvalidVersion, Version
+
+from .errors import UnavailableError
+
+__all__ = [
+    "FLOORS",
+    "MIN_PYTHON",
+    "MIN_TORCH",
+    "TESTED",
+    "TORCH_VERSION",
+    "at_least",
+    "check_torch",
+    "installed",
+]
+
+MIN_PYTHON = "3.10"
+MIN_TORCH = "2.11"
+
+FLOORS: Mapping[str, str] = MappingProxyType(
+    {"torch": MIN_TORCH, "lightning": "2.6", "accelerate": "1.15", "packaging": "23.0"}
+)
+"""Oldest version of each distribution that is supported."""
+
+TESTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"torch": ("2.13.0",), "lightning": ("2.6.6",), "transformers": ("5.23.0",)}
+)
+"""Versions that the tests were run with."""
+
+
+def _released(text: str) -> Version:
+    # Nightly builds (2.15.0.dev..., 2.15.0a0+git...) already have what 2.15 has, but sort before it.
+    try:
+        return Version(Version(text).base_version)
+    except InvalidVersion:
+        # A build from source may carry any text; such a build is taken to be the newest.
+        return Version("9999")
+
+
+TORCH_VERSION: Version = _released(torch.__version__)
+"""The running torch, without local, pre-release and development parts."""
+
+
+def at_least(version: str) -> bool:
+    """Return whether the running torch is `version` or newer, nightly builds of it included."""
+    return Version(version) <= TORCH_VERSION
+
+
+def installed(distribution: str) -> Version | None:
+    """Return the installed version of a distribution (as :data:`TORCH_VERSION` is cut), or None."""
+    try:
+        return _released(metadata.version(distribution))
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_torch() -> None:
+    """Raise :class:`~torch_shard.errors.UnavailableError` where torch is older than the floor."""
+    if not at_least(MIN_TORCH):
+        raise UnavailableError(
+            f"torch {torch.__version__} is too old: sharding needs torch >= {MIN_TORCH}. "
+            f"Upgrade it, for example with `pip install 'torch>={MIN_TORCH}'`."
+        )

@@ -1,0 +1,1 @@
+"""Tests that need a GPU; conftest.py marks and skips them."""

@@ -1,0 +1,154 @@
+"""The packages import anywhere; what is missing is said when it is needed. Also run on the wheel."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata, resources
+from pathlib import Path
+
+import pytest
+
+import torch_shard
+from torch_shard import errors, versions
+
+pytestmark = pytest.mark.wheel
+
+PACKAGES = ["torch_shard", "lightning_shard", "accelerate_shard"]
+
+# What a build of torch without distributed lacks; `torch.distributed` then defines stubs only. Taken
+# away when torch.distributed is about to run, and not called by anything before that.
+WITHOUT_DISTRIBUTED = """
+import importlib.abc, importlib.machinery, sys
+
+class TakeAway(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch.distributed":
+            for part in ("_c10d_init", "_rpc_init", "_dist_autograd_init", "_faulty_agent_init"):
+                vars(sys.modules["torch._C"]).pop(part, None)
+        return None
+
+sys.meta_path.insert(0, TakeAway())
+import torch
+assert not torch.distributed.is_available()
+"""
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_packages_import_where_torch_has_no_distributed():
+    code = WITHOUT_DISTRIBUTED + "".join(f"import {name}\n" for name in PACKAGES)
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_shard_says_that_torch_has_no_distributed():
+    code = WITHOUT_DISTRIBUTED + "import torch_shard; torch_shard.shard(torch.nn.Linear(2, 2))"
+    result = run_python(code)
+    assert "UnavailableError" in result.stderr.splitlines()[-1], result.stderr
+    assert "torch.distributed" in result.stderr.splitlines()[-1]
+
+
+def test_shard_says_that_there_is_no_process_group():
+    result = run_python("import torch, torch_shard; torch_shard.shard(torch.nn.Linear(2, 2))")
+    last = result.stderr.splitlines()[-1]
+    assert "UnavailableError" in last, result.stderr
+    assert "init_process_group" in last
+
+
+def test_importing_torch_imports_neither_the_engine_nor_lightning():
+    result = run_python(
+        "import sys, torch; print([m for m in ('torch_shard', 'lightning', 'pytorch_lightning') if m in sys.modules])"
+    )
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_torch_finds_the_entry_point_of_the_lightning_front_end():
+    entries = {entry.name: entry for entry in metadata.entry_points(group="torch.backends")}
+    assert callable(entries["lightning_shard"].load())
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_packages_are_typed(package):
+    assert resources.files(package).joinpath("py.typed").is_file()
+
+
+def test_accelerate_shard_says_what_to_do_instead():
+    with pytest.raises(ImportError, match=r"no Accelerate front end yet.*torch_shard\.shard"):
+        from accelerate_shard import Accelerator  # noqa: F401
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_module_of_the_distribution_imports(package):
+    root = Path(importlib.import_module(package).__file__).parent
+    for file in sorted(root.rglob("*.py")):
+        parts = file.relative_to(root).with_suffix("").parts
+        name = ".".join((package, *(part for part in parts if part != "__init__")))
+        importlib.import_module(name)
+
+
+def test_everything_that_torch_shard_exports_exists():
+    for name in torch_shard.__all__:
+        assert getattr(torch_shard, name) is not None
+
+
+def test_every_error_says_when_it_is_raised_and_what_to_do():
+    for name in errors.__all__:
+        error = getattr(errors, name)
+        assert issubclass(error, errors.ShardError)
+        assert {"Raised:", "Remedy:"} <= set(inspect.getdoc(error).split()), name
+
+
+def test_the_requirements_are_the_floors_of_versions_py():
+    requirements = metadata.requires("torch-shard-engine")
+    floors = dict(re.findall(r"([\w-]+)>=([\d.]+)", "\n".join(requirements)))
+    assert {name: floors[name] for name in versions.FLOORS} == dict(versions.FLOORS)
+    assert metadata.metadata("torch-shard-engine")["Requires-Python"] == f">={versions.MIN_PYTHON}"
+
+
+def test_nightly_builds_count_as_the_version_they_lead_to():
+    assert versions._released("2.15.0.dev20260101+cpu") == versions._released("2.15.0")
+    assert versions.at_least(versions.MIN_TORCH)
+    assert not versions.at_least("99")
+
+
+def test_a_torch_below_the_floor_is_refused(monkeypatch):
+    monkeypatch.setattr(versions, "TORCH_VERSION", versions._released("2.10.1"))
+    with pytest.raises(errors.UnavailableError, match=r"torch >= 2\.11"):
+        versions.check_torch()
+
+
+def test_the_log_level_comes_from_the_environment_and_the_rank_is_in_the_line():
+    code = "from torch_shard.log import logger; logger.warning('careful'); logger.info('by the way')"
+    quiet = run_python(code, TORCH_SHARD_LOG="", RANK="1")
+    first = run_python(code, TORCH_SHARD_LOG="", RANK="0")
+    verbose = run_python(code, TORCH_SHARD_LOG="info", RANK="1")
+    assert quiet.stderr == ""
+    assert "rank 0: careful" in first.stderr and "by the way" not in first.stderr
+    assert "rank 1: careful" in verbose.stderr and "rank 1: by the way" in verbose.stderr
+
+
+def test_an_unknown_log_level_is_said_and_does_no_harm():
+    result = run_python("import torch_shard.log", TORCH_SHARD_LOG="loud")
+    assert result.returncode == 0
+    assert "TORCH_SHARD_LOG='loud'" in result.stderr
+
+
+@pytest.mark.skipif("TORCH_SHARD_WHEEL" not in os.environ, reason="only against the built wheel")
+def test_the_wheel_is_what_is_tested():
+    for package in PACKAGES:
+        root = Path(importlib.import_module(package).__file__).parent
+        assert root.parent.name == "site-packages"
+    assert not any(Path(folder, "core", "torch_shard").exists() for folder in sys.path)
