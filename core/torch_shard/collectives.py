@@ -7,6 +7,7 @@ error that says what each rank is waiting in, instead of hanging until the proce
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import sys
 import time
@@ -73,6 +74,17 @@ class Pending:
             # Hazard: the compute stream must not read the buffer before the side stream has filled it.
             torch.cuda.current_stream().wait_event(self.event)
             self.event = None
+
+
+def _unowned_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as bytes, without a reference to its storage.
+
+    Gloo's worker thread lets go of a collective's tensors some time after `wait` has returned. The engine reads the
+    storage's use count to learn whether autograd saved something of it, and must not find Gloo there. The memory stays
+    valid: it is released only after `wait`.
+    """
+    size = tensor.numel() * tensor.element_size()
+    return torch.frombuffer((ctypes.c_char * size).from_address(tensor.data_ptr()), dtype=torch.uint8)
 
 
 class Watch:
@@ -309,6 +321,8 @@ class Collectives:
         own = full.narrow(0, self.rank * shard, shard)
         channel.issued += 1
         self.bytes_sent += (self.size - 1) * shard * full.element_size()
+        if full.device.type == "cpu":
+            full, own = _unowned_bytes(full), _unowned_bytes(own)
         work = _all_gather(full, own, group=channel.group, async_op=True)
         return self._track(channel, what, work, self.gather_stream)
 

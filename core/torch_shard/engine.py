@@ -16,7 +16,7 @@ from . import gathered as _gathered
 from .config import ShardConfig
 from .optim_step import StepWatch
 from .plan import Plan
-from .runtime import Runtime
+from .runtime import Runtime, unregister
 from .unit import Unit
 
 _ATTRIBUTE = "_torch_shard_engine"
@@ -25,9 +25,9 @@ _ATTRIBUTE = "_torch_shard_engine"
 class Engine:
     """What :func:`shard` returns: the model stays a plain module, everything else is reached from here."""
 
-    def __init__(self, model: nn.Module, runtime: Runtime, plan: Plan, handles: list[Any], config: ShardConfig) -> None:
+    def __init__(self, model: nn.Module, runtime: Runtime, plan: Plan, config: ShardConfig) -> None:
         self._model = weakref.ref(model)
-        self._runtime, self._handles = runtime, handles
+        self._runtime = runtime
         self.plan = plan
         self.config = config
         self._watch = StepWatch(runtime)
@@ -197,8 +197,7 @@ class Engine:
     # -- the end ------------------------------------------------------------------------------------------------
     def close(self) -> None:
         """Give the plain model back: whole parameters in the same objects, no hooks. Collective."""
-        for handle in self._handles:
-            handle.remove()
+        unregister(self.model, self.units)
         restore.close_units(self._runtime)
         self._watch.close()
         self._runtime.collectives.close()
@@ -211,7 +210,7 @@ class Engine:
         runtime = copy.deepcopy(self._runtime, memo)
         other = Engine.__new__(Engine)
         memo[id(self)] = other
-        other.__init__(model, runtime, self.plan, [], self.config)  # type: ignore[misc]
+        other.__init__(model, runtime, self.plan, self.config)  # type: ignore[misc]
         return other
 
 
@@ -236,8 +235,8 @@ def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = No
 
             raise ConfigError(f"{unknown[0]}: no such setting; ShardConfig has {', '.join(sorted(known))}.")
         config = dataclasses.replace(config, **overrides)
-    runtime, plan, handles = setup.build(model, config, mesh)
-    engine = Engine(model, runtime, plan, handles, config)
+    runtime, plan = setup.build(model, config, mesh)
+    engine = Engine(model, runtime, plan, config)
     # In __dict__, past nn.Module's __setattr__: it must neither be a submodule nor appear in the state dict.
     model.__dict__[_ATTRIBUTE] = engine
     return engine

@@ -109,15 +109,13 @@ class FlatLayout:
     def __post_init__(self) -> None:
         if self.world_size < 1 or self.itemsize < 1:
             raise LayoutError(
-                f"a layout needs at least one rank and one byte per element, not "
-                f"{self.world_size} and {self.itemsize}."
+                f"a layout needs at least one rank and one byte per element, not {self.world_size} and {self.itemsize}."
             )
         align = _alignment(self.itemsize)
         object.__setattr__(self, "_align", align)
         if self.numel != self.shard_numel * self.world_size or self.shard_numel % align:
             raise LayoutError(
-                f"{self.numel} elements do not cut into {self.world_size} aligned shards of "
-                f"{self.shard_numel}."
+                f"{self.numel} elements do not cut into {self.world_size} aligned shards of {self.shard_numel}."
             )
         end = 0
         for slot in self.slots:
@@ -147,8 +145,7 @@ class FlatLayout:
         """
         if world_size < 1 or itemsize < 1:
             raise LayoutError(
-                f"a layout needs at least one rank and one byte per element, not "
-                f"{world_size} and {itemsize}."
+                f"a layout needs at least one rank and one byte per element, not {world_size} and {itemsize}."
             )
         align = _alignment(itemsize)
         slots = []
@@ -263,9 +260,7 @@ def _memory_order(meta: ParamMeta | Slot) -> tuple[int, ...]:
     return order
 
 
-def _cut(
-    shape: tuple[int, ...], prefix: tuple[int, ...], start: int, stop: int, found: list[Box]
-) -> None:
+def _cut(shape: tuple[int, ...], prefix: tuple[int, ...], start: int, stop: int, found: list[Box]) -> None:
     """Append the boxes of row-major elements [start, stop) of the sub-tensor at `prefix`."""
     depth = len(prefix)
     ones = (1,) * depth

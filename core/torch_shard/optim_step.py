@@ -1,10 +1,7 @@
-"""What an optimizer works on during its step.
+"""The engine sees every optimizer step that changes its parameters, whoever calls it.
 
-torch chooses its multi-tensor and fused kernels for plain tensors only, so for the duration of an optimizer's arithmetic
-the sharded parameters, their gradients and their state stand aside for plain tensors over the same memory: this rank's
-slices. Afterwards `optimizer.state[p]` holds ShardTensors again. Only optimizers that work element by element may see
-slices; they are matched by exact type, since a subclass may do anything (SAM is an SGD by `isinstance`). Every other
-optimizer steps on the ShardTensors themselves: what is local arithmetic works, anything else raises.
+Gathered copies and graphs over them are out of date after a step, so they are dropped. The optimizer itself steps on
+ShardTensors: what it does element by element happens on this rank's slices, anything else raises.
 """
 
 from __future__ import annotations
@@ -12,49 +9,39 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.optim import optimizer as _torch_optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from .shard_tensor import ShardTensor
 
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-ELEMENTWISE: frozenset[type] = frozenset(
-    {
-        torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
-        torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
-    }
-)  # fmt: skip
-
 
 class StepWatch:
-    """Sees every optimizer step of the process that touches this runtime's parameters, through torch's global hooks."""
+    """Follows torch's global optimizer step hook for one runtime; closed with its engine."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self.runtime = weakref.ref(runtime)
-        own = weakref.WeakMethod(self._after)
-        self._own = own
+        reference = weakref.ref(runtime)
 
         def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-            method = own()
-            if method is not None:
-                method(optimizer)
+            alive = reference()
+            if alive is not None and _steps(optimizer, alive):
+                alive.parameters_changed()
 
-        self._handle = _torch_optimizer.register_optimizer_step_post_hook(after)
-        self._finalizer = weakref.finalize(self, self._handle.remove)
-
-    def _after(self, optimizer: Any) -> None:
-        runtime = self.runtime()
-        if runtime is None:
-            return
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if isinstance(p, ShardTensor) and p._unit_ref is not None:
-                    unit = p._unit_ref()
-                    if unit is not None and unit.runtime is runtime:
-                        runtime.parameters_changed()
-                        return
+        self._handle = torch_optimizer.register_optimizer_step_post_hook(after)
+        # A runtime that is dropped without close() must not leave a hook behind for the life of the process.
+        weakref.finalize(runtime, self._handle.remove)
 
     def close(self) -> None:
         self._handle.remove()
+
+
+def _steps(optimizer: Any, runtime: Runtime) -> bool:
+    """Whether the optimizer holds a parameter of this runtime; groups are looked at until one answers."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if isinstance(p, ShardTensor):
+                unit = p._unit_ref() if p._unit_ref is not None else None
+                if unit is not None and unit.runtime is runtime:
+                    return True
+    return False

@@ -588,15 +588,21 @@ class FinishModel:
         self.runtime.finish()
 
 
-def register(root: nn.Module, runtime: Runtime, units: Iterable[Unit]) -> list[Any]:
-    """Hook the root and every trigger; returns the handles."""
-    handles = []
+def register(root: nn.Module, runtime: Runtime, units: Iterable[Unit]) -> None:
+    """Hook the root and every trigger."""
     for unit in units:
         for module in unit.triggers:
-            handles.append(module.register_forward_pre_hook(EnterUnit(unit), prepend=True))
-            handles.append(module.register_forward_hook(ExitUnit(unit), always_call=True))
-    handles.append(root.register_forward_pre_hook(BeginModel(runtime), prepend=True))
-    handles.append(root.register_forward_hook(FinishModel(runtime), always_call=True))
-    return handles
+            module.register_forward_pre_hook(EnterUnit(unit), prepend=True)
+            module.register_forward_hook(ExitUnit(unit), always_call=True)
+    root.register_forward_pre_hook(BeginModel(runtime), prepend=True)
+    root.register_forward_hook(FinishModel(runtime), always_call=True)
 
 
+def unregister(root: nn.Module, units: Iterable[Unit]) -> None:
+    """Remove the hooks of :func:`register`, also from a copied model, which has no handles to them."""
+    modules = {id(m): m for m in [root, *(t for u in units for t in u.triggers)]}
+    for module in modules.values():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [k for k, h in hooks.items() if isinstance(h, (EnterUnit, ExitUnit, BeginModel, FinishModel))]:
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)

@@ -160,7 +160,7 @@ def agree(c: Collectives, plan: Plan | None, error: Exception | None) -> None:
                 )
 
 
-def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Plan, list[Any]]:
+def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Plan]:
     """Shard `model` in place. Collective."""
     from .engine import engine_of
 
@@ -205,9 +205,9 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
     c.drop_spares()
     _buffers(model, config, runtime, c, device, set())
     runtime.ready()
-    handles = register(model, runtime, runtime.units)
+    register(model, runtime, runtime.units)
     logger.info("sharded %d parameters in %d units over %d ranks", len(plan.params), len(plan.units), c.size)
-    return runtime, plan, handles
+    return runtime, plan
 
 
 def _layouts(unit: UnitPlan, size: int) -> list[tuple[list[ParamInfo], FlatLayout]]:

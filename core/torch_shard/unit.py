@@ -285,6 +285,13 @@ class Unit:
         flat, index = self.find(param)
         return flat.leaves[index]
 
+    def is_referenced(self) -> bool:
+        """Whether anything outside the unit still holds its gathered values. All ranks must come to one answer, so on
+        CUDA, where NCCL keeps references of its own for a while, it is always yes."""
+        if self.collectives.device.type != "cpu":
+            return True
+        return any(flat.is_referenced() for flat in self.flats)
+
     @property
     def full_bytes(self) -> int:
         return sum(f.nbytes for f in self.flats)

@@ -20,10 +20,14 @@ __all__ = [
     "MIN_TORCH",
     "TESTED",
     "TORCH_VERSION",
+    "__version__",
     "at_least",
     "check_torch",
     "installed",
 ]
+
+__version__ = "0.1.0"
+"""Version of this distribution; the build reads it here."""
 
 MIN_PYTHON = "3.10"
 MIN_TORCH = "2.11"

@@ -1,0 +1,104 @@
+"""The engines that are compared: each turns a plain model into a :class:`Runner` of its steps."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+__all__ = ["ENGINES", "LABELS", "Runner", "build", "full_parameters", "wrap"]
+
+LABELS = {
+    "alone": "one rank alone, no communication",
+    "ddp": "DDP",
+    "fsdp1": "FSDP1",
+    "fsdp2": "FSDP2",
+    "ours": "torch_shard",
+}
+ENGINES = tuple(LABELS)
+
+
+@dataclass
+class Runner:
+    """A model, its optimizer and its way of clipping, ready for steps."""
+
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    clip: Callable[[float], Any]
+
+    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """One training step on this rank's batch; returns the local loss."""
+        loss: Tensor = self.model(tokens, targets)
+        loss.backward()
+        self.clip(1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def wrap(
+    name: str, model: nn.Module, blocks: Iterable[nn.Module], device: torch.device
+) -> tuple[nn.Module, Callable[[float], Any]]:
+    """Put `model` under the engine `name`, as its documentation says; return it and its clipping.
+
+    `blocks` are FSDP's units, beside the root's; torch_shard plans for itself.
+    """
+    blocks = list(blocks)
+    if name == "ours":
+        import torch_shard
+
+        engine = torch_shard.shard(model)
+        return model, engine.clip_grad_norm_
+    if name == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        policy = ModuleWrapPolicy({type(block) for block in blocks})
+        fsdp = FSDP(model, use_orig_params=True, auto_wrap_policy=policy, device_id=device)
+        return fsdp, fsdp.clip_grad_norm_
+    if name == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif name == "ddp":
+        devices = [device] if device.type == "cuda" else None
+        model = nn.parallel.DistributedDataParallel(model, device_ids=devices)
+    elif name != "alone":
+        raise ValueError(f"engine {name!r}: expected one of {', '.join(ENGINES)}")
+    # A DDP or FSDP2 model has ordinary parameters, or DTensors that torch's function knows.
+    return model, lambda limit: nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+
+def build(name: str, config: Any, device: torch.device, lr: float) -> Runner:
+    """Make the GPT with the same weights for every engine and rank, and put it under an engine."""
+    from gpt import GPT
+
+    torch.manual_seed(0)
+    plain = GPT(config).to(device)
+    model, clip = wrap(name, plain, plain.blocks, device)
+    return Runner(name, model, torch.optim.AdamW(model.parameters(), lr=lr), clip)
+
+
+def full_parameters(runner: Runner) -> Iterable[Tensor]:
+    """Yield the whole parameters in the order of the plain model's. Call on all ranks."""
+    if runner.name == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+        with FSDP.summon_full_params(runner.model, writeback=False):
+            yield from (p.detach() for p in runner.model.parameters())
+        return
+    for p in runner.model.parameters():
+        yield p.full_tensor().detach() if hasattr(p, "full_tensor") else p.detach()

@@ -1,0 +1,221 @@
+"""Gradient clipping on slices: the norm of the whole gradients with one small collective, and no wait for the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from .errors import NonFiniteError
+from .runtime import Runtime
+from .shard_tensor import ShardTensor
+from .unit import FlatBuffer
+from .whole import grad_of
+
+
+class _Gradients:
+    """The gradients of some parameters: slices by the ranks that share them, and plain ones.
+
+    A slice is a 1-D tensor. Where the gradients of a whole flat buffer lie in one piece of memory, that piece stands
+    for all of them (padding is zero): one kernel instead of one for each parameter.
+    """
+
+    def __init__(self, runtime: Runtime, parameters: Iterable[torch.Tensor]) -> None:
+        chosen = {id(p): p for p in parameters}  # a tied parameter counts once
+        self.comms: dict[int, Any] = {}
+        self.slices: dict[int, list[torch.Tensor]] = {}  # per comm, memory to norm and scale
+        self.tensors: dict[int, list[list[torch.Tensor]]] = {}  # per comm, the slice (or none) of each gradient
+        self.plain: list[torch.Tensor] = []
+        self.padded: list[tuple[FlatBuffer, torch.Tensor]] = []
+        self.dtypes: list[torch.dtype] = []
+        covered: set[int] = set()
+        for unit in runtime.units:
+            for flat in unit.flats:
+                if flat.params and all(id(p) in chosen for p in flat.params):
+                    base = _one_piece(flat)
+                    if base is not None:
+                        self._open(flat.params[0]._spec.comm)
+                        self.slices[id(flat.params[0]._spec.comm)].append(base)
+                        self.tensors[id(flat.params[0]._spec.comm)] += [
+                            [g._local] for g in map(grad_of, flat.params) if g is not None
+                        ]
+                        self.dtypes.append(base.dtype)
+                        self.padded.append((flat, base))
+                        covered.update(id(p) for p in flat.params)
+        for key, p in chosen.items():
+            if key in covered:
+                continue
+            grad = grad_of(p)
+            if isinstance(p, ShardTensor):
+                self._open(p._spec.comm)
+            if grad is None:
+                continue
+            self.dtypes.append(grad.dtype)
+            if isinstance(grad, ShardTensor):
+                comm = id(grad._spec.comm)
+                self._open(grad._spec.comm)
+                if grad._local.numel():
+                    self.slices[comm].append(grad._local)
+                self.tensors[comm].append([grad._local] if grad._local.numel() else [])
+            else:
+                self.plain.append(grad)
+
+    def _open(self, comm: Any) -> None:
+        # Also without a gradient: whether there is one may differ between ranks, the collective may not.
+        self.comms.setdefault(id(comm), comm)
+        self.slices.setdefault(id(comm), [])
+        self.tensors.setdefault(id(comm), [])
+
+    def everything(self) -> list[torch.Tensor]:
+        return [s for slices in self.slices.values() for s in slices] + self.plain
+
+
+def _one_piece(flat: FlatBuffer) -> torch.Tensor | None:
+    """The 1-D tensor that all gradients of `flat` are slices of, as the reduction left them."""
+    base: torch.Tensor | None = None
+    rank, size = flat.collectives.rank, 0
+    for i, p in enumerate(flat.params):
+        grad: Any = grad_of(p)
+        found = getattr(grad, "_flat", None)
+        if found is None or (base is not None and found is not base):
+            return None
+        if base is None:
+            base, size = found, found.element_size()
+        start, stop = flat.layout.local_range(i, rank)
+        local = grad._local
+        if local.numel() != stop - start:
+            return None
+        if stop > start and local.data_ptr() != base.data_ptr() + start * size:
+            return None  # replaced by the user
+    return base
+
+
+def clip_grad_norm_(
+    runtime: Runtime,
+    parameters: Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale gradients so that their global norm is at most `max_norm`. Collective.
+
+    The same numbers as ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, up to the order of summation.
+
+    Args:
+        runtime: of the engine.
+        parameters: which; plain (ignored) ones count once, with rank 0's norm.
+        max_norm: the limit.
+        norm_type: any p, ``inf`` and 0 included.
+        error_if_nonfinite: wait for the norm and raise where it is NaN or infinite.
+
+    Returns:
+        The norm before clipping, 0-d, equal on all ranks, in the gradients' (promoted) dtype.
+
+    Raises:
+        NonFiniteError: on all ranks, before anything has changed.
+    """
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    with torch.no_grad():
+        grads = _Gradients(runtime, [parameters] if isinstance(parameters, torch.Tensor) else parameters)
+        total = _total_norm(runtime, grads, norm_type)
+        if error_if_nonfinite and not math.isfinite(total.item()):
+            raise NonFiniteError(
+                f"rank {runtime.collectives.world_rank}: the gradients' norm of order {norm_type} is {total.item()}, so they "
+                "can't be clipped; no gradient was changed. Skip the step, or pass error_if_nonfinite=False to scale by it "
+                "anyway."
+            )
+        # As torch does it: the factor stays on the device, so the host never waits.
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        _scale(grads, factor)
+    return total
+
+
+def _total_norm(runtime: Runtime, grads: _Gradients, p: float) -> torch.Tensor:
+    device = runtime.collectives.device
+    result = torch.float32
+    for i, dtype in enumerate(grads.dtypes):
+        dtype = dtype if not dtype.is_complex else dtype.to_real()
+        result = dtype if i == 0 else torch.promote_types(result, dtype)
+    # Slices of a rank are summed in at least fp32: half precision would round once more for each rank.
+    compute = torch.float64 if result is torch.float64 else torch.float32
+    parts = []
+    for i, (key, comm) in enumerate(grads.comms.items()):
+        plain = grads.plain if i == 0 else []
+        if p == 0:
+            parts.append(_counts(grads.tensors[key], comm, compute, device))
+            parts += [(g != 0).any().to(compute).to(device) for g in plain]
+            continue
+        own = _norm(grads.slices[key], p, compute, device)
+        if comm.size == 1:
+            parts += [own, *([_norm(plain, p, compute, device)] if plain else [])]
+            continue
+        # Norms of ranks combine as norms of tensors do, for every p and without powers that overflow. The plain
+        # gradients' norm travels along and rank 0's counts: the ranks must not scale by different factors.
+        pair = torch.stack([own, _norm(plain, p, compute, device)])
+        everyone = comm.all_gather(pair, "clip_grad_norm_")
+        parts += [*everyone[:, 0].unbind(), *([everyone[0, 1]] if plain else [])]
+    if not grads.comms:
+        parts = [(g != 0).any().to(compute) for g in grads.plain] if p == 0 else [_norm(grads.plain, p, compute, device)]
+    if not grads.dtypes:
+        return torch.zeros((), device=device)
+    total = torch.stack(parts).sum() if p == 0 else torch.linalg.vector_norm(torch.stack(parts), p)
+    return total.to(result)
+
+
+def _norm(tensors: Sequence[torch.Tensor], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    tensors = [t for t in tensors if t.numel()]
+    if not tensors:  # what does not change a norm of norms
+        return torch.full((), math.inf if p < 0 else 0.0, dtype=dtype, device=device)
+    if len(tensors) == 1:
+        return torch.linalg.vector_norm(tensors[0], p, dtype=dtype).to(device)
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for t in tensors:
+        groups.setdefault((t.device, t.dtype), []).append(t)
+    norms: list[torch.Tensor] = []
+    for (_, kind), group in groups.items():
+        if kind.is_floating_point and p not in (-math.inf,):
+            norms += torch._foreach_norm(group, p, dtype=dtype)
+        else:
+            norms += [torch.linalg.vector_norm(t, p).to(dtype) for t in group]
+    return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), p)
+
+
+def _counts(tensors: list[list[torch.Tensor]], comm: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """How many gradients are not zero everywhere: what torch's norm of norms gives for p = 0."""
+    found = [(t[0] != 0).any().to(dtype).to(device) if t else torch.zeros((), dtype=dtype, device=device) for t in tensors]
+    if not found:
+        return torch.zeros((), dtype=dtype, device=device)
+    return comm.all_reduce(torch.stack(found), "max", "clip_grad_norm_").sum()
+
+
+def _scale(grads: _Gradients, factor: torch.Tensor) -> None:
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in grads.everything():
+        by_device.setdefault(tensor.device, []).append(tensor)
+    for device, tensors in by_device.items():
+        torch._foreach_mul_(tensors, factor.to(device))
+    # Zero times NaN: the padding must stay zero for the next norm.
+    _clear_padding(grads)
+
+
+def _clear_padding(grads: _Gradients) -> None:
+    for flat, base in grads.padded:
+        first, last = flat.layout.rank_range(flat.collectives.rank)
+        for start, stop in flat.gaps:
+            if start < last and stop > first:
+                base[max(start, first) - first : min(stop, last) - first].zero_()
+
+
+def clip_grad_value_(runtime: Runtime, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+    """Limit each element of the gradients to ``[-clip_value, clip_value]``. Local, not collective."""
+    value = float(clip_value)
+    with torch.no_grad():
+        grads = _Gradients(runtime, [parameters] if isinstance(parameters, torch.Tensor) else parameters)
+        groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for tensor in grads.everything():
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        for group in groups.values():
+            torch._foreach_clamp_min_(group, -value)
+            torch._foreach_clamp_max_(group, value)

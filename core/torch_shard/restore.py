@@ -1,0 +1,102 @@
+"""``engine.close``: whole plain parameters again, inside the same Python objects."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import UnitStateError
+from .runtime import Runtime
+from .shard_tensor import ShardTensor
+from .unit import _OWN_ATTRIBUTES, FlatBuffer, Unit
+from .whole import agree, gathered_values, local_grads, whole_slices
+
+
+def close_units(runtime: Runtime) -> None:
+    """Turn every sharded parameter into a whole plain ``nn.Parameter``, the same object. Collective.
+
+    Values, gradients (reduced, whole), ``requires_grad``, attributes and hooks are kept; hooks see the local gradient
+    and are called once ``.grad`` is accumulated, as in plain torch. Needs memory for the whole model on every rank.
+
+    Raises:
+        UnitStateError: inside a forward or ``engine.gathered``, or where a parameter can't be swapped because of weak
+            references to it or a live graph over it. Nothing has changed then.
+    """
+    error: Exception | None = None
+    try:
+        for unit in runtime.units:
+            _check(unit)
+    except Exception as problem:  # the other ranks must hear of it
+        error = problem
+    agree(runtime, "engine.close", None, error)
+    runtime.sweep_stale()
+    for unit in runtime.units:
+        plain: list[tuple[ShardTensor, nn.Parameter]] = []
+        with gathered_values(runtime, unit):
+            for flat in unit.flats:
+                grads = whole_slices(flat, local_grads(flat), f"the gradients of unit {unit.name!r}")
+                plain += [(p, _plain(unit, flat, i, grads[i])) for i, p in enumerate(flat.params)]
+        rnns = [m for m, *_ in unit.places if isinstance(m, nn.RNNBase)]
+        for module in rnns:
+            module._flat_weights, module._flat_weight_refs = [], []
+        for param, whole in plain:
+            _swap(param, whole)
+        unit.flats.clear()  # this frees the shards and everything gathered
+        unit.places.clear()
+        for module in dict.fromkeys(rnns):
+            module._init_flat_weights()
+    runtime.units.clear()
+    runtime.idle.clear()
+
+
+def _check(unit: Unit) -> None:
+    rank = unit.collectives.world_rank
+    if unit.running or unit.is_summoned:
+        raise UnitStateError(
+            f"rank {rank}: engine.close() inside a forward or engine.gathered() of unit {unit.name!r}; leave it first."
+        )
+    rnn_refs = {
+        id(r) for m, *_ in unit.places if isinstance(m, nn.RNNBase) for r in getattr(m, "_flat_weight_refs", ())
+    }
+    for name, param in zip(unit.names, unit.params, strict=True):
+        if any(id(r) not in rnn_refs for r in weakref.getweakrefs(param)):
+            raise UnitStateError(f"rank {rank}: {name} has weak references to it, which closing would break; drop them first.")
+        with torch._C.DisableTorchFunctionSubclass():
+            if param._use_count() > 1:
+                raise UnitStateError(
+                    f"rank {rank}: {name} is still held by an autograd graph; drop old losses and outputs (del loss) first."
+                )
+
+
+def _plain(unit: Unit, flat: FlatBuffer, index: int, grad: torch.Tensor | None) -> nn.Parameter:
+    param, leaf, name = flat.params[index], flat.leaves[index], flat.layout.slots[index].name
+    with torch.inference_mode(False), torch.no_grad():
+        # Memory of its own, not a view: saving one parameter must not save its whole unit.
+        values = flat.view(flat.full, index).clone()
+        with torch._C.DisableTorchFunctionSubclass():
+            wants = param.requires_grad
+        whole = nn.Parameter(values, requires_grad=wants)
+        if grad is not None:
+            whole.grad = grad.clone()
+    for key, value in param.__dict__.items():
+        if key not in _OWN_ATTRIBUTES:
+            whole.__dict__[key] = value
+    # The dicts themselves, so that the handles that users hold still remove their hooks.
+    hooks: Any = leaf._backward_hooks
+    if hooks:
+        whole._backward_hooks = hooks
+    post = unit.post_hooks.get(name)
+    if post:
+        whole._post_accumulate_grad_hooks = post  # type: ignore[attr-defined]
+    return whole
+
+
+def _swap(param: ShardTensor, whole: nn.Parameter) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        param.grad = None
+        torch.utils.swap_tensors(param, whole)
+    # What was the ShardTensor is in `whole` now and goes away with it.
+    assert not isinstance(param, ShardTensor)

@@ -1,0 +1,525 @@
+"""What ``__torch_function__`` of a ShardTensor does: the level at which whole functions are seen.
+
+- Assignments to ``.data`` and ``.grad`` and registrations of hooks are intercepted.
+- *On demand*: the parameter's unit is asked, function by function, whether the gathered parameter
+  shall take the ShardTensor's place; it is told whether local arithmetic would do.
+- Operations on slices cannot give a plain tensor its gradient: they raise.
+
+Below this level is :mod:`.shard_ops`, which has the last word on what slices can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import NeedsGatherError
+from .shard_ops import ELEMENTWISE, FOREACH, FUSED, RANDOM
+from .shard_reduce import full_reduction
+from .shard_spec import same_cut, slice_full
+
+if TYPE_CHECKING:
+    from .shard_tensor import ShardTensor
+
+__all__ = ["GETTERS", "call", "is_local"]
+
+_T = torch.Tensor
+_NoTorchFunction = torch._C.DisableTorchFunctionSubclass
+
+
+def _property(name: str) -> Any:
+    return getattr(_T, name).__get__
+
+
+_PROPERTIES = """
+shape dtype device requires_grad ndim is_leaf layout grad_fn is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn
+is_nested is_sparse_csr is_mps is_xpu output_nr retains_grad names itemsize nbytes _version name is_vulkan is_xla
+_backward_hooks _post_accumulate_grad_hooks
+"""
+_METHODS = """
+size dim ndimension numel nelement stride element_size storage_offset is_floating_point is_complex is_signed
+is_contiguous is_inference is_conj is_neg get_device __len__ __hash__ dim_order _is_view has_names is_same_size
+"""
+GETTERS = frozenset(
+    [_property(n) for n in _PROPERTIES.split() if hasattr(_T, n) and hasattr(getattr(_T, n), "__get__")]
+    + [getattr(_T, n) for n in _METHODS.split() if hasattr(_T, n)]
+    + [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size]
+)
+"""Functions that read metadata: equal for the slice and the whole, so nothing is substituted."""
+
+# Never substituted, also where compute runs on the gathered parameter: an alias must keep the right to be gathered
+# itself (`F.linear(x, w.detach())`), and flags belong to the user's object.
+_OWN = frozenset("detach detach_ requires_grad_ retain_grad is_pinned __repr__ __reduce_ex__".split())
+
+_CONVERSIONS = frozenset(
+    "to type type_as half float double bfloat16 int long short bool byte char cfloat cdouble cpu cuda xpu contiguous "
+    "conj pin_memory".split()
+)
+_NEW = frozenset("new_empty new_zeros new_ones new_full new_empty_strided rand_like randn_like randint_like".split())
+_INIT = frozenset(
+    "uniform_ normal_ trunc_normal_ constant_ ones_ zeros_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ "
+    "xavier_normal_ _no_grad_normal_ _no_grad_uniform_ _no_grad_fill_ _no_grad_zero_ _no_grad_trunc_normal_".split()
+)
+_SCALAR = frozenset("item __float__ __int__ __bool__ __index__ __complex__ __format__ __contains__".split())
+_DUNDER = frozenset(
+    "__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __div__ __rdiv__ __idiv__ "
+    "__truediv__ __rtruediv__ __itruediv__ __floordiv__ __rfloordiv__ __ifloordiv__ __mod__ __rmod__ __imod__ "
+    "__pow__ __rpow__ __ipow__ __neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ "
+    "__rand__ __iand__ __or__ __ror__ __ior__ __xor__ __rxor__ __ixor__ __lshift__ __rlshift__ __ilshift__ "
+    "__rshift__ __rrshift__ __irshift__".split()
+)
+_ARITHMETIC = frozenset(
+    ELEMENTWISE | {name + "_" for name in ELEMENTWISE} | _DUNDER | {"expand_as", "view_as", "true_divide"}
+)
+_LISTS = frozenset(FOREACH | FUSED | {n + "_" for n in FOREACH | FUSED}) | {
+    "_foreach_norm",
+    "_amp_foreach_non_finite_check_and_unscale_",
+}
+_DIMS_SECOND = frozenset("sum mean std var amax amin any all count_nonzero".split())
+_NORMS = frozenset("norm vector_norm linalg_vector_norm linalg_norm".split())
+"""With _EXTREMES: reductions, local where they reduce over all dimensions."""
+_EXTREMES = frozenset({"max", "min"})
+_COMPARISONS = frozenset({"equal", "allclose"})
+
+# They would hand out the slice's memory, or none, as if it were the parameter's.
+_DENIED = frozenset(
+    "numpy tolist data_ptr untyped_storage storage _typed_storage __array__ __dlpack__ share_memory_ set_ resize_ "
+    "resize_as_ apply_ map_ map2_ __cuda_array_interface__ _make_subclass".split()
+)
+
+
+def call(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one torch function that has a ShardTensor among its arguments."""
+    special = _SPECIAL.get(func)
+    if special is not None:
+        return special(cls, func, args, kwargs)
+    name = _name(func)
+    if name in _OWN:
+        with _NoTorchFunction():
+            return func(*args, **kwargs)
+    tensors: list[Any] = []
+    _collect(args, tensors)
+    if kwargs:
+        _collect(kwargs.values(), tensors)
+    for t in tensors:
+        if type(t) is cls and t._unit_ref is not None and t._unit_ref() is not None:
+            return _on_demand(cls, func, name, args, kwargs, tensors)
+    return _run(cls, func, name, args, kwargs, tensors)
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return f"{name}:{getattr(func.__self__, '__name__', '')}"
+    return name.split(".", 1)[0]  # an ATen overload is called "add.Tensor"
+
+
+def _collect(values: Any, found: list[Any]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            _collect(value, found)
+
+
+def _run(
+    cls: type[ShardTensor], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
+) -> Any:
+    """Run on the slices."""
+    if name in _DENIED or name.removeprefix("__get__:") in _DENIED:
+        raise _needs_gather(cls, name, tensors, "needs the whole parameter")
+    with _NoTorchFunction():
+        if torch.is_grad_enabled() and len(tensors) > 1:
+            for t in tensors:
+                if type(t) is not cls and t.requires_grad:
+                    raise _needs_gather(
+                        cls, name, tensors, "with a plain tensor that requires a gradient needs the whole parameter"
+                    )
+        if (name == "sum" or name == "mean") and tensors and tensors[0].requires_grad and torch.is_grad_enabled():
+            return _differentiable_sum(cls, func, name, args, kwargs, tensors)
+        return func(*args, **kwargs)
+
+
+def _needs_gather(cls: type[ShardTensor], name: str, tensors: list[Any], why: str) -> NeedsGatherError:
+    specs = [t._spec for t in tensors if type(t) is cls]
+    names = ", ".join(dict.fromkeys(spec.name for spec in specs))
+    return NeedsGatherError(
+        f"rank {specs[0].rank}: {name.removeprefix('__get__:')} on the sharded {names} {why}. "
+        "Use `with engine.gathered(parameter):` around it (with write=True to change the parameter)."
+    )
+
+
+# -- local arithmetic or not --------------------------------------------------------------------------------------
+
+
+def is_local(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
+    """Return whether slices are enough for a function, by its name and its operands' shapes.
+
+    Local are: elementwise arithmetic whose result has the ShardTensors' own shape, copies, fills,
+    new tensors, conversions, lists of these, and reductions to a scalar.
+    """
+    if name in _LISTS or name in _NEW or name in _CONVERSIONS or name in _INIT or name in _SCALAR:
+        return True
+    if name in _EXTREMES:
+        if len(tensors) == 1:
+            return len(args) == 1 and not kwargs
+        return _fits(cls, name, args, kwargs, tensors)
+    if name in _DIMS_SECOND or name in _NORMS:
+        return _reduces_to_scalar(cls, name, args, kwargs, tensors)
+    if name in _COMPARISONS:
+        return True
+    if name in _ARITHMETIC or name in RANDOM or (name.endswith("_") and name[:-1] in RANDOM):
+        return _fits(cls, name, args, kwargs, tensors)
+    if name == "__setitem__":
+        return (
+            type(args[0]) is cls
+            and isinstance(args[1], torch.Tensor)
+            and args[1].dtype == torch.bool
+            and args[1].shape == args[0].shape
+            and (not isinstance(args[2], torch.Tensor) or args[2].dim() == 0)
+        )
+    return False
+
+
+def _fits(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
+    spec = None
+    for t in tensors:
+        if type(t) is cls:
+            if spec is not None and not same_cut(spec, t._spec):
+                return False
+            spec = t._spec
+    assert spec is not None
+    if name == "where" and len(tensors) + sum(not isinstance(a, torch.Tensor) for a in args) < 3 and not kwargs:
+        return False  # where(condition) gives indices
+    written = "out" in kwargs or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+    if written and type(kwargs.get("out", args[0] if args else None)) is not cls and name != "__invert__":
+        return False
+    gradients = torch.is_grad_enabled()
+    for t in tensors:
+        if type(t) is cls:
+            continue
+        if gradients and t.requires_grad:
+            return False  # its gradient would have to be collected from all ranks
+        if t.dim() and t.shape != spec.shape:
+            try:
+                if torch.broadcast_shapes(spec.shape, t.shape) != spec.shape:
+                    return False
+            except RuntimeError:
+                return True  # plain torch rejects it: so will the local operation, without a gather
+    return True
+
+
+def _reduces_to_scalar(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
+    if len(tensors) != 1 or (args and type(args[0]) is not cls):
+        return False
+    position = 2 if name in _NORMS else 1
+    dims = kwargs.get("dim", kwargs.get("axis"))
+    if dims is None and len(args) > position:
+        dims = args[position]
+    if isinstance(dims, bool):  # std(unbiased)
+        dims = None
+    if name in _NORMS:
+        order = kwargs.get("p", kwargs.get("ord", args[1] if len(args) > 1 else None))
+        if order == "nuc" or (name == "linalg_norm" and order is not None and len(tensors[0]._spec.shape) > 1):
+            return False  # norms of matrices
+    return full_reduction(tensors[0]._spec, dims)
+
+
+# -- on demand ----------------------------------------------------------------------------------------------------
+
+
+def _on_demand(
+    cls: type[ShardTensor], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
+) -> Any:
+    """Ask each parameter's unit whether the gathered parameter shall take its place, and run."""
+    leaves: dict[int, Any] = {}
+    originals: list[Any] = []
+    asked: list[Any] = []
+    local_ok: bool | None = None
+    result: Any = None
+    try:
+        for t in tensors:
+            if type(t) is not cls or id(t) in leaves or t._unit_ref is None:
+                continue
+            unit = t._unit_ref()
+            if unit is None:
+                continue
+            if local_ok is None:
+                local_ok = is_local(cls, name, args, kwargs, tensors)
+            leaf = unit.on_demand(t, func, local_ok)
+            if leaf is None:
+                continue
+            asked.append(unit)
+            with _NoTorchFunction():
+                if leaf.requires_grad and not t.requires_grad:
+                    leaf = leaf.detach()  # `t` is a detached alias of the parameter
+            leaves[id(t)] = leaf
+            originals.append(t)
+        if not leaves:
+            return _run(cls, func, name, args, kwargs, tensors)
+        args = tuple(_substitute(value, leaves) for value in args)
+        kwargs = {key: _substitute(value, leaves) for key, value in kwargs.items()}
+        result = func(*args, **kwargs)
+        # An in-place function returns its operand: `module.weight += 1` must not register the leaf.
+        for t in originals:
+            if result is leaves[id(t)]:
+                result = t
+        return result
+    finally:
+        for unit in reversed(asked):
+            unit.on_demand_done(result)
+
+
+def _substitute(value: Any, leaves: dict[int, Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return leaves.get(id(value), value)
+    if isinstance(value, (tuple, list)):
+        items = [_substitute(item, leaves) for item in value]
+        if isinstance(value, tuple):
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        return items
+    return value
+
+
+def _summoned_leaf(t: Any) -> Any:
+    """The whole parameter, where ``engine.gathered`` holds it, else None."""
+    unit = t._unit_ref() if t._unit_ref is not None else None
+    if unit is not None and unit.is_summoned:
+        return unit.leaf_of(t)
+    return None
+
+
+# -- attributes and hooks -----------------------------------------------------------------------------------------
+
+
+def _get_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
+    param = args[0]
+    if param._unit_ref is not None:
+        leaf = _summoned_leaf(param)
+        if leaf is not None and leaf.grad is not None:
+            return leaf.grad
+    with _NoTorchFunction():
+        grad = func(param)
+        if grad is not None and type(grad) is not cls:
+            # A derivative that autograd made as a plain expanded scalar.
+            grad = cls.from_full(grad, param._spec)
+            param.grad = grad
+    return grad
+
+
+def _set_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> None:
+    param, value = args
+    if type(param) is not cls:
+        if type(value) is cls:
+            raise _needs_gather(cls, ".grad of a plain tensor, assigned", [value], "needs the whole parameter")
+        func(param, value)
+        return
+    leaf = _summoned_leaf(param)
+    if leaf is not None and leaf.grad is not None:
+        leaf.grad = value
+        if value is not None:
+            return
+    with _NoTorchFunction():
+        func(param, _as_grad(cls, param, value) if isinstance(value, torch.Tensor) else value)
+
+
+def _del_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> None:
+    args[0].grad = None
+
+
+def _get_data(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
+    leaf = _summoned_leaf(args[0])
+    if leaf is not None:
+        return leaf.data
+    source = args[0]
+    return cls._wrap(source._local, source._spec, source._unit_ref)
+
+
+def _set_data(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> None:
+    target, value = args
+    if type(target) is not cls:
+        raise _needs_gather(cls, ".data of a plain tensor, assigned", [value], "needs the whole parameter")
+    leaf = _summoned_leaf(target)
+    if leaf is not None and isinstance(value, torch.Tensor) and type(value) is not cls:
+        if value.shape == leaf.shape and value.dtype == leaf.dtype and value.device == leaf.device:
+            leaf.data.copy_(value)
+            return
+    elif leaf is not None and value is target:
+        return
+    _assign_data(cls, target, value)
+
+
+def _assign_data(cls: type[ShardTensor], param: ShardTensor, value: Any) -> None:
+    """``param.data = value``: copy a whole plain tensor's slice, or an equally cut ShardTensor, into the slice.
+
+    Raises:
+        NeedsGatherError: another shape, dtype, device or cut. Not collective.
+    """
+    spec, local = param._spec, param._local
+    problem = ""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"Variable data has to be a tensor, but got {type(value).__name__}")
+    if value.dtype != local.dtype or value.device != local.device:
+        problem = f"{value.dtype} on {value.device} in place of {local.dtype} on {local.device}"
+    elif value.shape != spec.shape:
+        problem = f"shape {tuple(value.shape)} in place of {tuple(spec.shape)}"
+    elif type(value) is cls and not same_cut(spec, value._spec):
+        problem = "a tensor cut differently between the ranks"
+    if problem:
+        raise NeedsGatherError(
+            f"rank {spec.rank}: assignment to .data of the sharded {spec.name} (by module.to(), half() or float(), "
+            f"perhaps): {problem}. Assign the whole tensor with shape, dtype and device unchanged; convert a model "
+            "before shard(), or engine.close() it, convert, and shard again."
+        )
+    with torch.no_grad():
+        new = value._local if type(value) is cls else slice_full(value.detach(), spec)
+        if new.data_ptr() != local.data_ptr() or new is not local:
+            local.copy_(new)
+
+
+def _as_grad(cls: type[ShardTensor], param: ShardTensor, value: Any) -> ShardTensor:
+    """Return what ``param.grad = value`` stores: a ShardTensor cut like `param`.
+
+    Raises:
+        NeedsGatherError: another shape or cut. Not collective.
+    """
+    spec = param._spec
+    if type(value) is cls:
+        if same_cut(spec, value._spec):
+            return value
+        problem = "a tensor cut differently between the ranks"
+    elif value.shape == spec.shape:
+        return cls.from_full(value, spec)
+    else:
+        problem = f"shape {tuple(value.shape)} in place of {tuple(spec.shape)}"
+    raise NeedsGatherError(
+        f"rank {spec.rank}: assignment to .grad of the sharded {spec.name}: {problem}. Assign None, a whole plain "
+        "tensor, or a gradient of this very parameter."
+    )
+
+
+def _register_hook(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
+    param = args[0]
+    unit = param._unit_ref() if param._unit_ref is not None else None
+    hook = args[1] if len(args) > 1 else kwargs["hook"]
+    with _NoTorchFunction():
+        if unit is None or not param.requires_grad:
+            return func(param, hook)
+    if func is _T.register_hook:
+        return unit.register_grad_hook(param, hook)
+    return unit.register_post_accumulate_hook(param, hook)
+
+
+# -- autograd -----------------------------------------------------------------------------------------------------
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over the whole parameter. torch's own derivative would be an expanded *plain* tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Any, dtype: torch.dtype | None) -> torch.Tensor:
+        ctx.cls, ctx.spec, ctx.dtype = type(t), t._spec, t.dtype
+        return torch.ops.aten.sum.default(t, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return _Spread.apply(grad.to(ctx.dtype), ctx.cls, ctx.spec), None
+
+
+class _Spread(torch.autograd.Function):
+    """One value at every position of the parameter; the derivative of :class:`_Sum`, and the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, cls: Any, spec: Any) -> Any:
+        # In memory of its own: autograd may keep it as `.grad`, which is changed in place.
+        return cls._wrap(value.detach().expand(spec.length).clone(memory_format=torch.contiguous_format), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        return _Sum.apply(grad, None), None, None
+
+
+def _differentiable_sum(
+    cls: type[ShardTensor], func: Any, name: str, args: Any, kwargs: Any, tensors: list[Any]
+) -> Any:
+    source = tensors[0]
+    if kwargs.get("out") is not None or not _reduces_to_scalar(cls, name, args, kwargs, tensors):
+        return func(*args, **kwargs)  # raises
+    spec = source._spec
+    dtype = kwargs.get("dtype")
+    if name == "mean" and not (dtype or source.dtype).is_floating_point and not source.is_complex():
+        return func(*args, **kwargs)  # raises
+    out_dtype = dtype or source.dtype
+    half = out_dtype in (torch.float16, torch.bfloat16)
+    result: Any = _Sum.apply(source, torch.float32 if half else out_dtype)
+    if name == "mean":
+        result = result / spec.numel if spec.numel else result * float("nan")
+    if half:
+        result = result.to(out_dtype)
+    keepdim = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+    return result.reshape((1,) * len(spec.shape)) if keepdim else result
+
+
+def _autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.autograd.grad``: with respect to parameters, the reduced gradients as ShardTensors. Collective."""
+    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    units = {}
+    for i, t in enumerate(inputs):
+        unit = t._unit_ref() if type(t) is cls and t._unit_ref is not None else None
+        if unit is not None:
+            units[i] = unit
+    for unit in units.values():
+        translate = getattr(unit, "translate_autograd", None)
+        if translate is not None:
+            return translate(func, args, kwargs)
+        break
+    if not units:
+        with _NoTorchFunction():
+            return func(*args, **kwargs)
+    outputs = args[0] if args else kwargs["outputs"]
+    names = ("grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
+    options = {**dict(zip(names, args[2:], strict=False)), **{k: v for k, v in kwargs.items() if k in names}}
+    if options.get("create_graph"):
+        raise _needs_gather(
+            cls, "torch.autograd.grad(create_graph=True)", [inputs[i] for i in units], "cannot be differentiated again"
+        )
+    allow_unused = bool(options.pop("allow_unused", False))
+    leaves = [unit.leaf_of(inputs[i]) for i, unit in units.items()]
+    grads = list(func(outputs, (*inputs, *leaves), allow_unused=True, **options))
+    own, of_leaves = grads[: len(inputs)], grads[len(inputs) :]
+    for i, grad in zip(units, of_leaves, strict=True):
+        own[i] = _reduced(cls, inputs[i], own[i], grad)
+    if not allow_unused and any(grad is None for grad in own):
+        raise RuntimeError(
+            "One of the differentiated Tensors appears to not have been used in the graph. "
+            "Set allow_unused=True if this is the desired behavior."
+        )
+    return tuple(own)
+
+
+def _reduced(cls: type[ShardTensor], param: Any, from_slices: Any, from_leaf: Any) -> Any:
+    spec = param._spec
+    what = f"torch.autograd.grad for {spec.name}"
+    used = torch.tensor(float(from_leaf is not None), device=param._local.device)
+    if not spec.comm.all_reduce(used, "max", what):
+        return from_slices
+    with torch.no_grad():
+        whole = torch.zeros(spec.shape, dtype=param.dtype, device=param.device) if from_leaf is None else from_leaf
+        whole = whole.detach().clone(memory_format=torch.contiguous_format)
+        grad = cls.from_full(spec.comm.all_reduce(whole, "sum", what) / spec.comm.size, spec)
+        return grad if from_slices is None else grad + from_slices
+
+
+_SPECIAL: dict[Any, Callable[[Any, Any, Any, Any], Any]] = {
+    _T.grad.__get__: _get_grad,
+    _T.grad.__set__: _set_grad,
+    _T.grad.__delete__: _del_grad,
+    _T.data.__get__: _get_data,
+    _T.data.__set__: _set_data,
+    _T.register_hook: _register_hook,
+    _T.register_post_accumulate_grad_hook: _register_hook,
+    torch.autograd.grad: _autograd_grad,
+}

@@ -1,0 +1,139 @@
+"""Which slice of which parameter a ShardTensor holds, and how to cut that slice out of a whole tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from .errors import NeedsGatherError
+from .layout import FlatLayout
+
+__all__ = ["ScalarComm", "ShardSpec", "broadcast_slice", "same_cut", "slice_full"]
+
+
+class ScalarComm(Protocol):
+    """Small blocking collectives over the ranks that share a parameter. ``what`` is for messages."""
+
+    size: int
+    rank: int
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:
+        """Reduce in place with `op`, one of ``"sum"``, ``"max"``, ``"min"``. Call on all ranks."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """Return the ranks' tensors stacked, shape ``[size, *tensor.shape]``. Call on all ranks."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class ShardSpec:
+    """What a ShardTensor's local slice is a slice of.
+
+    Attributes:
+        layout: the flat layout that places the parameter.
+        index: the parameter's position in ``layout.slots``.
+        rank: the rank whose slice this is, within ``comm``.
+        comm: the ranks that share the parameter.
+        name, shape, stride, numel: of the whole parameter.
+        start, stop: the elements held, in memory order.
+        cut: equal for two specs exactly when shape, strides and every rank's slice are equal.
+    """
+
+    layout: FlatLayout
+    index: int
+    rank: int
+    comm: ScalarComm
+    name: str = field(init=False)
+    shape: torch.Size = field(init=False)
+    stride: tuple[int, ...] = field(init=False)
+    numel: int = field(init=False)
+    start: int = field(init=False)
+    stop: int = field(init=False)
+    length: int = field(init=False)
+    cut: tuple[object, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        slot = self.layout.slots[self.index]
+        start, stop = self.layout.owned(self.index, self.rank)
+        owners = self.layout.owners(self.index)
+        # All ranks' slices follow from the first boundary and the distance between boundaries.
+        first_stop = self.layout.owned(self.index, owners.start)[1] if owners else 0
+        step = self.layout.shard_numel if len(owners) > 2 else 0
+        cut = (slot.shape, slot.stride, owners, first_stop, step, self.rank)
+        values = {
+            "name": slot.name,
+            "shape": torch.Size(slot.shape),
+            "stride": slot.stride,
+            "numel": slot.numel,
+            "start": start,
+            "stop": stop,
+            "length": stop - start,
+            "cut": cut,
+        }
+        for key, value in values.items():
+            object.__setattr__(self, key, value)
+
+
+def same_cut(a: ShardSpec, b: ShardSpec) -> bool:
+    """Return whether elements at one position of two local slices belong together, on all ranks."""
+    return a is b or (a.cut == b.cut and (a.comm is b.comm or a.comm == b.comm))
+
+
+def slice_full(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """Cut this rank's slice out of a whole tensor.
+
+    Args:
+        full: a plain tensor of shape ``spec.shape``, any strides and dtype.
+        spec: which slice.
+
+    Returns:
+        1-D tensor of ``spec.length`` elements in memory order; a view of `full` where its strides
+        allow one. Differentiable.
+
+    Not collective.
+    """
+    if full.shape != spec.shape:
+        raise ValueError(f"{spec.name} has shape {tuple(spec.shape)}, not {tuple(full.shape)}.")
+    if spec.length == 0:
+        return full.new_empty(0) if not full.requires_grad else full.reshape(-1)[:0]
+    order = spec.layout.slots[spec.index].order
+    permuted = full.permute(order)
+    if permuted.is_contiguous():
+        return permuted.reshape(-1)[spec.start : spec.stop]
+    if not any(step and size > 1 for step, size in zip(full.stride(), full.shape, strict=True)):
+        return full[(0,) * full.dim()].expand(spec.length)  # one value everywhere: no memory needed
+    parts = []
+    # Never the whole tensor at once: an expanded operand may be far larger than its memory.
+    for box in spec.layout.boxes(spec.index, spec.start, spec.stop):
+        part = full
+        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            if size != full.shape[dim]:
+                part = part.narrow(dim, offset, size)
+        parts.append(part.permute(order).reshape(-1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def broadcast_slice(operand: torch.Tensor, spec: ShardSpec, what: str) -> torch.Tensor:
+    """Broadcast a plain operand to the parameter's global shape and cut out this rank's slice.
+
+    A 0-dim operand stays as it is where it takes part in type promotion as in plain torch.
+
+    Raises:
+        RuntimeError: plain torch would not broadcast the two shapes either.
+        NeedsGatherError: the result would be larger than the parameter.
+    """
+    if operand.dim() == 0 and len(spec.shape) > 0:
+        return operand
+    if operand.shape != spec.shape:
+        result = torch.broadcast_shapes(spec.shape, operand.shape)
+        if result != spec.shape:
+            raise NeedsGatherError(
+                f"rank {spec.rank}: {what} of the sharded {spec.name} of shape {tuple(spec.shape)} with a tensor of "
+                f"shape {tuple(operand.shape)} gives {tuple(result)}, which needs the whole parameter. Use "
+                f"`with engine.gathered(parameter):` around it."
+            )
+        operand = operand.expand(spec.shape)
+    return slice_full(operand, spec)

@@ -1,0 +1,204 @@
+"""What a parameter, its gradient and its optimizer state are between steps: this rank's slice.
+
+A ShardTensor has the global shape, strides and dtype, and holds ``_local``, a 1-D slice of the
+parameter in memory order, usually a view into its unit's flat shard. Elementwise arithmetic and
+reductions to a scalar work on it as on the whole tensor (:mod:`.shard_ops`); within a training
+step the engine puts the gathered parameter in its place (:mod:`.shard_functions`).
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import torch
+
+from . import shard_functions, shard_ops
+from .errors import ShardPicklingError
+from .layout import Box
+from .shard_spec import ScalarComm, ShardSpec, broadcast_slice, same_cut, slice_full
+
+__all__ = ["ScalarComm", "ShardSpec", "ShardTensor", "broadcast_slice", "same_cut", "slice_full"]
+
+
+class ShardTensor(torch.Tensor):
+    """One rank's slice of a tensor, with the shape of the whole.
+
+    Args:
+        local: 1-D tensor of ``spec.length`` elements, memory order; kept, not copied.
+        spec: which slice it is.
+        unit: the unit that gathers this parameter; kept by weak reference. None for gradients,
+            optimizer state and results.
+        requires_grad: as for any tensor.
+
+    Not collective.
+    """
+
+    _local: torch.Tensor
+    _spec: ShardSpec
+    _unit_ref: weakref.ref[Any] | None
+
+    @staticmethod
+    def __new__(
+        cls, local: torch.Tensor, spec: ShardSpec, *, unit: Any = None, requires_grad: bool = False
+    ) -> ShardTensor:
+        if local.dim() != 1 or local.numel() != spec.length:
+            raise ValueError(
+                f"rank {spec.rank} holds {spec.length} elements of {spec.name} in one dimension, "
+                f"not {tuple(local.shape)}."
+            )
+        unit_ref = weakref.ref(unit) if unit is not None else None
+        self = cls._wrap(local, spec, unit_ref)
+        if requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.requires_grad_(True)
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # torch.Tensor's own would look at the arguments.
+        pass
+
+    @classmethod
+    def _wrap(cls, local: torch.Tensor, spec: ShardSpec, unit_ref: weakref.ref[Any] | None = None) -> ShardTensor:
+        self: ShardTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, spec.shape, strides=spec.stride, dtype=local.dtype, layout=local.layout, device=local.device
+        )
+        self._local = local
+        self._spec = spec
+        self._unit_ref = unit_ref
+        return self
+
+    @classmethod
+    def from_full(cls, full: torch.Tensor, spec: ShardSpec) -> ShardTensor:
+        """Return the slice of a plain tensor of the global shape, in memory of its own. Not collective."""
+        return cls._wrap(slice_full(full.detach(), spec).clone(), spec)
+
+    # -- the two dispatch mechanisms ------------------------------------------------------------------------------
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in shard_functions.GETTERS:  # read many times a step, and never different
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return shard_functions.call(ShardTensor, func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return shard_ops.dispatch(ShardTensor, func, args, kwargs or {})
+
+    # -- the slice and the whole ----------------------------------------------------------------------------------
+    def to_local(self) -> torch.Tensor:
+        """Return this rank's slice: 1-D, memory order, shared memory. Not collective, no gradient."""
+        return self._local
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return the whole tensor: plain, original shape and strides, new memory, no gradient.
+
+        Collective: call on all ranks. Allocates the whole on every rank.
+        """
+        spec, local = self._spec, self._local.detach()
+        with torch.no_grad():
+            if spec.numel == 0:
+                return torch.empty_strided(spec.shape, spec.stride, dtype=local.dtype, device=local.device)
+            # A sum with zeros everywhere else, as integers: exact to the bit (also -0.0 and NaN), whatever
+            # the slices' lengths are, and no more memory than the result.
+            nbytes = spec.numel * local.element_size()
+            buffer = torch.zeros(-(-nbytes // 8), dtype=torch.int64, device=local.device)
+            flat = buffer.view(torch.uint8)[:nbytes].view(local.dtype)
+            flat[spec.start : spec.stop].copy_(local)
+            spec.comm.all_reduce(buffer, "sum", f"full_tensor of {spec.name}")
+            return flat.as_strided(tuple(spec.shape), spec.stride)
+
+    # -- copying, showing, saving ---------------------------------------------------------------------------------
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        unit = self._unit_ref() if self._unit_ref is not None else None
+        if unit is not None and getattr(self, "_is_param", False):
+            return unit.deepcopy_param(self, memo)
+        with torch._C.DisableTorchFunctionSubclass():
+            if not self.is_leaf:
+                raise RuntimeError(
+                    f"only leaf tensors can be deep-copied; this one was computed from {self._spec.name}."
+                )
+            result = ShardTensor(self._local.detach().clone(), self._spec, requires_grad=self.requires_grad)
+            memo[id(self)] = result
+            if self.grad is not None:
+                result.grad = copy.deepcopy(self.grad, memo)
+        own = {"_local", "_spec", "_unit_ref", "_flat"}
+        for key, value in self.__dict__.items():
+            if key not in own:
+                result.__dict__[key] = copy.deepcopy(value, memo)
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardPicklingError(
+            f"rank {self._spec.rank}: pickling (torch.save) the sharded {self._spec.name} would save one rank's slice. "
+            'Save engine.state_dict(form="full") instead, called on all ranks; for optimizers '
+            "engine.optim_state_dict(optimizer)."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        spec, local = self._spec, self._local
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"ShardTensor({spec.name}, shape={tuple(spec.shape)}, dtype={local.dtype}, device={str(local.device)!r}, "
+            f"rank {spec.rank} of {spec.comm.size} holds [{spec.start}, {spec.stop}) of {spec.numel}: "
+            f"{local.detach()!r}{grad})"
+        )
+
+    def __format__(self, format_spec: str) -> str:
+        # Without a format a 0-dim tensor would print its value, which is collective.
+        return super().__format__(format_spec) if format_spec else repr(self)
+
+    # -- wrapper subclass protocol --------------------------------------------------------------------------------
+    @property
+    def __tensor_flatten__(self) -> Any:
+        # Absent for parameters and conversions of them: for classes that have it, module.half() and module.to()
+        # would swap new tensors into the parameters, past the unit, instead of assigning `.data`.
+        if self._unit_ref is not None or "_converted" in self.__dict__:
+            raise AttributeError("__tensor_flatten__")
+        return lambda: (["_local"], self._spec)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], spec: ShardSpec, size: Any, stride: Any) -> ShardTensor:
+        return ShardTensor._wrap(inner["_local"], spec)
+
+    # -- torch.distributed.checkpoint protocol --------------------------------------------------------------------
+    def _chunks(self) -> tuple[Box, ...]:
+        spec = self._spec
+        if spec.numel == 0 and spec.rank == 0:  # else a checkpoint would not know that it exists
+            return (Box((0,) * len(spec.shape), tuple(spec.shape)),)
+        return spec.layout.boxes(spec.index, spec.start, spec.stop)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in self._chunks()]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self._local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets, i),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self._spec.shape),
+            )
+            for i, chunk in enumerate(self.__create_chunk_list__())
+        ]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        spec = self._spec
+        order = spec.layout.slots[spec.index].order
+        position = 0
+        for box in self._chunks():
+            if index.offset is None or tuple(index.offset) == box.offsets:
+                part = self._local.detach()[position : position + box.numel]
+                inverse = sorted(range(len(order)), key=order.__getitem__)
+                return part.view([box.sizes[dim] for dim in order]).permute(inverse)
+            position += box.numel
+        raise ValueError(f"rank {spec.rank} holds no part of {spec.name} at {tuple(index.offset)}.")

@@ -1,0 +1,217 @@
+"""Whole values outside compute: from slices to whole tensors and back, and failing together.
+
+What `engine.gathered`, full state dicts and `engine.close` share. Nothing here touches a module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .buffers import broadcast_coalesced
+from .collectives import Pending
+from .errors import ShardError
+from .runtime import Runtime
+from .shard_tensor import ShardTensor
+from .unit import FlatBuffer, State, Unit
+
+# -- together or not at all -----------------------------------------------------------------------------------------------
+
+
+def agree(runtime: Runtime, what: str, key: object = None, error: Exception | None = None) -> None:
+    """Make sure that every rank is here, that none has failed, and that all have the same `key`. Collective.
+
+    Args:
+        runtime: whose ranks.
+        what: the operation, for messages.
+        key: anything whose repr must be equal on all ranks that have not failed.
+        error: why this rank cannot go on.
+
+    Raises:
+        Exception: `error` itself where there is one; elsewhere an error of the same class (:class:`ShardError` for
+            classes that are not the engine's) that quotes it.
+        DivergenceError: another rank does something else, or the same with another `key`.
+    """
+    c, agreement = runtime.collectives, runtime.agreement
+    if c.world == 1 or agreement is None or agreement.width == 0:
+        if error is not None:
+            raise error
+        return
+    # The failure first, by itself: a rank that failed may not know its key.
+    agreement.note(zlib.crc32(what.encode()), what)
+    flag = torch.zeros(agreement.width, dtype=torch.uint8)
+    flag[0] = 0 if error is None else 1
+    answer = agreement.check(what, flag)
+    assert answer is not None
+    if answer[0]:
+        said: list[Any] = [None] * c.world
+        channel = c.control_channel
+        assert channel is not None
+        dist.all_gather_object(said, None if error is None else (type(error), str(error)), group=channel.group)
+        if error is not None:
+            raise error
+        rank, (kind, text) = next((r, s) for r, s in enumerate(said) if s is not None)
+        raise (kind if issubclass(kind, ShardError) else ShardError)(f"{what} failed on rank {rank}: {text}")
+    if key is not None:
+        agreement.note(zlib.crc32(repr(key).encode()), f"{what} with {_shortened(repr(key))}")
+        agreement.check(what)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+# -- slices to whole ------------------------------------------------------------------------------------------------------
+
+
+def whole_flat(flat: FlatBuffer, what: str) -> torch.Tensor:
+    """The values of a flat buffer on all ranks, in new memory (with one rank to a shard, the shard itself). Collective."""
+    return flat.shard if not flat.sharded else _gathered(flat, flat.shard.dtype, what, lambda own: own.copy_(flat.shard))
+
+
+def whole_slices(flat: FlatBuffer, slices: Sequence[torch.Tensor | None], what: str) -> list[torch.Tensor | None]:
+    """Whole tensors from slices cut like the parameters of `flat`: gradients, or one kind of optimizer state. Collective.
+
+    Args:
+        flat: gives shapes, strides and cut.
+        slices: for each parameter this rank's slice (1-D, any dtype), or None on all ranks.
+        what: for messages.
+
+    Returns:
+        Plain tensors of the parameters' shapes and strides in new memory, None for None.
+    """
+    dtypes = {s.dtype for s in slices if s is not None}
+    result: list[torch.Tensor | None] = [None] * len(slices)
+    for dtype in sorted(dtypes, key=str):
+        chosen = [i for i, s in enumerate(slices) if s is not None and s.dtype == dtype]
+
+        def fill(own: torch.Tensor, chosen: list[int] = chosen) -> None:
+            own.zero_()
+            for i in chosen:
+                start, stop = flat.layout.local_range(i, flat.collectives.rank)
+                own[start:stop].copy_(slices[i])  # type: ignore[arg-type]
+
+        full = _gathered(flat, dtype, what, fill)
+        for i in chosen:
+            result[i] = flat.view(full, i)
+    return result
+
+
+def _gathered(flat: FlatBuffer, dtype: torch.dtype, what: str, fill: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    c = flat.collectives
+    with torch.inference_mode(False), torch.no_grad():
+        with c.gathering():
+            full = torch.empty(flat.layout.numel, dtype=dtype, device=c.device)
+            fill(flat.own_slot(full))
+            pending = c.all_gather(full, what) if flat.sharded else None
+        if pending is not None:
+            pending.wait()
+    return full
+
+
+@contextlib.contextmanager
+def gathered_values(runtime: Runtime, unit: Unit) -> Iterator[None]:
+    """Inside, ``flat.full`` of each flat of `unit` holds the current values. Collective, for reading only."""
+    if not unit.sharded or unit.is_summoned and unit.state is State.FULL:
+        yield
+        return
+    keep = refill(runtime, unit)
+    unit.wait()
+    try:
+        yield
+    finally:
+        if not keep:
+            runtime._release(unit)
+
+
+def refill(runtime: Runtime, unit: Unit) -> bool:
+    """Start a gather of the current values, prefetched or not; returns whether a running backward needs them after."""
+    keep = bool(unit.uses) and unit.state is not State.SHARDED
+    if unit.state is not State.SHARDED:
+        # It may have been gathered before an edit of the shards, or be on its way: ranks need not agree on that.
+        unit.wait()
+        unit.release()
+    unit.gather()
+    if not keep:
+        runtime.idle.pop(unit.index, None)
+    return keep
+
+
+# -- whole to slices ------------------------------------------------------------------------------------------------------
+
+
+def send_slices(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tensor, source: int, what: str) -> None:
+    """Cut `full` (on rank `source` only, any device) and give each rank its part in `into`. Collective."""
+    c = flat.collectives
+    channel = c.reduce_channel
+    if c.world == 1 or channel is None:
+        assert full is not None
+        into.copy_(flat.own_slot(full))
+        return
+    me = c.world_rank == source
+    with torch.no_grad():
+        raw = _bytes(into) if into.is_contiguous() else _bytes(into.contiguous())
+        whole = _bytes(full.to(into.device)) if me and full is not None else None
+        channel.issued += 1
+        if c.size == 1:
+            if whole is not None:
+                raw.copy_(whole)
+            work = dist.broadcast(raw, src=c.watch.ranks[source], group=channel.group, async_op=True)
+        else:
+            parts = None if whole is None else list(whole.view(c.size, -1).unbind(0))
+            work = dist.scatter(raw, parts, src=c.watch.ranks[source], group=channel.group, async_op=True)
+        Pending(c.watch, channel, channel.issued, what, work).wait()
+        if me:
+            c.bytes_sent += raw.numel() * (c.world - 1)
+
+
+def send_bytes(runtime: Runtime, values: torch.Tensor, source: int, what: str) -> torch.Tensor:
+    """Broadcast a small uint8 CPU tensor from rank `source`; returns it. Collective."""
+    c = runtime.collectives
+    channel = c.control_channel
+    if c.world == 1 or channel is None:
+        return values
+    message = values if c.gloo else values.to(c.device)
+    channel.issued += 1
+    work = dist.broadcast(message, src=c.watch.ranks[source], group=channel.group, async_op=True)
+    Pending(c.watch, channel, channel.issued, what, work).wait()
+    return message.cpu()
+
+
+def unify_replicas(flat: FlatBuffer, what: str) -> None:
+    """Under ``no_shard`` rank 0's values count, since random edits may differ between ranks. Collective."""
+    if not flat.sharded:
+        broadcast_coalesced(flat.collectives, [flat.shard], what)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)  # every dtype a model may hold can travel as bytes
+
+
+def grad_of(param: torch.Tensor) -> ShardTensor | None:
+    """The sharded gradient of a sharded parameter, read past every interception."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.grad  # type: ignore[return-value]
+
+
+def local_grads(flat: FlatBuffer) -> list[torch.Tensor | None]:
+    """This rank's slices of the gradients."""
+    grads = [grad_of(p) for p in flat.params]
+    return [None if g is None else g._local for g in grads]
+
+
+def set_grad(param: ShardTensor, local: torch.Tensor | None) -> None:
+    """Make `local` (a slice, kept) the gradient; an existing gradient of that dtype keeps its memory."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        existing: Any = param.grad
+        if local is None:
+            param.grad = None
+        elif existing is not None and existing._local.dtype == local.dtype:
+            existing._local.copy_(local)
+        else:
+            param.grad = ShardTensor(local, param._spec)

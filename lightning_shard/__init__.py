@@ -1,0 +1,32 @@
+"""The Lightning front end: ``Trainer(strategy="shard")`` in both of Lightning's namespaces.
+
+Nothing needs importing: an entry point that torch calls makes the names known (see ``_autoload``).
+Where that is switched off (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), ``import lightning_shard`` does the
+same, and ``Trainer(strategy=lightning_shard.ShardStrategy(...))`` works in any case.
+
+``ShardStrategy`` is made for the namespace in use. ``lightning_shard.for_lightning.ShardStrategy`` and
+``lightning_shard.for_pytorch_lightning.ShardStrategy`` name one explicitly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import _autoload
+
+__all__ = ["ShardStrategy"]
+
+_autoload.install()
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy, since this package is imported at the end of `import torch`: nothing heavy may follow from that.
+    if name == "ShardStrategy":
+        from . import _registry
+
+        return _registry.strategy_class(_registry.namespace_in_use())
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), "ShardStrategy"]

@@ -1,0 +1,143 @@
+"""Everything of Lightning that its documentation does not promise, in one place.
+
+The strategy takes these from here and nothing from Lightning's underscored names elsewhere; when a new Lightning breaks
+something, this is the file to look at. Tested with :data:`TESTED` of each of the two distributions.
+
+Attributes of Lightning's own objects that the strategy reads or writes, and why:
+
+- ``Strategy._lightning_module``, ``_optimizers``, ``_launcher``, ``_precision_plugin``: set by the base class;
+- ``Strategy._layer_sync``: where the Trainer leaves the plugin of ``sync_batchnorm=True``;
+- ``Trainer.fit`` passes ``weights_only`` to the launcher, by that name (see :func:`asked_weights_only`);
+- ``LightningModule.forward`` may be shadowed in the instance for the time of one call (as Lightning's own redirection for
+  DDP does).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+__all__ = ["TESTED", "Private", "asked_weights_only", "private", "run_as_forward"]
+
+TESTED = ("2.6.6",)
+
+_ROOTS = {
+    "lightning": ("lightning.pytorch", "lightning.fabric"),
+    "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
+}
+
+
+@dataclass(frozen=True)
+class Private:
+    """What is used of one namespace; fields are named as Lightning names them, less the underscore."""
+
+    namespace: str
+    SubprocessScriptLauncher: Any
+    MultiProcessingLauncher: Any
+    init_dist_connection: Callable[..., None]
+    default_backend_for_device: Callable[[Any], str]
+    sync_ddp_if_available: Callable[..., Any]
+    optimizers_to_device: Callable[[Any, Any], None]
+    update_properties: Callable[..., None]
+    reset_seed: Callable[[], None]
+    rank_zero_only: tuple[Any, ...]
+    default_pg_timeout: Any
+    TrainerFn: Any
+    MisconfigurationException: type[Exception]
+    # Parts of Lightning that are public, but wanted by both namespaces' classes.
+    Precision: Any
+    MixedPrecision: Any
+    refused_precision: tuple[Any, ...]
+    refused_callbacks: tuple[Any, ...]
+
+
+@functools.lru_cache(maxsize=None)
+def private(namespace: str) -> Private:
+    """Import what is used of ``"lightning"`` or ``"pytorch_lightning"``."""
+    trainer_root, fabric_root = _ROOTS[namespace]
+
+    def pl(path: str) -> Any:
+        module, _, name = path.rpartition(".")
+        return getattr(importlib.import_module(f"{trainer_root}.{module}"), name)
+
+    def fabric(path: str) -> Any:
+        module, _, name = path.rpartition(".")
+        return getattr(importlib.import_module(f"{fabric_root}.{module}"), name)
+
+    return Private(
+        namespace=namespace,
+        SubprocessScriptLauncher=pl("strategies.launchers._SubprocessScriptLauncher"),
+        MultiProcessingLauncher=pl("strategies.launchers._MultiProcessingLauncher"),
+        init_dist_connection=fabric("utilities.distributed._init_dist_connection"),
+        default_backend_for_device=fabric("utilities.distributed._get_default_process_group_backend_for_device"),
+        sync_ddp_if_available=fabric("utilities.distributed._sync_ddp_if_available"),
+        optimizers_to_device=fabric("utilities.optimizer._optimizers_to_device"),
+        update_properties=fabric("utilities.device_dtype_mixin._update_properties"),
+        reset_seed=fabric("utilities.seed.reset_seed"),
+        # Lightning keeps the rank in each of these; `rank_zero_info` and the loggers read them.
+        rank_zero_only=(
+            pl("utilities.rank_zero.rank_zero_only"),
+            importlib.import_module("lightning_utilities.core.rank_zero").rank_zero_only,
+        ),
+        default_pg_timeout=fabric("plugins.collectives.torch_collective.default_pg_timeout"),
+        TrainerFn=pl("trainer.states.TrainerFn"),
+        MisconfigurationException=pl("utilities.exceptions.MisconfigurationException"),
+        Precision=pl("plugins.precision.Precision"),
+        MixedPrecision=pl("plugins.precision.MixedPrecision"),
+        refused_precision=tuple(
+            pl(f"plugins.precision.{name}")
+            for name in (
+                "BitsandbytesPrecision",
+                "DeepSpeedPrecision",
+                "FSDPPrecision",
+                "TransformerEnginePrecision",
+                "XLAPrecision",
+            )
+        ),
+        refused_callbacks=tuple(pl(f"callbacks.{name}") for name in ("StochasticWeightAveraging", "WeightAveraging")),
+    )
+
+
+def asked_weights_only(function: Callable[..., Any], args: Any, kwargs: Any) -> bool | None:
+    """The ``weights_only`` that the user gave to ``fit``, ``validate``, ``test`` or ``predict``.
+
+    The Trainer forgets it on the way to strategies that restore after set-up, so the launcher reads it off the call.
+    """
+    try:
+        return inspect.signature(function).bind_partial(*args, **kwargs).arguments.get("weights_only")
+    except (TypeError, ValueError):
+        return None
+
+
+def run_as_forward(module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
+    """Call ``module.<name>(*args, **kwargs)`` inside the module's own forward hooks.
+
+    The engine then sees ``training_step`` and its like as one forward of the root: the root's own parameters are whole
+    in it, and buffers are synchronised once per step, as under DDP.
+    """
+    shadowed = "forward" in module.__dict__
+    forward = module.forward
+
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        restore()  # first, since the step itself will want to call the real forward
+        return getattr(module, name)(*args, **kwargs)
+
+    def restore() -> None:
+        if shadowed:
+            module.__dict__["forward"] = forward
+        else:
+            module.__dict__.pop("forward", None)
+
+    module.__dict__["forward"] = redirected
+    try:
+        # Not module(...): that would run a module.compile()d forward, and compile the whole step in its place.
+        return nn.Module._call_impl(module, *args, **kwargs)
+    finally:
+        if module.__dict__.get("forward") is redirected:
+            restore()

@@ -1,0 +1,83 @@
+"""Precision plugins under sharding: which are accepted, and clipping through the engine.
+
+Lightning clips in its precision plugin, where no strategy is asked. The strategy therefore gives each plugin it receives
+a subclass of the plugin's own class, which clips through the engine: one collective for all parameters of the
+optimizer, tied ones counted once.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ._private import Private
+
+__all__ = ["check", "with_sharded_clipping"]
+
+
+class ShardedClipping:
+    """Clips gradients through the engine. Mixed into the class of each plugin; keeps that class's name."""
+
+    _plain_class: type[Any]
+    _shard_strategy: Any = None
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Scale this optimizer's gradients to a global norm of at most `clip_val`. Collective."""
+        engine = self._engine()
+        if engine is None:
+            super().clip_grad_by_norm(optimizer, clip_val)  # type: ignore[misc]
+        else:
+            engine.clip_grad_norm_(float(clip_val), parameters=list(self.main_params(optimizer)))  # type: ignore[attr-defined]
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        """Limit each element of this optimizer's gradients to ``[-clip_val, clip_val]``."""
+        engine = self._engine()
+        if engine is None:
+            super().clip_grad_by_value(optimizer, clip_val)  # type: ignore[misc]
+        else:
+            engine.clip_grad_value_(float(clip_val), parameters=list(self.main_params(optimizer)))  # type: ignore[attr-defined]
+
+    def _engine(self) -> Any:
+        return None if self._shard_strategy is None else self._shard_strategy.engine_or_none
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class is made at run time, so a spawned process must make it anew.
+        return _rebuild, (self._plain_class,), self.__dict__
+
+
+def with_sharded_clipping(plugin: Any, strategy: Any) -> Any:
+    """Give `plugin`, in place, a class that clips through `strategy`'s engine; returns it."""
+    if not isinstance(plugin, ShardedClipping):
+        plugin.__class__ = _clipping_class(type(plugin))
+    plugin._shard_strategy = strategy
+    return plugin
+
+
+@functools.lru_cache(maxsize=None)
+def _clipping_class(plain: type[Any]) -> type[Any]:
+    # The qualified name is a key in checkpoints (the scaler's state), so it must stay what it is.
+    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+    return type(plain.__name__, (ShardedClipping, plain), {**names, "_plain_class": plain})
+
+
+def _rebuild(plain: type[Any]) -> Any:
+    made = _clipping_class(plain)
+    return made.__new__(made)
+
+
+def check(plugin: Any, private: Private) -> None:
+    """Refuse what cannot be right yet.
+
+    Raises:
+        MisconfigurationException: for float16 with a gradient scaler, and for plugins that belong to other strategies.
+    """
+    if isinstance(plugin, private.MixedPrecision) and getattr(plugin, "scaler", None) is not None:
+        raise private.MisconfigurationException(
+            "precision='16-mixed' is not supported by ShardStrategy yet: its gradient scaler decides on each rank's own "
+            "slice. Use precision='bf16-mixed', which needs no scaler, or '32-true'."
+        )
+    if isinstance(plugin, private.refused_precision):
+        raise private.MisconfigurationException(
+            f"{type(plugin).__name__} does not work with ShardStrategy. Supported are '32-true', '64-true', 'bf16-mixed' "
+            "(autocast), 'bf16-true' and '16-true'."
+        )
