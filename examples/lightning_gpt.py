@@ -217,7 +217,7 @@ def resume(args: argparse.Namespace, checkpoint: Path) -> int:
     trainer = make_trainer(args, args.steps)
     module = LitGPT(args.preset, args.steps)
     trainer.fit(module, ckpt_path=checkpoint)
-    held_out = trainer.callback_held_out.item()
+    held_out = trainer.callback_metrics["val_loss"].item()
     (sample,) = trainer.predict(module)
     if not trainer.is_global_zero:
         return 0

@@ -61,11 +61,18 @@ def test_shard_says_that_torch_has_no_distributed():
     assert "torch.distributed" in result.stderr.splitlines()[-1]
 
 
-def test_shard_says_that_there_is_no_process_group():
-    result = run_python("import torch, torch_shard; torch_shard.shard(torch.nn.Linear(2, 2))")
+def test_shard_says_that_a_launched_program_has_no_process_group():
+    code = "import torch, torch_shard; torch_shard.shard(torch.nn.Linear(2, 2))"
+    result = run_python(code, WORLD_SIZE="2")  # as a launcher sets it
     last = result.stderr.splitlines()[-1]
     assert "UnavailableError" in last, result.stderr
     assert "init_process_group" in last
+
+
+def test_a_program_without_a_launcher_is_one_rank_and_needs_no_process_group():
+    code = "import torch, torch_shard; print(torch_shard.shard(torch.nn.Linear(2, 2)).world_size)"
+    result = run_python(code)
+    assert result.stdout.strip() == "1", result.stderr
 
 
 def test_importing_torch_imports_neither_the_engine_nor_lightning():

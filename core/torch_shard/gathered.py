@@ -63,7 +63,8 @@ class Summons:
 
 def _open(unit: Unit) -> list[Summons]:
     """The unit's running gathered(), innermost last."""
-    return unit.summons
+    stack: list[Summons] = unit.__dict__.setdefault("summons", [])
+    return stack
 
 
 def held_elsewhere(runtime: Runtime) -> Unit | None:
@@ -121,7 +122,7 @@ def gathered(
     solo = request.ranks is not None
     failed = True
     try:
-        runtime.solo += solo
+        runtime.__dict__["solo"] = runtime.__dict__.get("solo", 0) + solo
         _enter(runtime, units, request, entered)
         try:
             yield
@@ -130,7 +131,7 @@ def gathered(
             if request.write:
                 _finish(runtime, entered, request, failed)
     finally:
-        runtime.solo -= solo
+        runtime.__dict__["solo"] -= solo
         for summons in reversed(entered):
             _leave(runtime, summons)
 
@@ -243,9 +244,15 @@ def _enter(runtime: Runtime, units: list[Unit], request: _Request, entered: list
                 summons.keep = refill(runtime, unit)
         started.append(summons)
     # The in-place gathers are all under way before the first is waited for.
-    for summons in started:
-        _enter_one(runtime, summons)
-        entered.append(summons)
+    try:
+        for summons in started:
+            _enter_one(runtime, summons)
+            entered.append(summons)
+    except BaseException:
+        for summons in started[len(entered) :]:
+            if summons.in_place and not summons.shared:
+                summons.unit.release()
+        raise
 
 
 def _enter_one(runtime: Runtime, summons: Summons) -> None:
@@ -313,8 +320,6 @@ def _install(summons: Summons) -> None:
         if summons.overlay:
             unit.install()
         unit.is_summoned = was
-        if summons.in_place and not summons.keep:
-            unit.release()
         raise
     if not summons.overlay:
         unit.running += 1  # nothing may release it, and nothing copies it

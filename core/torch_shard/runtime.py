@@ -222,6 +222,8 @@ class Runtime:
         repeated = self.last[1] is not None and self.last[1][:2] == event[:2] and not first
         if not repeated:
             self._follow(unit, event)
+        if unit.state is State.FULL and phase != BACKWARD and not unit.running and not unit.uses and unit.is_stale():
+            unit.release()
         if unit.state is State.SHARDED:
             unit.gather()
         self.idle[unit.index] = unit
@@ -305,15 +307,15 @@ class Runtime:
                 self.tasks.add(task)
                 torch.autograd.Variable._execution_engine.queue_callback(_EndOfNested(self, task))
             return
+        for unit in self.units:
+            unit.rounds = 0
+            for flat in unit.flats:
+                flat.begin_backward()
         self.tasks = {task}
         self.creating = torch.is_grad_enabled()
         self.double_backward |= self.creating
         self.syncing = self.require_sync and self.forward_sync
         self.order = [u for u in reversed(self.forward_order.values()) if any(_wants(f) for f in u.flats)]
-        for unit in self.units:
-            unit.rounds = 0
-            for flat in unit.flats:
-                flat.arrived = [False] * len(flat.arrived)
         end = _EndOfBackward(self)
         self.end = weakref.ref(end, lambda _: self._abandon())
         torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -372,6 +374,10 @@ class Runtime:
         try:
             if self.syncing:
                 self._flush()
+            else:
+                for unit in self.units:
+                    for flat in unit.flats:
+                        flat.show_held()
         except BaseException:
             self._abandon()
             raise
@@ -383,6 +389,7 @@ class Runtime:
             for unit in list(self.idle.values()):
                 if not unit.running and not unit.is_summoned:
                     self._release(unit)
+        self.collectives.drop_spares()  # memory between steps counts; a backward takes them up again
         if self.syncing:
             self.forward_order.clear()
             if not self.depth:

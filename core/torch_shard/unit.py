@@ -66,7 +66,10 @@ class FlatBuffer:
         self.grad: torch.Tensor | None = None
         self.holds = [False] * n  # slots of `grad` that hold a gradient not yet reduced
         self.arrived = [False] * n  # gradients seen in the running backward
+        # Under no_sync(): what `.grad` showed for each held gradient, and its version.
+        self.shown: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * n
         self.gaps = _gaps(layout)
+        self.fresh_versions: tuple[int, ...] = ()
         self.results: list[torch.Tensor] = []  # reduced slices waiting to be published as .grad
         self.mirror(force=True)
 
@@ -131,6 +134,10 @@ class FlatBuffer:
             if leaves[i]._use_count() > uses or sys.getrefcount(leaves[i]) > references:
                 return True
         return False
+
+    def param_versions(self) -> tuple[int, ...]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return tuple([p._version for p in self.params])
 
     # -- gradients ----------------------------------------------------------------------------------------------
     def accept(self, index: int, grad: torch.Tensor, scale: float) -> None:
@@ -200,12 +207,54 @@ class FlatBuffer:
         grad = ShardTensor(result.narrow(0, start, stop - start), param._spec)
         with torch._C.DisableTorchFunctionSubclass():
             existing = param.grad
-            if existing is None:
+            if existing is None or getattr(existing, "_unreduced", False):
                 grad._flat = result  # type: ignore[attr-defined]
                 param.grad = grad
             else:
                 with torch.no_grad():
                     existing.add_(grad)
+
+    # -- between the backwards of no_sync() -------------------------------------------------------------------------
+    def show_held(self) -> None:
+        """After a backward that did not reduce: `.grad` must be something, so that `zero_grad()` finds what to clear.
+
+        It shows this rank's own, unreduced gradient (its slice), which the reduction replaces."""
+        if self.grad is None:
+            return
+        own, rank = self.own_slot(self.grad), self.collectives.rank
+        with torch._C.DisableTorchFunctionSubclass():
+            for i, held in enumerate(self.holds):
+                if held and self.params[i].grad is None:
+                    start, stop = self.layout.local_range(i, rank)
+                    shown = ShardTensor(own.narrow(0, start, stop - start), self.params[i]._spec)
+                    shown._unreduced = True  # type: ignore[attr-defined]
+                    self.params[i].grad = shown
+                if held:
+                    grad = self.params[i].grad
+                    self.shown[i] = (weakref.ref(grad), grad._version)  # type: ignore[arg-type,union-attr]
+
+    def begin_backward(self) -> None:
+        """A new backward: drop held gradients that the user has cleared since the last one."""
+        self.arrived = [False] * len(self.arrived)
+        if self.grad is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for i, held in enumerate(self.holds):
+                shown = self.shown[i]
+                if not held or shown is None:
+                    continue
+                grad = self.params[i].grad
+                if grad is None:
+                    self.holds[i] = False
+                elif shown[0]() is not grad or shown[1] != grad._version:
+                    if getattr(grad, "_local", grad).count_nonzero():
+                        raise ShardError(
+                            f"rank {self.collectives.world_rank}: the gradient of {self.layout.slots[i].name} was edited "
+                            "between backwards under no_sync(); its parts are reduced later, so edit it after the "
+                            "backward that reduces, or leave no_sync() out."
+                        )
+                    self.holds[i] = False
+        self.shown = [None] * len(self.shown)
 
     def forget(self) -> None:
         """Drop everything a failed backward left."""
@@ -308,7 +357,13 @@ class Unit:
                 flat.full.untyped_storage().resize_(flat.nbytes)
                 flat.own_slot(flat.full).copy_(flat.shard)
                 self.pending.append(c.all_gather(flat.full, f"the all-gather of unit {self.name!r}"))
+            for flat in self.flats:
+                flat.fresh_versions = flat.param_versions()
         self.state = State.GATHERING
+
+    def is_stale(self) -> bool:
+        """Whether a parameter was edited since its unit was gathered."""
+        return any(flat.fresh_versions != flat.param_versions() for flat in self.flats)
 
     def wait(self) -> None:
         """GATHERING to FULL."""
@@ -484,7 +539,7 @@ class _Handle:
         self.remove()
 
 
-_OWN_ATTRIBUTES = {"_local", "_spec", "_unit_ref", "_flat", "_is_param"}
+_OWN_ATTRIBUTES = {"_local", "_spec", "_unit_ref", "_flat", "_unreduced", "_is_param"}
 
 
 def adopt(param: Any, original: Any) -> None:

@@ -1,0 +1,218 @@
+"""Trains a sharded model and a plain copy of it with the same code, and compares them.
+
+::
+
+    @ranks(2)
+    def test_a_row(rank, world_size):
+        pair = Pair(lambda: MLP(), rank, world_size, unit_bytes=300)
+        for step in range(3):
+            pair.step(lambda model, x: model(x).pow(2).mean().backward(), batch(rank, step))
+        pair.check()
+
+The plain copy sees the same batch of this rank; its gradients are then averaged over the ranks, as DDP does it. All in
+float64 with SGD, so that a wrong gradient scale shows. ``train_both`` does the whole of the above.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_shard
+from torch_shard.shard_tensor import ShardTensor
+
+RTOL, ATOL = 1e-9, 1e-10
+
+
+class MLP(nn.Module):
+    """Blocks with residual connections, sizes that no number of ranks divides."""
+
+    def __init__(self, width: int = 7, blocks: int = 3) -> None:
+        super().__init__()
+        self.inp = nn.Linear(5, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(blocks)])
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def batch(rank: int, step: int, *shape: int) -> torch.Tensor:
+    """This rank's random inputs of a step, of shape (4, 5) by default."""
+    return torch.randn(*(shape or (4, 5)), generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
+
+
+def whole(tensor: Any) -> Any:
+    """A sharded tensor as a plain one (collective), anything else as it is."""
+    if isinstance(tensor, ShardTensor):
+        return tensor.detach().full_tensor()
+    return tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
+
+
+def average_grads(model: nn.Module) -> None:
+    """Mean over the ranks; None counts as zero where another rank has a gradient. What DDP does."""
+    for p in model.parameters():
+        seen = torch.tensor(0.0 if p.grad is None else 1.0)
+        dist.all_reduce(seen)
+        if seen.item() == 0:
+            continue
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
+def same(actual: Any, expected: Any, what: str = "") -> None:
+    """Assert that two tensors agree; a sharded one is gathered first (collective)."""
+    actual, expected = whole(actual), whole(expected)
+    torch.testing.assert_close(actual, expected, rtol=RTOL, atol=ATOL, msg=lambda text: f"{what}: {text}")
+
+
+def same_params(model: nn.Module, plain: nn.Module) -> None:
+    """Assert that two models' parameters and buffers agree by name. Collective."""
+    ours, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
+    assert list(ours) == list(theirs)
+    for name, p in theirs.items():
+        same(ours[name], p, name)
+    for (name, b), (other, c) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+        assert name == other
+        same(b, c, name)
+
+
+def same_grads(model: nn.Module, plain: nn.Module) -> None:
+    """Assert that gradients agree by name, None included. Collective."""
+    theirs = dict(plain.named_parameters())
+    for name, p in model.named_parameters():
+        expected = theirs[name].grad
+        # Where no rank used a parameter .grad is None on both sides.
+        assert (p.grad is None) == (expected is None), f"{name}.grad is {p.grad} but should be {expected}"
+        if expected is not None:
+            same(p.grad, expected, f"{name}.grad")
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+class Pair:
+    """A sharded model and its plain copy, each with its optimizer.
+
+    Args:
+        build: makes the model; called once, with seed 0, and copied before sharding. Cast to float64 unless `double` is
+            False.
+        optimizer: makes an optimizer for a model; SGD(lr=0.1) over the trainable parameters by default.
+        overrides: settings for ``torch_shard.shard``; units are small by default, so that there are several.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        rank: int,
+        world_size: int,
+        *,
+        optimizer: Callable[[nn.Module], Any] = _sgd,
+        double: bool = True,
+        **overrides: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.rank, self.world_size = rank, world_size
+        self.model = build()
+        if double:
+            self.model = self.model.double()
+        self.plain = copy.deepcopy(self.model)
+        self.engine = torch_shard.shard(self.model, **{"unit_bytes": 500, "timeout": 20.0, **overrides})
+        self.optimizer, self.plain_optimizer = optimizer(self.model), optimizer(self.plain)
+
+    def backward(self, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+        """Call `fn(model, *args)`, which runs forward and backward, on both; average the plain gradients."""
+        ours = fn(self.model, *args)
+        theirs = fn(self.plain, *args)
+        average_grads(self.plain)
+        return ours, theirs
+
+    def step(self, fn: Callable[..., Any], *args: Any, grads: bool = True) -> tuple[Any, Any]:
+        """One step on both; gradients are compared before it unless `grads` is False."""
+        result = self.backward(fn, *args)
+        if grads:
+            same_grads(self.model, self.plain)
+        self.update()
+        return result
+
+    def update(self) -> None:
+        for optimizer in (self.optimizer, self.plain_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def each(self, fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+        """Call `fn(model, *args)` on the sharded model and on the plain one."""
+        return fn(self.model, *args), fn(self.plain, *args)
+
+    def check(self) -> None:
+        """Parameters and buffers agree. Collective."""
+        same_params(self.model, self.plain)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """A scalar of every tensor in an output, each of them with a weight of its own."""
+    total: Any = 0.0
+    for i, tensor in enumerate(_tensors(output)):
+        total = total + (i + 1) * (tensor.pow(2).mean() + tensor.sin().mean())
+    return total
+
+
+def _tensors(output: Any) -> Iterable[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _tensors(value)
+    elif hasattr(output, "__dict__"):
+        yield from _tensors(vars(output))
+
+
+def plain_backward(model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Forward, loss, backward: what most rows do."""
+    loss = loss_of(model(*args, **kwargs))
+    loss.backward()
+    return loss.detach()
+
+
+def train_both(
+    build: Callable[[], nn.Module],
+    rank: int,
+    world_size: int,
+    *,
+    run: Callable[..., Any] = plain_backward,
+    make_batch: Callable[[int, int], Any] = batch,
+    steps: int = 3,
+    **settings: Any,
+) -> Pair:
+    """Train both for some steps with ``run(model, make_batch(rank, step))``, compare gradients at every step and
+    parameters at the end; `settings` go to :class:`Pair`."""
+    pair = Pair(build, rank, world_size, **settings)
+    for step in range(steps):
+        pair.step(run, make_batch(rank, step))
+    pair.check()
+    return pair
