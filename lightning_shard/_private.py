@@ -48,6 +48,7 @@ class Private:
     reset_seed: Callable[[], None]
     rank_zero_only: tuple[Any, ...]
     default_pg_timeout: Any
+    LightningOptimizer: Any
     TrainerFn: Any
     MisconfigurationException: type[Exception]
     # Parts of Lightning that are public, but wanted by both namespaces' classes.
@@ -86,6 +87,7 @@ def private(namespace: str) -> Private:
             importlib.import_module("lightning_utilities.core.rank_zero").rank_zero_only,
         ),
         default_pg_timeout=fabric("plugins.collectives.torch_collective.default_pg_timeout"),
+        LightningOptimizer=pl("core.optimizer.LightningOptimizer"),
         TrainerFn=pl("trainer.states.TrainerFn"),
         MisconfigurationException=pl("utilities.exceptions.MisconfigurationException"),
         Precision=pl("plugins.precision.Precision"),

@@ -29,8 +29,10 @@ searches names for."""
 def register(namespace: str, registry: Any) -> None:
     """Add the names to one registry. The strategy's module is imported when a name is used, not here."""
     for name, (description, arguments) in NAMES.items():
+        # The arguments go into the factory: `register` has parameters of its own by the names of some of them.
         # override: a reload of Lightning's module must not fail on its second registration.
-        registry.register(name, functools.partial(_make, namespace), description=description, override=True, **arguments)
+        factory = functools.partial(_make, namespace, **arguments)
+        registry.register(name, factory, description=description, override=True)
 
 
 def _make(namespace: str, **arguments: Any) -> Any:

@@ -12,7 +12,9 @@ from .errors import NonFiniteError
 from .runtime import Runtime
 from .shard_tensor import ShardTensor
 from .unit import FlatBuffer
-from .whole import grad_of
+from .whole import reduced_grad_of
+
+_PIECE = 1 << 16  # elements
 
 
 class _Gradients:
@@ -22,7 +24,8 @@ class _Gradients:
     for all of them (padding is zero): one kernel instead of one for each parameter.
     """
 
-    def __init__(self, runtime: Runtime, parameters: Iterable[torch.Tensor]) -> None:
+    def __init__(self, runtime: Runtime, parameters: Iterable[torch.Tensor], padding: bool = True) -> None:
+        """`padding`: whether zeros between the slices make no difference."""
         chosen = {id(p): p for p in parameters}  # a tied parameter counts once
         self.comms: dict[int, Any] = {}
         self.slices: dict[int, list[torch.Tensor]] = {}  # per comm, memory to norm and scale
@@ -33,13 +36,13 @@ class _Gradients:
         covered: set[int] = set()
         for unit in runtime.units:
             for flat in unit.flats:
-                if flat.params and all(id(p) in chosen for p in flat.params):
+                if padding and flat.params and all(id(p) in chosen for p in flat.params):
                     base = _one_piece(flat)
                     if base is not None:
                         self._open(flat.params[0]._spec.comm)
                         self.slices[id(flat.params[0]._spec.comm)].append(base)
                         self.tensors[id(flat.params[0]._spec.comm)] += [
-                            [g._local] for g in map(grad_of, flat.params) if g is not None
+                            [g._local] for g in map(reduced_grad_of, flat.params) if g is not None
                         ]
                         self.dtypes.append(base.dtype)
                         self.padded.append((flat, base))
@@ -47,7 +50,7 @@ class _Gradients:
         for key, p in chosen.items():
             if key in covered:
                 continue
-            grad = grad_of(p)
+            grad = reduced_grad_of(p)
             if isinstance(p, ShardTensor):
                 self._open(p._spec.comm)
             if grad is None:
@@ -77,7 +80,7 @@ def _one_piece(flat: FlatBuffer) -> torch.Tensor | None:
     base: torch.Tensor | None = None
     rank, size = flat.collectives.rank, 0
     for i, p in enumerate(flat.params):
-        grad: Any = grad_of(p)
+        grad: Any = reduced_grad_of(p)
         found = getattr(grad, "_flat", None)
         if found is None or (base is not None and found is not base):
             return None
@@ -118,7 +121,8 @@ def clip_grad_norm_(
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
     with torch.no_grad():
-        grads = _Gradients(runtime, [parameters] if isinstance(parameters, torch.Tensor) else parameters)
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        grads = _Gradients(runtime, chosen, padding=norm_type > 0)
         total = _total_norm(runtime, grads, norm_type)
         if error_if_nonfinite and not math.isfinite(total.item()):
             raise NonFiniteError(
@@ -165,7 +169,7 @@ def _total_norm(runtime: Runtime, grads: _Gradients, p: float) -> torch.Tensor:
 
 
 def _norm(tensors: Sequence[torch.Tensor], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    tensors = [t for t in tensors if t.numel()]
+    tensors = [part for t in tensors if t.numel() for part in _pieces(t)]
     if not tensors:  # what does not change a norm of norms
         return torch.full((), math.inf if p < 0 else 0.0, dtype=dtype, device=device)
     if len(tensors) == 1:
@@ -180,6 +184,13 @@ def _norm(tensors: Sequence[torch.Tensor], p: float, dtype: torch.dtype, device:
         else:
             norms += [torch.linalg.vector_norm(t, p).to(dtype) for t in group]
     return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), p)
+
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """On the CPU torch adds in fp32 one after the other: for 40M equal elements a norm comes out 0.2 % too small."""
+    if tensor.device.type != "cpu" or tensor.numel() <= 2 * _PIECE or not tensor.is_contiguous():
+        return (tensor,)
+    return tensor.view(-1).split(_PIECE)
 
 
 def _counts(tensors: list[list[torch.Tensor]], comm: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

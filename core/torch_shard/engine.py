@@ -23,7 +23,16 @@ _ATTRIBUTE = "_torch_shard_engine"
 
 
 class Engine:
-    """What :func:`shard` returns: the model stays a plain module, everything else is reached from here."""
+    """What :func:`shard` returns: the model stays a plain module, everything else is reached from here.
+
+    Properties are not collective. A collective method must be called on all ranks of the mesh, in the same order; a
+    rank that does not come within ``ShardConfig.timeout`` seconds is a
+    :class:`~torch_shard.errors.MissingRankError` on those that wait.
+
+    Attributes:
+        plan: the :class:`~torch_shard.plan.Plan` in use; ``print(engine.plan.table())``.
+        config: the :class:`~torch_shard.config.ShardConfig` in use.
+    """
 
     def __init__(self, model: nn.Module, runtime: Runtime, plan: Plan, config: ShardConfig) -> None:
         self._model = weakref.ref(model)
@@ -63,13 +72,17 @@ class Engine:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes this rank has sent for parameters and gradients since set-up, counted at the collectives."""
+        """Bytes this rank has sent for parameters and gradients since set-up, counted at the collectives.
+
+        It grows with every gather and reduction, and belongs to the process group's traffic of this engine (shared by
+        deep copies of the model).
+        """
         return self._runtime.collectives.bytes_sent
 
     # -- training -----------------------------------------------------------------------------------------------
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the next backward reduces gradients; :meth:`no_sync` switches it off."""
+        """Whether the next backward reduces gradients; :meth:`no_sync` switches it off. Set it equally on all ranks."""
         return self._runtime.require_sync
 
     @require_backward_grad_sync.setter
@@ -81,7 +94,14 @@ class Engine:
         """Accumulate whole gradients on this rank; the first backward outside reduces their sum.
 
         Saves the reductions of all micro-batches but one, at the price of one unsharded gradient (4 bytes a parameter
-        in fp32). Without it each backward reduces, and `.grad` accumulates the sharded results.
+        in fp32). Without it each backward reduces, and `.grad` accumulates the sharded results. Until that backward
+        `.grad` shows this rank's own slice of its own gradient: setting it to None or to zero drops what was
+        accumulated, clipping and :meth:`gathered` with `grads` refuse it.
+
+        Put forward and backward inside. Not collective, but all ranks must use it alike.
+
+        Raises:
+            ShardError: by the next backward, where a gradient was edited in between.
         """
         before = self._runtime.require_sync
         self._runtime.require_sync = False
@@ -101,18 +121,27 @@ class Engine:
 
         Args:
             max_norm: the limit.
-            norm_type: any p, ``inf`` included.
-            parameters: a subset of the model's parameters; all by default.
-            error_if_nonfinite: raise :class:`~torch_shard.errors.NonFiniteError` on every rank, before anything changes.
+            norm_type: any p, ``inf`` and 0 included.
+            parameters: a subset of the model's parameters, the same on all ranks; all by default.
+            error_if_nonfinite: wait for the norm and raise where it is NaN or infinite.
 
         Returns:
-            The norm before clipping, a 0-d tensor, equal on all ranks.
+            The norm before clipping, a 0-d tensor on the mesh's device, equal on all ranks, in the gradients'
+            (promoted) dtype.
+
+        Raises:
+            NonFiniteError: on all ranks, before anything has changed.
+            ShardError: the gradients are not reduced yet, because the last backward ran under :meth:`no_sync`.
         """
         chosen = list(self.model.parameters()) if parameters is None else list(parameters)
         return clip.clip_grad_norm_(self._runtime, chosen, max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[torch.Tensor] | None = None) -> None:
-        """Limit each element of the gradients to ``[-clip_value, clip_value]``. Local."""
+        """Limit each element of the gradients to ``[-clip_value, clip_value]``. Not collective.
+
+        Raises:
+            ShardError: the gradients are not reduced yet, because the last backward ran under :meth:`no_sync`.
+        """
         chosen = list(self.model.parameters()) if parameters is None else list(parameters)
         clip.clip_grad_value_(self._runtime, chosen, clip_value)
 
@@ -126,19 +155,32 @@ class Engine:
         device: torch.device | str | None = None,
         grads: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
-        """Inside, the modules hold whole, plain parameters. Collective.
+        """Inside, the modules hold whole, plain parameters. Collective, on entering and on leaving.
 
         Args:
             target: a module, a parameter, or several; everything by default. Whole units are gathered.
-            write: keep what is changed inside. With `ranks`, the lowest of them decides for all.
+            write: keep what is changed inside. With `ranks`, the lowest of them decides for all. An exception inside
+                writes nothing, on any rank.
             ranks: which ranks get the values (all by default); the others only take part.
-            device: put the values there, for example ``"cpu"``.
-            grads: `.grad` of the whole parameters holds the whole gradients.
+            device: put the values there, for example ``"cpu"``; the mesh's device by default.
+            grads: `.grad` of the whole parameters holds the whole gradients; with `write` they are kept too.
+
+        A backward inside is reduced as usual, but only without `ranks`, `device` and `grads`.
+
+        Raises:
+            ConfigError: an argument is wrong.
+            UnitStateError: inside a forward of one of the units, or nested in a call with other `ranks` or `device`.
+            ReplacedParameterError: a module holds another parameter than when it was sharded.
+            ShardError: with `write`, a parameter got another shape or dtype or was replaced; with `grads`, the
+                gradients are not reduced yet (:meth:`no_sync`).
         """
         return _gathered.gathered(self._runtime, target, write=write, ranks=ranks, device=device, grads=grads)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> None:
-        """``model.apply(fn)`` on gathered parameters; changes are kept. Collective."""
+        """``model.apply(fn)`` on gathered parameters; changes are kept. Collective.
+
+        `fn` runs on every rank, with the generators of that rank. Raises as :meth:`gathered` does.
+        """
         _gathered.apply(self.model, self._runtime, fn)
 
     # -- state --------------------------------------------------------------------------------------------------
@@ -151,6 +193,14 @@ class Engine:
             form: ``"full"``.
             rank0_only: other ranks get an empty dict, and hold no more than two whole units at a time.
             offload_to_cpu: the tensors are on the CPU.
+
+        Returns:
+            The module's own dict: names, global shapes, strides and dtypes as before sharding, in new memory.
+            ``torch.save`` it on rank 0.
+
+        Raises:
+            ConfigError: another `form`.
+            UnitStateError: inside a forward or :meth:`gathered`.
         """
         if form != "full":
             from .errors import ConfigError
@@ -161,21 +211,56 @@ class Engine:
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
         """Load plain, whole tensors by name. Collective; nothing is changed unless everything fits.
 
+        Args:
+            state_dict: on every rank, on any device; each rank keeps its slices. It may come from any number of ranks
+                or from plain training.
+            strict: missing and unexpected entries are errors.
+
+        Returns:
+            What ``Module.load_state_dict`` returns: the missing and the unexpected keys.
+
         Raises:
             StateDictError: on all ranks, with every missing, unexpected and wrongly shaped entry.
+            UnitStateError: inside a forward or :meth:`gathered`.
         """
         return full_state.load_state_dict(self.model, self._runtime, state_dict, strict)
 
     def optim_state_dict(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = True) -> dict[str, Any]:
-        """Whole optimizer state by parameter name, on the CPU. Collective."""
+        """Whole optimizer state by parameter name, on the CPU. Collective.
+
+        Args:
+            optimizer: any that holds parameters of this model.
+            rank0_only: other ranks get an empty dict.
+
+        Returns:
+            ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: the optimizer's own state dict
+            with names in place of numbers, and state of the parameters' global shapes.
+
+        Raises:
+            StateDictError: the optimizer holds a parameter that is not this model's.
+        """
         return full_state.optim_state_dict(self._runtime, optimizer, rank0_only=rank0_only)
 
     def load_optim_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`optim_state_dict` gave, on any number of ranks. Collective."""
+        """Load what :meth:`optim_state_dict` gave, on any number of ranks. Collective: every rank needs the dict.
+
+        Parameters are matched by name, groups by position; hyperparameters come from the dict.
+
+        Raises:
+            StateDictError: on all ranks, with everything that does not fit; nothing has been loaded.
+        """
         full_state.load_optim_state_dict(self._runtime, optimizer, state_dict)
 
     def memory_summary(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
-        """Bytes this rank holds now: ``parameters`` (shards), ``gradients``, ``optimizer``, ``gathered``."""
+        """Bytes this rank holds now. Not collective.
+
+        Args:
+            optimizer: whose state is counted; without it ``optimizer`` is 0.
+
+        Returns:
+            Bytes under ``parameters`` (this rank's shards), ``gradients``, ``optimizer`` and ``gathered`` (units that
+            are whole now).
+        """
         parameters = gradients = state = 0
         for unit in self.units:
             for flat in unit.flats:
@@ -196,7 +281,15 @@ class Engine:
 
     # -- the end ------------------------------------------------------------------------------------------------
     def close(self) -> None:
-        """Give the plain model back: whole parameters in the same objects, no hooks. Collective."""
+        """Give the plain model back: whole parameters in the same objects, no hooks of the engine. Collective.
+
+        Gradients become whole too; the user's own hooks stay. Optimizer state stays sharded: take it before with
+        ``optim_state_dict(optimizer, rank0_only=False)``. Needs memory for the whole model on every rank.
+
+        Raises:
+            UnitStateError: inside a forward or :meth:`gathered`, or where a graph or a weak reference still holds a
+                parameter; nothing has changed then.
+        """
         unregister(self.model, self.units)
         restore.close_units(self._runtime)
         self._watch.close()
@@ -223,8 +316,14 @@ def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = No
         mesh: a ``ProcessGroup`` or 1-D ``DeviceMesh``; the default group by default. Without an initialised process
             group the model is prepared for one rank alone.
 
+    Returns:
+        The handle. The model keeps its class, its parameter objects, and their names, shapes, dtypes and strides.
+
     Raises:
-        ConfigError, SetupError, UnavailableError: on all ranks, before the model has changed.
+        ConfigError: an unknown setting, or one that fits nothing in the model.
+        UnavailableError: no ``torch.distributed``, or no process group in a launched program.
+        SetupError: a parameter that can't be sharded, or ranks with different models. On all ranks; nothing has
+            changed then, unless a parameter on meta is left uninitialised.
     """
     config = config or ShardConfig()
     if overrides:
@@ -243,6 +342,6 @@ def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = No
 
 
 def engine_of(model: nn.Module) -> Engine | None:
-    """The engine that shards `model`, if any."""
+    """The engine that shards `model`, or None; asked with the module that was given to :func:`shard`. Not collective."""
     found = model.__dict__.get(_ATTRIBUTE)
     return found if isinstance(found, Engine) else None

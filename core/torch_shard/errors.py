@@ -82,8 +82,11 @@ class ReplacedParameterError(ShardError):
     """
 
 
-class NeedsGatherError(ShardError, TypeError):
+class NeedsGatherError(ShardError):
     """An operation on a sharded parameter needs the whole parameter.
+
+    It is no TypeError on purpose: torch takes one in ``a @ b`` or ``a * b`` for "not implemented" and
+    replaces it by a message of its own.
 
     Raised: between steps, for an operation that is neither element-wise nor a reduction to a
     scalar (a matrix product, ``view``, indexing, ``numpy()``), and for arithmetic between two

@@ -1,8 +1,8 @@
 """``engine.gathered(...)``: inside, modules hold whole plain parameters; and ``engine.apply`` on top of it.
 
 Two ways. *In place*: all ranks get the values on the mesh's device, so the unit's own gathered buffer and leaves serve,
-and a backward inside reduces gradients as ever. *Copies*: some ranks only, another device, or (without sharding) values
-that may be edited but not kept; each unit is gathered by itself and copied where it is wanted.
+and a backward inside reduces gradients as ever. *Copies*: some ranks only, or another device; each unit is gathered by
+itself and copied where it is wanted.
 
 In both the leaves of the unit are what the modules hold and what ``ShardTensor.__torch_function__`` substitutes for a
 reference that the user held before; with copies, the copies take the place of the leaves in ``FlatBuffer.leaves``.
@@ -59,6 +59,7 @@ class Summons:
     covered: list[list[nn.Parameter]] = field(default_factory=list)  # flat.leaves from before
     wants: list[list[bool]] = field(default_factory=list)  # requires_grad at the beginning
     hooks: list[Any] = field(default_factory=list)
+    backup: list[torch.Tensor] = field(default_factory=list)  # where the leaves are the shard itself
 
 
 def _open(unit: Unit) -> list[Summons]:
@@ -237,8 +238,7 @@ def _enter(runtime: Runtime, units: list[Unit], request: _Request, entered: list
         if outer is not None and outer.request.same_place(request):
             summons = Summons(unit, request, outer.in_place, here, shared=True, leaves=outer.leaves, buffers=outer.buffers)
         else:
-            # Without sharding the leaves are the shard: edits that are not kept need memory of their own.
-            in_place = outer is None and plain_place and (unit.sharded or request.write)
+            in_place = outer is None and plain_place
             summons = Summons(unit, request, in_place, here, overlay=outer is not None)
             if in_place:
                 summons.keep = refill(runtime, unit)
@@ -264,6 +264,9 @@ def _enter_one(runtime: Runtime, summons: Summons) -> None:
                 flat.mirror()
             summons.leaves = [flat.leaves for flat in unit.flats]
             summons.buffers = [flat.full for flat in unit.flats]
+            if not unit.sharded:  # edits that are not kept must be undone
+                with torch.inference_mode(False):
+                    summons.backup = [flat.shard.clone() for flat in unit.flats]
         else:
             _copy(summons)
     whole_grads: list[list[torch.Tensor | None]] = []
@@ -361,7 +364,9 @@ def _finish(runtime: Runtime, entered: list[Summons], request: _Request, failed:
     if failed:
         if not isinstance(running, Exception) or isinstance(running, (MissingRankError, DivergenceError)):
             return  # the ranks are apart already, or this one is being stopped
-        problem = ShardError(f"rank {runtime.collectives.world_rank}: {type(running).__name__} inside gathered(write=True)")
+        problem = ShardError(
+            f"{type(running).__name__} inside engine.gathered(write=True), so no rank writes anything: {running}"
+        )
     else:
         try:
             for summons in entered:
@@ -430,6 +435,9 @@ def _write(summons: Summons) -> None:
                 unify_replicas(flat, what)
             if summons.overlay and flat.sharded:
                 flat.full.copy_(whole_flat(flat, what))
+            for enclosing in _open(unit):  # these edits stay, whatever becomes of theirs
+                if enclosing.backup:
+                    enclosing.backup[number].copy_(flat.shard)
             if not summons.in_place:
                 for leaf in summons.covered[number] if summons.covered else flat.leaves:
                     # A graph recorded before must not go on with other values in silence.
@@ -493,6 +501,9 @@ def _leave(runtime: Runtime, summons: Summons) -> None:
                 view = flat.view(buffer, i)
                 if not _is(leaf, view):
                     leaf.data = view.data
+        for flat, values in zip(unit.flats, summons.backup, strict=False):
+            with torch.no_grad():
+                flat.shard.copy_(values)
         unit.uninstall()
         _set_leaves(unit, summons.covered)
         if summons.overlay:

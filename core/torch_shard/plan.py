@@ -139,8 +139,7 @@ class Plan:
     """Every parameter of a model, each in exactly one unit or ignored.
 
     Attributes:
-        units: In registration order of each unit's first parameter. Reductions are issued in the
-            reverse of this order, on all ranks.
+        units: In registration order of each unit's first parameter.
         world_size: Ranks that share the parameters.
         ignored: Full names of parameters left alone, in registration order.
         buffers: All buffers of the model, in registration order, each object once.

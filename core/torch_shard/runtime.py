@@ -48,10 +48,10 @@ Event = tuple[int, int, bool]  # phase, unit index, first of a session
 class Use:
     """One forward of a unit that backward will come back to."""
 
-    __slots__ = ("unit", "start", "saved", "task")
+    __slots__ = ("unit", "start", "end", "saved", "task")
 
     def __init__(self, unit: Unit, start: int) -> None:
-        self.unit, self.start, self.saved, self.task = unit, start, True, -1
+        self.unit, self.start, self.end, self.saved, self.task = unit, start, start, True, -1
 
 
 class Runtime:
@@ -152,6 +152,7 @@ class Runtime:
         found = [t for t in tensors_in(outputs) if t.requires_grad]
         if not unit.sharded:
             return
+        use.end = _sequence_number()
         use.saved = unit.is_referenced()
         if found:
             trigger = _Trigger(self, use)
@@ -293,7 +294,7 @@ class Runtime:
         for unit in list(self.idle.values()):
             if unit is use.unit or unit.running or unit.held or not unit.uses:
                 continue
-            if all(u.start > use.start and u.task == use.task for u in unit.uses):
+            if all(u.start >= use.end and u.task == use.task for u in unit.uses):
                 unit.uses.clear()
                 self._release(unit)
 
@@ -474,6 +475,8 @@ class Runtime:
         self.demand(unit, self._phase())
         for flat in unit.flats:
             flat.mirror()
+            if not unit.installed:
+                flat.versions = [leaf._version for leaf in flat.leaves]
         unit.running += 1
         self.demands.append(Use(unit, start))
         return unit.leaf_of(param)
@@ -485,6 +488,8 @@ class Runtime:
         use = self.demands.pop()
         unit = use.unit
         unit.running -= 1
+        if unit.sharded and not unit.installed:
+            unit.write_back_edits()  # an in-place function wrote to the gathered values
         if torch.is_grad_enabled():
             self.watch_outputs(use, result)
         elif self.depth == 0 and self.roots == 0 and _graph_task() == -1:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import NeedsGatherError
+from .shard_autograd import NORMS, autograd_grad, differentiable_sum, function_needs_gather, reduces_to_scalar
 from .shard_ops import ELEMENTWISE, FOREACH, FUSED, RANDOM
-from .shard_reduce import full_reduction
 from .shard_spec import same_cut, slice_full
 
 if TYPE_CHECKING:
@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 
 __all__ = ["GETTERS", "call", "is_local"]
 
-_T = torch.Tensor
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_T: Any = torch.Tensor
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 
@@ -51,24 +56,24 @@ GETTERS = frozenset(
 
 # Never substituted, also where compute runs on the gathered parameter: an alias must keep the right to be gathered
 # itself (`F.linear(x, w.detach())`), and flags belong to the user's object.
-_OWN = frozenset("detach detach_ requires_grad_ retain_grad is_pinned __repr__ __reduce_ex__".split())
+_OWN = _names("detach detach_ requires_grad_ retain_grad is_pinned __repr__ __reduce_ex__")
 
-_CONVERSIONS = frozenset(
+_CONVERSIONS = _names(
     "to type type_as half float double bfloat16 int long short bool byte char cfloat cdouble cpu cuda xpu contiguous "
-    "conj pin_memory".split()
+    "conj pin_memory"
 )
-_NEW = frozenset("new_empty new_zeros new_ones new_full new_empty_strided rand_like randn_like randint_like".split())
-_INIT = frozenset(
+_NEW = _names("new_empty new_zeros new_ones new_full new_empty_strided rand_like randn_like randint_like")
+_INIT = _names(
     "uniform_ normal_ trunc_normal_ constant_ ones_ zeros_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ "
-    "xavier_normal_ _no_grad_normal_ _no_grad_uniform_ _no_grad_fill_ _no_grad_zero_ _no_grad_trunc_normal_".split()
+    "xavier_normal_ _no_grad_normal_ _no_grad_uniform_ _no_grad_fill_ _no_grad_zero_ _no_grad_trunc_normal_"
 )
-_SCALAR = frozenset("item __float__ __int__ __bool__ __index__ __complex__ __format__ __contains__".split())
-_DUNDER = frozenset(
+_SCALAR = _names("item __float__ __int__ __bool__ __index__ __complex__ __format__ __contains__")
+_DUNDER = _names(
     "__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __div__ __rdiv__ __idiv__ "
     "__truediv__ __rtruediv__ __itruediv__ __floordiv__ __rfloordiv__ __ifloordiv__ __mod__ __rmod__ __imod__ "
     "__pow__ __rpow__ __ipow__ __neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ "
     "__rand__ __iand__ __or__ __ror__ __ior__ __xor__ __rxor__ __ixor__ __lshift__ __rlshift__ __ilshift__ "
-    "__rshift__ __rrshift__ __irshift__".split()
+    "__rshift__ __rrshift__ __irshift__"
 )
 _ARITHMETIC = frozenset(
     ELEMENTWISE | {name + "_" for name in ELEMENTWISE} | _DUNDER | {"expand_as", "view_as", "true_divide"}
@@ -77,16 +82,14 @@ _LISTS = frozenset(FOREACH | FUSED | {n + "_" for n in FOREACH | FUSED}) | {
     "_foreach_norm",
     "_amp_foreach_non_finite_check_and_unscale_",
 }
-_DIMS_SECOND = frozenset("sum mean std var amax amin any all count_nonzero".split())
-_NORMS = frozenset("norm vector_norm linalg_vector_norm linalg_norm".split())
-"""With _EXTREMES: reductions, local where they reduce over all dimensions."""
+_DIMS_SECOND = _names("sum mean std var amax amin any all count_nonzero")
 _EXTREMES = frozenset({"max", "min"})
 _COMPARISONS = frozenset({"equal", "allclose"})
 
 # They would hand out the slice's memory, or none, as if it were the parameter's.
-_DENIED = frozenset(
+_DENIED = _names(
     "numpy tolist data_ptr untyped_storage storage _typed_storage __array__ __dlpack__ share_memory_ set_ resize_ "
-    "resize_as_ apply_ map_ map2_ __cuda_array_interface__ _make_subclass".split()
+    "resize_as_ apply_ map_ map2_ __cuda_array_interface__ _make_subclass"
 )
 
 
@@ -129,26 +132,17 @@ def _run(
 ) -> Any:
     """Run on the slices."""
     if name in _DENIED or name.removeprefix("__get__:") in _DENIED:
-        raise _needs_gather(cls, name, tensors, "needs the whole parameter")
+        raise function_needs_gather(cls, name, tensors, "needs the whole parameter")
     with _NoTorchFunction():
         if torch.is_grad_enabled() and len(tensors) > 1:
             for t in tensors:
                 if type(t) is not cls and t.requires_grad:
-                    raise _needs_gather(
+                    raise function_needs_gather(
                         cls, name, tensors, "with a plain tensor that requires a gradient needs the whole parameter"
                     )
         if (name == "sum" or name == "mean") and tensors and tensors[0].requires_grad and torch.is_grad_enabled():
-            return _differentiable_sum(cls, func, name, args, kwargs, tensors)
+            return differentiable_sum(cls, func, name, args, kwargs, tensors)
         return func(*args, **kwargs)
-
-
-def _needs_gather(cls: type[ShardTensor], name: str, tensors: list[Any], why: str) -> NeedsGatherError:
-    specs = [t._spec for t in tensors if type(t) is cls]
-    names = ", ".join(dict.fromkeys(spec.name for spec in specs))
-    return NeedsGatherError(
-        f"rank {specs[0].rank}: {name.removeprefix('__get__:')} on the sharded {names} {why}. "
-        "Use `with engine.gathered(parameter):` around it (with write=True to change the parameter)."
-    )
 
 
 # -- local arithmetic or not --------------------------------------------------------------------------------------
@@ -166,8 +160,8 @@ def is_local(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors:
         if len(tensors) == 1:
             return len(args) == 1 and not kwargs
         return _fits(cls, name, args, kwargs, tensors)
-    if name in _DIMS_SECOND or name in _NORMS:
-        return _reduces_to_scalar(cls, name, args, kwargs, tensors)
+    if name in _DIMS_SECOND or name in NORMS:
+        return reduces_to_scalar(cls, name, args, kwargs, tensors)
     if name in _COMPARISONS:
         return True
     if name in _ARITHMETIC or name in RANDOM or (name.endswith("_") and name[:-1] in RANDOM):
@@ -209,22 +203,6 @@ def _fits(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: li
             except RuntimeError:
                 return True  # plain torch rejects it: so will the local operation, without a gather
     return True
-
-
-def _reduces_to_scalar(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
-    if len(tensors) != 1 or (args and type(args[0]) is not cls):
-        return False
-    position = 2 if name in _NORMS else 1
-    dims = kwargs.get("dim", kwargs.get("axis"))
-    if dims is None and len(args) > position:
-        dims = args[position]
-    if isinstance(dims, bool):  # std(unbiased)
-        dims = None
-    if name in _NORMS:
-        order = kwargs.get("p", kwargs.get("ord", args[1] if len(args) > 1 else None))
-        if order == "nuc" or (name == "linalg_norm" and order is not None and len(tensors[0]._spec.shape) > 1):
-            return False  # norms of matrices
-    return full_reduction(tensors[0]._spec, dims)
 
 
 # -- on demand ----------------------------------------------------------------------------------------------------
@@ -313,7 +291,7 @@ def _set_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> None
     param, value = args
     if type(param) is not cls:
         if type(value) is cls:
-            raise _needs_gather(cls, ".grad of a plain tensor, assigned", [value], "needs the whole parameter")
+            raise function_needs_gather(cls, ".grad of a plain tensor, assigned", [value], "needs the whole parameter")
         func(param, value)
         return
     leaf = _summoned_leaf(param)
@@ -340,7 +318,7 @@ def _get_data(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
 def _set_data(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> None:
     target, value = args
     if type(target) is not cls:
-        raise _needs_gather(cls, ".data of a plain tensor, assigned", [value], "needs the whole parameter")
+        raise function_needs_gather(cls, ".data of a plain tensor, assigned", [value], "needs the whole parameter")
     leaf = _summoned_leaf(target)
     if leaf is not None and isinstance(value, torch.Tensor) and type(value) is not cls:
         if value.shape == leaf.shape and value.dtype == leaf.dtype and value.device == leaf.device:
@@ -412,107 +390,6 @@ def _register_hook(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) ->
     return unit.register_post_accumulate_hook(param, hook)
 
 
-# -- autograd -----------------------------------------------------------------------------------------------------
-
-
-class _Sum(torch.autograd.Function):
-    """Sum over the whole parameter. torch's own derivative would be an expanded *plain* tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Any, dtype: torch.dtype | None) -> torch.Tensor:
-        ctx.cls, ctx.spec, ctx.dtype = type(t), t._spec, t.dtype
-        return torch.ops.aten.sum.default(t, dtype=dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return _Spread.apply(grad.to(ctx.dtype), ctx.cls, ctx.spec), None
-
-
-class _Spread(torch.autograd.Function):
-    """One value at every position of the parameter; the derivative of :class:`_Sum`, and the other way round."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, cls: Any, spec: Any) -> Any:
-        # In memory of its own: autograd may keep it as `.grad`, which is changed in place.
-        return cls._wrap(value.detach().expand(spec.length).clone(memory_format=torch.contiguous_format), spec)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        return _Sum.apply(grad, None), None, None
-
-
-def _differentiable_sum(
-    cls: type[ShardTensor], func: Any, name: str, args: Any, kwargs: Any, tensors: list[Any]
-) -> Any:
-    source = tensors[0]
-    if kwargs.get("out") is not None or not _reduces_to_scalar(cls, name, args, kwargs, tensors):
-        return func(*args, **kwargs)  # raises
-    spec = source._spec
-    dtype = kwargs.get("dtype")
-    if name == "mean" and not (dtype or source.dtype).is_floating_point and not source.is_complex():
-        return func(*args, **kwargs)  # raises
-    out_dtype = dtype or source.dtype
-    half = out_dtype in (torch.float16, torch.bfloat16)
-    result: Any = _Sum.apply(source, torch.float32 if half else out_dtype)
-    if name == "mean":
-        result = result / spec.numel if spec.numel else result * float("nan")
-    if half:
-        result = result.to(out_dtype)
-    keepdim = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
-    return result.reshape((1,) * len(spec.shape)) if keepdim else result
-
-
-def _autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
-    """``torch.autograd.grad``: with respect to parameters, the reduced gradients as ShardTensors. Collective."""
-    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
-    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-    units = {}
-    for i, t in enumerate(inputs):
-        unit = t._unit_ref() if type(t) is cls and t._unit_ref is not None else None
-        if unit is not None:
-            units[i] = unit
-    for unit in units.values():
-        translate = getattr(unit, "translate_autograd", None)
-        if translate is not None:
-            return translate(func, args, kwargs)
-        break
-    if not units:
-        with _NoTorchFunction():
-            return func(*args, **kwargs)
-    outputs = args[0] if args else kwargs["outputs"]
-    names = ("grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
-    options = {**dict(zip(names, args[2:], strict=False)), **{k: v for k, v in kwargs.items() if k in names}}
-    if options.get("create_graph"):
-        raise _needs_gather(
-            cls, "torch.autograd.grad(create_graph=True)", [inputs[i] for i in units], "cannot be differentiated again"
-        )
-    allow_unused = bool(options.pop("allow_unused", False))
-    leaves = [unit.leaf_of(inputs[i]) for i, unit in units.items()]
-    grads = list(func(outputs, (*inputs, *leaves), allow_unused=True, **options))
-    own, of_leaves = grads[: len(inputs)], grads[len(inputs) :]
-    for i, grad in zip(units, of_leaves, strict=True):
-        own[i] = _reduced(cls, inputs[i], own[i], grad)
-    if not allow_unused and any(grad is None for grad in own):
-        raise RuntimeError(
-            "One of the differentiated Tensors appears to not have been used in the graph. "
-            "Set allow_unused=True if this is the desired behavior."
-        )
-    return tuple(own)
-
-
-def _reduced(cls: type[ShardTensor], param: Any, from_slices: Any, from_leaf: Any) -> Any:
-    spec = param._spec
-    what = f"torch.autograd.grad for {spec.name}"
-    used = torch.tensor(float(from_leaf is not None), device=param._local.device)
-    if not spec.comm.all_reduce(used, "max", what):
-        return from_slices
-    with torch.no_grad():
-        whole = torch.zeros(spec.shape, dtype=param.dtype, device=param.device) if from_leaf is None else from_leaf
-        whole = whole.detach().clone(memory_format=torch.contiguous_format)
-        grad = cls.from_full(spec.comm.all_reduce(whole, "sum", what) / spec.comm.size, spec)
-        return grad if from_slices is None else grad + from_slices
-
-
 _SPECIAL: dict[Any, Callable[[Any, Any, Any, Any], Any]] = {
     _T.grad.__get__: _get_grad,
     _T.grad.__set__: _set_grad,
@@ -521,5 +398,5 @@ _SPECIAL: dict[Any, Callable[[Any, Any, Any, Any], Any]] = {
     _T.data.__set__: _set_data,
     _T.register_hook: _register_hook,
     _T.register_post_accumulate_grad_hook: _register_hook,
-    torch.autograd.grad: _autograd_grad,
+    torch.autograd.grad: autograd_grad,
 }

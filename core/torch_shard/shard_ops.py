@@ -61,7 +61,7 @@ FOREACH = frozenset("_foreach_" + name for name in _FOREACH_BASES.split())
 FUSED = frozenset({"_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"})
 """Optimizer steps over lists of tensors; all in place at Python level."""
 
-RANDOM = frozenset("normal uniform bernoulli exponential random log_normal cauchy geometric".split())
+RANDOM = frozenset({"normal", "uniform", "bernoulli", "exponential", "random", "log_normal", "cauchy", "geometric"})
 """In-place random fills (without the ``_``); :data:`_RANDOM_LIKE` makes new tensors."""
 
 _RANDOM_LIKE = frozenset({"rand_like", "randn_like", "randint_like"})

@@ -38,6 +38,7 @@ class ShardTensor(torch.Tensor):
     _local: torch.Tensor
     _spec: ShardSpec
     _unit_ref: weakref.ref[Any] | None
+    _converted: bool
 
     @staticmethod
     def __new__(
@@ -83,7 +84,9 @@ class ShardTensor(torch.Tensor):
         return shard_functions.call(ShardTensor, func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return shard_ops.dispatch(ShardTensor, func, args, kwargs or {})
 
     # -- the slice and the whole ----------------------------------------------------------------------------------
@@ -138,7 +141,7 @@ class ShardTensor(torch.Tensor):
             "engine.optim_state_dict(optimizer)."
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spec, local = self._spec, self._local
         with torch._C.DisableTorchFunctionSubclass():
             grad = ", requires_grad=True" if self.requires_grad else ""
@@ -150,7 +153,9 @@ class ShardTensor(torch.Tensor):
 
     def __format__(self, format_spec: str) -> str:
         # Without a format a 0-dim tensor would print its value, which is collective.
-        return super().__format__(format_spec) if format_spec else repr(self)
+        if not format_spec:
+            return repr(self)
+        return format(self.item(), format_spec) if self.dim() == 0 else super().__format__(format_spec)
 
     # -- wrapper subclass protocol --------------------------------------------------------------------------------
     @property

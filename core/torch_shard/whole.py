@@ -108,7 +108,7 @@ def _gathered(flat: FlatBuffer, dtype: torch.dtype, what: str, fill: Callable[[t
         with c.gathering():
             full = torch.empty(flat.layout.numel, dtype=dtype, device=c.device)
             fill(flat.own_slot(full))
-            pending = c.all_gather(full, what) if flat.sharded else None
+            pending = c.all_gather(full, what) if flat.sharded and full.numel() else None
         if pending is not None:
             pending.wait()
     return full
@@ -149,6 +149,8 @@ def send_slices(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tensor,
     """Cut `full` (on rank `source` only, any device) and give each rank its part in `into`. Collective."""
     c = flat.collectives
     channel = c.reduce_channel
+    if not into.numel():
+        return
     if c.world == 1 or channel is None:
         assert full is not None
         into.copy_(flat.own_slot(full))
@@ -199,10 +201,21 @@ def grad_of(param: torch.Tensor) -> ShardTensor | None:
         return param.grad  # type: ignore[return-value]
 
 
+def reduced_grad_of(param: torch.Tensor) -> Any:
+    """The gradient of a parameter, plain for a plain one; refused while no_sync() defers its reduction."""
+    grad = grad_of(param)
+    if getattr(grad, "_unreduced", False):
+        spec = param._spec  # type: ignore[attr-defined]
+        raise ShardError(
+            f"rank {spec.rank}: the gradient of {spec.name} is still this rank's own, because the last backward ran under "
+            "engine.no_sync(). Clip, gather or close after the backward that reduces."
+        )
+    return grad
+
+
 def local_grads(flat: FlatBuffer) -> list[torch.Tensor | None]:
-    """This rank's slices of the gradients."""
-    grads = [grad_of(p) for p in flat.params]
-    return [None if g is None else g._local for g in grads]
+    """This rank's slices of the reduced gradients."""
+    return [None if g is None else g._local for g in map(reduced_grad_of, flat.params)]
 
 
 def set_grad(param: ShardTensor, local: torch.Tensor | None) -> None:

@@ -13,7 +13,7 @@ from tests.ranks import ranks
 
 pytest.importorskip("transformers")
 
-# Mamba multiplies long chains of small numbers, Swin and BART have biases whose gradient is zero up to rounding.
+# float32, and sums that run in another order.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
 
 

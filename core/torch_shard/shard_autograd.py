@@ -1,0 +1,142 @@
+"""Derivatives that torch's own formulas would get wrong, or waste memory on, for slices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import NeedsGatherError
+from .shard_reduce import full_reduction
+
+if TYPE_CHECKING:
+    from .shard_tensor import ShardTensor
+
+__all__ = ["NORMS", "autograd_grad", "differentiable_sum", "function_needs_gather", "reduces_to_scalar"]
+
+NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm", "linalg_norm"})
+"""Functions whose second argument is the order and whose third the dimensions."""
+
+
+def function_needs_gather(cls: type[ShardTensor], name: str, tensors: list[Any], why: str) -> NeedsGatherError:
+    """Make the error for a function that slices cannot answer."""
+    specs = [t._spec for t in tensors if type(t) is cls]
+    names = ", ".join(dict.fromkeys(spec.name for spec in specs))
+    return NeedsGatherError(
+        f"rank {specs[0].rank}: {name.removeprefix('__get__:')} on the sharded {names} {why}. "
+        "Use `with engine.gathered(parameter):` around it (with write=True to change the parameter)."
+    )
+
+
+def reduces_to_scalar(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
+    """Return whether a reduction, as a torch function sees it, leaves a single value."""
+    if len(tensors) != 1 or (args and type(args[0]) is not cls):
+        return False
+    position = 2 if name in NORMS else 1
+    dims = kwargs.get("dim", kwargs.get("axis"))
+    if dims is None and len(args) > position:
+        dims = args[position]
+    if isinstance(dims, bool):  # std(unbiased)
+        dims = None
+    if name in NORMS:
+        order = kwargs.get("p", kwargs.get("ord", args[1] if len(args) > 1 else None))
+        if order == "nuc" or (name == "linalg_norm" and order is not None and len(tensors[0]._spec.shape) > 1):
+            return False  # norms of matrices
+    return full_reduction(tensors[0]._spec, dims)
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over the whole parameter. torch's own derivative would be an expanded *plain* tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Any, dtype: torch.dtype | None) -> torch.Tensor:
+        ctx.cls, ctx.spec, ctx.dtype = type(t), t._spec, t.dtype
+        return torch.ops.aten.sum.default(t, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return _Spread.apply(grad.to(ctx.dtype), ctx.cls, ctx.spec), None
+
+
+class _Spread(torch.autograd.Function):
+    """One value at every position of the parameter; the derivative of :class:`_Sum`, and the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, cls: Any, spec: Any) -> Any:
+        # In memory of its own: autograd may keep it as `.grad`, which is changed in place.
+        return cls._wrap(value.detach().expand(spec.length).clone(memory_format=torch.contiguous_format), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        return _Sum.apply(grad, None), None, None
+
+
+def differentiable_sum(cls: type[ShardTensor], func: Any, name: str, args: Any, kwargs: Any, tensors: list[Any]) -> Any:
+    """``sum`` and ``mean`` over the whole of a ShardTensor that requires a gradient. Collective."""
+    source = tensors[0]
+    if kwargs.get("out") is not None or not reduces_to_scalar(cls, name, args, kwargs, tensors):
+        return func(*args, **kwargs)  # raises
+    spec = source._spec
+    dtype = kwargs.get("dtype")
+    if name == "mean" and not (dtype or source.dtype).is_floating_point and not source.is_complex():
+        return func(*args, **kwargs)  # raises
+    out_dtype = dtype or source.dtype
+    half = out_dtype in (torch.float16, torch.bfloat16)
+    result: Any = _Sum.apply(source, torch.float32 if half else out_dtype)
+    if name == "mean":
+        result = result / spec.numel if spec.numel else result * float("nan")
+    if half:
+        result = result.to(out_dtype)
+    keepdim = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+    return result.reshape((1,) * len(spec.shape)) if keepdim else result
+
+
+def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.autograd.grad``: with respect to parameters, the reduced gradients as ShardTensors. Collective."""
+    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    units = {}
+    for i, t in enumerate(inputs):
+        unit = t._unit_ref() if type(t) is cls and t._unit_ref is not None else None
+        if unit is not None:
+            units[i] = unit
+    for unit in units.values():
+        translate = getattr(unit, "translate_autograd", None)
+        if translate is not None:
+            return translate(func, args, kwargs)
+        break
+    if not units:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    outputs = args[0] if args else kwargs["outputs"]
+    names = ("grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
+    options = {**dict(zip(names, args[2:], strict=False)), **{k: v for k, v in kwargs.items() if k in names}}
+    if options.get("create_graph"):
+        raise function_needs_gather(
+            cls, "torch.autograd.grad(create_graph=True)", [inputs[i] for i in units], "cannot be differentiated again"
+        )
+    allow_unused = bool(options.pop("allow_unused", False))
+    leaves = [unit.leaf_of(inputs[i]) for i, unit in units.items()]
+    grads = list(func(outputs, (*inputs, *leaves), allow_unused=True, **options))
+    own, of_leaves = grads[: len(inputs)], grads[len(inputs) :]
+    for i, grad in zip(units, of_leaves, strict=True):
+        own[i] = _reduced(cls, inputs[i], own[i], grad)
+    if not allow_unused and any(grad is None for grad in own):
+        raise RuntimeError(
+            "One of the differentiated Tensors appears to not have been used in the graph. "
+            "Set allow_unused=True if this is the desired behavior."
+        )
+    return tuple(own)
+
+
+def _reduced(cls: type[ShardTensor], param: Any, from_slices: Any, from_leaf: Any) -> Any:
+    spec = param._spec
+    what = f"torch.autograd.grad for {spec.name}"
+    used = torch.tensor(float(from_leaf is not None), device=param._local.device)
+    if not spec.comm.all_reduce(used, "max", what):
+        return from_slices
+    with torch.no_grad():
+        whole = torch.zeros(spec.shape, dtype=param.dtype, device=param.device) if from_leaf is None else from_leaf
+        whole = whole.detach().clone(memory_format=torch.contiguous_format)
+        grad = cls.from_full(spec.comm.all_reduce(whole, "sum", what) / spec.comm.size, spec)
+        return grad if from_slices is None else grad + from_slices

@@ -1,0 +1,356 @@
+"""Write docs/reference from the docstrings of the public interface.
+
+    python docs/make_reference.py [--check]
+
+Reads the sources with :mod:`ast` and imports nothing of them, so it needs neither torch nor Lightning and its output
+depends on no version of theirs. With ``--check`` nothing is written; the exit status is 1 where a page is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "reference"
+
+Documented = ast.ClassDef | ast.FunctionDef
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One documented object.
+
+    Attributes:
+        path: source file, relative to the repository.
+        name: of the class or function in that file.
+        title: as users write it.
+        members: of a class, in the order of the page; None for all public ones.
+        constructor: whether users build the class themselves, so that its arguments are shown.
+    """
+
+    path: str
+    name: str
+    title: str
+    members: tuple[str, ...] | None = None
+    constructor: bool = False
+
+
+@dataclass(frozen=True)
+class Page:
+    """One file of the reference."""
+
+    file: str
+    title: str
+    intro: str
+    entries: tuple[Entry, ...]
+
+
+def _errors() -> tuple[Entry, ...]:
+    path = "core/torch_shard/errors.py"
+    names = [n.name for n in _parse(path).body if isinstance(n, ast.ClassDef)]
+    return tuple(Entry(path, name, f"torch_shard.errors.{name}") for name in names)
+
+
+def pages() -> tuple[Page, ...]:
+    """All pages, in the order of the index."""
+    core = "core/torch_shard"
+    return (
+        Page(
+            "engine.md",
+            "shard and Engine",
+            "`torch_shard.shard` shards a model in place and returns its `Engine`. *Collective* means: every rank of "
+            "the mesh must make the call, in the same order. What is not called collective needs no other rank.",
+            (
+                Entry(f"{core}/engine.py", "shard", "torch_shard.shard"),
+                Entry(f"{core}/engine.py", "engine_of", "torch_shard.engine_of"),
+                Entry(f"{core}/engine.py", "Engine", "torch_shard.Engine"),
+            ),
+        ),
+        Page(
+            "config.md",
+            "ShardConfig",
+            "Every choice. `shard(model, ShardConfig(prefetch=2))` and `shard(model, prefetch=2)` are the same.",
+            (Entry(f"{core}/config.py", "ShardConfig", "torch_shard.ShardConfig", constructor=True),),
+        ),
+        Page(
+            "plan.md",
+            "Plan",
+            "Which parameters travel together. `engine.plan` is the plan in use; `make_plan` makes one without "
+            "sharding, on the meta device too, to look at what a setting would do.",
+            (
+                Entry(f"{core}/planner.py", "make_plan", "torch_shard.make_plan"),
+                Entry(f"{core}/plan.py", "Plan", "torch_shard.Plan"),
+                Entry(f"{core}/plan.py", "UnitPlan", "torch_shard.plan.UnitPlan"),
+                Entry(f"{core}/plan.py", "ParamInfo", "torch_shard.plan.ParamInfo"),
+                Entry(f"{core}/plan.py", "BufferInfo", "torch_shard.plan.BufferInfo"),
+                Entry(f"{core}/plan.py", "PredictedBytes", "torch_shard.plan.PredictedBytes"),
+            ),
+        ),
+        Page(
+            "shard_tensor.md",
+            "ShardTensor",
+            "What parameters, their gradients and their optimizer state are between steps. Users do not make them.",
+            (Entry(f"{core}/shard_tensor.py", "ShardTensor", "torch_shard.ShardTensor"),),
+        ),
+        Page(
+            "errors.md",
+            "Errors",
+            "Every error of the engine. [Troubleshooting](../troubleshooting.md) shows their messages.",
+            _errors(),
+        ),
+        Page(
+            "lightning.md",
+            "lightning_shard",
+            'The strategy behind `Trainer(strategy="shard")`. Its other methods are those that the Trainer calls.',
+            (
+                Entry(
+                    "lightning_shard/trainer.py",
+                    "TrainerStrategyMixin",
+                    "lightning_shard.ShardStrategy",
+                    ("engine", "engine_or_none", "config"),
+                    constructor=True,
+                ),
+            ),
+        ),
+    )
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _parse(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
+
+
+def find(entry: Entry) -> Documented:
+    """The definition of an entry.
+
+    Raises:
+        LookupError: it is not in its file any more.
+    """
+    for node in _parse(entry.path).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == entry.name:
+            return node
+    raise LookupError(f"{entry.path} has no {entry.name}")
+
+
+def members(entry: Entry, node: ast.ClassDef) -> list[ast.FunctionDef]:
+    """The documented methods and properties of a class; of a property only the getter."""
+    found: dict[str, ast.FunctionDef] = {}
+    for child in node.body:
+        if isinstance(child, ast.FunctionDef) and not child.name.startswith("_"):
+            found.setdefault(child.name, child)
+    if entry.members is None:
+        return list(found.values())
+    missing = [name for name in entry.members if name not in found]
+    if missing:
+        raise LookupError(f"{entry.path}: {entry.name} has no {missing[0]}")
+    return [found[name] for name in entry.members]
+
+
+def undocumented() -> list[str]:
+    """Public names of the reference that have no docstring."""
+    bare = []
+    for page in pages():
+        for entry in page.entries:
+            node = find(entry)
+            if not ast.get_docstring(node):
+                bare.append(entry.title)
+            if isinstance(node, ast.ClassDef):
+                bare += [f"{entry.title}.{m.name}" for m in members(entry, node) if not ast.get_docstring(m)]
+    return bare
+
+
+def _decorators(node: ast.FunctionDef) -> set[str]:
+    return {ast.unparse(d) for d in node.decorator_list}
+
+
+def signature(name: str, node: ast.FunctionDef, *, skip_first: bool, returns: bool = True) -> str:
+    """`name(arguments) -> result`, one argument a line where it would be long."""
+    a = node.args
+    plain = [*a.posonlyargs, *a.args]
+    defaults: list[ast.expr | None] = [*[None] * (len(plain) - len(a.defaults)), *a.defaults]
+    parts = [_argument(arg, default) for arg, default in zip(plain, defaults, strict=True)][1 if skip_first else 0 :]
+    if a.vararg:
+        parts.append("*" + _argument(a.vararg, None))
+    elif a.kwonlyargs:
+        parts.append("*")
+    parts += [_argument(arg, default) for arg, default in zip(a.kwonlyargs, a.kw_defaults, strict=True)]
+    if a.kwarg:
+        parts.append("**" + _argument(a.kwarg, None))
+    result = f" -> {ast.unparse(node.returns)}" if node.returns is not None and returns else ""
+    return _call(name, parts, result)
+
+
+def _call(name: str, parts: list[str], result: str) -> str:
+    line = f"{name}({', '.join(parts)}){result}"
+    if len(line) <= 100:
+        return line
+    return f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){result}"
+
+
+def _argument(arg: ast.arg, default: ast.expr | None) -> str:
+    text = arg.arg + (f": {ast.unparse(arg.annotation)}" if arg.annotation is not None else "")
+    if default is None:
+        return text
+    return f"{text} = {ast.unparse(default)}" if arg.annotation is not None else f"{text}={ast.unparse(default)}"
+
+
+def _constructor(title: str, node: ast.ClassDef) -> str:
+    for child in node.body:
+        if isinstance(child, ast.FunctionDef) and child.name == "__init__":
+            return signature(title, child, skip_first=True, returns=False)
+    fields = [child for child in node.body if isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name)]
+    parts = [ast.unparse(child) for child in fields]  # a dataclass
+    return _call(title, parts, "")
+
+
+# -- docstrings to Markdown -------------------------------------------------------------------------------------------
+
+_SECTIONS = {
+    "Args": "Arguments",
+    "Attributes": "Attributes",
+    "Raises": "Raises",
+    "Returns": "Returns",
+    "Yields": "Yields",
+}
+_ROLE = re.compile(r":(?:py:)?(?:class|meth|func|attr|data|mod|exc):`(~?)\.?([^`]+)`")
+
+
+def _inline(text: str) -> str:
+    # :class:`~a.b.C` is `C`; ``x`` is `x`.
+    text = _ROLE.sub(lambda m: f"`{m[2].rsplit('.', 1)[-1] if m[1] else m[2]}`", text)
+    return text.replace("``", "`")
+
+
+def markdown(docstring: str) -> str:
+    """A docstring (Google's sections, reStructuredText inline) as Markdown."""
+    lines = inspect.cleandoc(docstring).splitlines()
+    out: list[str] = []
+    at = 0
+    while at < len(lines):
+        line = lines[at]
+        if line.endswith(":") and line[:-1] in _SECTIONS:
+            body, at = _indented(lines, at + 1)
+            out += ["", f"**{_SECTIONS[line[:-1]]}**", "", *_items(body), ""]
+        elif line.rstrip().endswith("::"):
+            body, at = _indented(lines, at + 1)
+            # "Example::" keeps its colon, a lone "::" goes.
+            out += [_inline(line.rstrip()[:-1]), "", "```", *body, "```", ""]
+        else:
+            label = re.match(r"(Raised|Remedy): ", line)
+            out += ["", f"**{label[1]}:** {_inline(line[label.end() :])}"] if label else [_inline(line)]
+            at += 1
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(out)).strip()
+
+
+def _indented(lines: list[str], at: int) -> tuple[list[str], int]:
+    body = []
+    while at < len(lines) and (not lines[at].strip() or lines[at].startswith(" ")):
+        body.append(lines[at])
+        at += 1
+    return inspect.cleandoc("\n" + "\n".join(body)).splitlines(), at
+
+
+def _items(body: list[str]) -> Iterator[str]:
+    """`name: text` with its continuation lines, as a list; running text as it is."""
+    for line in body:
+        item = re.match(r"([\w*][\w., *`()]*): (.*)", line)
+        if item and not line.startswith(" "):
+            names = ", ".join(f"`{name.strip()}`" for name in item[1].split(","))
+            yield f"- {names}: {_inline(item[2])}"
+        else:
+            yield f"  {_inline(line.strip())}" if line.startswith(" ") else _inline(line)
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def render(page: Page) -> str:
+    """The whole text of one page."""
+    out = ["<!-- Written by docs/make_reference.py from the docstrings; edit those, then run `make docs`. -->"]
+    out += [f"# {page.title}", page.intro]
+    for entry in page.entries:
+        node = find(entry)
+        out.append(f"## {entry.title}")
+        doc = markdown(ast.get_docstring(node) or "")
+        if isinstance(node, ast.FunctionDef):
+            out += [_code(signature(entry.title, node, skip_first=False)), doc]
+            continue
+        if entry.constructor:
+            out.append(_code(_constructor(entry.title, node)))
+        elif page.file == "errors.md":
+            out.append("Bases: " + ", ".join(f"`{ast.unparse(base)}`" for base in node.bases))
+        out.append(doc)
+        for member in members(entry, node):
+            out += _member(member)
+    return "\n\n".join(part for part in out if part) + "\n"
+
+
+def _member(node: ast.FunctionDef) -> list[str]:
+    doc = markdown(ast.get_docstring(node) or "")
+    decorators = _decorators(node)
+    if decorators & {"property", "functools.cached_property"}:
+        kind = f": {ast.unparse(node.returns)}" if node.returns is not None else ""
+        return [f"### {node.name}", _code(f"{node.name}{kind}  (property)"), doc]
+    static = "staticmethod" in decorators
+    text = signature(node.name, node, skip_first=not static)
+    if any("contextmanager" in d for d in decorators):
+        text = f"with {signature(node.name, node, skip_first=not static, returns=False)}:"
+    return [f"### {node.name}", _code(text), doc]
+
+
+def _code(text: str) -> str:
+    # Not "python": formatters of Markdown would rewrite it, and the page would differ from what is written here.
+    return f"```text\n{text}\n```"
+
+
+def render_index() -> str:
+    """The table of contents."""
+    out = ["<!-- Written by docs/make_reference.py. -->", "# Reference"]
+    for page in pages():
+        names = ", ".join(f"`{entry.title}`" for entry in page.entries)
+        out.append(f"- [{page.title}]({page.file}): {names}")
+    return "\n\n".join(out[:2]) + "\n\n" + "\n".join(out[2:]) + "\n"
+
+
+def reference() -> dict[Path, str]:
+    """Every file of docs/reference and what it should hold."""
+    return {FOLDER / "README.md": render_index(), **{FOLDER / page.file: render(page) for page in pages()}}
+
+
+def out_of_date() -> list[str]:
+    """Names of files that differ from what the sources give, those that should not be there included."""
+    wanted = reference()
+    stale = [p.name for p, text in wanted.items() if not p.exists() or p.read_text(encoding="utf-8") != text]
+    return stale + [p.name for p in sorted(FOLDER.glob("*.md")) if p not in wanted]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page is out of date")
+    if parser.parse_args().check:
+        stale = out_of_date()
+        if stale:
+            print(f"docs/reference is out of date: {', '.join(stale)}. Run `make docs`.")
+        return 1 if stale else 0
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    wanted = reference()
+    for path in FOLDER.glob("*.md"):
+        if path not in wanted:
+            path.unlink()
+    for path, text in wanted.items():
+        path.write_text(text, encoding="utf-8")
+    print(f"wrote {len(wanted)} files to {FOLDER.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""`ShardStrategy` for the namespace ``lightning.pytorch``.
+
+Classes at module level, importable by name: those made inside a function can't be pickled by launchers that spawn.
+"""
+
+from __future__ import annotations
+
+from lightning.pytorch.strategies import ParallelStrategy
+
+from ._private import private
+from .trainer import LauncherMixin, TrainerStrategyMixin
+
+__all__ = ["ShardStrategy"]
+
+_PRIVATE = private("lightning")
+
+
+class _ScriptLauncher(LauncherMixin, _PRIVATE.SubprocessScriptLauncher):  # type: ignore[misc, name-defined]
+    pass
+
+
+class _MultiProcessingLauncher(LauncherMixin, _PRIVATE.MultiProcessingLauncher):  # type: ignore[misc, name-defined]
+    pass
+
+
+class ShardStrategy(TrainerStrategyMixin, ParallelStrategy):  # type: ignore[misc]
+    __doc__ = TrainerStrategyMixin.__doc__
+
+    _private = _PRIVATE
+    _launchers = (_ScriptLauncher, _MultiProcessingLauncher)

@@ -1,0 +1,505 @@
+"""The Trainer's strategy, once for both namespaces: a mixin that the concrete classes put before ParallelStrategy.
+
+Methods stand in the order in which the Trainer calls them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_shard
+from torch_shard import Engine, ShardConfig
+from torch_shard.errors import ConfigError, UnitStateError
+from torch_shard.log import logger
+
+from . import checkpoint as _checkpoint
+from . import precision as _precision
+from ._private import Private, asked_weights_only, run_as_forward
+from .memory import fits_on_every_rank
+
+if TYPE_CHECKING:
+    _Base: TypeAlias = Any
+else:
+    _Base = object
+
+__all__ = ["LauncherMixin", "StartMethod", "TrainerStrategyMixin"]
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+class TrainerStrategyMixin(_Base):  # type: ignore[misc]
+    """Trains with parameters, gradients and optimizer state sharded over the ranks; otherwise as DDP does.
+
+    Args:
+        config: how to shard; keyword arguments that are fields of :class:`~torch_shard.ShardConfig` change it on top, as in
+            ``ShardStrategy(strategy="shard_grad_op", prefetch=2)``.
+        accelerator: as for every strategy of Lightning; normally the Trainer's.
+        parallel_devices: likewise.
+        cluster_environment: likewise.
+        checkpoint_io: likewise.
+        precision_plugin: likewise. ``bf16-mixed`` is autocast; ``16-mixed`` is refused.
+        process_group_backend: ``"nccl"`` or ``"gloo"``; by default the device's own.
+        timeout: of the process group. (The time until a missing partner is reported is ``ShardConfig.timeout``, set
+            through `config`.)
+        start_method: ``"popen"`` runs the script once per rank; ``"spawn"`` and ``"fork"`` are for notebooks and tests.
+        defer_gradient_sync: while gradients accumulate, reduce them once at the end. Sends less, but holds the
+            whole gradients on every rank meanwhile. By default each micro-batch is reduced.
+        unshard_at_end: give the whole, plain module (and optimizer state) back on every rank when a run ends, as DDP
+            does. By default where it fits in memory; else the module stays sharded and the log says so.
+        weights_only: load checkpoints with torch's safe loader or without it. By default the safe one, which
+            accepts usual hyper-parameters too.
+
+    Raises:
+        ConfigError: a setting is unknown or has a bad value.
+    """
+
+    _private: Private
+    _launchers: tuple[Any, Any]  # for popen; for the start methods of multiprocessing
+
+    def __init__(
+        self,
+        config: ShardConfig | None = None,
+        *,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        start_method: StartMethod = "popen",
+        defer_gradient_sync: bool = False,
+        unshard_at_end: bool | None = None,
+        weights_only: bool | None = None,
+        **overrides: Any,
+    ) -> None:
+        config = config or ShardConfig()
+        if overrides:
+            known = [field.name for field in dataclasses.fields(ShardConfig)]
+            unknown = [name for name in overrides if name not in known]
+            if unknown:
+                raise ConfigError(f"{unknown[0]}: no such setting; ShardStrategy and ShardConfig have none of that name.")
+            config = dataclasses.replace(config, **overrides)
+        self._config = config
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout or self._private.default_pg_timeout
+        self._start_method = start_method
+        self._defer_gradient_sync = defer_gradient_sync
+        self._unshard_at_end = unshard_at_end
+        self._weights_only = weights_only
+        self._weights_only_asked: bool | None = None  # by the running fit, validate, test or predict
+        self._layers_synced = False
+        self._failed = False
+
+    # -- Trainer(): what the connector sets and asks ------------------------------------------------------------------
+    @property
+    def precision_plugin(self) -> Any:
+        """The precision plugin; clips gradients through the engine."""
+        return self._precision_plugin if self._precision_plugin is not None else self._private.Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if plugin is not None:
+            _precision.check(plugin, self._private)
+            plugin = _precision.with_sharded_clipping(plugin, self)
+        self._precision_plugin = plugin
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines that take part."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """True. The Trainer asks this of strategies that it does not know, before it shards a sampler or reduces a log."""
+        return True
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """What the Trainer gives to its DistributedSampler."""
+        # The base class counts the devices of this machine only.
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """The backend of the process group: as given, else the device's own."""
+        return self._process_group_backend
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment, and Lightning's rank-zero functions, who this process is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        # The setters may be no-ops; the getter is right in any case.
+        for rank_zero_only in self._private.rank_zero_only:
+            rank_zero_only.rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        by_script, by_multiprocessing = self._launchers
+        if self._start_method == "popen":
+            self._launcher = by_script(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = by_multiprocessing(self, start_method=self._start_method)
+
+    # -- a run begins -------------------------------------------------------------------------------------------------
+    def setup_environment(self) -> None:
+        """Choose the device and join the process group."""
+        super().setup_environment()
+        self._private.reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        device = self.root_device
+        self._process_group_backend = self._process_group_backend or self._private.default_backend_for_device(device)
+        self._private.init_dist_connection(
+            self.cluster_environment,
+            self._process_group_backend,
+            timeout=self._timeout,
+            device_id=device if device.type != "cpu" else None,
+        )
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Where ``configure_model`` and ``Trainer.init_module`` create tensors: on the CPU, with `empty_init` on meta."""
+        # Neither moves to the device here: sharding does that unit by unit.
+        meta = torch.device("meta") if empty_init else contextlib.nullcontext()
+        with meta, self.precision_plugin.tensor_init_context():
+            yield
+
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Nothing: the whole model is sharded in :meth:`setup`."""
+        yield
+
+    def setup(self, trainer: Any) -> None:
+        """Shard the model and, for ``fit``, configure the optimizers over the sharded parameters. Collective."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self._failed = False
+        self.accelerator.setup(trainer)
+        self._refuse(trainer)
+        fitting = trainer.state.fn == self._private.TrainerFn.FITTING
+        engine = self._reusable_engine(fitting)
+        if engine is None:
+            if fitting and self._layer_sync is not None:
+                self.model = self._layer_sync.apply(self.model)
+                self._layers_synced = True
+            # Before sharding: afterwards the dtype of a parameter is fixed.
+            self.model = self.precision_plugin.convert_module(self.model)
+            torch_shard.shard(self.model, self._config, mesh=self._mesh())
+        self.model_to_device()
+        if fitting:
+            # Only then: the optimizers of an earlier fit stay through validate, test and predict.
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _refuse(self, trainer: Any) -> None:
+        for callback in trainer.callbacks:
+            if isinstance(callback, self._private.refused_callbacks):
+                raise self._private.MisconfigurationException(
+                    f"{type(callback).__name__} does not work with ShardStrategy yet: it copies the parameters of the "
+                    "module one by one and would average this rank's slices with whole copies. Average saved checkpoints "
+                    "instead, or keep a torch.optim.swa_utils.AveragedModel of your own inside engine.gathered()."
+                )
+
+    def _reusable_engine(self, fitting: bool) -> Engine | None:
+        """The engine that an earlier run left on this model; closed and forgotten where it does not fit this run."""
+        assert self.model is not None
+        engine = torch_shard.engine_of(self.model)
+        if engine is None:
+            return None
+        wants_sync = fitting and self._layer_sync is not None and not self._layers_synced
+        if _same_config(engine.config, self._config) and engine.device == self.root_device and not wants_sync:
+            return engine
+        engine.close()
+        return None
+
+    def _mesh(self) -> Any:
+        if self.root_device.type == "cpu":
+            return None
+        # Parameters that are still on the CPU move to this device unit by unit, whatever the backend is.
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(dist.group.WORLD, self.root_device.type)
+
+    def model_to_device(self) -> None:
+        """Move what is not parameter or buffer (the engine has moved those), such as the state of metrics."""
+        assert self.lightning_module is not None
+        # Never Module.to(): it would replace the parameters one by one.
+        self._private.update_properties(self.lightning_module, device=self.root_device)
+        for module in self.lightning_module.modules():
+            if type(module)._apply is not nn.Module._apply and next(module.parameters(), None) is None:
+                module.to(self.root_device)
+
+    # -- a checkpoint is restored -------------------------------------------------------------------------------------
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: the checkpoint is loaded into shards, so that no rank holds the whole model on its device."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """True: optimizer states go through :meth:`load_optimizer_state_dict`."""
+        return True
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint file, with torch's safe loader unless the user asked otherwise.
+
+        Model and optimizer states are returned too, and loaded later from what is returned, so that edits in
+        ``on_load_checkpoint`` count.
+        """
+        for asked in (self._weights_only_asked, self._weights_only):
+            weights_only = asked if weights_only is None else weights_only
+        return _checkpoint.load_safely(
+            lambda safe: self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=safe),
+            checkpoint_path,
+            weights_only,
+        )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the model's whole, plain state. Collective."""
+        engine = self.engine_or_none
+        if engine is None:
+            super().load_model_state_dict(checkpoint, strict=strict)
+        else:
+            engine.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load whole, plain optimizer states, written on any number of ranks. Collective."""
+        engine = self.engine_or_none
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            if engine is None:
+                optimizer.load_state_dict(state)
+            else:
+                _checkpoint.load_optimizer(engine, optimizer, state)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """``LightningModule.training_step``; with automatic optimization it counts as a forward of the module."""
+        assert self.lightning_module is not None
+        with self.precision_plugin.train_step_context():
+            if not self.lightning_module.automatic_optimization:
+                # Its optimizer steps must change the parameters that its next forward uses: not within one forward.
+                return self.lightning_module.training_step(*args, **kwargs)
+            return run_as_forward(self.lightning_module, "training_step", args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """``LightningModule.validation_step`` as a forward of the module."""
+        with self.precision_plugin.val_step_context():
+            return run_as_forward(self.lightning_module, "validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """``LightningModule.test_step`` as a forward of the module."""
+        with self.precision_plugin.test_step_context():
+            return run_as_forward(self.lightning_module, "test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """``LightningModule.predict_step`` as a forward of the module."""
+        with self.precision_plugin.predict_step_context():
+            return run_as_forward(self.lightning_module, "predict_step", args, kwargs)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around all micro-batches of an accumulation but the last.
+
+        By default gradients are reduced at each of them and accumulate sharded, which needs no memory for whole
+        gradients. ``defer_gradient_sync=True`` reduces once, as DDP does.
+        """
+        engine = self.engine_or_none
+        with engine.no_sync() if engine is not None and self._defer_gradient_sync else contextlib.nullcontext():
+            yield
+
+    # -- talking to the other ranks -----------------------------------------------------------------------------------
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send a picklable object from one rank to all. Collective."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src, group=dist.group.WORLD)
+        return objects[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks; anything else is returned as it is. Collective."""
+        if isinstance(tensor, torch.Tensor):
+            return self._private.sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return tensor
+
+    # -- a checkpoint is written --------------------------------------------------------------------------------------
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole state dict on rank 0; on the other ranks the same entries without memory. Collective."""
+        engine = self.engine_or_none
+        if engine is None:
+            return super().lightning_module_state_dict()
+        assert self.lightning_module is not None
+        return _checkpoint.model_state(engine, self.lightning_module)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Whole state of one optimizer on rank 0, in torch's own form. Collective."""
+        optimizer = self._unwrapped(optimizer)
+        engine = self.engine_or_none
+        if engine is None:
+            return super().optimizer_state(optimizer)
+        return _checkpoint.optimizer_state(engine, optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write one file, on rank 0. Collective: a failure there is raised on all ranks."""
+        failure: Exception | None = None
+        if self.is_global_zero:
+            try:
+                _checkpoint.make_way(filepath)
+                self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            except Exception as error:
+                failure = error
+        # Without this the other ranks would wait in the barrier that follows until the process group's timeout.
+        said = self.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        if said is not None:
+            raise OSError(f"rank 0 could not write the checkpoint {filepath}: {said}")
+
+    # -- a run ends ---------------------------------------------------------------------------------------------------
+    def on_exception(self, exception: BaseException) -> None:
+        """Remember it: the other ranks may be anywhere, so teardown must not wait for them."""
+        self._failed = True
+
+    def teardown(self) -> None:
+        """Give the module back as under DDP: plain, whole, on the CPU, and its optimizers with it. Collective.
+
+        It stays sharded after an exception, with ``unshard_at_end=False``, and where it would not fit in memory.
+        """
+        engine = self.engine_or_none
+        if engine is not None and not self._failed and self._wants_plain(engine):
+            self._unshard(engine)
+            engine = self.engine_or_none
+        if engine is None:
+            if self._layers_synced and self._layer_sync is not None and self.model is not None:
+                self.model = self._layer_sync.revert(self.model)
+                self._layers_synced = False
+            self._private.optimizers_to_device(self.optimizers, torch.device("cpu"))
+            if self.lightning_module is not None:
+                self.lightning_module.cpu()
+        # Not super().teardown(): it moves parameters off their device whatever they are.
+        assert self.cluster_environment is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def _wants_plain(self, engine: Engine) -> bool:
+        if self._start_method != "popen":
+            # Processes end with the run, and the module is sent to the parent as plain tensors.
+            return True
+        if self._unshard_at_end is not None:
+            return self._unshard_at_end
+        if fits_on_every_rank(engine, self.optimizers, self.num_processes, self.reduce):
+            return True
+        logger.warning(
+            "the model stays sharded after this run: whole copies of it and its optimizer state on every rank would not "
+            "fit in memory. engine_of(model).state_dict() gathers it on rank 0; unshard_at_end=True or False decides."
+        )
+        return False
+
+    def _unshard(self, engine: Engine) -> None:
+        optimizers = [self._unwrapped(optimizer) for optimizer in self.optimizers]
+        whole = [_checkpoint.optimizer_state(engine, optimizer, rank0_only=False) for optimizer in optimizers]
+        try:
+            engine.close()
+        except UnitStateError as error:
+            logger.warning("the model stays sharded after this run: %s", error)
+            return
+        for optimizer, state in zip(optimizers, whole, strict=True):
+            _checkpoint.make_plain(optimizer, state)
+
+    def _unwrapped(self, optimizer: Any) -> Any:
+        return optimizer.optimizer if isinstance(optimizer, self._private.LightningOptimizer) else optimizer
+
+    # -- for users ----------------------------------------------------------------------------------------------------
+    @property
+    def engine(self) -> Engine:
+        """The engine of the module that is being run: ``trainer.strategy.engine.gathered(...)`` and the like.
+
+        Raises:
+            RuntimeError: nothing is sharded now; it is from ``on_fit_start`` to the end of the run.
+        """
+        engine = self.engine_or_none
+        if engine is None:
+            raise RuntimeError(
+                "trainer.strategy.engine: no module is sharded now; there is an engine from the end of set-up (on_fit_start, "
+                "on_train_start, ...) until the run ends."
+            )
+        return engine
+
+    @property
+    def engine_or_none(self) -> Engine | None:
+        """The engine, or None where nothing is sharded."""
+        module = self._lightning_module
+        return torch_shard.engine_of(module) if module is not None else None
+
+    @property
+    def config(self) -> ShardConfig:
+        """What the model is sharded with."""
+        return self._config
+
+
+class LauncherMixin(_Base):  # type: ignore[misc]
+    """Reads the user's ``weights_only`` off the call, which the Trainer does not hand to strategies like this one."""
+
+    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the ranks and run `function` on each."""
+        if trainer is not None:
+            trainer.strategy._weights_only_asked = asked_weights_only(function, args, kwargs)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+
+def _same_config(a: ShardConfig, b: ShardConfig) -> bool:
+    # Not a == b: `ignore` may hold parameters, and comparing those compares values.
+    return a is b or all(
+        _same(getattr(a, field.name), getattr(b, field.name)) for field in dataclasses.fields(ShardConfig)
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a is b or (isinstance(a, (str, int, float)) and type(a) is type(b) and a == b)

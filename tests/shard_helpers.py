@@ -1,0 +1,74 @@
+"""ShardTensors without an engine, for the tests of ShardTensor itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from torch_shard.layout import FlatLayout, ParamMeta
+from torch_shard.shard_tensor import ShardSpec, ShardTensor
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+@dataclass
+class GroupComm:
+    """The default process group as a ScalarComm; counts its calls."""
+
+    size: int
+    rank: int
+    calls: int = 0
+
+    def all_reduce(self, tensor, op, what):
+        self.calls += 1
+        dist.all_reduce(tensor, op=_OPS[op])
+        return tensor
+
+    def all_gather(self, tensor, what):
+        self.calls += 1
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor.contiguous())
+        return torch.stack(parts)
+
+
+SHAPES = {
+    "matrix": (5, 7),
+    "vector": (11,),
+    "scalar": (),
+    "one": (1,),
+    "none": (0, 3),
+    "cube": (3, 4, 5),
+    "image": (4, 3, 3, 3),  # channels_last
+}
+
+
+def values(dtype=torch.float32, seed=0):
+    """The same plain tensors on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, shape in SHAPES.items():
+        value = torch.randn(shape, generator=generator).to(dtype)
+        found[name] = value.to(memory_format=torch.channels_last) if name == "image" else value
+    return found
+
+
+def sharded(plain, rank, world_size, comm=None):
+    """One flat layout over the given plain tensors; returns their ShardTensors by name."""
+    comm = comm or GroupComm(world_size, rank)
+    metas = [ParamMeta(name, tuple(t.shape), t.stride()) for name, t in plain.items()]
+    itemsize = next(iter(plain.values())).element_size()
+    layout = FlatLayout.build(metas, itemsize, world_size)
+    return {
+        name: ShardTensor.from_full(t, ShardSpec(layout, i, rank, comm)) for i, (name, t) in enumerate(plain.items())
+    }
+
+
+def same(result, expected, **tolerance):
+    """Assert that a result equals the plain one: type of sharding, shape, dtype, and every element."""
+    if isinstance(result, ShardTensor):
+        assert (result.shape == expected.shape and result.stride() == expected.stride()) or expected.numel() < 2
+        result = result.full_tensor()
+    assert result.dtype == expected.dtype, (result.dtype, expected.dtype)
+    torch.testing.assert_close(result, expected, equal_nan=True, **tolerance)
