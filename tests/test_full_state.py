@@ -60,9 +60,8 @@ def test_the_full_state_dict_is_plain_torch(strategy: str, offload: bool, rank: 
         if isinstance(value, torch.Tensor):
             assert type(values[name]) is torch.Tensor and not values[name].requires_grad
             assert torch.equal(values[name], value) and values[name].stride() == value.stride()
-            assert values[name].untyped_storage().nbytes() == value.numel() * value.element_size() or value.numel() == 0 or (
-                not offload
-            )
+            if offload and value.numel():
+                assert values[name].untyped_storage().nbytes() == value.numel() * value.element_size()
         else:
             assert values[name] == value
     assert values["net.embed.weight"] is values["net.head.weight"]
@@ -115,7 +114,7 @@ def test_loading_its_own_shard_tensors() -> None:
 
 @ranks(2)
 def test_loading_shard_tensors_of_another_engine() -> None:
-    plain, model, engine = pair(units=lambda name, module: name == "net.head")
+    _, _, engine = pair(units=lambda name, module: name == "net.head")
     torch.manual_seed(1)
     other = WithBuffers()
     torch_shard.shard(other, unit_bytes=256)
@@ -129,7 +128,7 @@ def test_loading_shard_tensors_of_another_engine() -> None:
 @ranks(2)
 def test_everything_that_does_not_fit_is_listed_and_nothing_is_loaded(rank: int) -> None:
     plain, model, engine = pair()
-    given = {k: v + 1 if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in plain.state_dict().items()}
+    given: dict[str, Any] = {k: v + 1 if "net." in k else v for k, v in plain.state_dict().items()}
     del given["net.scale"], given["norm.running_var"]
     given["net.nothing"] = torch.ones(1)
     given["net.head.bias"] = torch.ones(3)
@@ -160,14 +159,14 @@ def test_everything_that_does_not_fit_is_listed_and_nothing_is_loaded(rank: int)
 def test_a_state_dict_inside_gathered_is_refused() -> None:
     _, _, engine = pair()
     with engine.gathered():
-        with pytest.raises(UnitStateError, match="engine.state_dict inside"):
+        with pytest.raises(UnitStateError, match="state_dict inside"):
             engine.state_dict()
-        with pytest.raises(UnitStateError, match="engine.load_state_dict inside"):
+        with pytest.raises(UnitStateError, match="load_state_dict inside"):
             engine.load_state_dict({})
     assert engine.state_dict(rank0_only=False)
 
 
-# -- the optimizer --------------------------------------------------------------------------------------------------------
+# -- the optimizer ----------------------------------------------------------------------------------------------------
 
 OPTIMIZERS = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),

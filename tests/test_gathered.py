@@ -270,6 +270,21 @@ def test_training_goes_on_before_inside_and_after(strategy: str, rank: int, worl
 
 
 @ranks(2)
+def test_one_rank_evaluates_alone_with_buffers(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    engine = torch_shard.shard(model, unit_bytes=16, timeout=3)
+    model(torch.randn(5, 3)).sum().backward()
+    with engine.gathered(ranks=0):
+        if rank == 0:
+            model.eval()
+            with torch.no_grad():
+                assert model(torch.randn(5, 3)).shape == (5, 2)
+            model.train()
+    model(torch.randn(5, 3)).sum().backward()
+
+
+@ranks(2)
 def test_a_backward_inside_is_reduced(rank: int, world_size: int) -> None:
     plain, model, engine = sharded()
     reference_grads(plain, world_size)
@@ -340,7 +355,7 @@ def test_wrong_arguments_are_named(rank: int) -> None:
 @ranks(2)
 def test_one_rank_alone_hears_of_it(rank: int) -> None:
     _, model, engine = sharded(timeout=3)
-    with pytest.raises(ShardError):  # noqa: PT012
+    with pytest.raises(ShardError):
         if rank == 0:
             with engine.gathered():
                 pass
@@ -363,7 +378,7 @@ def test_recurrent_layers(rank: int) -> None:
     torch.testing.assert_close(model(x)[0], plain(x)[0])
 
 
-# -- engine.apply ---------------------------------------------------------------------------------------------------------
+# -- engine.apply -----------------------------------------------------------------------------------------------------
 
 
 def _init(module: nn.Module) -> None:

@@ -48,7 +48,8 @@ def broadcast_coalesced(collectives: Collectives, tensors: list[torch.Tensor], w
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
     with torch.no_grad():
         for group in by_dtype.values():
-            flat = torch.cat([t.detach().reshape(-1).to(c.device) for t in group])
+            alone = len(group) == 1 and group[0].is_contiguous() and group[0].device == c.device
+            flat = group[0].detach().view(-1) if alone else torch.cat([t.detach().reshape(-1).to(c.device) for t in group])
             channel.issued += 1
             # Bytes, so that every dtype a model may hold can travel.
             raw = flat.view(torch.uint8) if flat.dtype is not torch.bool else flat.to(torch.uint8)
@@ -56,7 +57,9 @@ def broadcast_coalesced(collectives: Collectives, tensors: list[torch.Tensor], w
             Pending(c.watch, channel, channel.issued, what, work).wait()
             c.bytes_sent += raw.numel() if c.world_rank == 0 else 0
             if flat.dtype is torch.bool:
-                flat = raw.to(torch.bool)
+                flat, alone = raw.to(torch.bool), False
+            if alone:  # received in place
+                continue
             at = 0
             for tensor in group:
                 tensor.detach().copy_(flat[at : at + tensor.numel()].view(tensor.shape))

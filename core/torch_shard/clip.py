@@ -1,4 +1,4 @@
-"""Gradient clipping on slices: the norm of the whole gradients with one small collective, and no wait for the device."""
+"""Gradient clipping on slices: the whole gradients' norm in one small collective, and no wait for the device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Gradients:
         chosen = {id(p): p for p in parameters}  # a tied parameter counts once
         self.comms: dict[int, Any] = {}
         self.slices: dict[int, list[torch.Tensor]] = {}  # per comm, memory to norm and scale
-        self.tensors: dict[int, list[list[torch.Tensor]]] = {}  # per comm, the slice (or none) of each gradient
+        self.tensors: dict[int, list[list[torch.Tensor]]] = {}  # per comm, the slice (or none) of each, without padding
         self.plain: list[torch.Tensor] = []
         self.padded: list[tuple[FlatBuffer, torch.Tensor]] = []
         self.dtypes: list[torch.dtype] = []
@@ -39,16 +39,14 @@ class _Gradients:
                 if padding and flat.params and all(id(p) in chosen for p in flat.params):
                     base = _one_piece(flat)
                     if base is not None:
-                        self._open(flat.params[0]._spec.comm)
-                        self.slices[id(flat.params[0]._spec.comm)].append(base)
-                        self.tensors[id(flat.params[0]._spec.comm)] += [
-                            [g._local] for g in map(reduced_grad_of, flat.params) if g is not None
-                        ]
+                        comm = flat.params[0]._spec.comm
+                        self._open(comm)
+                        self.slices[id(comm)].append(base)
                         self.dtypes.append(base.dtype)
                         self.padded.append((flat, base))
                         covered.update(id(p) for p in flat.params)
-        for key, p in chosen.items():
-            if key in covered:
+        for number, p in chosen.items():
+            if number in covered:
                 continue
             grad = reduced_grad_of(p)
             if isinstance(p, ShardTensor):
@@ -57,11 +55,11 @@ class _Gradients:
                 continue
             self.dtypes.append(grad.dtype)
             if isinstance(grad, ShardTensor):
-                comm = id(grad._spec.comm)
+                key = id(grad._spec.comm)
                 self._open(grad._spec.comm)
                 if grad._local.numel():
-                    self.slices[comm].append(grad._local)
-                self.tensors[comm].append([grad._local] if grad._local.numel() else [])
+                    self.slices[key].append(grad._local)
+                self.tensors[key].append([grad._local] if grad._local.numel() else [])
             else:
                 self.plain.append(grad)
 
@@ -78,20 +76,22 @@ class _Gradients:
 def _one_piece(flat: FlatBuffer) -> torch.Tensor | None:
     """The 1-D tensor that all gradients of `flat` are slices of, as the reduction left them."""
     base: torch.Tensor | None = None
-    rank, size = flat.collectives.rank, 0
-    for i, p in enumerate(flat.params):
-        grad: Any = reduced_grad_of(p)
-        found = getattr(grad, "_flat", None)
-        if found is None or (base is not None and found is not base):
-            return None
-        if base is None:
-            base, size = found, found.element_size()
-        start, stop = flat.layout.local_range(i, rank)
-        local = grad._local
-        if local.numel() != stop - start:
-            return None
-        if stop > start and local.data_ptr() != base.data_ptr() + start * size:
-            return None  # replaced by the user
+    first = flat.layout.rank_range(flat.collectives.rank)[0]
+    address = size = 0
+    with torch._C.DisableTorchFunctionSubclass():
+        for param, slot in zip(flat.params, flat.layout.slots, strict=True):
+            grad: Any = param.grad
+            found = getattr(grad, "_flat", None)
+            if found is None or (base is not None and found is not base):
+                return None
+            if base is None:
+                base, size = found, found.element_size()
+                address = found.data_ptr() - first * size
+            spec, local = param._spec, grad._local
+            if local.numel() != spec.length:
+                return None
+            if spec.length and local.data_ptr() != address + (slot.offset + spec.start) * size:
+                return None  # replaced by the user
     return base
 
 
@@ -126,9 +126,9 @@ def clip_grad_norm_(
         total = _total_norm(runtime, grads, norm_type)
         if error_if_nonfinite and not math.isfinite(total.item()):
             raise NonFiniteError(
-                f"rank {runtime.collectives.world_rank}: the gradients' norm of order {norm_type} is {total.item()}, so they "
-                "can't be clipped; no gradient was changed. Skip the step, or pass error_if_nonfinite=False to scale by it "
-                "anyway."
+                f"rank {runtime.collectives.world_rank}: the gradients' norm of order {norm_type} is {total.item()}, "
+                "so they can't be clipped; no gradient was changed. Skip the step, or pass error_if_nonfinite=False to "
+                "scale by it anyway."
             )
         # As torch does it: the factor stays on the device, so the host never waits.
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -161,7 +161,8 @@ def _total_norm(runtime: Runtime, grads: _Gradients, p: float) -> torch.Tensor:
         everyone = comm.all_gather(pair, "clip_grad_norm_")
         parts += [*everyone[:, 0].unbind(), *([everyone[0, 1]] if plain else [])]
     if not grads.comms:
-        parts = [(g != 0).any().to(compute) for g in grads.plain] if p == 0 else [_norm(grads.plain, p, compute, device)]
+        counts = [(g != 0).any().to(compute).to(device) for g in grads.plain]
+        parts = counts if p == 0 else [_norm(grads.plain, p, compute, device)]
     if not grads.dtypes:
         return torch.zeros((), device=device)
     total = torch.stack(parts).sum() if p == 0 else torch.linalg.vector_norm(torch.stack(parts), p)
@@ -195,9 +196,10 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 def _counts(tensors: list[list[torch.Tensor]], comm: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """How many gradients are not zero everywhere: what torch's norm of norms gives for p = 0."""
-    found = [(t[0] != 0).any().to(dtype).to(device) if t else torch.zeros((), dtype=dtype, device=device) for t in tensors]
+    zero = torch.zeros((), dtype=dtype, device=device)
+    found = [(t[0] != 0).any().to(dtype).to(device) if t else zero for t in tensors]
     if not found:
-        return torch.zeros((), dtype=dtype, device=device)
+        return zero
     return comm.all_reduce(torch.stack(found), "max", "clip_grad_norm_").sum()
 
 

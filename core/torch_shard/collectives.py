@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import DivergenceError, MissingRankError
+from .errors import DivergenceError, MissingRankError, ShardError
 from .log import logger
 from .versions import at_least
 
@@ -43,13 +43,35 @@ def caller_line() -> str:
     return "unknown line"
 
 
-@dataclass(eq=False)
 class Channel:
-    """One process group used for one purpose; ``issued`` counts its collectives on this rank."""
+    """One process group used for one purpose; ``issued`` counts its collectives on this rank.
 
-    name: str
-    group: Any
-    issued: int = 0
+    Counting one more raises once a collective of the groups was left without its partner: the next one could pair with
+    it, and give wrong numbers.
+    """
+
+    def __init__(self, name: str, groups: Groups) -> None:
+        self.name, self.groups, self._issued = name, groups, 0
+
+    @property
+    def group(self) -> Any:
+        return getattr(self.groups, self.name)
+
+    @property
+    def issued(self) -> int:
+        return self._issued
+
+    @issued.setter
+    def issued(self, value: int) -> None:
+        self.check()
+        self._issued = value
+
+    def check(self) -> None:
+        if self.groups.broken:
+            raise DivergenceError(
+                "the ranks' collectives are out of step since an earlier error, so this engine can't go on: restart from a "
+                f"checkpoint, or shard a new model. The earlier error: {self.groups.broken}"
+            )
 
 
 @dataclass(eq=False)
@@ -65,6 +87,10 @@ class Pending:
 
     def done(self) -> bool:
         return self.work is None or bool(self.work.is_completed())
+
+    def settle(self, seconds: float) -> bool:
+        """Wait at most this long; False if it is still going on. On CUDA never blocks."""
+        return self.done() or (self.event is None and _bounded_wait(self.work, seconds, self, self.watch.rank))
 
     def wait(self) -> None:
         if self.work is not None:
@@ -124,6 +150,7 @@ class Watch:
         if pending.event is not None:  # NCCL: nothing to block on here, the streams order themselves
             work.wait()
             return
+        pending.channel.check()
         if _bounded_wait(work, min(_FIRST_TICK, self.timeout), pending, self.rank):
             return
         store = dist.distributed_c10d._get_default_store()  # no public accessor exists (torch 2.11 to 2.13)
@@ -146,6 +173,9 @@ class Watch:
                     )
                 if time.monotonic() > deadline:
                     raise MissingRankError(self._explain(pending, posts))
+        except ShardError as error:
+            pending.channel.groups.broken = str(error)
+            raise
         finally:
             self._post(store, None)
 
@@ -239,6 +269,7 @@ class Groups:
     reduce: Any
     scalar: Any
     control: Any
+    broken: str = ""  # why no further collective may be issued
 
 
 # Communicators cost memory and set-up time, and a program may shard many models over one group. The user's group object
@@ -251,16 +282,17 @@ def groups_for(group: Any, single_communicator: bool) -> Groups:
     key = group
     found = _groups.get(key)
     alive = dist.distributed_c10d._world.pg_map  # a program may have destroyed groups it did not make
-    if found is None or any(g not in alive for g in (found.reduce, found.scalar, found.control)):
+    if found is None or found.broken or any(g not in alive for g in (found.gather, found.scalar, found.control)):
         ranks = dist.get_process_group_ranks(group)
 
         def new() -> Any:
             return dist.new_group(ranks, use_local_synchronization=len(ranks) != dist.get_world_size())
 
         # One NCCL communicator serialises its collectives even on different streams, hence one each for gathers and
-        # reductions; `single_communicator` is the fallback where two cannot be had.
-        reduce = group if single_communicator else new()
-        found = Groups(gather=group, reduce=reduce, scalar=new(), control=new())
+        # reductions; `single_communicator` is the fallback where two cannot be had. The user's own group is left alone:
+        # a gather that stays without its partner must not make it unusable.
+        gather = new()
+        found = Groups(gather=gather, reduce=gather if single_communicator else new(), scalar=new(), control=new())
         _groups[key] = found
     return found
 
@@ -284,6 +316,7 @@ class Collectives:
     bytes_sent: int = 0
     gather_stream: Any = None
     reduce_stream: Any = None
+    parked: list[torch.Tensor] = field(default_factory=list)  # buffers that a broken collective may still write to
     _spare: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Collectives:
@@ -404,7 +437,7 @@ def connect(group: Any, device: torch.device, *, shard: bool, timeout: float, si
     rank, world = dist.get_rank(group), len(ranks)
     groups = groups_for(group, single_communicator)
     watch = Watch(rank, world, ranks, timeout, f"torch_shard/{groups.control.group_name}")
-    channels = {n: Channel(n, getattr(groups, n)) for n in ("gather", "reduce", "scalar", "control")}
+    channels = {n: Channel(n, groups) for n in ("gather", "reduce", "scalar", "control")}
     watch.channels = channels
     backend = dist.get_backend(group)
     side = device.type == "cuda" and "nccl" in backend

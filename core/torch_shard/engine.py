@@ -74,8 +74,7 @@ class Engine:
     def bytes_sent(self) -> int:
         """Bytes this rank has sent for parameters and gradients since set-up, counted at the collectives.
 
-        It grows with every gather and reduction, and belongs to the process group's traffic of this engine (shared by
-        deep copies of the model).
+        It grows with every gather and reduction. Deep copies of the model count together with it.
         """
         return self._runtime.collectives.bytes_sent
 
@@ -342,6 +341,6 @@ def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = No
 
 
 def engine_of(model: nn.Module) -> Engine | None:
-    """The engine that shards `model`, or None; asked with the module that was given to :func:`shard`. Not collective."""
+    """The engine that shards `model`, the module that was given to :func:`shard`, or None. Not collective."""
     found = model.__dict__.get(_ATTRIBUTE)
     return found if isinstance(found, Engine) else None

@@ -15,7 +15,7 @@ from .shard_tensor import ShardTensor, same_cut, slice_full
 from .unit import FlatBuffer, Unit
 from .whole import agree, gathered_values, whole_slices
 
-# -- the model ------------------------------------------------------------------------------------------------------------
+# -- the model --------------------------------------------------------------------------------------------------------
 
 
 def state_dict(
@@ -83,15 +83,18 @@ def _refuse_inside(runtime: Runtime, what: str) -> None:
     for unit in runtime.units:
         if unit.is_summoned or unit.__dict__.get("summons") or unit.running:
             raise UnitStateError(
-                f"rank {runtime.collectives.world_rank}: {what} inside a forward or engine.gathered() of unit {unit.name!r}; "
-                "call it outside."
+                f"rank {runtime.collectives.world_rank}: {what} inside a forward or engine.gathered() of unit "
+                f"{unit.name!r}; call it outside."
             )
 
 
 def _is_parameter(value: ShardTensor, flat: FlatBuffer) -> bool:
     own = flat.params[value._spec.index]._local
-    return value._local.data_ptr() == own.data_ptr() and value._local.dtype == own.dtype and own.numel() > 0 or (
-        value._spec.length == 0 and value._local.dtype == own.dtype and value._unit_ref is not None
+    return (
+        value._local.data_ptr() == own.data_ptr()
+        and value._local.dtype == own.dtype
+        and own.numel() > 0
+        or (value._spec.length == 0 and value._local.dtype == own.dtype and value._unit_ref is not None)
     )
 
 
@@ -142,9 +145,8 @@ class _WithMetadata(dict):  # type: ignore[type-arg]
 
 
 def _fits(runtime: Runtime, value: ShardTensor) -> bool:
-    return any(
-        same_cut(value._spec, p._spec) for unit in runtime.units for p in unit.params if p._spec.name == value._spec.name
-    )
+    spec = value._spec
+    return any(p._spec.name == spec.name and same_cut(spec, p._spec) for unit in runtime.units for p in unit.params)
 
 
 def _describe(
@@ -169,9 +171,7 @@ def _rehearse(model: nn.Module, given: Mapping[str, Any]) -> tuple[list[str], li
     """Run the modules' loading on meta tensors, where copying has no effect: missing, unexpected, errors."""
     if not isinstance(given, Mapping):
         raise StateDictError(f"a state dict is a mapping from names to tensors, not {type(given).__name__}.")
-    trial = _WithMetadata(
-        {k: torch.empty(v.shape, dtype=v.dtype, device="meta") if isinstance(v, ShardTensor) else v for k, v in given.items()}
-    )
+    trial = _WithMetadata({k: _stand_in(v).data if isinstance(v, ShardTensor) else v for k, v in given.items()})
     metadata = getattr(given, "_metadata", None)
     if metadata is not None:
         trial._metadata = metadata
@@ -223,7 +223,7 @@ def _stand_in(value: torch.Tensor) -> torch.Tensor:
     return meta
 
 
-# -- the optimizer --------------------------------------------------------------------------------------------------------
+# -- the optimizer ----------------------------------------------------------------------------------------------------
 
 
 def _names(runtime: Runtime, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> dict[int, str]:
@@ -343,6 +343,11 @@ def load_optim_state_dict(
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     agree(runtime, what, sorted(state_dict["state"]) if error is None else None, error)
+    load_by_name(optimizer, names, state_dict)
+
+
+def load_by_name(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state_dict: Mapping[str, Any]) -> None:
+    """Load a checked dict; `names` by id of the parameters. Local."""
     # torch's form: numbers for names, in the optimizer's own order.
     state: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []

@@ -12,68 +12,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from .collectives import Collectives
-from .errors import ConfigError, DivergenceError, MissingRankError, ShardError, UnitStateError
+from .errors import ConfigError, ShardError, UnitStateError
 from .runtime import Runtime
-from .shard_tensor import ShardTensor, slice_full
-from .unit import FlatBuffer, Unit
-from .whole import agree, local_grads, refill, send_bytes, send_slices, set_grad, unify_replicas, whole_flat, whole_slices
-
-
-@dataclass(frozen=True)
-class _Request:
-    """The arguments of one ``gathered``."""
-
-    write: bool
-    ranks: tuple[int, ...] | None
-    device: torch.device
-    grads: bool
-    what: str
-
-    def names(self, rank: int) -> bool:
-        return self.ranks is None or rank in self.ranks
-
-    def same_place(self, other: _Request) -> bool:
-        return self.ranks == other.ranks and self.device == other.device
-
-
-@dataclass(eq=False)
-class Summons:
-    """One unit inside one ``gathered``. On ranks that were not named too, so that nesting is decided alike."""
-
-    unit: Unit
-    request: _Request
-    in_place: bool
-    here: bool  # this rank holds the values
-    shared: bool = False  # the enclosing gathered() already holds them
-    keep: bool = False  # a running backward needs the gathered values afterwards
-    overlay: bool = False  # copies on top of an enclosing in-place gathered()
-    leaves: list[list[nn.Parameter]] = field(default_factory=list)  # what the modules hold, by flat
-    buffers: list[torch.Tensor] = field(default_factory=list)  # their memory
-    covered: list[list[nn.Parameter]] = field(default_factory=list)  # flat.leaves from before
-    wants: list[list[bool]] = field(default_factory=list)  # requires_grad at the beginning
-    hooks: list[Any] = field(default_factory=list)
-    backup: list[torch.Tensor] = field(default_factory=list)  # where the leaves are the shard itself
-
-
-def _open(unit: Unit) -> list[Summons]:
-    """The unit's running gathered(), innermost last."""
-    stack: list[Summons] = unit.__dict__.setdefault("summons", [])
-    return stack
-
-
-def held_elsewhere(runtime: Runtime) -> Unit | None:
-    """A unit whose whole values live in copies (some ranks, another device) right now."""
-    for unit in runtime.units:
-        if any(not s.in_place for s in _open(unit)):
-            return unit
-    return None
+from .shard_tensor import ShardTensor
+from .summons import Request, Summons, is_view, open_on, write_back
+from .unit import Unit
+from .whole import agree, local_grads, refill, whole_flat, whole_slices
 
 
 @contextlib.contextmanager
@@ -108,16 +58,16 @@ def gathered(
     what = "engine.gathered"
     error: Exception | None = None
     units: list[Unit] = []
-    request = _Request(write, None, c.device, grads, what)
+    held: list[Any] = []  # and which gradients there are
+    request = Request(write, None, c.device, grads, what)
     try:
         units = units_of(runtime, target)
-        request = _Request(bool(write), _ranks(c, ranks), _device(c, device), bool(grads), what)
+        request = Request(bool(write), _ranks(c, ranks), _device(c, device), bool(grads), what)
         _check(runtime, units, request)
+        held = [(u.name, [[g is not None for g in local_grads(f)] for f in u.flats if grads]) for u in units]
     except Exception as problem:  # the other ranks must hear of it
         error = problem
-    key = [request.write, request.ranks, request.device.type, request.grads]
-    key.append([(u.name, [[g is not None for g in local_grads(f)] for f in u.flats] if grads else 0) for u in units])
-    agree(runtime, what, key, error)
+    agree(runtime, what, [(request.write, request.ranks, request.device.type, request.grads), held], error)
 
     entered: list[Summons] = []
     solo = request.ranks is not None
@@ -130,14 +80,14 @@ def gathered(
             failed = False
         finally:
             if request.write:
-                _finish(runtime, entered, request, failed)
+                write_back(runtime, entered, request, failed)
     finally:
         runtime.__dict__["solo"] -= solo
         for summons in reversed(entered):
             _leave(runtime, summons)
 
 
-# -- arguments ------------------------------------------------------------------------------------------------------------
+# -- arguments --------------------------------------------------------------------------------------------------------
 
 
 def units_of(runtime: Runtime, target: Any) -> list[Unit]:
@@ -171,7 +121,9 @@ def units_of(runtime: Runtime, target: Any) -> list[Unit]:
             for entry in item:
                 visit(entry)
         else:
-            raise ConfigError(f"target must be a module, a parameter, an iterable of them or None, not {type(item).__name__}.")
+            raise ConfigError(
+                f"target must be a module, a parameter, an iterable of them or None, not {type(item).__name__}."
+            )
 
     visit(target)
     for unit in runtime.units:
@@ -206,37 +158,40 @@ def _device(c: Collectives, device: torch.device | str | None) -> torch.device:
     return found
 
 
-def _check(runtime: Runtime, units: list[Unit], request: _Request) -> None:
+def _check(runtime: Runtime, units: list[Unit], request: Request) -> None:
     rank = runtime.collectives.world_rank
     for unit in units:
-        stack = _open(unit)
+        stack = open_on(unit)
         if stack:
             outer = stack[-1]
             if not outer.in_place and not outer.request.same_place(request):
                 raise UnitStateError(
-                    f"rank {rank}: unit {unit.name!r} is already gathered on ranks {outer.request.ranks or 'all'} and device "
-                    f"{outer.request.device} by an enclosing engine.gathered(); nest only with the same ranks and device."
+                    f"rank {rank}: unit {unit.name!r} is already gathered on ranks {outer.request.ranks or 'all'} and "
+                    f"device {outer.request.device} by an enclosing engine.gathered(); nest only with the same ranks "
+                    "and device."
                 )
         elif unit.running:
             raise UnitStateError(
-                f"rank {rank}: engine.gathered() of unit {unit.name!r} inside a forward that uses it: there the modules "
-                "already hold the whole parameters. Use them directly, or call gathered() before or after the forward."
+                f"rank {rank}: engine.gathered() of unit {unit.name!r} inside a forward that uses it: there the "
+                "modules already hold the whole parameters. Use them directly, or call gathered() before or after the "
+                "forward."
             )
 
 
-# -- entering -------------------------------------------------------------------------------------------------------------
+# -- entering ---------------------------------------------------------------------------------------------------------
 
 
-def _enter(runtime: Runtime, units: list[Unit], request: _Request, entered: list[Summons]) -> None:
+def _enter(runtime: Runtime, units: list[Unit], request: Request, entered: list[Summons]) -> None:
     c = runtime.collectives
     here = request.names(c.world_rank)
     started: list[Summons] = []
     for unit in units:
-        stack = _open(unit)
+        stack = open_on(unit)
         outer = stack[-1] if stack else None
         plain_place = request.ranks is None and request.device == c.device
         if outer is not None and outer.request.same_place(request):
-            summons = Summons(unit, request, outer.in_place, here, shared=True, leaves=outer.leaves, buffers=outer.buffers)
+            summons = Summons(unit, request, outer.in_place, here, shared=True)
+            summons.leaves, summons.buffers = outer.leaves, outer.buffers
         else:
             in_place = outer is None and plain_place
             summons = Summons(unit, request, in_place, here, overlay=outer is not None)
@@ -275,7 +230,7 @@ def _enter_one(runtime: Runtime, summons: Summons) -> None:
             whole_grads.append(whole_slices(flat, local_grads(flat), f"the gradients of unit {unit.name!r}"))
     if summons.here and not summons.shared:
         _install(summons)
-    _open(unit).append(summons)
+    open_on(unit).append(summons)
     if summons.here:
         summons.wants = [[leaf.requires_grad for leaf in leaves] for leaves in summons.leaves]
         if request.grads or not summons.in_place:
@@ -347,142 +302,17 @@ class _Refusal:
 
     def __call__(self, grad: torch.Tensor) -> None:
         raise UnitStateError(
-            f"rank {self.rank}: a backward reached {self.name} inside engine.gathered() with ranks=, device= or grads=, where "
-            "its gradient can't be reduced. Run the backward outside, or gather without these arguments."
+            f"rank {self.rank}: a backward reached {self.name} inside engine.gathered() with ranks=, device= or "
+            "grads=, where its gradient can't be reduced. Run the backward outside, or gather without these arguments."
         )
 
 
-# -- writing back ---------------------------------------------------------------------------------------------------------
-
-
-def _finish(runtime: Runtime, entered: list[Summons], request: _Request, failed: bool) -> None:
-    """Write back, on every rank or on none."""
-    import sys
-
-    problem: Exception | None = None
-    running = sys.exc_info()[1]
-    if failed:
-        if not isinstance(running, Exception) or isinstance(running, (MissingRankError, DivergenceError)):
-            return  # the ranks are apart already, or this one is being stopped
-        problem = ShardError(
-            f"{type(running).__name__} inside engine.gathered(write=True), so no rank writes anything: {running}"
-        )
-    else:
-        try:
-            for summons in entered:
-                if summons.here:
-                    _settle(summons)
-        except Exception as error:
-            problem = error
-    try:
-        agree(runtime, "the end of engine.gathered(write=True)", None, problem)
-    except ShardError:
-        if failed:
-            return  # the exception that is already on its way says more
-        raise
-    done: set[int] = set()
-    for summons in entered:
-        if id(summons.unit) not in done:
-            done.add(id(summons.unit))
-            _write(summons)
-
-
-def _settle(summons: Summons) -> None:
-    """Bring values that were assigned (``weight.data = merged``) into the buffer; refuse what does not fit."""
-    for flat, leaves, buffer in zip(summons.unit.flats, summons.leaves, summons.buffers, strict=True):
-        for i, leaf in enumerate(leaves):
-            view = flat.view(buffer, i)
-            if _is(leaf, view):
-                continue
-            if leaf.shape != view.shape or leaf.dtype != view.dtype:
-                raise ShardError(
-                    f"rank {flat.collectives.world_rank}: {flat.layout.slots[i].name} became {leaf.dtype} of shape "
-                    f"{tuple(leaf.shape)} inside engine.gathered(write=True); {view.dtype} of shape {tuple(view.shape)} can't "
-                    "hold it. engine.close() the model, change it, and shard again."
-                )
-            with torch.no_grad():
-                view.copy_(leaf.detach())
-    for module, attribute, flat, index in summons.unit.places:
-        held = module._parameters.get(attribute)
-        leaf = summons.leaves[summons.unit.flats.index(flat)][index]
-        if held is not leaf:
-            raise ShardError(
-                f"rank {flat.collectives.world_rank}: {flat.layout.slots[index].name} was replaced by another parameter inside "
-                "engine.gathered(write=True), so its values can't be written back. Copy into it "
-                "(with torch.no_grad(): p.copy_(new)), or engine.close() the model, change it, and shard again."
-            )
-
-
-def _is(leaf: torch.Tensor, view: torch.Tensor) -> bool:
-    return (
-        leaf.data_ptr() == view.data_ptr()
-        and leaf.shape == view.shape
-        and leaf.stride() == view.stride()
-        and leaf.dtype == view.dtype
-    )
-
-
-def _write(summons: Summons) -> None:
-    unit, request = summons.unit, summons.request
-    what = f"the write-back of unit {unit.name!r}"
-    with torch.no_grad():
-        for number, flat in enumerate(unit.flats):
-            if request.ranks is not None:
-                send_slices(flat, summons.buffers[number] if summons.here else None, flat.shard, request.ranks[0], what)
-            else:
-                if not (summons.in_place and not flat.sharded):  # else it is the very memory
-                    flat.shard.copy_(flat.own_slot(summons.buffers[number]))
-                unify_replicas(flat, what)
-            if summons.overlay and flat.sharded:
-                flat.full.copy_(whole_flat(flat, what))
-            for enclosing in _open(unit):  # these edits stay, whatever becomes of theirs
-                if enclosing.backup:
-                    enclosing.backup[number].copy_(flat.shard)
-            if not summons.in_place:
-                for leaf in summons.covered[number] if summons.covered else flat.leaves:
-                    # A graph recorded before must not go on with other values in silence.
-                    torch.autograd.graph.increment_version(leaf)
-            if request.grads:
-                _write_grads(summons, number, flat)
-
-
-def _write_grads(summons: Summons, number: int, flat: FlatBuffer) -> None:
-    request, unit = summons.request, summons.unit
-    what = f"the write-back of the gradients of unit {unit.name!r}"
-    grads = [leaf.grad for leaf in summons.leaves[number]] if summons.here else [None] * len(flat.params)
-    if request.ranks is None:
-        for param, grad in zip(flat.params, grads, strict=True):
-            local = None
-            if grad is not None:
-                local = slice_full(grad.detach(), param._spec).to(flat.shard.device)
-            set_grad(param, None if local is None else local.clone())
-        return
-    source = request.ranks[0]
-    held = torch.tensor([0 if g is None else 1 for g in grads], dtype=torch.uint8)
-    held = send_bytes(unit.runtime, held, source, what)
-    if not held.any():
-        for param in flat.params:
-            set_grad(param, None)
-        return
-    full = None
-    if summons.here:
-        full = torch.zeros(flat.layout.numel, dtype=flat.dtype, device=request.device)
-        for i, grad in enumerate(grads):
-            if grad is not None:
-                flat.view(full, i).copy_(grad)
-    own = torch.empty(flat.layout.shard_numel, dtype=flat.dtype, device=flat.shard.device)
-    send_slices(flat, full, own, source, what)
-    for i, param in enumerate(flat.params):
-        start, stop = flat.layout.local_range(i, flat.collectives.rank)
-        set_grad(param, own[start:stop].clone() if held[i] else None)
-
-
-# -- leaving --------------------------------------------------------------------------------------------------------------
+# -- leaving ----------------------------------------------------------------------------------------------------------
 
 
 def _leave(runtime: Runtime, summons: Summons) -> None:
     unit = summons.unit
-    _open(unit).remove(summons)
+    open_on(unit).remove(summons)
     for hook in summons.hooks:
         hook.remove()
     if summons.here:
@@ -499,7 +329,7 @@ def _leave(runtime: Runtime, summons: Summons) -> None:
         for flat, leaves, buffer in zip(unit.flats, summons.leaves, summons.buffers, strict=True):
             for i, leaf in enumerate(leaves):
                 view = flat.view(buffer, i)
-                if not _is(leaf, view):
+                if not is_view(leaf, view):
                     leaf.data = view.data
         for flat, values in zip(unit.flats, summons.backup, strict=False):
             with torch.no_grad():
@@ -521,7 +351,7 @@ def _leave(runtime: Runtime, summons: Summons) -> None:
             runtime.idle[unit.index] = unit
 
 
-# -- engine.apply ---------------------------------------------------------------------------------------------------------
+# -- engine.apply -----------------------------------------------------------------------------------------------------
 
 
 def apply(model: nn.Module, runtime: Runtime, fn: Callable[[nn.Module], Any]) -> None:

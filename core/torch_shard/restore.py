@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from . import full_state
 from .errors import UnitStateError
 from .runtime import Runtime
 from .shard_tensor import ShardTensor
@@ -15,11 +17,14 @@ from .unit import _OWN_ATTRIBUTES, FlatBuffer, Unit
 from .whole import agree, gathered_values, local_grads, whole_slices
 
 
-def close_units(runtime: Runtime) -> None:
+def close_units(
+    runtime: Runtime, optimizers: Iterable[torch.optim.Optimizer] = (), model: nn.Module | None = None
+) -> None:
     """Turn every sharded parameter into a whole plain ``nn.Parameter``, the same object. Collective.
 
     Values, gradients (reduced, whole), ``requires_grad``, attributes and hooks are kept; hooks see the local gradient
     and are called once ``.grad`` is accumulated, as in plain torch. Needs memory for the whole model on every rank.
+    The state of `optimizers` becomes whole and plain too; that of any other optimizer stays cut and can't be used.
 
     Raises:
         UnitStateError: inside a forward or ``engine.gathered``, or where a parameter can't be swapped because of weak
@@ -32,6 +37,10 @@ def close_units(runtime: Runtime) -> None:
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     agree(runtime, "engine.close", None, error)
+    states = [(o, full_state.optim_state_dict(runtime, o, rank0_only=False, model=model)) for o in optimizers]
+    names = {id(p): name for unit in runtime.units for name, p in zip(unit.names, unit.params, strict=True)}
+    if model is not None:
+        names = {**{id(p): name for name, p in model.named_parameters()}, **names}
     runtime.sweep_stale()
     for unit in runtime.units:
         plain: list[tuple[ShardTensor, nn.Parameter]] = []
@@ -48,6 +57,8 @@ def close_units(runtime: Runtime) -> None:
         unit.places.clear()
         for module in dict.fromkeys(rnns):
             module._init_flat_weights()
+    for optimizer, state in states:
+        full_state.load_by_name(optimizer, names, state)
     runtime.units.clear()
     runtime.idle.clear()
 
@@ -63,12 +74,15 @@ def _check(unit: Unit) -> None:
     }
     for name, param in zip(unit.names, unit.params, strict=True):
         if any(id(r) not in rnn_refs for r in weakref.getweakrefs(param)):
-            raise UnitStateError(f"rank {rank}: {name} has weak references to it, which closing would break; drop them first.")
+            raise UnitStateError(
+                f"rank {rank}: {name} has weak references to it, which closing would break; drop them first."
+            )
         with torch._C.DisableTorchFunctionSubclass():
-            if param._use_count() > 1:
-                raise UnitStateError(
-                    f"rank {rank}: {name} is still held by an autograd graph; drop old losses and outputs (del loss) first."
-                )
+            uses = param._use_count()  # type: ignore[attr-defined]
+        if uses > 1:
+            raise UnitStateError(
+                f"rank {rank}: {name} is still held by an autograd graph; drop old losses and outputs (del loss) first."
+            )
 
 
 def _plain(unit: Unit, flat: FlatBuffer, index: int, grad: torch.Tensor | None) -> nn.Parameter:

@@ -29,15 +29,20 @@ from .agreement import Agreement
 from .buffers import BufferSync
 from .collectives import Collectives, Reduction
 from .config import ShardConfig
-from .errors import ShardError, UnitStateError
+from .errors import ShardError, ShardPicklingError, UnitStateError
 from .outputs import tensors_in
+from .registrations import Registrations
 from .shard_tensor import ShardTensor
 from .unit import FlatBuffer, State, Unit
 
 FORWARD, EVALUATION, BACKWARD = 0, 1, 2
 _PHASES = ("forward", "forward without gradients", "backward")
-# Reductions in flight: each holds two buffers of its unit's size.
+# Reductions in flight: each holds two buffers of its unit's size. Above this many, backward pauses for the oldest, but
+# not for long: a rank that leaves a parameter unused issues its reductions at the end of backward only, and until then
+# it may need a gather from this one.
 _IN_FLIGHT = 2
+_PAUSE = 0.2  # seconds
+_NO_PAUSE_FOR = 100  # backwards without a pause after one that was in vain
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside backward; no public accessor (torch 2.11 to 2.13)
 _sequence_number = torch.autograd._get_sequence_nr
@@ -79,8 +84,10 @@ class Runtime:
         self.syncing = True
         self.order: list[Unit] = []
         self.in_flight: list[tuple[Unit, FlatBuffer, Reduction]] = []
+        self.no_pause = 0
         self.double_backward = False  # a graph of gradients exists that reads gathered values
         self.creating = False  # the running backward makes one
+        self.registrations = Registrations()
 
     def add(self, unit: Unit) -> None:
         unit.runtime = self
@@ -101,7 +108,14 @@ class Runtime:
         other.ready()
         if self.buffers is not None:
             other.buffers = copy.deepcopy(self.buffers, memo)
+        other.registrations.ignored = self.registrations.ignored
         return other
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardPicklingError(
+            f"rank {self.collectives.world_rank}: a sharded model can't be pickled (torch.save(model)), since each rank holds "
+            'slices only. Save engine.state_dict(form="full") instead, called on all ranks.'
+        )
 
     # -- forward ------------------------------------------------------------------------------------------------
     def enter(self, unit: Unit) -> None:
@@ -109,6 +123,8 @@ class Runtime:
         if unit.is_summoned:
             self.frames.append((unit, Use(unit, 0), True))
             return
+        if self.registrations.changed:
+            self.check_registrations()
         in_backward = _graph_task() != -1
         start = _sequence_number()
         self.demand(unit, self._phase())
@@ -166,12 +182,20 @@ class Runtime:
     def begin(self, root: nn.Module) -> None:
         """Before the root module's forward."""
         self.roots += 1
+        if self.registrations.changed or self.registrations.root is None:
+            self.registrations.root = weakref.ref(root)
+            self.check_registrations()
         if self.depth == 0 and _graph_task() == -1:
             self.session = False
             self.sweep_stale()
             if self.buffers is not None and self.require_sync:
                 self._open_session()
                 self.buffers.synchronise(root)
+
+    def check_registrations(self) -> None:
+        """Raise if a parameter was added since sharding."""
+        leaves = [leaf for u in self.units for f in u.flats for leaf in f.leaves]
+        self.registrations.check(self, leaves)
 
     def finish(self) -> None:
         """After the root module's forward."""
@@ -312,6 +336,7 @@ class Runtime:
             unit.rounds = 0
             for flat in unit.flats:
                 flat.begin_backward()
+        self.no_pause = max(0, self.no_pause - 1)
         self.tasks = {task}
         self.creating = torch.is_grad_enabled()
         self.double_backward |= self.creating
@@ -354,7 +379,14 @@ class Runtime:
             reduction = flat.start_reduction(f"the gradient reduction of unit {unit.name!r}")
             if reduction is not None:
                 self.in_flight.append((unit, flat, reduction))
-        while self.in_flight and (len(self.in_flight) > _IN_FLIGHT or self.in_flight[0][2].done()):
+        while self.in_flight:
+            oldest = self.in_flight[0][2]
+            if not oldest.done():
+                if len(self.in_flight) <= _IN_FLIGHT or self.no_pause:
+                    break
+                if not oldest.pending.settle(_PAUSE):
+                    self.no_pause = _NO_PAUSE_FOR
+                    break
             self._collect_oldest()
 
     def _collect_oldest(self) -> None:
@@ -602,6 +634,8 @@ class FinishModel:
 
 def register(root: nn.Module, runtime: Runtime, units: Iterable[Unit]) -> None:
     """Hook the root and every trigger."""
+    runtime.registrations.root = weakref.ref(root)
+    runtime.registrations.changed = False
     for unit in units:
         for module in unit.triggers:
             module.register_forward_pre_hook(EnterUnit(unit), prepend=True)

@@ -16,11 +16,12 @@ from .config import ShardConfig
 from .errors import SetupError, ShardError, UnavailableError
 from .layout import FlatLayout, ParamMeta
 from .log import logger
+from .materialise import Materialiser, one_random_state
 from .plan import ParamInfo, Plan, UnitPlan
 from .planner import make_plan
 from .runtime import Runtime, register
 from .shard_tensor import ShardTensor
-from .unit import FlatBuffer, Unit, adopt, rebuild_flat_weights
+from .unit import FlatBuffer, Unit, adopt, gaps, rebuild_flat_weights
 
 _PARAMETER_TYPES = (nn.Parameter, torch.Tensor)
 
@@ -118,7 +119,7 @@ def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -
         raise SetupError(f"rank {rank}: parameter {cpu} is on cpu while others are on {device}; put them on one device.")
 
 
-def agree(c: Collectives, plan: Plan | None, error: Exception | None) -> None:
+def agree(c: Collectives, model: nn.Module, plan: Plan | None, error: Exception | None) -> None:
     """Collective. Every rank raises if one failed or if the models differ; the message names the first difference."""
     if c.world == 1:
         if error is not None:
@@ -138,7 +139,15 @@ def agree(c: Collectives, plan: Plan | None, error: Exception | None) -> None:
     differs = any(a + b != 255 for a, b in zip(answer[:8], answer[8:16], strict=True))
     if not failed and not differs:
         return
-    mine = (None if error is None else f"{type(error).__name__}: {error}", plan.lines() if plan is not None else [])
+    # In the model's own order first: what the plan makes of a difference may show at another place.
+    lines = [
+        f"parameter {name!r}: shape {tuple(p.shape)}, stride {p.stride()}, {p.dtype}, requires_grad {p.requires_grad}"
+        for name, p in model.named_parameters()
+    ]
+    mine = (
+        None if error is None else f"{type(error).__name__}: {error}",
+        lines + (plan.lines() if plan is not None else []),
+    )
     everyone: list[Any] = [None] * c.world
     dist.all_gather_object(everyone, mine, group=channel.group)
     if error is not None:
@@ -182,29 +191,38 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
         layouts = [_layouts(unit, c.size) for unit in plan.units]
     except Exception as problem:  # every rank must hear of it before it is raised
         error = problem
-    agree(c, plan, error)
+    agree(c, model, plan, error)
     assert plan is not None
     runtime = Runtime(config, c)
     modules = dict(model.named_modules(remove_duplicate=False))
     params = dict(model.named_parameters())
-    initialised: set[int] = set()
     rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
     for rnn in rnns:  # their weak references to the weights would make the swap impossible
         rnn._flat_weight_refs, rnn._flat_weights = [], []
-    for index, (unit_plan, groups) in enumerate(zip(plan.units, layouts, strict=True)):
-        unit = Unit(unit_plan.name, index, c)
-        runtime.add(unit)
-        owners = [modules[m] for p in unit_plan.params for m, _ in p.owners]
-        _materialise(owners, unit_plan.params, params, device, config, initialised)
-        for infos, layout in groups:
-            _flatten(unit, infos, layout, params, modules, config, c)
-        unit.triggers = [modules[name] for name in unit_plan.triggers]
-    for rnn in rnns:
-        rebuild_flat_weights(rnn)
-    _materialise_rest(model, device, config, initialised)
+    on_meta = _units_on_meta(plan, params, c)
+    materialiser = Materialiser(model, config, c)
+    error = None
+    try:
+        with one_random_state(c, config.sync_module_states and any(on_meta)):
+            for index, (unit_plan, groups) in enumerate(zip(plan.units, layouts, strict=True)):
+                unit = Unit(unit_plan.name, index, c)
+                runtime.add(unit)
+                for infos, layout in groups:
+                    _flatten(unit, infos, layout, params, modules, config, c, on_meta[index])
+                if on_meta[index]:
+                    materialiser.initialise(unit, [modules[m] for p in unit_plan.params for m, _ in p.owners])
+                unit.triggers = [modules[name] for name in unit_plan.triggers]
+            materialiser.rest(model)
+        for rnn in rnns:
+            rebuild_flat_weights(rnn)
+        materialiser.check()
+    except SetupError as problem:
+        error = problem
+    agree(c, model, plan, error)
     c.drop_spares()
     _buffers(model, config, runtime, c, device, set())
     runtime.ready()
+    runtime.registrations.ignored = frozenset(plan.ignored)
     register(model, runtime, runtime.units)
     logger.info("sharded %d parameters in %d units over %d ranks", len(plan.params), len(plan.units), c.size)
     return runtime, plan
@@ -220,81 +238,6 @@ def _layouts(unit: UnitPlan, size: int) -> list[tuple[list[ParamInfo], FlatLayou
     ]
 
 
-# -- meta ---------------------------------------------------------------------------------------------------------------
-
-
-def _materialise(
-    owners: list[nn.Module],
-    infos: Iterable[ParamInfo],
-    params: dict[str, nn.Parameter],
-    device: torch.device,
-    config: ShardConfig,
-    initialised: set[int],
-) -> None:
-    meta = [i for i in infos if params[i.name].device.type == "meta"]
-    if not meta:
-        return
-    for info in meta:
-        p = params[info.name]
-        real = nn.Parameter(
-            torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=device), requires_grad=p.requires_grad
-        )
-        real.__dict__.update(p.__dict__)
-        _mark(real)
-        torch.utils.swap_tensors(p, real)
-    for module in dict.fromkeys(owners):
-        _initialise(module, device, config, initialised)
-    for info in meta:
-        if _is_marked(params[info.name]):
-            module, attribute = info.owners[0]
-            raise SetupError(
-                f"parameter {info.name} was on the meta device and is still uninitialised: {type(owners[0]).__name__} at "
-                f"{module or 'the root'} has no reset_parameters() that fills {attribute!r}; pass ShardConfig(init_fn=...)."
-            )
-
-
-def _mark(tensor: torch.Tensor) -> None:
-    """Leave a value in the first element that no initialisation writes."""
-    if tensor.numel():
-        first = tensor.data[(0,) * tensor.dim()]
-        first.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else torch.iinfo(tensor.dtype).min)
-
-
-def _is_marked(tensor: torch.Tensor) -> bool:
-    if not tensor.numel():
-        return False
-    first = tensor.data[(0,) * tensor.dim()]
-    if tensor.is_floating_point() or tensor.is_complex():
-        return bool(first.isnan())
-    return bool(first == torch.iinfo(tensor.dtype).min)
-
-
-def _initialise(module: nn.Module, device: torch.device, config: ShardConfig, initialised: set[int]) -> None:
-    if id(module) in initialised or any(p.device.type == "meta" for p in module._parameters.values() if p is not None):
-        return
-    initialised.add(id(module))
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.device.type == "meta":
-            module._buffers[name] = torch.zeros_like(buffer, device=device)
-    with torch.no_grad():
-        if config.init_fn is not None:
-            config.init_fn(module)
-        elif hasattr(module, "reset_parameters"):
-            module.reset_parameters()  # type: ignore[operator]
-
-
-def _materialise_rest(model: nn.Module, device: torch.device, config: ShardConfig, initialised: set[int]) -> None:
-    """Modules that hold meta buffers but no parameters, and ignored parameters on meta."""
-    for name, module in model.named_modules():
-        if any(b is not None and b.device.type == "meta" for b in module._buffers.values()):
-            if config.init_fn is None and not hasattr(module, "reset_parameters"):
-                raise SetupError(f"module {name} holds buffers on the meta device and has no reset_parameters(); pass init_fn=.")
-            _initialise(module, device, config, initialised)
-        for attribute, p in module._parameters.items():
-            if p is not None and p.device.type == "meta":
-                raise SetupError(f"ignored parameter {name}.{attribute} is on the meta device; give it memory before shard().")
-
-
 # -- flattening ---------------------------------------------------------------------------------------------------------
 
 
@@ -306,27 +249,84 @@ def _flatten(
     modules: dict[str, nn.Module],
     config: ShardConfig,
     c: Collectives,
+    on_meta: bool,
 ) -> None:
     dtype = infos[0].dtype
-    full = c.take(layout.numel, dtype)
-    with torch.no_grad():
-        full.zero_()
-        for info, slot in zip(infos, layout.slots, strict=True):
-            torch.as_strided(full, slot.shape, slot.stride, slot.offset).copy_(params[info.name].data)
-        if config.sync_module_states:
-            broadcast_coalesced(c, [full], f"the broadcast of unit {unit.name!r}'s parameters from rank 0")
-        n = layout.shard_numel
-        shard = full.narrow(0, c.rank * n, n).clone() if c.size > 1 else full
+    if on_meta:
+        shard = torch.empty(layout.shard_numel, dtype=dtype, device=c.device)
+        for start, stop in _own_gaps(layout, c.rank):
+            shard[start:stop].zero_()
+    else:
+        shard = _filled(unit, infos, layout, params, config, c)
     flat = FlatBuffer(layout, dtype, shard, c, unit)
     unit.flats.append(flat)
-    if c.size > 1:
-        c.give(full)
     for index, info in enumerate(infos):
         original = params[info.name]
         _swap(original, flat, index, unit)
         for module, attribute in info.owners:
             unit.places.append((modules[module], attribute, flat, index))
     flat.mirror(force=True)
+
+
+def _own_gaps(layout: FlatLayout, rank: int) -> list[tuple[int, int]]:
+    first, last = layout.rank_range(rank)
+    cut = [(max(start, first) - first, min(stop, last) - first) for start, stop in gaps(layout)]
+    return [(start, stop) for start, stop in cut if stop > start]
+
+
+def _filled(
+    unit: Unit,
+    infos: list[ParamInfo],
+    layout: FlatLayout,
+    params: dict[str, nn.Parameter],
+    config: ShardConfig,
+    c: Collectives,
+) -> torch.Tensor:
+    """This rank's slice of the parameters' present values, or of rank 0's."""
+    dtype = infos[0].dtype
+    full = c.take(layout.numel, dtype)
+    with torch.no_grad():
+        for start, stop in gaps(layout):
+            full[start:stop].zero_()
+        for info, slot in zip(infos, layout.slots, strict=True):
+            torch.as_strided(full, slot.shape, slot.stride, slot.offset).copy_(params[info.name].data)
+        if config.sync_module_states:
+            broadcast_coalesced(c, [full], f"the broadcast of unit {unit.name!r}'s parameters from rank 0")
+        n = layout.shard_numel
+        if c.size == 1:
+            return full
+        shard = full.narrow(0, c.rank * n, n).clone()
+    c.give(full)
+    return shard
+
+
+def _units_on_meta(plan: Plan, params: dict[str, nn.Parameter], c: Collectives) -> list[bool]:
+    """Collective. Which units have all their parameters on meta, on every rank: those are initialised as shards.
+
+    A rank may build on meta what another has loaded; such a unit takes rank 0's values by broadcast, so rank 0 must
+    be the one that has them.
+    """
+    here = [[params[i.name].device.type == "meta" for i in unit.params] for unit in plan.units]
+    real = torch.tensor([0 if all(unit) else 1 for unit in here], dtype=torch.uint8, device=c.device)
+    if c.world > 1 and len(real):
+        channel = c.control_channel
+        assert channel is not None
+        channel.issued += 1
+        work = dist.all_reduce(real, op=dist.ReduceOp.MAX, group=channel.group, async_op=True)
+        Pending(c.watch, channel, channel.issued, "the set-up of a sharded model (shard)", work).wait()
+    somewhere = [bool(r) for r in real.tolist()]
+    for unit, is_real, mine in zip(plan.units, somewhere, here, strict=True):
+        if is_real and any(mine):
+            for info in unit.params:  # memory without values: filled by the broadcast
+                p = params[info.name]
+                if p.device.type == "meta":
+                    empty = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=c.device)
+                    if empty.is_floating_point():
+                        empty.fill_(float("nan"))  # never mistaken for values, should rank 0 be without them
+                    replacement = nn.Parameter(empty, requires_grad=p.requires_grad)
+                    replacement.__dict__.update(p.__dict__)
+                    torch.utils.swap_tensors(p, replacement)
+    return [not r for r in somewhere]
 
 
 def _swap(original: nn.Parameter, flat: FlatBuffer, index: int, unit: Unit) -> None:

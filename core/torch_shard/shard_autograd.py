@@ -8,24 +8,30 @@ import torch
 
 from .errors import NeedsGatherError
 from .shard_reduce import full_reduction
+from .shard_spec import gather_error, slice_full
 
 if TYPE_CHECKING:
     from .shard_tensor import ShardTensor
 
-__all__ = ["NORMS", "autograd_grad", "differentiable_sum", "function_needs_gather", "reduces_to_scalar"]
+__all__ = [
+    "NORMS",
+    "MeanSlice",
+    "Whole",
+    "autograd_grad",
+    "differentiable_sum",
+    "function_needs_gather",
+    "reduces_to_scalar",
+]
 
 NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm", "linalg_norm"})
 """Functions whose second argument is the order and whose third the dimensions."""
 
 
-def function_needs_gather(cls: type[ShardTensor], name: str, tensors: list[Any], why: str) -> NeedsGatherError:
+def function_needs_gather(
+    cls: type[ShardTensor], name: str, tensors: list[Any], why: str = "needs the whole parameter"
+) -> NeedsGatherError:
     """Make the error for a function that slices cannot answer."""
-    specs = [t._spec for t in tensors if type(t) is cls]
-    names = ", ".join(dict.fromkeys(spec.name for spec in specs))
-    return NeedsGatherError(
-        f"rank {specs[0].rank}: {name.removeprefix('__get__:')} on the sharded {names} {why}. "
-        "Use `with engine.gathered(parameter):` around it (with write=True to change the parameter)."
-    )
+    return gather_error([t._spec for t in tensors if type(t) is cls], name.removeprefix("__get__:"), why)
 
 
 def reduces_to_scalar(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
@@ -91,6 +97,37 @@ def differentiable_sum(cls: type[ShardTensor], func: Any, name: str, args: Any, 
     return result.reshape((1,) * len(spec.shape)) if keepdim else result
 
 
+class Whole(torch.autograd.Function):
+    """The whole tensor on every rank. Its gradients, one per rank, are averaged as DDP does. Collective both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Any) -> torch.Tensor:
+        ctx.cls, ctx.spec = type(t), t._spec
+        return t.full_tensor()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return MeanSlice.apply(grad, ctx.cls, ctx.spec)
+
+
+class MeanSlice(torch.autograd.Function):
+    """The slices of the mean over ranks of whole plain tensors; the counterpart of :class:`Whole`. Collective.
+
+    Derivatives of what each rank computes for itself are averaged in the end, those of ShardTensors are not: hence
+    neither derivative divides by the number of ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, full: torch.Tensor, cls: Any, spec: Any) -> Any:
+        total = full.detach().clone(memory_format=torch.contiguous_format)
+        spec.comm.all_reduce(total, "sum", f"the gradient of {spec.name}")
+        return cls._wrap(slice_full(total.div_(spec.comm.size), spec).clone(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        return Whole.apply(grad), None, None
+
+
 def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
     """``torch.autograd.grad``: with respect to parameters, the reduced gradients as ShardTensors. Collective."""
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
@@ -100,27 +137,21 @@ def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> 
         unit = t._unit_ref() if type(t) is cls and t._unit_ref is not None else None
         if unit is not None:
             units[i] = unit
-    for unit in units.values():
-        translate = getattr(unit, "translate_autograd", None)
-        if translate is not None:
-            return translate(func, args, kwargs)
-        break
     if not units:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     outputs = args[0] if args else kwargs["outputs"]
     names = ("grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
     options = {**dict(zip(names, args[2:], strict=False)), **{k: v for k, v in kwargs.items() if k in names}}
-    if options.get("create_graph"):
-        raise function_needs_gather(
-            cls, "torch.autograd.grad(create_graph=True)", [inputs[i] for i in units], "cannot be differentiated again"
-        )
+    # Compute used the leaves, local arithmetic used the ShardTensors: each parameter has two derivatives.
     allow_unused = bool(options.pop("allow_unused", False))
     leaves = [unit.leaf_of(inputs[i]) for i, unit in units.items()]
-    grads = list(func(outputs, (*inputs, *leaves), allow_unused=True, **options))
+    with torch._C.DisableTorchFunctionSubclass():
+        grads = list(func(outputs, (*inputs, *leaves), allow_unused=True, **options))
     own, of_leaves = grads[: len(inputs)], grads[len(inputs) :]
-    for i, grad in zip(units, of_leaves, strict=True):
-        own[i] = _reduced(cls, inputs[i], own[i], grad)
+    with torch.set_grad_enabled(bool(options.get("create_graph"))):
+        for i, grad in zip(units, of_leaves, strict=True):
+            own[i] = _reduced(cls, inputs[i], own[i], grad)
     if not allow_unused and any(grad is None for grad in own):
         raise RuntimeError(
             "One of the differentiated Tensors appears to not have been used in the graph. "
@@ -131,12 +162,10 @@ def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> 
 
 def _reduced(cls: type[ShardTensor], param: Any, from_slices: Any, from_leaf: Any) -> Any:
     spec = param._spec
-    what = f"torch.autograd.grad for {spec.name}"
     used = torch.tensor(float(from_leaf is not None), device=param._local.device)
-    if not spec.comm.all_reduce(used, "max", what):
+    if not spec.comm.all_reduce(used, "max", f"torch.autograd.grad for {spec.name}"):
         return from_slices
-    with torch.no_grad():
-        whole = torch.zeros(spec.shape, dtype=param.dtype, device=param.device) if from_leaf is None else from_leaf
-        whole = whole.detach().clone(memory_format=torch.contiguous_format)
-        grad = cls.from_full(spec.comm.all_reduce(whole, "sum", what) / spec.comm.size, spec)
-        return grad if from_slices is None else grad + from_slices
+    if from_leaf is None:  # used on another rank only
+        from_leaf = torch.zeros(spec.shape, dtype=param.dtype, device=param.device)
+    grad: Any = MeanSlice.apply(from_leaf, cls, spec)
+    return grad if from_slices is None else grad + from_slices

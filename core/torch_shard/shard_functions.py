@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import NeedsGatherError
-from .shard_autograd import NORMS, autograd_grad, differentiable_sum, function_needs_gather, reduces_to_scalar
+from .shard_autograd import NORMS, Whole, autograd_grad, differentiable_sum, function_needs_gather, reduces_to_scalar
 from .shard_ops import ELEMENTWISE, FOREACH, FUSED, RANDOM
 from .shard_spec import same_cut, slice_full
 
@@ -56,7 +56,7 @@ GETTERS = frozenset(
 
 # Never substituted, also where compute runs on the gathered parameter: an alias must keep the right to be gathered
 # itself (`F.linear(x, w.detach())`), and flags belong to the user's object.
-_OWN = _names("detach detach_ requires_grad_ retain_grad is_pinned __repr__ __reduce_ex__")
+_OWN = _names("detach detach_ requires_grad_ retain_grad backward is_pinned __repr__ __reduce_ex__")
 
 _CONVERSIONS = _names(
     "to type type_as half float double bfloat16 int long short bool byte char cfloat cdouble cpu cuda xpu contiguous "
@@ -132,7 +132,10 @@ def _run(
 ) -> Any:
     """Run on the slices."""
     if name in _DENIED or name.removeprefix("__get__:") in _DENIED:
-        raise function_needs_gather(cls, name, tensors, "needs the whole parameter")
+        raise function_needs_gather(cls, name, tensors)
+    derived = torch.is_grad_enabled() and any(type(t) is cls and _is_derived(t) for t in tensors)
+    if derived and not is_local(cls, name, args, kwargs, tensors):
+        return _on_wholes(cls, func, args, kwargs, tensors)
     with _NoTorchFunction():
         if torch.is_grad_enabled() and len(tensors) > 1:
             for t in tensors:
@@ -142,7 +145,26 @@ def _run(
                     )
         if (name == "sum" or name == "mean") and tensors and tensors[0].requires_grad and torch.is_grad_enabled():
             return differentiable_sum(cls, func, name, args, kwargs, tensors)
+        if name == "__setitem__" and _is_masked_fill(cls, args):
+            target, mask, value = args
+            return target.masked_fill_(mask, value.to(target.dtype) if isinstance(value, torch.Tensor) else value)
         return func(*args, **kwargs)
+
+
+def _is_derived(t: Any) -> bool:
+    """Computed from parameters, with a gradient: ``p * mask``, or a meta-learner's ``p - lr * grad``."""
+    with _NoTorchFunction():
+        return t.grad_fn is not None
+
+
+def _on_wholes(
+    cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
+) -> Any:
+    """Run on the gathered forms of what was computed from parameters, as for the parameters themselves. Collective."""
+    with _NoTorchFunction():
+        wholes = {id(t): Whole.apply(t) for t in tensors if type(t) is cls and t.grad_fn is not None}
+    args = tuple(_substitute(value, wholes) for value in args)
+    return func(*args, **{key: _substitute(value, wholes) for key, value in kwargs.items()})
 
 
 # -- local arithmetic or not --------------------------------------------------------------------------------------
@@ -167,14 +189,20 @@ def is_local(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors:
     if name in _ARITHMETIC or name in RANDOM or (name.endswith("_") and name[:-1] in RANDOM):
         return _fits(cls, name, args, kwargs, tensors)
     if name == "__setitem__":
-        return (
-            type(args[0]) is cls
-            and isinstance(args[1], torch.Tensor)
-            and args[1].dtype == torch.bool
-            and args[1].shape == args[0].shape
-            and (not isinstance(args[2], torch.Tensor) or args[2].dim() == 0)
-        )
+        return _is_masked_fill(cls, args)
     return False
+
+
+def _is_masked_fill(cls: type[ShardTensor], args: Any) -> bool:
+    """``t[mask] = value`` with a mask of the whole shape and one value."""
+    target, mask, value = args
+    return (
+        type(target) is cls
+        and isinstance(mask, torch.Tensor)
+        and mask.dtype == torch.bool
+        and mask.shape == target._spec.shape
+        and (not isinstance(value, torch.Tensor) or (value.dim() == 0 and type(value) is not cls))
+    )
 
 
 def _fits(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
@@ -291,7 +319,7 @@ def _set_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> None
     param, value = args
     if type(param) is not cls:
         if type(value) is cls:
-            raise function_needs_gather(cls, ".grad of a plain tensor, assigned", [value], "needs the whole parameter")
+            raise function_needs_gather(cls, ".grad of a plain tensor, assigned", [value])
         func(param, value)
         return
     leaf = _summoned_leaf(param)
@@ -318,7 +346,7 @@ def _get_data(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
 def _set_data(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> None:
     target, value = args
     if type(target) is not cls:
-        raise function_needs_gather(cls, ".data of a plain tensor, assigned", [value], "needs the whole parameter")
+        raise function_needs_gather(cls, ".data of a plain tensor, assigned", [value])
     leaf = _summoned_leaf(target)
     if leaf is not None and isinstance(value, torch.Tensor) and type(value) is not cls:
         if value.shape == leaf.shape and value.dtype == leaf.dtype and value.device == leaf.device:
@@ -385,9 +413,27 @@ def _register_hook(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) ->
     with _NoTorchFunction():
         if unit is None or not param.requires_grad:
             return func(param, hook)
-    if func is _T.register_hook:
-        return unit.register_grad_hook(param, hook)
-    return unit.register_post_accumulate_hook(param, hook)
+        if func is not _T.register_hook:
+            return unit.register_post_accumulate_hook(param, hook)
+        # Compute gives its gradient to the leaf, local arithmetic (an L2 term in the loss) to the ShardTensor.
+        return _Handles([unit.register_grad_hook(param, hook), func(param, hook)])
+
+
+class _Handles:
+    """Several removable handles as one."""
+
+    def __init__(self, handles: list[Any]) -> None:
+        self.handles = handles
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def __enter__(self) -> _Handles:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.remove()
 
 
 _SPECIAL: dict[Any, Callable[[Any, Any, Any, Any], Any]] = {

@@ -14,7 +14,7 @@ import torch
 
 from .errors import NeedsGatherError
 from .shard_reduce import REDUCTIONS, foreach_norm, unscale_and_check
-from .shard_spec import ShardSpec, broadcast_slice, same_cut, slice_full
+from .shard_spec import ShardSpec, broadcast_slice, gather_error, same_cut, slice_full
 
 if TYPE_CHECKING:
     from .shard_tensor import ShardTensor
@@ -83,16 +83,12 @@ def dispatch(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: d
     raise needs_gather(cls, func, args, kwargs)
 
 
-def needs_gather(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any, why: str = "") -> NeedsGatherError:
+def needs_gather(
+    cls: type[ShardTensor], func: Any, args: Any, kwargs: Any, why: str = "needs the whole parameter"
+) -> NeedsGatherError:
     """Make the error for an operator that local slices cannot answer."""
     specs = [t._spec for t in _tensors((args, kwargs)) if type(t) is cls]
-    names = ", ".join(dict.fromkeys(spec.name for spec in specs)) or "a parameter"
-    why = why or "needs the whole parameter"
-    rank = specs[0].rank if specs else "?"
-    return NeedsGatherError(
-        f"rank {rank}: {func} on the sharded {names} {why}. Use `with engine.gathered(parameter):` around it "
-        "(with write=True to change the parameter)."
-    )
+    return gather_error(specs, str(func), why)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -159,6 +155,10 @@ def _alias(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
     source = args[0]
     if func._opname == "detach_":
         return source
+    if torch.is_inference_mode_enabled() and not source.is_inference():
+        # An alias of an ordinary tensor is one too: it shares the version counter, which inference tensors lack.
+        with torch.inference_mode(False):
+            return cls._wrap(source._local, source._spec, source._unit_ref)
     return cls._wrap(source._local, source._spec, source._unit_ref)
 
 
@@ -209,28 +209,6 @@ def _random_like(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> A
     full = torch.empty_strided(spec.shape, spec.stride, dtype=local.dtype, device=local.device)
     drawn = func(full, *args[1:], **kwargs)
     return cls._wrap(slice_full(drawn, spec).clone(), spec)
-
-
-def _index_put(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
-    # `t[mask] = value` with a mask of the whole shape is a masked fill; other indices are not local.
-    target, indices, value = args[0], args[1], args[2]
-    in_place = func._opname == "index_put_"
-    mask = indices[0] if len(indices) == 1 else None
-    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-    if (
-        type(target) is not cls
-        or not isinstance(mask, torch.Tensor)
-        or mask.dtype != torch.bool
-        or mask.shape != target._spec.shape
-        or value.dim() != 0
-        or type(value) is cls
-        or accumulate
-    ):
-        raise needs_gather(cls, func, args, kwargs)
-    fill = torch.ops.aten.masked_fill_.Tensor if in_place else torch.ops.aten.masked_fill.Tensor
-    value = value.to(target._local.dtype)
-    name = "masked_fill_" if in_place else "masked_fill"
-    return _elementwise(cls, fill, name, "masked_fill", (target, mask, value), {})
 
 
 def _pinned(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
@@ -312,7 +290,6 @@ _HANDLERS: dict[str, _Handler] = {
     **dict.fromkeys(FUSED, _fused),
     **REDUCTIONS,
     "detach": _alias,
-    "index_put": _index_put,
     "is_pinned": _pinned,
     "_pin_memory": _pinned,
     "_foreach_norm": foreach_norm,

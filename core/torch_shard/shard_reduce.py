@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import NeedsGatherError
-from .shard_spec import ScalarComm, ShardSpec, same_cut, slice_full
+from .shard_spec import ScalarComm, ShardSpec, gather_error, same_cut, slice_full
 
 if TYPE_CHECKING:
     from .shard_tensor import ShardTensor
@@ -85,11 +84,7 @@ def _one(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> tuple[Sha
     named = _arguments(func, args, kwargs)
     source = args[0] if args else None
     if type(source) is not cls or named.get("out") is not None or not full_reduction(source._spec, named.get("dim")):
-        name = source._spec.name if type(source) is cls else "operand"
-        raise NeedsGatherError(
-            f"{func} of the sharded {name} over some of its dimensions needs the whole parameter. "
-            "Use `with engine.gathered(parameter):` around it."
-        )
+        raise gather_error([source._spec] if type(source) is cls else [], str(func))
     return source._spec, source._local, named
 
 
@@ -133,10 +128,7 @@ def _variance(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
 def _extreme(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
     spec, local, named = _one(cls, func, args, kwargs)
     if "dim" in named and func._opname in ("max", "min"):  # would also return indices
-        raise NeedsGatherError(
-            f"{func} of the sharded {spec.name} along a dimension needs the whole parameter. "
-            "Use `with engine.gathered(parameter):` around it."
-        )
+        raise gather_error([spec], str(func))
     if spec.numel == 0:
         return _empty(func, spec, local, args, kwargs)
     result = extreme(local, func._opname in ("max", "amax"), spec.comm, _what(func, spec))
@@ -175,10 +167,7 @@ def _equal(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> bool:
         return False
     spec = (first if type(first) is cls else second)._spec
     if type(first) is cls and type(second) is cls and not same_cut(first._spec, second._spec):
-        raise NeedsGatherError(
-            f"{func} of the sharded {first._spec.name} and {second._spec.name}: they are cut differently. "
-            "Use `with engine.gathered(parameter):` around it."
-        )
+        raise gather_error([first._spec, second._spec], str(func), "needs both cut alike, and they are not")
     locals_ = [t._local if type(t) is cls else slice_full(t, spec) for t in (first, second)]
     same = torch.tensor(func(*locals_, *args[2:], **kwargs), device=spec_device(first, second, cls))
     return bool(_flag(same, True, spec.comm, _what(func, spec))) if spec.numel else True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -10,7 +11,7 @@ import torch
 from .errors import NeedsGatherError
 from .layout import FlatLayout
 
-__all__ = ["ScalarComm", "ShardSpec", "broadcast_slice", "same_cut", "slice_full"]
+__all__ = ["ScalarComm", "ShardSpec", "broadcast_slice", "gather_error", "same_cut", "slice_full"]
 
 
 class ScalarComm(Protocol):
@@ -77,6 +78,16 @@ class ShardSpec:
             object.__setattr__(self, key, value)
 
 
+def gather_error(specs: Sequence[ShardSpec], what: str, why: str = "needs the whole parameter") -> NeedsGatherError:
+    """Make the error for an operation `what` on the parameters of `specs` that slices cannot answer."""
+    names = ", ".join(dict.fromkeys(spec.name for spec in specs)) or "tensor"
+    rank = specs[0].rank if specs else "?"
+    return NeedsGatherError(
+        f"rank {rank}: {what} on the sharded {names} {why}. Use `with engine.gathered(parameter):` around it "
+        "(with write=True to change the parameter)."
+    )
+
+
 def same_cut(a: ShardSpec, b: ShardSpec) -> bool:
     """Return whether elements at one position of two local slices belong together, on all ranks."""
     return a is b or (a.cut == b.cut and (a.comm is b.comm or a.comm == b.comm))
@@ -130,10 +141,11 @@ def broadcast_slice(operand: torch.Tensor, spec: ShardSpec, what: str) -> torch.
     if operand.shape != spec.shape:
         result = torch.broadcast_shapes(spec.shape, operand.shape)
         if result != spec.shape:
-            raise NeedsGatherError(
-                f"rank {spec.rank}: {what} of the sharded {spec.name} of shape {tuple(spec.shape)} with a tensor of "
-                f"shape {tuple(operand.shape)} gives {tuple(result)}, which needs the whole parameter. Use "
-                f"`with engine.gathered(parameter):` around it."
+            raise gather_error(
+                [spec],
+                what,
+                f"of shape {tuple(spec.shape)} with a tensor of shape {tuple(operand.shape)} gives {tuple(result)}, "
+                "which needs the whole parameter",
             )
         operand = operand.expand(spec.shape)
     return slice_full(operand, spec)

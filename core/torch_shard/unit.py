@@ -57,7 +57,11 @@ class FlatBuffer:
         self.params: list[ShardTensor] = []
         for index in range(len(layout.slots)):
             self.params.append(self._parameter(index))
+        if self.sharded:  # views need memory to be views of; it is not touched
+            self.full.untyped_storage().resize_(self.nbytes)
         self.leaves: list[nn.Parameter] = [self._leaf(i) for i in range(len(layout.slots))]
+        if self.sharded:
+            self.full.untyped_storage().resize_(0)
         n = len(layout.slots)
         self.edges: list[Any] = [None] * n  # keeps each leaf's AccumulateGrad alive: constant use counts
         self.baseline: list[tuple[int, int]] = [(0, 0)] * n
@@ -68,7 +72,7 @@ class FlatBuffer:
         self.arrived = [False] * n  # gradients seen in the running backward
         # Under no_sync(): what `.grad` showed for each held gradient, and its version.
         self.shown: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * n
-        self.gaps = _gaps(layout)
+        self.gaps = gaps(layout)
         self.fresh_versions: tuple[int, ...] = ()
         self.results: list[torch.Tensor] = []  # reduced slices waiting to be published as .grad
         self.mirror(force=True)
@@ -86,12 +90,7 @@ class FlatBuffer:
 
     def _leaf(self, index: int) -> nn.Parameter:
         # `.data` gives the leaf a version counter of its own: refilling `full` must not look like an in-place edit.
-        if self.sharded:
-            self.full.untyped_storage().resize_(self.nbytes if index == 0 else self.full.untyped_storage().nbytes())
-        leaf = nn.Parameter(self.view(self.full, index).data, requires_grad=False)
-        if self.sharded and index == len(self.layout.slots) - 1:
-            self.full.untyped_storage().resize_(0)
-        return leaf
+        return nn.Parameter(self.view(self.full, index).data, requires_grad=False)
 
     def own_slot(self, flat: torch.Tensor) -> torch.Tensor:
         n = self.layout.shard_numel
@@ -110,6 +109,15 @@ class FlatBuffer:
                     self._arm(i)
         if changed:
             self._measure()
+
+    def renew(self) -> None:
+        """Leave the gathered buffer to whoever holds it, and point the leaves at a new, empty one."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.full.device)
+            for i, leaf in enumerate(self.leaves):
+                leaf.data = self.view(self.full, i)
+            self.full.untyped_storage().resize_(0)
+        self._measure()
 
     def _arm(self, i: int) -> None:
         leaf, unit = self.leaves[i], self.unit()
@@ -265,15 +273,16 @@ class FlatBuffer:
         self.arrived = [False] * len(self.arrived)
 
 
-def _gaps(layout: FlatLayout) -> list[tuple[int, int]]:
-    gaps, end = [], 0
+def gaps(layout: FlatLayout) -> list[tuple[int, int]]:
+    """The padding: ranges of the flat buffer that belong to no parameter."""
+    found, end = [], 0
     for slot in layout.slots:
         if slot.offset > end:
-            gaps.append((end, slot.offset))
+            found.append((end, slot.offset))
         end = slot.offset + slot.numel
     if end < layout.numel:
-        gaps.append((end, layout.numel))
-    return gaps
+        found.append((end, layout.numel))
+    return found
 
 
 class _GradHook:
@@ -372,6 +381,13 @@ class Unit:
         try:
             for pending in self.pending:
                 pending.wait()
+        except BaseException:
+            # The backend may still write into the buffers once the partner comes: it keeps them, the unit gets new ones.
+            for flat in self.flats:
+                self.collectives.parked.append(flat.full)
+                flat.renew()
+            self.state = State.SHARDED
+            raise
         finally:
             self.pending = []
         self.state = State.FULL
@@ -385,7 +401,11 @@ class Unit:
             # Hazard: the next allocation may reuse this memory on the gather stream while compute still reads it;
             # `gathering()` has made that stream wait for the compute issued so far.
             for flat in self.flats:
-                flat.full.untyped_storage().resize_(0)
+                storage = flat.full.untyped_storage()
+                if storage.resizable():
+                    storage.resize_(0)
+                else:  # the user took a NumPy array of it, which keeps the memory
+                    flat.renew()
         self.state = State.SHARDED
 
     # -- leaves in the modules ----------------------------------------------------------------------------------

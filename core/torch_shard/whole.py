@@ -20,7 +20,7 @@ from .runtime import Runtime
 from .shard_tensor import ShardTensor
 from .unit import FlatBuffer, State, Unit
 
-# -- together or not at all -----------------------------------------------------------------------------------------------
+# -- together or not at all -------------------------------------------------------------------------------------------
 
 
 def agree(runtime: Runtime, what: str, key: object = None, error: Exception | None = None) -> None:
@@ -66,16 +66,18 @@ def _shortened(text: str) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
-# -- slices to whole ------------------------------------------------------------------------------------------------------
+# -- slices to whole --------------------------------------------------------------------------------------------------
 
 
 def whole_flat(flat: FlatBuffer, what: str) -> torch.Tensor:
-    """The values of a flat buffer on all ranks, in new memory (with one rank to a shard, the shard itself). Collective."""
-    return flat.shard if not flat.sharded else _gathered(flat, flat.shard.dtype, what, lambda own: own.copy_(flat.shard))
+    """The values of a flat buffer, in new memory (with one rank to a shard, the shard itself). Collective."""
+    if not flat.sharded:
+        return flat.shard
+    return _gathered(flat, flat.shard.dtype, what, lambda own: own.copy_(flat.shard))
 
 
 def whole_slices(flat: FlatBuffer, slices: Sequence[torch.Tensor | None], what: str) -> list[torch.Tensor | None]:
-    """Whole tensors from slices cut like the parameters of `flat`: gradients, or one kind of optimizer state. Collective.
+    """Whole tensors from slices cut like the parameters of `flat`: gradients, one kind of optimizer state. Collective.
 
     Args:
         flat: gives shapes, strides and cut.
@@ -104,13 +106,18 @@ def whole_slices(flat: FlatBuffer, slices: Sequence[torch.Tensor | None], what: 
 
 def _gathered(flat: FlatBuffer, dtype: torch.dtype, what: str, fill: Callable[[torch.Tensor], Any]) -> torch.Tensor:
     c = flat.collectives
+    moves = flat.sharded and flat.layout.numel > 0
     with torch.inference_mode(False), torch.no_grad():
-        with c.gathering():
+        with c.gathering() if moves else contextlib.nullcontext():
             full = torch.empty(flat.layout.numel, dtype=dtype, device=c.device)
             fill(flat.own_slot(full))
-            pending = c.all_gather(full, what) if flat.sharded and full.numel() else None
+            pending = c.all_gather(full, what) if moves else None
         if pending is not None:
-            pending.wait()
+            try:
+                pending.wait()
+            except BaseException:
+                c.parked.append(full)  # the backend may still write into it
+                raise
     return full
 
 
@@ -142,7 +149,7 @@ def refill(runtime: Runtime, unit: Unit) -> bool:
     return keep
 
 
-# -- whole to slices ------------------------------------------------------------------------------------------------------
+# -- whole to slices --------------------------------------------------------------------------------------------------
 
 
 def send_slices(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tensor, source: int, what: str) -> None:
@@ -207,8 +214,8 @@ def reduced_grad_of(param: torch.Tensor) -> Any:
     if getattr(grad, "_unreduced", False):
         spec = param._spec  # type: ignore[attr-defined]
         raise ShardError(
-            f"rank {spec.rank}: the gradient of {spec.name} is still this rank's own, because the last backward ran under "
-            "engine.no_sync(). Clip, gather or close after the backward that reduces."
+            f"rank {spec.rank}: the gradient of {spec.name} is still this rank's own, because the last backward ran "
+            "under engine.no_sync(). Clip, gather or close after the backward that reduces."
         )
     return grad
 

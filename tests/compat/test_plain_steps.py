@@ -256,8 +256,37 @@ def test_parameters_unused_on_some_ranks_train_like_plain(rank, world_size):
     pair.check()
 
 
-class Equal(nn.Module):
-    """Units of one size each; the second is gathered on all ranks but used on some only."""
+class Tall(nn.Module):
+    """A partly used unit at the end, so that every reduction before it waits for it on the ranks that don't use it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Linear(6, 6) for _ in range(7)])
+        self.tail = Tail()
+
+    def forward(self, x, all_used):
+        return self.tail(self.blocks(x), all_used)
+
+
+class Tail(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.often, self.seldom = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6))
+
+    def forward(self, h, all_used):
+        return h * self.often * self.seldom if all_used else h * self.often
+
+
+@ranks(2, 3)
+def test_a_parameter_unused_on_one_rank_with_many_units_of_one_size_trains_like_plain(rank, world_size):
+    pair = Pair(Tall, rank, world_size, unit_bytes=100)
+    for step in range(4):
+        pair.step(plain_backward, batch(rank, step, 4, 6), rank == step % world_size)
+    pair.check()
+
+
+class Side(nn.Module):
+    """A branch that runs everywhere but adds to the loss on some ranks only."""
 
     def __init__(self):
         super().__init__()
@@ -269,9 +298,9 @@ class Equal(nn.Module):
         return self.c(h + side if use else h)
 
 
-@ranks(2, 3)
-def test_a_unit_unused_in_backward_on_one_rank_with_units_of_one_size_trains_like_plain(rank, world_size):
-    pair = Pair(Equal, rank, world_size, unit_bytes=100)
+@ranks(2)
+def test_a_unit_whose_backward_runs_on_one_rank_only_trains_like_plain(rank, world_size):
+    pair = Pair(Side, rank, world_size, unit_bytes=100)
     for step in range(4):
         pair.step(plain_backward, batch(rank, step, 4, 6), rank == 0 or step % 2 == 0)
     pair.check()

@@ -105,6 +105,7 @@ def trainer(namespace: str, world_size: int, strategy: Any = "shard", **options:
         "enable_checkpointing": False,
         "num_sanity_val_steps": 0,
         "use_distributed_sampler": False,  # the loaders here are this rank's already
+        "use_distributed_sampler": False,  # the loaders here are this rank's already
     }
     return NAMESPACES[namespace].Trainer(**(settings | options))
 

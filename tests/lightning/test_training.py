@@ -88,7 +88,7 @@ def test_clipping_in_configure_gradient_clipping_sees_the_global_norm(world_size
     module, _ = compare("lightning", world_size, Clips)
     reference = Clips()
     single("lightning").fit(reference, loader(1))
-    torch.testing.assert_close(module.seen, reference.seen)
+    assert module.seen == pytest.approx(reference.seen, rel=1e-5)
 
 
 def gan_class(namespace: str) -> Any:
@@ -185,7 +185,7 @@ def test_in_fit_the_parameters_are_sharded_and_the_engine_is_reachable(world_siz
     expected = reference()
     expected.on_train_start = lambda: None
     single("lightning").fit(expected, loader(1))
-    torch.testing.assert_close(module.seen, expected.seen)
+    assert module.seen == pytest.approx(expected.seen, rel=1e-5)
 
 
 @ranks(2)
@@ -311,6 +311,15 @@ def test_finetuning_unfreezes_and_adds_a_group_during_training(world_size):
     single("lightning", max_epochs=2, callbacks=[Unfreeze()]).fit(expected, loader(1))
     trainer("lightning", world_size, max_epochs=2, callbacks=[Unfreeze()]).fit(module, loader(world_size))
     assert_same_state(module.state_dict(), expected.state_dict())
+
+
+@ranks(2)
+def test_the_trainer_deals_samples_out_to_the_ranks(rank, world_size):
+    t = trainer("lightning", world_size, use_distributed_sampler=True)
+    module = net_class("lightning")()
+    predicted = torch.cat(t.predict(module, loader(1)))
+    torch.testing.assert_close(predicted, torch.cat(single("lightning").predict(module, loader(1)))[rank::world_size])
+    assert t.strategy.distributed_sampler_kwargs == {"num_replicas": world_size, "rank": rank}
 
 
 @ranks(2)

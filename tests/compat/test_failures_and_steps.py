@@ -1,0 +1,228 @@
+"""Exceptions in the middle of a step, and optimizers that do more than one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import torch_shard
+from tests.compat.harness import MLP, Pair, average_grads, batch, loss_of, plain_backward, same, same_params
+from tests.ranks import ranks
+
+
+class Oops(Exception):
+    pass
+
+
+def fails_in_backward(model, x, where):
+    def fail(_):
+        raise Oops
+
+    loss = loss_of(model(x))
+    handle = None
+    if where == "loss":
+        loss.register_hook(fail)
+    else:
+        handle = dict(model.named_parameters())[where].register_hook(fail)
+    with pytest.raises(Oops):
+        loss.backward()
+    if handle is not None:
+        handle.remove()
+
+
+@pytest.mark.parametrize("where", ["loss", "head.weight", "blocks.1.up.weight", "inp.weight"])
+@ranks(2)
+def test_an_exception_in_backward_and_then_a_step(rank, world_size, where):
+    pair = Pair(MLP, rank, world_size)
+    for step in range(3):
+        pair.each(fails_in_backward, batch(rank, 10 + step), where)
+        pair.each(lambda model: model.zero_grad())
+        pair.step(plain_backward, batch(rank, step))
+    pair.check()
+
+
+@pytest.mark.parametrize("forward_hook", [False, True])
+@ranks(2)
+def test_an_exception_in_forward_and_then_a_step(rank, world_size, forward_hook):
+    pair = Pair(MLP, rank, world_size)
+
+    def fails(model, x):
+        def fail(*_):
+            raise Oops
+
+        block = model.blocks[1]
+        handle = (block.up.register_forward_hook if forward_hook else block.norm.register_forward_pre_hook)(fail)
+        with pytest.raises(Oops):
+            model(x)
+        handle.remove()
+
+    for step in range(3):
+        pair.each(fails, batch(rank, 10 + step))
+        pair.step(plain_backward, batch(rank, step))
+    pair.check()
+
+
+class SAM(torch.optim.SGD):
+    """Sharpness-aware minimisation as it is usually written: two closures, and state by parameter."""
+
+    def step(self, closure):
+        closure = torch.enable_grad()(closure)
+        closure()
+        with torch.no_grad():
+            norm = torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"]]).norm()
+            for group in self.param_groups:
+                for p in group["params"]:
+                    climb = p.grad * (0.05 / (norm + 1e-12))
+                    p.add_(climb)
+                    self.state[p]["climb"] = climb
+        self.zero_grad()
+        loss = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(self.state[p]["climb"])
+        super().step()
+        return loss
+
+
+@ranks(2, 3)
+def test_sam_with_its_two_closures(rank, world_size):
+    pair = Pair(MLP, rank, world_size, optimizer=lambda m: SAM(m.parameters(), lr=0.1, momentum=0.9))
+
+    for step in range(3):
+        x = batch(rank, step)
+
+        def ours(x=x):
+            pair.model.zero_grad()
+            return plain_backward(pair.model, x)
+
+        def theirs(x=x):
+            pair.plain.zero_grad()
+            loss = plain_backward(pair.plain, x)
+            average_grads(pair.plain)
+            return loss
+
+        same(pair.optimizer.step(ours), pair.plain_optimizer.step(theirs), "loss")
+    pair.check()
+
+
+class Decayed(torch.optim.Adam):
+    """A subclass that works on the parameters itself and then leaves the rest to its base."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.mul_(0.99)
+                    p.grad.clamp_(-0.1, 0.1)
+        return super().step(closure)
+
+
+@ranks(2)
+def test_an_optimizer_subclass_that_calls_super_step(rank, world_size):
+    pair = Pair(MLP, rank, world_size, optimizer=lambda m: Decayed(m.parameters(), lr=0.01))
+    for step in range(4):
+        pair.step(plain_backward, batch(rank, step))
+    pair.check()
+
+
+class Interrupted(torch.optim.SGD):
+    fails = False
+
+    def step(self, closure=None):
+        if self.fails:
+            raise Oops
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("how", ["closure", "pre-hook", "own step", "inside"])
+@ranks(2)
+def test_an_exception_inside_the_optimizers_step(rank, world_size, how):
+    pair = Pair(MLP, rank, world_size, optimizer=lambda m: Interrupted(m.parameters(), lr=0.1, momentum=0.9))
+
+    def fail(*_):
+        raise Oops
+
+    for step in range(3):
+        pair.backward(plain_backward, batch(rank, step))
+        for optimizer in (pair.optimizer, pair.plain_optimizer):
+            if how == "closure":
+                with pytest.raises(Oops):
+                    optimizer.step(fail)
+            elif how == "pre-hook":
+                handle = optimizer.register_step_pre_hook(fail)
+                with pytest.raises(Oops):
+                    optimizer.step()
+                handle.remove()
+            elif how == "own step":
+                optimizer.fails = True
+                with pytest.raises(Oops):
+                    optimizer.step()
+                optimizer.fails = False
+            else:  # a group that cannot be stepped, behind one that could
+                optimizer.param_groups[0]["lr"], lr = "fast", optimizer.param_groups[0]["lr"]
+                with pytest.raises((TypeError, ValueError, RuntimeError)):
+                    optimizer.step()
+                optimizer.param_groups[0]["lr"] = lr
+        if how != "inside":
+            pair.update()
+            pair.check()
+        else:  # how far a step came is the optimizer's business; the model must still train
+            pair.optimizer.zero_grad()
+            plain_backward(pair.model, batch(rank, step))
+            pair.optimizer.step()
+
+
+@ranks(2)
+def test_a_step_hook_that_calls_state_dict(rank, world_size):
+    seen = []
+
+    def build(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def hook(opt, args, kwargs):
+            state = opt.state_dict()
+            seen.append((len(state["state"]), len(model.state_dict())))
+
+        optimizer.register_step_pre_hook(hook)
+        optimizer.register_step_post_hook(hook)
+        return optimizer
+
+    pair = Pair(MLP, rank, world_size, optimizer=build)
+    for step in range(3):
+        pair.step(plain_backward, batch(rank, step))
+    pair.check()
+    n = len(list(pair.model.parameters()))
+    assert seen == [(0, n), (0, n)][:0] + seen and seen[-1] == (n, n)
+
+
+@ranks(2)
+def test_a_step_hook_that_takes_the_full_state_dict(rank, world_size):
+    torch.manual_seed(0)
+    model = MLP()
+    engine = torch_shard.shard(model, unit_bytes=500)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    taken = []
+    optimizer.register_step_post_hook(
+        lambda *_: taken.append((engine.state_dict(rank0_only=False), engine.optim_state_dict(optimizer)))
+    )
+    plain_backward(model, batch(rank, 0).float())
+    optimizer.step()
+    state, _ = taken[0]
+    for name, p in model.named_parameters():
+        assert torch.equal(state[name], p.detach().full_tensor())
+
+
+@ranks(2)
+def test_a_training_loop_that_skips_bad_steps(rank, world_size):
+    pair = Pair(MLP, rank, world_size)
+    for step in range(4):
+        pair.backward(plain_backward, batch(rank, step))
+        if step % 2:
+            pair.each(lambda m: m.zero_grad())
+        else:
+            pair.update()
+    same_params(pair.model, pair.plain)
+    assert isinstance(pair.model, nn.Module)
