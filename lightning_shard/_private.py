@@ -58,7 +58,7 @@ class Private:
     refused_callbacks: tuple[Any, ...]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def private(namespace: str) -> Private:
     """Import what is used of ``"lightning"`` or ``"pytorch_lightning"``."""
     trainer_root, fabric_root = _ROOTS[namespace]

@@ -53,7 +53,7 @@ def with_sharded_clipping(plugin: Any, strategy: Any) -> Any:
     return plugin
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _clipping_class(plain: type[Any]) -> type[Any]:
     # The qualified name is a key in checkpoints (the scaler's state), so it must stay what it is.
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}

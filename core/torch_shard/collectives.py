@@ -277,7 +277,32 @@ class Groups:
 _groups: weakref.WeakKeyDictionary[Any, Groups] = weakref.WeakKeyDictionary()
 
 
-def groups_for(group: Any, single_communicator: bool) -> Groups:
+def _meet(group: Any, ranks: list[int], timeout: float) -> str:
+    """Wait for every rank: `new_group` alone would wait for the group's own timeout, half an hour by default.
+
+    Returns the key under which the caller counts the groups it has made: a retry must not take a rank's earlier arrival
+    for a new one.
+    """
+    if dist.get_backend(group) == "fake":  # no other rank exists
+        return ""
+    store = dist.distributed_c10d._get_default_store()  # no public accessor exists (torch 2.11 to 2.13)
+    name, rank = f"torch_shard/meet/{group.group_name}", dist.get_rank()
+    made = f"{name}/made/{rank}"
+    arrived = f"{name}/{store.add(made, 0)}"
+    store.set(f"{arrived}/{rank}", "here")
+    deadline = time.monotonic() + timeout
+    while missing := [r for r in ranks if not store.check([f"{arrived}/{r}"])]:
+        if time.monotonic() > deadline:
+            store.delete_key(f"{arrived}/{rank}")
+            raise MissingRankError(
+                f"rank {rank} waited {timeout:g} s in shard() at {caller_line()} for ranks {missing}. It is collective: call it "
+                "on every rank, with the same settings, and see whether it failed there."
+            )
+        time.sleep(0.005)
+    return made
+
+
+def groups_for(group: Any, single_communicator: bool, timeout: float) -> Groups:
     """Collective over `group` at its first use."""
     key = group
     found = _groups.get(key)
@@ -291,9 +316,12 @@ def groups_for(group: Any, single_communicator: bool) -> Groups:
         # One NCCL communicator serialises its collectives even on different streams, hence one each for gathers and
         # reductions; `single_communicator` is the fallback where two cannot be had. The user's own group is left alone:
         # a gather that stays without its partner must not make it unusable.
+        made = _meet(group, ranks, timeout)
         gather = new()
         found = Groups(gather=gather, reduce=gather if single_communicator else new(), scalar=new(), control=new())
         _groups[key] = found
+        if made:
+            dist.distributed_c10d._get_default_store().add(made, 1)
     return found
 
 
@@ -354,6 +382,8 @@ class Collectives:
         own = full.narrow(0, self.rank * shard, shard)
         channel.issued += 1
         self.bytes_sent += (self.size - 1) * shard * full.element_size()
+        if not full.numel():  # nothing but zero-element parameters
+            return Pending(self.watch, channel, channel.issued, what, None)
         if full.device.type == "cpu":
             full, own = _unowned_bytes(full), _unowned_bytes(own)
         work = _all_gather(full, own, group=channel.group, async_op=True)
@@ -435,7 +465,7 @@ def connect(group: Any, device: torch.device, *, shard: bool, timeout: float, si
         return Collectives(device, 1, 0, 1, 0, watch, SingleComm())
     ranks = dist.get_process_group_ranks(group)
     rank, world = dist.get_rank(group), len(ranks)
-    groups = groups_for(group, single_communicator)
+    groups = groups_for(group, single_communicator, timeout)
     watch = Watch(rank, world, ranks, timeout, f"torch_shard/{groups.control.group_name}")
     channels = {n: Channel(n, groups) for n in ("gather", "reduce", "scalar", "control")}
     watch.channels = channels

@@ -132,7 +132,7 @@ class Engine:
             NonFiniteError: on all ranks, before anything has changed.
             ShardError: the gradients are not reduced yet, because the last backward ran under :meth:`no_sync`.
         """
-        chosen = list(self.model.parameters()) if parameters is None else list(parameters)
+        chosen = self._chosen(parameters)
         return clip.clip_grad_norm_(self._runtime, chosen, max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[torch.Tensor] | None = None) -> None:
@@ -141,8 +141,13 @@ class Engine:
         Raises:
             ShardError: the gradients are not reduced yet, because the last backward ran under :meth:`no_sync`.
         """
-        chosen = list(self.model.parameters()) if parameters is None else list(parameters)
+        chosen = self._chosen(parameters)
         clip.clip_grad_value_(self._runtime, chosen, clip_value)
+
+    def _chosen(self, parameters: torch.Tensor | Iterable[torch.Tensor] | None) -> list[torch.Tensor]:
+        if parameters is None:
+            return list(self.model.parameters())
+        return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
     # -- whole parameters ---------------------------------------------------------------------------------------
     def gathered(
@@ -238,7 +243,7 @@ class Engine:
         Raises:
             StateDictError: the optimizer holds a parameter that is not this model's.
         """
-        return full_state.optim_state_dict(self._runtime, optimizer, rank0_only=rank0_only)
+        return full_state.optim_state_dict(self._runtime, optimizer, rank0_only, self.model)
 
     def load_optim_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`optim_state_dict` gave, on any number of ranks. Collective: every rank needs the dict.
@@ -248,7 +253,7 @@ class Engine:
         Raises:
             StateDictError: on all ranks, with everything that does not fit; nothing has been loaded.
         """
-        full_state.load_optim_state_dict(self._runtime, optimizer, state_dict)
+        full_state.load_optim_state_dict(self._runtime, optimizer, state_dict, self.model)
 
     def memory_summary(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
         """Bytes this rank holds now. Not collective.
@@ -279,18 +284,20 @@ class Engine:
         return {"parameters": parameters, "gradients": gradients, "optimizer": state, "gathered": full}
 
     # -- the end ------------------------------------------------------------------------------------------------
-    def close(self) -> None:
+    def close(self, *optimizers: torch.optim.Optimizer) -> None:
         """Give the plain model back: whole parameters in the same objects, no hooks of the engine. Collective.
 
-        Gradients become whole too; the user's own hooks stay. Optimizer state stays sharded: take it before with
-        ``optim_state_dict(optimizer, rank0_only=False)``. Needs memory for the whole model on every rank.
+        Gradients become whole too, and the state of the `optimizers` that are named; the user's own hooks stay. The
+        state of an optimizer that is not named stays cut and can't be used. Needs memory for the whole model on every
+        rank.
 
         Raises:
             UnitStateError: inside a forward or :meth:`gathered`, or where a graph or a weak reference still holds a
                 parameter; nothing has changed then.
         """
-        unregister(self.model, self.units)
-        restore.close_units(self._runtime)
+        units = list(self.units)
+        restore.close_units(self._runtime, optimizers, self.model)
+        unregister(self.model, units)  # last: a close that is refused must leave the hooks
         self._watch.close()
         self._runtime.collectives.close()
         self.model.__dict__.pop(_ATTRIBUTE, None)

@@ -40,12 +40,15 @@ _PHASES = ("forward", "forward without gradients", "backward")
 # Reductions in flight: each holds two buffers of its unit's size. Above this many, backward pauses for the oldest, but
 # not for long: a rank that leaves a parameter unused issues its reductions at the end of backward only, and until then
 # it may need a gather from this one.
-_IN_FLIGHT = 2
+_IN_FLIGHT = 1
 _PAUSE = 0.2  # seconds
 _NO_PAUSE_FOR = 100  # backwards without a pause after one that was in vain
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside backward; no public accessor (torch 2.11 to 2.13)
 _sequence_number = torch.autograd._get_sequence_nr
+# torch.compiler.disable without importing the compiler here (which is loaded by the first optimizer anyway): inside a
+# compiled module every function called by the hooks would be compiled, too. Private; torch 2.11 to 2.13.
+_disable_dynamo = torch._disable_dynamo
 
 Event = tuple[int, int, bool]  # phase, unit index, first of a session
 
@@ -76,6 +79,10 @@ class Runtime:
         self.demands: list[Use] = []  # parameters gathered on demand for the operation that runs now
         self.idle: dict[int, Unit] = {}  # gathered (or being gathered) units by index
         self.last: tuple[Event | None, Event | None] = (None, None)
+        self.fresh_backward = False  # no unit has been gathered in this backward yet
+        self.passed: set[int] = set()  # units gathered in this backward for other ranks' sake
+        self.needed: set[int] = set()  # units whose backward has begun on this rank
+        self.solo = 0  # inside gathered(ranks=...): a forward here is this rank's own affair
         self.successors: dict[tuple[Event | None, Event | None], Event] = {}
         self.forward_order: dict[int, Unit] = {}
         self.forward_sync = True
@@ -100,7 +107,7 @@ class Runtime:
         self.agreement = Agreement(self.collectives, self._width())
 
     def _width(self) -> int:
-        return sum(1 + len(u.params) for u in self.units)
+        return sum(2 + len(u.params) for u in self.units)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         other = Runtime(self.config, self.collectives)
@@ -179,6 +186,11 @@ class Runtime:
             use.start = -1
             unit.uses.append(use)
 
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward of the model or of one of its units is running."""
+        return self.depth > 0 or self.roots > 0
+
     def begin(self, root: nn.Module) -> None:
         """Before the root module's forward."""
         self.roots += 1
@@ -188,7 +200,7 @@ class Runtime:
         if self.depth == 0 and _graph_task() == -1:
             self.session = False
             self.sweep_stale()
-            if self.buffers is not None and self.require_sync:
+            if self.buffers is not None and self.require_sync and not self.solo:
                 self._open_session()
                 self.buffers.synchronise(root)
 
@@ -239,10 +251,13 @@ class Runtime:
                 self.forward_order.pop(unit.index, None)
                 self.forward_order[unit.index] = unit
         else:
-            first = False
+            first = self.fresh_backward
         if not unit.sharded:
             return
-        self.fresh = False
+        if phase == BACKWARD:
+            self.fresh_backward = False
+        else:
+            self.fresh = False
         event: Event = (phase, unit.index, first)
         repeated = self.last[1] is not None and self.last[1][:2] == event[:2] and not first
         if not repeated:
@@ -260,12 +275,43 @@ class Runtime:
 
     def _follow(self, unit: Unit, event: Event) -> None:
         assert self.agreement is not None
-        self.agreement.note(event[0] * 1_000_003 + event[1] + 17, f"gathers unit {unit.name!r} in {_PHASES[event[0]]}")
+        if event[0] == BACKWARD and not event[2]:
+            self._pass_over(event)
         expected = self.successors.get(self.last)
         if expected != event:
             self.successors[self.last] = event
+            self._note(event)
             self.agreement.check(f"the agreement to gather unit {unit.name!r}, which did not follow here before")
+        else:
+            self._note(event)
         self.last = (self.last[1], event)
+
+    def _note(self, event: Event) -> None:
+        assert self.agreement is not None
+        text = f"gathers unit {self.units[event[1]].name!r} in {_PHASES[event[0]]}"
+        self.agreement.note(event[0] * 1_000_003 + event[1] + 17, text)
+
+    def _pass_over(self, until: Event | None) -> None:
+        """A part of the model may be in the loss of some ranks only. Where the remembered order of a backward comes to
+        `until` (None: to its end), this rank takes part in the gathers on the way, for the ranks that need them."""
+        pair, passed = self.last, []
+        while len(passed) <= len(self.units):
+            event = self.successors.get(pair)
+            if event is None or event[0] != BACKWARD or event[2]:
+                if until is not None:
+                    return
+                break
+            if event == until:
+                break
+            passed.append(event)
+            pair = (pair[1], event)
+        for event in passed:
+            unit = self.units[event[1]]
+            self._note(event)
+            unit.gather()
+            self.idle[unit.index] = unit
+            self.last = (self.last[1], event)
+            self.passed.add(unit.index)
 
     def _upcoming(self) -> list[Unit]:
         found: list[Unit] = []
@@ -309,14 +355,21 @@ class Runtime:
             unit.held = False
             self._sweep(use)
         if use.saved:
+            self.needed.add(unit.index)
             self.demand(unit, BACKWARD)
+        else:
+            unit.wait()  # another use of the unit may have made a prefetch of it that nobody waits for
 
     def _sweep(self, use: Use) -> None:
         """Release the units whose nodes have all run: their forwards began after that of `use` ended."""
         if self.double_backward or self.config.strategy == "shard_grad_op":
             return
         for unit in list(self.idle.values()):
-            if unit is use.unit or unit.running or unit.held or not unit.uses:
+            if unit is use.unit or unit.running or unit.held:
+                continue
+            if not unit.uses:
+                if unit.index in self.passed and unit.state is State.FULL:
+                    self._release(unit)
                 continue
             if all(u.start >= use.end and u.task == use.task for u in unit.uses):
                 unit.uses.clear()
@@ -336,6 +389,9 @@ class Runtime:
             unit.rounds = 0
             for flat in unit.flats:
                 flat.begin_backward()
+        self.fresh_backward = True
+        self.passed.clear()
+        self.needed.clear()
         self.no_pause = max(0, self.no_pause - 1)
         self.tasks = {task}
         self.creating = torch.is_grad_enabled()
@@ -349,7 +405,8 @@ class Runtime:
     def on_grad(self, unit: Unit, flat: FlatBuffer, index: int, leaf: torch.Tensor) -> None:
         """A leaf's gradient is complete: move it into the unit's buffer and free it."""
         self.arm()
-        if unit.state is State.GATHERING:
+        # A unit that this use saved nothing of is not waited for: it may be on its way for an earlier use.
+        if unit.state is State.GATHERING and not unit.uses:
             raise UnitStateError(
                 f"rank {self.collectives.world_rank}: a gradient of {flat.layout.slots[index].name} arrived while unit "
                 f"{unit.name!r} was still being gathered; backward reached it without its trigger."
@@ -405,6 +462,8 @@ class Runtime:
         self.end = None
         self.tasks = set()
         try:
+            if self.last[1] is not None and self.last[1][0] == BACKWARD and not self.fresh_backward:
+                self._pass_over(None)
             if self.syncing:
                 self._flush()
             else:
@@ -435,6 +494,7 @@ class Runtime:
         for unit in self.units:
             unreduced = any(any(f.holds) for f in unit.flats)
             marks.append(unit.rounds + (1 if unreduced else 0))
+            marks.append(1 if unit.index in self.needed or unit.index not in self.passed else 0)
             marks += [1 if f.arrived[i] or f.holds[i] else 0 for f in unit.flats for i in range(len(f.params))]
         payload[:] = torch.tensor(marks, dtype=torch.uint8)
         agreed = self.agreement.check("the end of backward", payload)
@@ -445,14 +505,19 @@ class Runtime:
         at = 0
         for unit in self.units:
             targets[unit.index] = answer[at]
+            if not answer[at + 1]:  # no rank needs it in backward any more: learn the order anew
+                self.successors.clear()
+            at += 1
             for flat in unit.flats:
                 n = len(flat.params)
                 used[id(flat)] = [bool(b) for b in answer[at + 1 : at + 1 + n]]
                 at += n
             at += 1
-        rest = self.order + [u for u in reversed(self.units) if u not in self.order]
+        for unit in self.order:  # first what other ranks have issued before they came here
+            if unit.rounds < min(1, targets[unit.index]):
+                self._issue(unit)
         while True:
-            late = [u for u in rest if u.rounds < targets[u.index]]
+            late = [u for u in reversed(self.units) if u.rounds < targets[u.index]]
             if not late:
                 break
             for unit in late:
@@ -498,7 +563,7 @@ class Runtime:
         """The leaf to compute with in place of `param`, or None where the operation stays local."""
         if unit.is_summoned:
             return unit.leaf_of(param)
-        inside = self.depth > 0
+        inside = self.in_forward
         if not inside and (local_ok or not (torch.is_grad_enabled() or _is_layer(func))):
             return None
         if inside and local_ok and not torch.is_grad_enabled():
@@ -593,41 +658,37 @@ class _EndOfNested:
 
 
 class EnterUnit:
-    _torchdynamo_disable = True
-
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
 
+    @_disable_dynamo
     def __call__(self, module: nn.Module, args: Any) -> None:
         self.unit.runtime.enter(self.unit)
 
 
 class ExitUnit:
-    _torchdynamo_disable = True
-
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
 
+    @_disable_dynamo
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         self.unit.runtime.exit(self.unit, output)
 
 
 class BeginModel:
-    _torchdynamo_disable = True
-
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
 
+    @_disable_dynamo
     def __call__(self, module: nn.Module, args: Any) -> None:
         self.runtime.begin(module)
 
 
 class FinishModel:
-    _torchdynamo_disable = True
-
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
 
+    @_disable_dynamo
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         self.runtime.finish()
 

@@ -73,6 +73,7 @@ def resolve_mesh(mesh: Any, model: nn.Module) -> tuple[Any, torch.device]:
 
 def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -> None:
     """Everything that would make sharding fail half-way, before anything has changed."""
+    _drop_derived(model)
     by_name = dict(model.named_parameters())
     rnn_refs = {
         id(r) for m in model.modules() if isinstance(m, nn.RNNBase) for r in getattr(m, "_flat_weight_refs", []) if r
@@ -119,6 +120,16 @@ def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -
         raise SetupError(f"rank {rank}: parameter {cpu} is on cpu while others are on {device}; put them on one device.")
 
 
+def _drop_derived(model: nn.Module) -> None:
+    """torch.nn.utils.weight_norm and spectral_norm keep the weight of the last forward, with its graph, until the next."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            name = getattr(hook, "name", None)
+            kept = module.__dict__.get(name) if isinstance(name, str) else None
+            if isinstance(kept, torch.Tensor) and kept.grad_fn is not None:
+                module.__dict__[name] = kept.detach()
+
+
 def agree(c: Collectives, model: nn.Module, plan: Plan | None, error: Exception | None) -> None:
     """Collective. Every rank raises if one failed or if the models differ; the message names the first difference."""
     if c.world == 1:
@@ -143,6 +154,7 @@ def agree(c: Collectives, model: nn.Module, plan: Plan | None, error: Exception 
     lines = [
         f"parameter {name!r}: shape {tuple(p.shape)}, stride {p.stride()}, {p.dtype}, requires_grad {p.requires_grad}"
         for name, p in model.named_parameters()
+        if not nn.parameter.is_lazy(p)
     ]
     mine = (
         None if error is None else f"{type(error).__name__}: {error}",

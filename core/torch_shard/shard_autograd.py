@@ -21,6 +21,7 @@ __all__ = [
     "differentiable_sum",
     "function_needs_gather",
     "reduces_to_scalar",
+    "shared_gradient",
 ]
 
 NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm", "linalg_norm"})
@@ -97,6 +98,30 @@ def differentiable_sum(cls: type[ShardTensor], func: Any, name: str, args: Any, 
     return result.reshape((1,) * len(spec.shape)) if keepdim else result
 
 
+class _Shared(torch.autograd.Function):
+    """Identity; the ranks' gradients are averaged as DDP does, since each may weigh the value by what it alone knows."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, spec: Any) -> torch.Tensor:
+        ctx.spec = spec
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        spec = ctx.spec
+        total = spec.comm.all_reduce(grad.detach().clone(), "sum", f"the gradient of a reduction of {spec.name}")
+        # With create_graph the derivative of this rank's own part stays in the graph.
+        return grad + (total / spec.comm.size - grad.detach()), None
+
+
+def shared_gradient(value: torch.Tensor, source: Any) -> torch.Tensor:
+    """Average the gradient that a reduction of `source` will receive over the ranks. Its backward is collective."""
+    if source._spec.comm.size == 1 or not value.requires_grad:
+        return value
+    result: torch.Tensor = _Shared.apply(value, source._spec)  # type: ignore[assignment]
+    return result
+
+
 class Whole(torch.autograd.Function):
     """The whole tensor on every rank. Its gradients, one per rank, are averaged as DDP does. Collective both ways."""
 
@@ -129,7 +154,10 @@ class MeanSlice(torch.autograd.Function):
 
 
 def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
-    """``torch.autograd.grad``: with respect to parameters, the reduced gradients as ShardTensors. Collective."""
+    """``torch.autograd.grad``: with respect to parameters, the reduced gradients as ShardTensors. Collective.
+
+    Inside a forward of the model they are this rank's own, whole gradients.
+    """
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     units = {}
@@ -150,8 +178,11 @@ def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> 
         grads = list(func(outputs, (*inputs, *leaves), allow_unused=True, **options))
     own, of_leaves = grads[: len(inputs)], grads[len(inputs) :]
     with torch.set_grad_enabled(bool(options.get("create_graph"))):
-        for i, grad in zip(units, of_leaves, strict=True):
-            own[i] = _reduced(cls, inputs[i], own[i], grad)
+        for (i, unit), grad in zip(units.items(), of_leaves, strict=True):
+            if unit.runtime.in_forward:  # an inner step of the model itself (MAML): this rank's own, as under DDP
+                own[i] = grad if own[i] is None else Whole.apply(own[i]) + (0 if grad is None else grad)
+            else:
+                own[i] = _reduced(cls, inputs[i], own[i], grad)
     if not allow_unused and any(grad is None for grad in own):
         raise RuntimeError(
             "One of the differentiated Tensors appears to not have been used in the graph. "

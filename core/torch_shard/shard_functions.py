@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import NeedsGatherError
-from .shard_autograd import NORMS, Whole, autograd_grad, differentiable_sum, function_needs_gather, reduces_to_scalar
+from .shard_autograd import NORMS, Whole, autograd_grad, differentiable_sum, function_needs_gather, reduces_to_scalar, shared_gradient
 from .shard_ops import ELEMENTWISE, FOREACH, FUSED, RANDOM
 from .shard_spec import same_cut, slice_full
 
@@ -55,8 +55,8 @@ GETTERS = frozenset(
 """Functions that read metadata: equal for the slice and the whole, so nothing is substituted."""
 
 # Never substituted, also where compute runs on the gathered parameter: an alias must keep the right to be gathered
-# itself (`F.linear(x, w.detach())`), and flags belong to the user's object.
-_OWN = _names("detach detach_ requires_grad_ retain_grad backward is_pinned __repr__ __reduce_ex__")
+# itself (`F.linear(x, w.detach())`), flags belong to the user's object, `new_tensor` reads no element.
+_OWN = _names("detach detach_ requires_grad_ retain_grad backward new_tensor is_pinned __repr__ __reduce_ex__")
 
 _CONVERSIONS = _names(
     "to type type_as half float double bfloat16 int long short bool byte char cfloat cdouble cpu cuda xpu contiguous "
@@ -144,11 +144,16 @@ def _run(
                         cls, name, tensors, "with a plain tensor that requires a gradient needs the whole parameter"
                     )
         if (name == "sum" or name == "mean") and tensors and tensors[0].requires_grad and torch.is_grad_enabled():
-            return differentiable_sum(cls, func, name, args, kwargs, tensors)
+            return shared_gradient(differentiable_sum(cls, func, name, args, kwargs, tensors), tensors[0])
+        if name in _SCALARS and torch.is_grad_enabled() and len(tensors) == 1 and tensors[0].requires_grad:
+            return shared_gradient(func(*args, **kwargs), tensors[0])
         if name == "__setitem__" and _is_masked_fill(cls, args):
             target, mask, value = args
             return target.masked_fill_(mask, value.to(target.dtype) if isinstance(value, torch.Tensor) else value)
         return func(*args, **kwargs)
+
+
+_SCALARS = NORMS | _EXTREMES | _DIMS_SECOND
 
 
 def _is_derived(t: Any) -> bool:

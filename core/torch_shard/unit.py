@@ -319,6 +319,7 @@ class Unit:
         self.rounds = 0  # reductions issued in this backward
         self.checks = 2  # iterations in which an untracked edit of the gathered values is looked for
         self.hook_count = 0
+        self.summons: list[Any] = []  # see summons.py
 
     # -- what it holds ------------------------------------------------------------------------------------------
     @property
@@ -586,4 +587,4 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def rebuild_flat_weights(module: nn.RNNBase) -> None:
     # RNNBase.forward reads this list, not `_parameters`; weak references to it would also block a later swap.
     module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
-    module._flat_weight_refs = []
+    module._flat_weight_refs = [None] * len(module._flat_weights_names)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torch_shard
-from tests.compat.harness import MLP, Pair, batch, loss_of, plain_backward, same, same_grads, train_both
+from tests.compat.harness import MLP, Pair, average_grads, batch, loss_of, plain_backward, same, same_grads, train_both
 from tests.ranks import ranks
 
 
@@ -111,7 +111,6 @@ def symmetric(layer):
 WAYS = {
     "weight_norm": nn.utils.parametrizations.weight_norm,
     "spectral_norm": nn.utils.parametrizations.spectral_norm,
-    "old weight_norm": nn.utils.weight_norm,
     "old spectral_norm": nn.utils.spectral_norm,
     "own parametrization": symmetric,
 }
@@ -127,6 +126,27 @@ def test_parametrizations_of_weights(rank, world_size, how):
     train_both(
         lambda: Normed(WAYS[how]), rank, world_size, make_batch=lambda r, s: batch(0 if same_batch else r, s), unit_bytes=100
     )
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@ranks(2)
+def test_old_weight_norm(rank, world_size):
+    # Plain torch cannot copy such a model, so it is built twice.
+    def build():
+        torch.manual_seed(0)
+        return Normed(nn.utils.weight_norm).double()
+
+    model, plain = build(), build()
+    torch_shard.shard(model, unit_bytes=100)
+    for step in range(3):
+        for m in (model, plain):
+            plain_backward(m, batch(rank, step))
+        average_grads(plain)
+        same_grads(model, plain)
+        for m in (model, plain):
+            optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @ranks(2)
@@ -162,6 +182,9 @@ def test_direct_use_of_a_weight_outside_of_forward(rank, world_size):
     def run(model, x):
         h = model.mid(model.body(x))
         loss = loss_of(F.linear(h, model.head.weight, model.head.bias)) + model.mid.weight.pow(2).sum()
+        # Weighed by what each rank sees for itself: the mean over ranks counts, as under DDP.
+        w = model.body.weight
+        loss = loss + h.sum() * w.mean() + h.mean() * w.norm() + x.sum() * w.pow(2).sum() + x.mean() * w.max()
         loss.backward()
 
     train_both(BorrowsWeight, rank, world_size, run=run, units=[nn.Linear])

@@ -38,7 +38,7 @@ def loader(world_size: int, batches: int = BATCHES) -> Any:
     return DataLoader(mine, batch_size=BATCH // world_size, shuffle=False)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def net_class(namespace: str) -> Any:
     pl = NAMESPACES[namespace]
 

@@ -87,11 +87,24 @@ def test_the_file_is_the_one_that_a_single_device_writes(rank, world_size, tmp_p
     equal(sharded["optimizer_states"], plain["optimizer_states"], "optimizer_states")
     equal(sharded, plain)
     assert len(list((tmp_path / "sharded").iterdir())) == 2, "the best of an earlier epoch was removed"
-    # After the run, from plain parameters and plain optimizer state:
-    t.save_checkpoint(tmp_path / "after.ckpt")
-    after = torch.load(tmp_path / "after.ckpt", weights_only=True)
-    equal(after["state_dict"], plain["state_dict"], "state_dict")
-    equal(after["optimizer_states"], plain["optimizer_states"], "optimizer_states")
+
+
+@pytest.mark.parametrize("unshard", [True, False])
+@ranks(2)
+def test_a_checkpoint_after_the_run_is_complete(rank, world_size, unshard, tmp_path):
+    plain, t = single("lightning"), trainer("lightning", world_size, ShardStrategy(unshard_at_end=unshard))
+    plain.fit(adamw(), loader(1))
+    plain.save_checkpoint(tmp_path / f"plain{rank}.ckpt")
+    module = adamw()
+    t.fit(module, loader(world_size))
+    for between in (lambda: None, lambda: t.test(module, loader(world_size), verbose=False)):
+        between()
+        assert (t.strategy.engine_or_none is None) == unshard
+        t.save_checkpoint(tmp_path / "sharded.ckpt")
+        found = torch.load(tmp_path / "sharded.ckpt", weights_only=True)
+        wanted = torch.load(tmp_path / f"plain{rank}.ckpt", weights_only=True)
+        for entry in ("state_dict", "optimizer_states", "lr_schedulers"):
+            equal(found[entry], wanted[entry], entry)
 
 
 @ranks(2)
@@ -187,6 +200,19 @@ def test_a_file_replaces_a_sharded_checkpoint_but_no_other_folder(rank, world_si
     with pytest.raises(OSError, match="not a checkpoint"):
         t.save_checkpoint(tmp_path / "other.ckpt")
     assert (tmp_path / "other.ckpt" / "thesis.tex").exists()
+
+
+@ranks(2)
+def test_asynchronous_checkpoints_are_complete_when_the_run_ends(rank, world_size, tmp_path):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+    saves = ModelCheckpoint(dirpath=tmp_path, filename="last")
+    options = {"plugins": [AsyncCheckpointIO()], "callbacks": [saves], "enable_checkpointing": True}
+    module = adamw()
+    trainer("lightning", world_size, **options).fit(module, loader(world_size))
+    if rank == 0:  # the rank that writes
+        equal(torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"], dict(module.state_dict()))
 
 
 @ranks(2)

@@ -1,30 +1,75 @@
-"""``Trainer(strategy="shard")`` needs no import, and costs nothing where Lightning is not used."""
+"""``Trainer(strategy="shard")`` needs no import, starts its ranks, and costs nothing where Lightning is not used."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
+
+import lightning_shard
 
 NAMES = ["shard", "shard_zero2", "shard_spawn", "shard_fork"]
-TRAINER = """
-from {package}.strategies import StrategyRegistry
-assert {names} == [name for name in StrategyRegistry if name.startswith("shard")], list(StrategyRegistry)
-t = {package}.Trainer(strategy="SHARD_zero2", accelerator="cpu", devices=2, logger=False, enable_progress_bar=False)
-assert type(t.strategy).__name__ == "ShardStrategy" and t.strategy.config.strategy == "shard_grad_op"
-assert type(t.strategy).__module__ == "lightning_shard.for_{namespace}"
-"""
+
+SCRIPT = '''
+import json, logging, sys, warnings
+{imports}
+import torch
+
+logging.disable(logging.WARNING)
+warnings.filterwarnings("ignore")
 
 
-def python(code: str, *folders: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+
+    def training_step(self, batch, index):
+        return (self.net(batch[:, :4]) - batch[:, 4:]).square().mean()
+
+    test_step = lambda self, batch, index: self.log("test", self.training_step(batch, index), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def main():
+    batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(2))
+    for strategy, devices in {runs}:
+        options = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+        t = pl.Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=3, **options)
+        net = Net()
+        # One batch per epoch: the order in which a sampler deals it out does not matter.
+        t.fit(net, torch.utils.data.DataLoader(batch, batch_size=8 // devices))
+        state = {{name: value.tolist() for name, value in net.state_dict().items()}}
+        test = t.test(net, torch.utils.data.DataLoader(batch, batch_size=8 // devices), verbose=False)[0]["test"]
+        if t.is_global_zero:
+            print("RESULT", json.dumps([t.world_size, test, state]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def python(*arguments: object, folders: list[Path], **environment: str) -> subprocess.CompletedProcess[str]:
+    # In another folder: the working directory comes first in sys.path, and would hide the folders.
     path = os.pathsep.join([*map(str, folders), *(p for p in sys.path if p)])
     environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=120
+    command = [sys.executable, "-W", "ignore", *map(str, arguments)]
+    done = subprocess.run(
+        command, env=os.environ | environment, cwd=folders[0], capture_output=True, text=True, timeout=150
     )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 @pytest.fixture
@@ -37,43 +82,98 @@ def entry_point(tmp_path: Path) -> Path:
     return info.parent
 
 
-@pytest.mark.parametrize("namespace", ["lightning", "pytorch_lightning"])
-def test_the_names_are_known_without_an_import(namespace, entry_point):
-    package = {"lightning": "lightning.pytorch"}.get(namespace, namespace)
-    code = f"import sys, {package}\n" + TRAINER.format(package=package, namespace=namespace, names=NAMES)
-    done = python(code, entry_point)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture
+def small_lightning(tmp_path: Path) -> Path:
+    """A folder with a package that has Lightning's names and registers as it does, but imports in no time."""
+    package = tmp_path / "small" / "pytorch_lightning"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "strategies.py").write_text(
+        "class Registry(dict):\n"
+        "    def register(self, name, strategy, description, override=False):\n"
+        "        assert override or name not in self\n"
+        "        self[name] = strategy\n"
+        "StrategyRegistry = Registry()\n"
+    )
+    return package.parent
 
 
-def test_where_autoloading_is_off_an_import_does_the_same(entry_point):
-    for order in ("import lightning_shard, lightning.pytorch", "import lightning.pytorch, lightning_shard"):
-        code = f"{order}\n" + TRAINER.format(package="lightning.pytorch", namespace="lightning", names=NAMES)
-        done = python(code, entry_point, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-        assert done.returncode == 0, done.stderr
+def results(printed: str) -> list[list]:
+    return [json.loads(line.removeprefix("RESULT ")) for line in printed.splitlines() if line.startswith("RESULT ")]
+
+
+def single(package: str, capsys: pytest.CaptureFixture[str]) -> list:
+    """What the script gives on a single device, run in this process, where Lightning is imported already."""
+    with warnings.catch_warnings():
+        variables = {"__name__": "single"}
+        exec(SCRIPT.format(imports=f"import {package} as pl", runs=[("auto", 1)]), variables)
+        variables["main"]()
+    logging.disable(logging.NOTSET)
+    return results(capsys.readouterr().out)[0]
+
+
+def same(found: list, wanted: list) -> None:
+    assert found[1] == pytest.approx(wanted[1], rel=1e-4)
+    assert list(found[2]) == list(wanted[2])
+    for name, value in wanted[2].items():
+        torch.testing.assert_close(torch.tensor(found[2][name]), torch.tensor(value), msg=f"{name} differs")
+
+
+def test_a_script_trains_on_two_ranks_without_importing_anything_of_ours(tmp_path, entry_point, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(imports="import pytorch_lightning as pl", runs=[("shard", 2)]))
+    (found,) = results(python(script, folders=[entry_point]).stdout)
+    assert found[0] == 2
+    same(found, single("pytorch_lightning", capsys))
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.exhaustive)])
+def test_ranks_are_started_by_multiprocessing_where_autoloading_is_off(tmp_path, capsys, method):
+    script = tmp_path / "launch.py"
+    imports = "import lightning.pytorch as pl, lightning_shard"
+    script.write_text(SCRIPT.format(imports=imports, runs=[(f"shard_{method}", 2)]))
+    (found,) = results(python(script, folders=[tmp_path], TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout)
+    assert found[0] == 2
+    same(found, single("lightning.pytorch", capsys))
+
+
+def test_both_namespaces_get_the_names_and_each_its_own_class():
+    import lightning.pytorch
+    import pytorch_lightning
+
+    for namespace, package in (("lightning", lightning.pytorch), ("pytorch_lightning", pytorch_lightning)):
+        registry = package.strategies.StrategyRegistry
+        assert [name for name in registry if name.startswith("shard")] == NAMES
+        t = package.Trainer(strategy="SHARD_zero2", accelerator="cpu", devices=2, logger=False, enable_progress_bar=False)
+        assert isinstance(t.strategy, package.strategies.ParallelStrategy)
+        assert type(t.strategy).__module__ == f"lightning_shard.for_{namespace}"
+        assert t.strategy.config.strategy == "shard_grad_op"
+    assert lightning_shard.ShardStrategy.__module__ == "lightning_shard.for_lightning"
 
 
 def test_importing_torch_imports_nothing_more(entry_point):
     heavy = "{m.partition('.')[0] for m in sys.modules} & {'torch_shard', 'lightning', 'pytorch_lightning'}"
-    done = python(f"import torch, sys; assert 'lightning_shard' in sys.modules; assert not {heavy}, {heavy}", entry_point)
-    assert done.returncode == 0, done.stderr
+    code = f"import torch, sys; assert 'lightning_shard' in sys.modules; assert not {heavy}, {heavy}"
+    python("-c", code, folders=[entry_point])
 
 
-def test_a_broken_front_end_breaks_neither_torch_nor_lightning(entry_point, tmp_path):
+def test_a_broken_front_end_breaks_neither_torch_nor_lightning(entry_point, small_lightning, tmp_path):
     broken = tmp_path / "broken" / "lightning_shard"
     broken.mkdir(parents=True)
     for name in ("__init__.py", "_autoload.py"):
-        source = Path(sys.modules["lightning_shard"].__file__ if "lightning_shard" in sys.modules else "", "..", name)
-        (broken / name).write_text(source.resolve().read_text())
+        source = Path(lightning_shard.__file__).with_name(name)
+        (broken / name).write_text(source.read_text())
     (broken / "_registry.py").write_text("raise ValueError('on purpose')\n")
-    done = python("import torch, lightning.pytorch as pl; pl.Trainer(logger=False)", broken.parent, entry_point)
-    assert done.returncode == 0, done.stderr
+    code = "import torch, pytorch_lightning.strategies as s; assert not s.StrategyRegistry"
+    done = python("-c", code, folders=[broken.parent, small_lightning, entry_point])
     assert "lightning_shard.ShardStrategy()" in done.stderr
 
 
-def test_the_source_of_lightnings_module_stays_readable(entry_point):
-    done = python(
-        "import inspect, lightning.pytorch.strategies as s; assert 'StrategyRegistry' in inspect.getsource(s)\n"
-        "import importlib; importlib.reload(s); assert 'shard' in s.StrategyRegistry",
-        entry_point,
+def test_a_reload_of_lightning_and_its_source_are_as_without_us(entry_point, small_lightning):
+    code = (
+        "import torch, importlib, inspect, pytorch_lightning.strategies as s\n"
+        "assert 'StrategyRegistry' in inspect.getsource(s) and 'shard' in s.StrategyRegistry\n"
+        "registry = importlib.reload(s).StrategyRegistry\n"
+        "assert 'shard' in registry, registry\n"
     )
-    assert done.returncode == 0, done.stderr
+    python("-c", code, folders=[small_lightning, entry_point])

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import lightning_shard
 import torch_shard
 from lightning_shard.precision import ShardedClipping
 from tests.lightning.helpers import NAMESPACES, assert_same_state, loader, net_class, single, trainer
 from tests.ranks import ranks
-from torch_shard import ShardTensor
+from torch_shard import ShardConfig, ShardError, ShardTensor
 
 both_namespaces = pytest.mark.parametrize("namespace", list(NAMESPACES))
 
@@ -289,6 +291,55 @@ def test_an_exception_in_a_step_leaves_a_module_that_can_be_trained_again(world_
     module.fail = False
     trainer("lightning", world_size).fit(module, loader(world_size))
     assert torch_shard.engine_of(module) is None
+
+
+@ranks(2, fresh=True)
+def test_an_exception_on_one_rank_is_an_error_on_the_others_and_teardown_does_not_wait(rank, world_size):
+    class Fails(net_class("lightning")):
+        def training_step(self, batch, index):
+            if index == 2 and rank == 1:
+                raise ZeroDivisionError("on purpose")
+            return self.loss(batch)
+
+    strategy = lightning_shard.ShardStrategy(ShardConfig(timeout=2.0))
+    started = time.monotonic()
+    with pytest.raises(ZeroDivisionError if rank == 1 else ShardError):
+        trainer("lightning", world_size, strategy).fit(Fails(), loader(world_size))
+    assert time.monotonic() - started < 15
+
+
+@ranks(2)
+def test_a_step_without_a_loss_is_skipped(world_size):
+    class Skips(net_class("lightning")):
+        def training_step(self, batch, index):
+            return None if index == 1 else self.loss(batch)
+
+    compare("lightning", world_size, Skips)
+
+
+@ranks(2)
+def test_a_model_that_would_not_fit_stays_sharded(rank, world_size):
+    module, t = net_class("lightning")(), trainer("lightning", world_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_shard.memory.available_bytes", lambda: 1000 if rank == 1 else 10**12)
+        t.fit(module, loader(world_size))
+    assert torch_shard.engine_of(module) is not None, "on all ranks, since one has no room"
+    t.test(module, loader(world_size), verbose=False)
+
+
+@ranks(2)
+def test_progress_bar_and_summary_count_whole_parameters(world_size):
+    from lightning.pytorch.callbacks import Callback, ModelSummary
+
+    class Counts(Callback):
+        def on_train_start(self, trainer, module):
+            summary = next(c for c in trainer.callbacks if isinstance(c, ModelSummary))._summary(trainer, module)
+            assert summary.total_parameters == wanted
+
+    module = net_class("lightning")()
+    wanted = sum(p.numel() for p in module.parameters())
+    options = {"enable_model_summary": True, "enable_progress_bar": True, "callbacks": [Counts()]}
+    trainer("lightning", world_size, **options).fit(module, loader(world_size))
 
 
 @ranks(2)

@@ -1,0 +1,362 @@
+"""Unusual graphs: several forwards, several backwards, gradients of gradients, checkpoints, exceptions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from tests.compat.harness import MLP, Block, Pair, batch, loss_of, plain_backward, same, same_grads, train_both
+from tests.ranks import ranks
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_a_gradient_penalty_trains_like_plain(rank, world_size, strategy):
+    def run(model, x):
+        x = x.clone().requires_grad_()
+        out = model(x)
+        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (loss_of(out) + (grad.norm(dim=1) - 1).pow(2).mean()).backward()
+
+    train_both(MLP, rank, world_size, run=run, strategy=strategy)
+
+
+@ranks(2)
+def test_a_penalty_on_the_gradients_of_parameters_trains_like_plain_on_the_whole_batch(rank, world_size):
+    def run(model, x):
+        loss = loss_of(model(x))
+        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        (loss + 0.01 * sum(g.pow(2).sum() for g in grads)).backward()
+
+    pair = Pair(MLP, rank, world_size)
+    for step in range(3):
+        # autograd.grad gives gradients averaged over the ranks, so the plain model sees all batches at once.
+        run(pair.model, batch(rank, step))
+        run(pair.plain, torch.cat([batch(r, step) for r in range(world_size)]))
+        same_grads(pair.model, pair.plain)
+        pair.update()
+    pair.check()
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_several_forwards_and_one_backward_train_like_plain(rank, world_size, strategy):
+    def run(model, x):
+        (loss_of(model(x)) + loss_of(model(x * 2)) + loss_of(model(x - 1)[:2])).backward()
+
+    train_both(MLP, rank, world_size, run=run, strategy=strategy)
+
+
+@ranks(2)
+def test_two_forwards_and_then_a_backward_of_each_train_like_plain(rank, world_size):
+    def run(model, x):
+        first, second = loss_of(model(x)), loss_of(model(x * 2))
+        first.backward()
+        second.backward()
+
+    train_both(MLP, rank, world_size, run=run)
+
+
+@ranks(2)
+def test_the_output_fed_back_as_input_trains_like_plain(rank, world_size):
+    def run(model, x):
+        for _ in range(3):
+            x = torch.cat([model(x), x[:, :2]], 1)
+        loss_of(x).backward()
+
+    train_both(MLP, rank, world_size, run=run)
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_backward_twice_with_retain_graph_trains_like_plain(rank, world_size, strategy):
+    def run(model, x):
+        loss = loss_of(model(x))
+        loss.backward(retain_graph=True)
+        (2 * loss).backward()
+
+    train_both(MLP, rank, world_size, run=run, strategy=strategy)
+
+
+@ranks(2)
+def test_two_losses_that_share_a_graph_train_like_plain(rank, world_size):
+    def run(model, x):
+        h = model.blocks[0](model.inp(x))
+        first, second = loss_of(model.blocks[1](h)), loss_of(model.head(h))
+        first.backward(retain_graph=True)
+        second.backward()
+
+    train_both(MLP, rank, world_size, run=run)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant, spans):
+        super().__init__()
+        self.reentrant, self.spans = reentrant, spans
+        self.inp = nn.Linear(5, 7)
+        self.blocks = nn.ModuleList([Block(7) for _ in range(4)])
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x):
+        x = self.inp(x)
+        if self.spans:
+            for pair in (self.blocks[:2], self.blocks[2:]):
+                x = checkpoint(lambda h, pair=pair: pair[1](pair[0](h)), x, use_reentrant=self.reentrant)
+        else:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "nonreentrant"])
+@pytest.mark.parametrize("spans", [False, True], ids=["each_block", "two_blocks"])
+def test_checkpointing_trains_like_plain(rank, world_size, strategy, reentrant, spans):
+    def build():
+        return Checkpointed(reentrant, spans)
+
+    train_both(build, rank, world_size, strategy=strategy)
+
+
+class Failing(nn.Module):
+    """Raises in forward or in backward when told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(5, 7), Fragile(), nn.Linear(7, 3)
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x)))
+
+
+class Fragile(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(7, 7)
+        self.fail = ""
+
+    def forward(self, x):
+        h = self.lin(x)
+        if self.fail == "forward":
+            raise ZeroDivisionError("forward")
+        if self.fail == "backward":
+            h.register_hook(_raise)
+        return h
+
+
+def _raise(grad):
+    raise ZeroDivisionError("backward")
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_and_then_training_goes_on_like_plain(rank, world_size, strategy, where):
+    pair = Pair(Failing, rank, world_size, unit_bytes=100, strategy=strategy)
+    for step in range(4):
+        if step in (0, 2):
+            for model in (pair.model, pair.plain):
+                model.b.fail = where
+                with pytest.raises(ZeroDivisionError):
+                    plain_backward(model, batch(rank, 50))
+                model.b.fail = ""
+                model.zero_grad()
+        pair.step(plain_backward, batch(rank, step))
+    pair.check()
+
+
+@ranks(2)
+def test_a_forward_whose_output_is_dropped_changes_nothing(rank, world_size):
+    def run(model, x):
+        model(x)
+        plain_backward(model, x)
+        model(x + 1)
+
+    train_both(MLP, rank, world_size, run=run)
+
+
+@ranks(2, 3)
+def test_backward_with_inputs_gives_gradients_to_those_parameters_only(rank, world_size):
+    def run(model, x):
+        loss = loss_of(model(x))
+        loss.backward(inputs=[model.blocks[1].up.weight, model.inp.bias])
+
+    train_both(MLP, rank, world_size, run=run)
+
+
+@ranks(2, 3)
+def test_backward_with_all_parameters_as_inputs_trains_like_plain(rank, world_size):
+    def run(model, x):
+        loss_of(model(x)).backward(inputs=list(model.parameters()))
+
+    train_both(MLP, rank, world_size, run=run)
+
+
+@ranks(2, 3)
+def test_autograd_grad_for_parameters_gives_the_plain_gradients(rank, world_size):
+    def run(model, x):
+        loss = loss_of(model(x))
+        for p, g in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+            p.grad = g
+
+    train_both(MLP, rank, world_size, run=run)
+
+
+@ranks(2)
+def test_autograd_grad_leaves_the_gradients_of_parameters_alone(rank, world_size):
+    def run(model, x):
+        plain_backward(model, x)
+        torch.autograd.grad(loss_of(model(x)), [model.head.weight])
+
+    train_both(MLP, rank, world_size, run=run)
+
+
+@ranks(2)
+def test_autograd_grad_for_an_unused_parameter_is_none_or_an_error_as_in_plain(rank, world_size):
+    pair = Pair(MLP, rank, world_size)
+    for model in (pair.model, pair.plain):
+        wanted = [model.inp.weight, model.blocks[0].up.weight]
+        loss = loss_of(model.inp(batch(rank, 0)))
+        found = torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=True)
+        assert found[0] is not None and found[1] is None
+        with pytest.raises(RuntimeError, match="appears to not have been used"):
+            torch.autograd.grad(loss, wanted)
+
+
+@ranks(2, 3)
+def test_functional_call_with_other_values_gives_the_plain_results(rank, world_size):
+    pair = Pair(MLP, rank, world_size)
+    torch.manual_seed(7)
+    other = {n: torch.randn(p.shape, dtype=p.dtype, requires_grad=True) for n, p in pair.plain.named_parameters()}
+
+    def run(model, x):
+        # The values replace every parameter; gradients go to them alone.
+        loss = loss_of(functional_call(model, other, (x,)))
+        return (loss.detach(), *torch.autograd.grad(loss, list(other.values())))
+
+    for step in range(2):
+        for ours, theirs in zip(*pair.each(run, batch(rank, step)), strict=True):
+            same(ours, theirs)
+        pair.step(plain_backward, batch(rank, step))
+    pair.check()
+
+
+@ranks(2)
+def test_functional_call_with_some_other_values_trains_the_rest_like_plain(rank, world_size):
+    def run(model, x):
+        w = torch.full((3, 7), 0.3, dtype=torch.float64)
+        loss_of(functional_call(model, {"head.weight": w}, (x,))).backward()
+
+    train_both(MLP, rank, world_size, run=run)
+
+
+@ranks(2)
+def test_functional_call_with_the_models_own_parameters_trains_like_plain(rank, world_size):
+    def run(model, x):
+        loss_of(functional_call(model, dict(model.named_parameters()), (x,))).backward()
+
+    train_both(MLP, rank, world_size, run=run)
+
+
+class MAML(nn.Module):
+    """Adapts fast weights by an inner step inside its own forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.features, self.head = nn.Linear(5, 7), nn.Linear(7, 3)
+
+    def forward(self, x):
+        h = torch.tanh(self.features(x))
+        loss = self.head(h).pow(2).mean()
+        fast = torch.autograd.grad(loss, [self.head.weight, self.head.bias], create_graph=True)
+        w, b = self.head.weight - 0.1 * fast[0], self.head.bias - 0.1 * fast[1]
+        return nn.functional.linear(torch.tanh(self.features(x + 1)), w, b)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("unit_bytes", [100, 1 << 20])
+def test_maml_with_a_gradient_inside_forward_trains_like_plain(rank, world_size, unit_bytes):
+    train_both(MAML, rank, world_size, unit_bytes=unit_bytes)
+
+
+class Energy(nn.Module):
+    """Returns a gradient with respect to its input (forces from an energy)."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().clone().requires_grad_()
+            energy = self.net(x).sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return energy, -force
+
+
+@ranks(2, 3)
+def test_a_model_that_differentiates_inside_its_forward_trains_like_plain(rank, world_size):
+    train_both(Energy, rank, world_size, unit_bytes=100)
+
+
+class InnerBackward(nn.Module):
+    """Runs a whole backward of its own inside forward, and keeps the input's gradient only."""
+
+    def __init__(self):
+        super().__init__()
+        self.probe, self.lin = nn.Linear(5, 4), nn.Linear(5, 3)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            y = x.detach().clone().requires_grad_()
+            self.probe(y).pow(2).sum().backward()
+        return self.lin(x + 0.1 * y.grad)
+
+
+@ranks(2)
+def test_a_whole_backward_inside_a_running_forward_trains_like_plain(rank, world_size):
+    train_both(InnerBackward, rank, world_size, unit_bytes=100)
+
+
+@ranks(2)
+def test_a_custom_autograd_function_that_saves_weights_trains_like_plain(rank, world_size):
+    train_both(lambda: nn.Sequential(Custom(), Custom()), rank, world_size, unit_bytes=100)
+
+
+class _Mul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).sum(0)
+
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(5))
+        self.lin = nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.lin(_Mul.apply(x, self.w))
+
+
+@ranks(1, 2)
+def test_compiled_blocks_train_like_plain(rank, world_size):
+    def build():
+        return MLP(blocks=2)
+
+    pair = Pair(build, rank, world_size)
+    for block in pair.model.blocks:
+        block.compile(backend="aot_eager")
+    for step in range(3):
+        pair.step(plain_backward, batch(rank, step))
+    pair.check()

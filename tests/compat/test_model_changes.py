@@ -1,0 +1,330 @@
+"""What is done to a model around sharding: initialised, copied, converted, loaded, changed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import torch_shard
+from tests.compat.harness import MLP, Pair, average_grads, batch, plain_backward, same, same_grads, same_params
+from tests.ranks import ranks
+from torch_shard.errors import NeedsGatherError, ReplacedParameterError, SetupError, ShardError
+
+
+@ranks(2)
+def test_a_head_replaced_after_sharding_is_an_error_that_names_it(rank, world_size):
+    pair = Pair(MLP, rank, world_size)
+    pair.step(plain_backward, batch(rank, 0))
+    old = pair.model.head
+    pair.model.head = nn.Linear(7, 2).double()
+    with pytest.raises(ReplacedParameterError, match=r"head\.(weight|bias)"):
+        plain_backward(pair.model, batch(rank, 1))
+    pair.model.head = old
+    pair.step(plain_backward, batch(rank, 1))
+    pair.model.head.weight = nn.Parameter(torch.zeros(3, 7, dtype=torch.float64))
+    with pytest.raises(ReplacedParameterError, match=r"head\.weight"):
+        plain_backward(pair.model, batch(rank, 1))
+
+
+@ranks(2)
+def test_a_head_replaced_after_close_is_sharded_again(rank, world_size):
+    pair = Pair(MLP, rank, world_size)
+    pair.step(plain_backward, batch(rank, 0))
+    pair.engine.close()
+    head = nn.Linear(7, 2).double()
+    pair.model.head, pair.plain.head = head, copy.deepcopy(head)
+    pair.engine = torch_shard.shard(pair.model, unit_bytes=500)
+    torch.manual_seed(rank)  # rank 0's values are everyone's
+    for parameter, wanted in zip(pair.model.head.parameters(), pair.plain.head.parameters(), strict=True):
+        same(parameter, wanted)
+    pair.optimizer, pair.plain_optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (pair.model, pair.plain))
+    pair.step(plain_backward, batch(rank, 1))
+    pair.check()
+
+
+@ranks(2)
+def test_two_parameters_that_are_views_of_one_storage_are_an_error_that_names_both(rank):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    both = torch.zeros(6, 4)
+    model[0].weight, model[1].weight = nn.Parameter(both[:4]), nn.Parameter(both[2:])
+    with pytest.raises(SetupError, match=r"0\.weight and 1\.weight"):
+        torch_shard.shard(model)
+    # Parts of one allocation that do not overlap are two ordinary parameters.
+    both = torch.zeros(8, 4)
+    model[0].weight, model[1].weight = nn.Parameter(both[:4]), nn.Parameter(both[4:])
+    torch_shard.shard(model)
+
+
+@ranks(2)
+def test_a_parameter_with_weak_references_or_of_another_class_is_refused_by_name(rank):
+    import weakref
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    reference = weakref.ref(model[0].weight)
+    with pytest.raises(SetupError, match=r"0\.weight has weak references"):
+        torch_shard.shard(model)
+    assert reference() is not None
+
+    class Special(nn.Parameter):
+        pass
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].bias = Special(torch.zeros(4))
+    with pytest.raises(SetupError, match=r"0\.bias is a Special"):
+        torch_shard.shard(model)
+
+
+@pytest.mark.parametrize("kind", ["mask", "row", "column", "scalar tensor"])
+@ranks(2, 3)
+def test_a_mask_or_a_row_vector_combined_with_a_parameter_between_steps(rank, world_size, kind):
+    pair = Pair(MLP, rank, world_size)
+    w = (7, 5)
+    generator = torch.Generator().manual_seed(3)
+    other = {
+        "mask": (torch.rand(w, generator=generator) > 0.5).double(),
+        "row": torch.rand(5, generator=generator, dtype=torch.float64),
+        "column": torch.rand(7, 1, generator=generator, dtype=torch.float64),
+        "scalar tensor": torch.tensor(0.9, dtype=torch.float64),
+    }[kind]
+
+    def prune(model):
+        with torch.no_grad():
+            model.inp.weight.mul_(other)
+            model.inp.weight.data += 0.01 * other
+            model.inp.weight.copy_(torch.where(model.inp.weight.abs() < 0.1, 0.0, model.inp.weight))
+            if kind == "mask":
+                model.inp.weight[other.bool()] = 0.25
+                model.inp.weight.masked_fill_(~other.bool(), 0.5)
+
+    for step in range(3):
+        pair.step(plain_backward, batch(rank, step))
+        pair.each(prune)
+        pair.check()
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        pair.model.inp.weight.mul_(torch.ones(6, dtype=torch.float64))  # as plain torch
+
+
+@ranks(2)
+def test_deepcopy_and_then_training_both_copies(rank, world_size):
+    pair = Pair(MLP, rank, world_size)
+    pair.step(plain_backward, batch(rank, 0))
+    twin, plain_twin = copy.deepcopy(pair.model), copy.deepcopy(pair.plain)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.2) for m in (twin, plain_twin)]
+    for step in range(1, 4):
+        pair.step(plain_backward, batch(rank, step))
+        x = batch(rank, 10 + step)
+        plain_backward(twin, x)
+        plain_backward(plain_twin, x)
+        average_grads(plain_twin)
+        same_grads(twin, plain_twin)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pair.check()
+    same_params(twin, plain_twin)
+    third = copy.deepcopy(twin)
+    same_params(third, plain_twin)
+
+
+@ranks(2)
+def test_names_and_shapes_of_parameters_are_unchanged(rank, world_size):
+    pair = Pair(MLP, rank, world_size)
+
+    def described(model):
+        return [
+            [(n, p.shape, p.stride(), p.dtype, p.requires_grad, p.is_leaf, isinstance(p, nn.Parameter))
+             for n, p in module.named_parameters()]
+            for module in (model, *model.children(), *model.blocks, model.blocks[0].up)
+        ]  # fmt: skip
+
+    wanted = described(pair.plain)
+    assert described(pair.model) == wanted
+    kept = list(pair.model.parameters())
+    pair.step(plain_backward, batch(rank, 0))
+    assert described(pair.model) == wanted
+    assert all(p is q for p, q in zip(pair.model.parameters(), kept, strict=True))
+    assert list(pair.model.state_dict()) == list(pair.plain.state_dict())
+    assert [n for n, _ in pair.model.named_modules()] == [n for n, _ in pair.plain.named_modules()]
+    assert repr(pair.model) == repr(pair.plain)
+
+
+# -- initialisation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unit_bytes", [1, 500, 1 << 20])
+@ranks(2)
+def test_a_model_built_on_meta_has_the_random_values_of_a_plain_one(rank, world_size, unit_bytes):
+    torch.manual_seed(5)
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Embedding(7, 4), nn.Conv1d(3, 4, 2), nn.LSTM(4, 3), nn.Linear(5, 3))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 5), nn.Embedding(7, 4), nn.Conv1d(3, 4, 2), nn.LSTM(4, 3), nn.Linear(5, 3))
+    torch.manual_seed(5 + 10 * rank)  # rank 0's count
+    torch_shard.shard(model, unit_bytes=unit_bytes)
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(q.detach().full_tensor(), p.detach()), name
+
+
+class Buffered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.norm(x))
+
+
+@ranks(2)
+def test_a_model_built_on_meta_trains(rank, world_size):
+    torch.manual_seed(1)
+    plain = Buffered()
+    with torch.device("meta"):
+        model = Buffered()
+    torch.manual_seed(1)
+    torch_shard.shard(model, unit_bytes=50)
+    same_params(model, plain)
+    plain_backward(model, batch(rank, 0).float())
+
+
+@ranks(2)
+def test_initialisers_draw_the_values_of_the_plain_model(rank, world_size):
+    pair = Pair(MLP, rank, world_size)
+
+    def initialise(model):
+        torch.manual_seed(11)
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.trunc_normal_(module.bias, std=0.3)
+        nn.init.kaiming_normal_(model.inp.weight, nonlinearity="relu")
+        nn.init.constant_(model.head.bias, 0.25)
+        nn.init.normal_(model.head.weight, 0.5, 2.0)
+        with torch.no_grad():
+            model.blocks[0].up.weight.uniform_(-1, 1)
+            model.blocks[0].up.bias.bernoulli_(0.5)
+        model.blocks[1].up.reset_parameters()
+        model.blocks[1].norm.reset_parameters()
+
+    pair.each(initialise)
+    pair.check()
+    pair.step(plain_backward, batch(rank, 0))
+    pair.check()
+
+
+@ranks(2)
+def test_engine_apply_initialises_whole_parameters(rank, world_size):
+    pair = Pair(MLP, rank, world_size)
+
+    def orthogonal(module):
+        if isinstance(module, nn.Linear):
+            nn.init.orthogonal_(module.weight)
+
+    with pytest.raises(NeedsGatherError, match=r"inp\.weight"):
+        nn.init.orthogonal_(pair.model.inp.weight)
+    torch.manual_seed(2)
+    pair.engine.apply(orthogonal)
+    torch.manual_seed(2)
+    pair.plain.apply(orthogonal)
+    pair.check()
+
+
+# -- conversion and loading ---------------------------------------------------------------------------------------------
+
+
+CONVERSIONS = {
+    "half": lambda m: m.half(),
+    "to(dtype)": lambda m: m.to(torch.bfloat16),
+    "float": lambda m: m.float(),
+    "to(device)": lambda m: m.to("meta"),
+    "to_empty": lambda m: m.to_empty(device="meta"),
+    "share_memory": lambda m: m.share_memory(),
+}
+
+
+@pytest.mark.parametrize("how", CONVERSIONS)
+@ranks(2)
+def test_conversion_after_sharding_is_refused_by_name_and_changes_nothing(rank, world_size, how):
+    pair = Pair(MLP, rank, world_size)
+    pair.step(plain_backward, batch(rank, 0))
+    with pytest.raises(ShardError, match=r"inp\.weight|norm\.weight|\.bias"):
+        CONVERSIONS[how](pair.model)
+    pair.check()
+    pair.step(plain_backward, batch(rank, 1))
+    pair.check()
+
+
+@ranks(2)
+def test_conversions_that_change_nothing_are_allowed(rank, world_size):
+    pair = Pair(MLP, rank, world_size)
+    pair.model.to("cpu").double().to(torch.float64).cpu().train()
+    pair.step(plain_backward, batch(rank, 0))
+    pair.check()
+
+
+@ranks(2)
+def test_load_state_dict_of_the_module_takes_whole_tensors(rank, world_size):
+    pair = Pair(MLP, rank, world_size)
+    pair.step(plain_backward, batch(rank, 0))
+    torch.manual_seed(8)
+    other = MLP().double()
+    for model in (pair.model, pair.plain):
+        assert not any(model.load_state_dict(other.state_dict()))
+    pair.check()
+    state = other.state_dict()
+    del state["inp.weight"]
+    state["new"] = torch.zeros(1)
+    for model in (pair.model, pair.plain):
+        with pytest.raises(RuntimeError, match=r"inp\.weight"):
+            model.load_state_dict(state)
+        result = model.load_state_dict(state, strict=False)
+        assert result.missing_keys == ["inp.weight"]
+        assert result.unexpected_keys == ["new"]
+    pair.check()
+    own = {name: t.clone() for name, t in pair.model.state_dict().items()}
+    pair.step(plain_backward, batch(rank, 1))
+    pair.model.load_state_dict(own)  # shards of the same cut
+    same_params(pair.model, other)
+
+
+@ranks(2)
+def test_load_state_dict_with_assign_is_refused_by_name(rank, world_size):
+    pair = Pair(MLP, rank, world_size)
+    pair.step(plain_backward, batch(rank, 0))
+    with pytest.raises(ShardError, match=r"inp\.weight|weight"):
+        pair.model.load_state_dict(pair.plain.state_dict(), assign=True)
+        plain_backward(pair.model, batch(rank, 1))
+
+
+@ranks(2)
+def test_evaluation_under_inference_mode_between_training_steps(rank, world_size):
+    pair = Pair(MLP, rank, world_size)
+    with torch.inference_mode():  # also as the very first use
+        same(*pair.each(lambda m: m(batch(rank, 20))), "evaluation")
+    for step in range(3):
+        pair.step(plain_backward, batch(rank, step))
+        with torch.inference_mode():
+            pair.each(lambda m: m.eval())
+            same(*pair.each(lambda m: m(batch(rank, 30))), "evaluation")
+            same(*pair.each(lambda m: m.head(m.inp(batch(rank, 30)))), "evaluation of parts")
+            pair.each(lambda m: m.train())
+    pair.check()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("of", ["model", "optimizer"])
+@ranks(2)
+def test_zero_grad(rank, world_size, of, set_to_none):
+    pair = Pair(MLP, rank, world_size, optimizer=lambda m: torch.optim.Adam(m.parameters(), lr=0.01))
+    for step in range(4):
+        pair.backward(plain_backward, batch(rank, step))
+        same_grads(pair.model, pair.plain)
+        for model, optimizer in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
+            optimizer.step()
+            (model if of == "model" else optimizer).zero_grad(set_to_none=set_to_none)
+            assert all((p.grad is None) == set_to_none for p in model.parameters())
+        if not set_to_none:
+            same_grads(pair.model, pair.plain)
+    pair.check()

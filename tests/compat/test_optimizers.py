@@ -1,0 +1,251 @@
+"""Optimizers and what is done with them: equal to plain training, or refused with a reason."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import torch_shard
+from tests.compat.harness import MLP, Pair, average_grads, batch, loss_of, plain_backward, same, same_params, train_both
+from tests.ranks import ranks
+from torch_shard.errors import NeedsGatherError
+
+O = torch.optim
+OPTIMIZERS = {
+    "SGD": lambda p: O.SGD(p, lr=0.1),
+    "SGD momentum": lambda p: O.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "SGD for-loop": lambda p: O.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+    "SGD fused": lambda p: O.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "Adam": lambda p: O.Adam(p, lr=0.01),
+    "Adam amsgrad": lambda p: O.Adam(p, lr=0.01, amsgrad=True),
+    "AdamW for-loop": lambda p: O.AdamW(p, lr=0.01, foreach=False),
+    "AdamW foreach": lambda p: O.AdamW(p, lr=0.01, foreach=True),
+    "AdamW fused": lambda p: O.AdamW(p, lr=0.01, fused=True),
+    "AdamW tensor lr": lambda p: O.AdamW(p, lr=torch.tensor(0.01)),
+    "Adagrad": lambda p: O.Adagrad(p, lr=0.05),
+    "Adagrad fused": lambda p: O.Adagrad(p, lr=0.05, fused=True),
+    "RMSprop": lambda p: O.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "RMSprop for-loop": lambda p: O.RMSprop(p, lr=0.01, foreach=False),
+    "Adadelta": lambda p: O.Adadelta(p, lr=0.5),
+    "Adamax": lambda p: O.Adamax(p, lr=0.01),
+    "NAdam": lambda p: O.NAdam(p, lr=0.01),
+    "RAdam": lambda p: O.RAdam(p, lr=0.01),
+    "ASGD": lambda p: O.ASGD(p, lr=0.1),
+    "Rprop": lambda p: O.Rprop(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@ranks(2)
+def test_an_optimizer_steps_as_on_the_plain_model(rank, world_size, name):
+    pair = train_both(MLP, rank, world_size, optimizer=lambda m: OPTIMIZERS[name](m.parameters()), steps=4)
+    for p, q in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+        ours, theirs = pair.optimizer.state[p], pair.plain_optimizer.state[q]
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            if isinstance(value, torch.Tensor):
+                assert ours[key].shape == value.shape
+                same(ours[key], value, key)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS"])
+@ranks(2)
+def test_an_optimizer_of_whole_matrices_is_right_or_refused_by_name(rank, world_size, name):
+    kinds = {
+        "Adafactor": lambda p: O.Adafactor(p, lr=0.01),
+        "Muon": lambda p: O.Muon([q for q in p if q.ndim == 2], lr=0.01),
+        "LBFGS": lambda p: O.LBFGS(p, lr=0.1, max_iter=3),
+    }
+    pair = Pair(MLP, rank, world_size, optimizer=lambda m: kinds[name](list(m.parameters())))
+    before = copy.deepcopy(pair.plain)
+    x = batch(0, 0)  # one batch for all: the closure below then needs no averaging
+    refused = None
+    for step in range(2):
+        for model, optimizer in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
+
+            def closure(model=model):
+                model.zero_grad()
+                return plain_backward(model, x)
+
+            try:
+                optimizer.step(closure)
+            except NeedsGatherError as error:
+                assert model is pair.model
+                refused = error
+        if refused is not None:
+            break
+    if refused is not None:
+        assert "weight" in str(refused) or "bias" in str(refused)
+        assert "gathered" in str(refused)
+        same_params(pair.model, before)  # refused before anything was changed
+    else:
+        pair.check()
+
+
+@ranks(2)
+def test_an_optimizer_built_before_sharding(rank, world_size):
+    torch.manual_seed(0)
+    model = MLP().double()
+    plain = copy.deepcopy(model)
+    optimizers = [O.AdamW(m.parameters(), lr=0.01) for m in (model, plain)]
+    torch_shard.shard(model, unit_bytes=500)
+    for step in range(3):
+        for m in (model, plain):
+            plain_backward(m, batch(rank, step))
+        average_grads(plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same_params(model, plain)
+
+
+def groups_by_name(model):
+    decay = [p for n, p in model.named_parameters() if not n.endswith("bias") and "norm" not in n]
+    rest = [p for n, p in model.named_parameters() if n.endswith("bias") or "norm" in n]
+    return [{"params": decay, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0, "lr": 0.02}]
+
+
+def groups_by_ndim(model):
+    decay = [p for p in model.parameters() if p.ndim >= 2]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    assert decay and rest and sum(p.numel() for p in decay) > sum(p.numel() for p in rest)
+    return [{"params": decay, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize("groups", [groups_by_name, groups_by_ndim])
+@ranks(2)
+def test_weight_decay_groups_chosen_after_sharding(rank, world_size, groups):
+    pair = train_both(MLP, rank, world_size, optimizer=lambda m: O.AdamW(groups(m), lr=0.01), steps=4)
+    counts = [[len(g["params"]) for g in o.param_groups] for o in (pair.optimizer, pair.plain_optimizer)]
+    assert counts[0] == counts[1]
+
+
+@ranks(2)
+def test_schedulers(rank, world_size):
+    def build(model):
+        optimizer = O.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        warm = O.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+        optimizer.scheduler = O.lr_scheduler.SequentialLR(
+            optimizer, [warm, O.lr_scheduler.CosineAnnealingLR(optimizer, 4)], [2]
+        )
+        return optimizer
+
+    pair = Pair(MLP, rank, world_size, optimizer=build)
+    for step in range(5):
+        pair.step(plain_backward, batch(rank, step))
+        for optimizer in (pair.optimizer, pair.plain_optimizer):
+            optimizer.scheduler.step()
+        assert pair.optimizer.param_groups[0]["lr"] == pair.plain_optimizer.param_groups[0]["lr"]
+    pair.check()
+    plateau = O.lr_scheduler.ReduceLROnPlateau(pair.optimizer, patience=0)
+    for _ in range(3):
+        plateau.step(1.0)
+
+
+@ranks(2)
+def test_the_optimizers_own_state_dict_loads_into_another(rank, world_size):
+    pair = Pair(MLP, rank, world_size, optimizer=lambda m: O.Adam(m.parameters(), lr=0.01))
+    for step in range(2):
+        pair.step(plain_backward, batch(rank, step))
+    state = copy.deepcopy(pair.optimizer.state_dict())
+    assert state["param_groups"] == pair.plain_optimizer.state_dict()["param_groups"]
+    assert state["state"].keys() == pair.plain_optimizer.state_dict()["state"].keys()
+    pair.optimizer = O.Adam(pair.model.parameters(), lr=0.5)
+    pair.optimizer.load_state_dict(state)
+    for step in range(2, 4):
+        pair.step(plain_backward, batch(rank, step))
+    pair.check()
+
+
+@ranks(2)
+def test_swa_and_ema_models(rank, world_size):
+    pair = Pair(MLP, rank, world_size)
+    average = {}
+    for which, model in (("ours", pair.model), ("theirs", pair.plain)):
+        average[which] = O.swa_utils.AveragedModel(model, multi_avg_fn=O.swa_utils.get_ema_multi_avg_fn(0.9))
+    for step in range(3):
+        pair.step(plain_backward, batch(rank, step))
+        average["ours"].update_parameters(pair.model)
+        average["theirs"].update_parameters(pair.plain)
+    same_params(average["ours"], average["theirs"])
+    with torch.no_grad():
+        same(average["ours"](batch(rank, 9)), average["theirs"](batch(rank, 9)))
+
+
+class Generator(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
+class Discriminator(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 6), nn.LeakyReLU(), nn.Linear(6, 1))
+
+
+@pytest.mark.parametrize("toggle", [True, False])
+@ranks(2)
+def test_a_gan_with_two_optimizers(rank, world_size, toggle):
+    torch.manual_seed(0)
+    plain = {"g": Generator().double(), "d": Discriminator().double()}
+    ours = copy.deepcopy(plain)
+    for model in ours.values():
+        torch_shard.shard(model, unit_bytes=200)
+
+    def train(nets, average):
+        g, d = nets["g"], nets["d"]
+        og, od = O.Adam(g.parameters(), lr=0.01), O.SGD(d.parameters(), lr=0.1)
+        for step in range(3):
+            z, real = batch(rank, step), batch(rank, 50 + step, 4, 4)
+            if toggle:
+                d.requires_grad_(True)
+                g.requires_grad_(False)
+            od.zero_grad()
+            (d(g(z).detach()).exp().mean() - d(real).mean()).backward()
+            average(d)
+            od.step()
+            if toggle:
+                d.requires_grad_(False)
+                g.requires_grad_(True)
+            og.zero_grad()
+            (-d(g(z)).mean()).backward()
+            average(g)
+            og.step()
+
+    train(plain, average_grads)
+    train(ours, lambda m: None)
+    for name in plain:
+        same_params(ours[name], plain[name])
+
+
+@ranks(2, 3)
+def test_unfreezing_layers_and_add_param_group(rank, world_size):
+    def build():
+        model = MLP()
+        model.inp.requires_grad_(False)
+        model.blocks[0].requires_grad_(False)
+        return model
+
+    def optimizer(model):
+        return O.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+    pair = Pair(build, rank, world_size, optimizer=optimizer)
+    for step in range(2):
+        pair.step(plain_backward, batch(rank, step))
+    for part in ("blocks", "inp"):
+        for model, opt in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
+            module = getattr(model, part)
+            module = module[0] if part == "blocks" else module
+            module.requires_grad_(True)
+            opt.add_param_group({"params": list(module.parameters()), "lr": 0.05})
+        for step in range(2, 4):
+            pair.step(plain_backward, batch(rank, step))
+    for model in (pair.model, pair.plain):
+        model.head.requires_grad_(False)  # and freezing
+        model.head.zero_grad()
+    for step in range(4, 6):
+        pair.step(plain_backward, batch(rank, step))
+    pair.check()
+    assert loss_of(pair.model(batch(rank, 0))).requires_grad
