@@ -1,8 +1,8 @@
 """Makes the strategy's names known to Lightning without an import in user code.
 
 torch calls :func:`install` at the end of ``import torch`` (the entry point group ``torch.backends``). Lightning has no
-entry points for strategies, so all that happens there is that an import finder is put in front. It waits for the modules
-that hold Lightning's registries and, once one of them has been executed, adds our names to it.
+entry points for strategies, so all that happens there is that an import finder is put in front. It waits for the
+modules that hold Lightning's registries and, once one of them has been executed, adds our names to it.
 
 This file imports nothing of torch and nothing of Lightning, and no exception leaves it: either would break
 ``import torch`` for everybody who has this package installed.
@@ -65,7 +65,7 @@ def _register(module: ModuleType) -> None:
         import logging
 
         logging.getLogger("torch_shard").warning(
-            "strategy='shard' could not be registered in %s (%r); pass strategy=lightning_shard.ShardStrategy() instead.",
+            "strategy='shard' could not be registered in %s (%r); pass strategy=lightning_shard.ShardStrategy().",
             getattr(module, "__name__", module),
             error,
         )

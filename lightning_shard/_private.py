@@ -8,8 +8,8 @@ Attributes of Lightning's own objects that the strategy reads or writes, and why
 - ``Strategy._lightning_module``, ``_optimizers``, ``_launcher``, ``_precision_plugin``: set by the base class;
 - ``Strategy._layer_sync``: where the Trainer leaves the plugin of ``sync_batchnorm=True``;
 - ``Trainer.fit`` passes ``weights_only`` to the launcher, by that name (see :func:`asked_weights_only`);
-- ``LightningModule.forward`` may be shadowed in the instance for the time of one call (as Lightning's own redirection for
-  DDP does).
+- ``LightningModule.forward`` may be shadowed in the instance for the time of one call (as Lightning's own redirection
+  for DDP does).
 """
 
 from __future__ import annotations

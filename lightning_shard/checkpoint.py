@@ -108,8 +108,8 @@ def _names(engine: Engine, optimizer: Any) -> list[list[str]]:
         return [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     except KeyError:
         raise StateDictError(
-            f"rank {engine.rank}: {type(optimizer).__name__} mixes parameters of the LightningModule with others, so its "
-            "state can't be saved by name; register the others in the module."
+            f"rank {engine.rank}: {type(optimizer).__name__} mixes parameters of the LightningModule with others, so "
+            "its state can't be saved by name; register the others in the module."
         ) from None
 
 

@@ -20,7 +20,7 @@ _SHARE = 0.5
 def fits_on_every_rank(
     engine: Engine, optimizers: Iterable[Any], ranks_here: int, reduce: Callable[..., torch.Tensor]
 ) -> bool:
-    """Whether each rank can hold whole parameters and optimizer state in host memory. Collective; the same answer on all.
+    """Whether each rank can hold whole parameters and optimizer state. Collective; the same answer on all.
 
     Args:
         engine: of the model.

@@ -1,7 +1,7 @@
 """Precision plugins under sharding: which are accepted, and clipping through the engine.
 
-Lightning clips in its precision plugin, where no strategy is asked. The strategy therefore gives each plugin it receives
-a subclass of the plugin's own class, which clips through the engine: one collective for all parameters of the
+Lightning clips in its precision plugin, where no strategy is asked. The strategy therefore gives each plugin it
+receives a subclass of the plugin's own class, which clips through the engine: one collective for all parameters of the
 optimizer, tied ones counted once.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["check", "with_sharded_clipping"]
 class ShardedClipping:
     """Clips gradients through the engine. Mixed into the class of each plugin; keeps that class's name."""
 
-    _plain_class: type[Any]
+    _plain_class: Any
     _shard_strategy: Any = None
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
@@ -48,19 +48,20 @@ class ShardedClipping:
 def with_sharded_clipping(plugin: Any, strategy: Any) -> Any:
     """Give `plugin`, in place, a class that clips through `strategy`'s engine; returns it."""
     if not isinstance(plugin, ShardedClipping):
-        plugin.__class__ = _clipping_class(type(plugin))
+        plain: Any = type(plugin)
+        plugin.__class__ = _clipping_class(plain)
     plugin._shard_strategy = strategy
     return plugin
 
 
 @functools.cache
-def _clipping_class(plain: type[Any]) -> type[Any]:
+def _clipping_class(plain: Any) -> Any:
     # The qualified name is a key in checkpoints (the scaler's state), so it must stay what it is.
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
     return type(plain.__name__, (ShardedClipping, plain), {**names, "_plain_class": plain})
 
 
-def _rebuild(plain: type[Any]) -> Any:
+def _rebuild(plain: Any) -> Any:
     made = _clipping_class(plain)
     return made.__new__(made)
 
@@ -73,11 +74,11 @@ def check(plugin: Any, private: Private) -> None:
     """
     if isinstance(plugin, private.MixedPrecision) and getattr(plugin, "scaler", None) is not None:
         raise private.MisconfigurationException(
-            "precision='16-mixed' is not supported by ShardStrategy yet: its gradient scaler decides on each rank's own "
-            "slice. Use precision='bf16-mixed', which needs no scaler, or '32-true'."
+            "precision='16-mixed' is not supported by ShardStrategy yet: its gradient scaler decides on each rank's "
+            "own slice. Use precision='bf16-mixed', which needs no scaler, or '32-true'."
         )
     if isinstance(plugin, private.refused_precision):
         raise private.MisconfigurationException(
-            f"{type(plugin).__name__} does not work with ShardStrategy. Supported are '32-true', '64-true', 'bf16-mixed' "
-            "(autocast), 'bf16-true' and '16-true'."
+            f"{type(plugin).__name__} does not work with ShardStrategy. Supported are '32-true', '64-true', "
+            "'bf16-mixed' (autocast), 'bf16-true' and '16-true'."
         )

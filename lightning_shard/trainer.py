@@ -39,8 +39,8 @@ class TrainerStrategyMixin(_Base):  # type: ignore[misc]
     """Trains with parameters, gradients and optimizer state sharded over the ranks; otherwise as DDP does.
 
     Args:
-        config: how to shard; keyword arguments that are fields of :class:`~torch_shard.ShardConfig` change it on top, as in
-            ``ShardStrategy(strategy="shard_grad_op", prefetch=2)``.
+        config: how to shard; keyword arguments that are fields of :class:`~torch_shard.ShardConfig` change it on top,
+            as in ``ShardStrategy(strategy="shard_grad_op", prefetch=2)``.
         accelerator: as for every strategy of Lightning; normally the Trainer's.
         parallel_devices: likewise.
         cluster_environment: likewise.
@@ -62,6 +62,7 @@ class TrainerStrategyMixin(_Base):  # type: ignore[misc]
     """
 
     _private: Private
+    model: Any
     _launchers: tuple[Any, Any]  # for popen; for the start methods of multiprocessing
 
     def __init__(
@@ -86,7 +87,9 @@ class TrainerStrategyMixin(_Base):  # type: ignore[misc]
             known = [field.name for field in dataclasses.fields(ShardConfig)]
             unknown = [name for name in overrides if name not in known]
             if unknown:
-                raise ConfigError(f"{unknown[0]}: no such setting; ShardStrategy and ShardConfig have none of that name.")
+                raise ConfigError(
+                    f"{unknown[0]}: no such setting; ShardStrategy and ShardConfig have none of that name."
+                )
             config = dataclasses.replace(config, **overrides)
         self._config = config
         super().__init__(
@@ -142,7 +145,7 @@ class TrainerStrategyMixin(_Base):  # type: ignore[misc]
 
     @property
     def is_distributed(self) -> bool:
-        """True. The Trainer asks this of strategies that it does not know, before it shards a sampler or reduces a log."""
+        """True. The Trainer asks this of unknown strategies before it shards a sampler or reduces a log."""
         return True
 
     @property
@@ -191,7 +194,7 @@ class TrainerStrategyMixin(_Base):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Where ``configure_model`` and ``Trainer.init_module`` create tensors: on the CPU, with `empty_init` on meta."""
+        """Where ``configure_model`` and ``Trainer.init_module`` create tensors: the CPU; with `empty_init` meta."""
         # Neither moves to the device here: sharding does that unit by unit.
         meta = torch.device("meta") if empty_init else contextlib.nullcontext()
         with meta, self.precision_plugin.tensor_init_context():
@@ -229,8 +232,9 @@ class TrainerStrategyMixin(_Base):  # type: ignore[misc]
             if isinstance(callback, self._private.refused_callbacks):
                 raise self._private.MisconfigurationException(
                     f"{type(callback).__name__} does not work with ShardStrategy yet: it copies the parameters of the "
-                    "module one by one and would average this rank's slices with whole copies. Average saved checkpoints "
-                    "instead, or keep a torch.optim.swa_utils.AveragedModel of your own inside engine.gathered()."
+                    "module one by one and would average this rank's slices with whole copies. Average saved "
+                    "checkpoints instead, or keep a torch.optim.swa_utils.AveragedModel of your own inside "
+                    "engine.gathered()."
                 )
 
     def _reusable_engine(self, fitting: bool) -> Engine | None:
@@ -251,7 +255,8 @@ class TrainerStrategyMixin(_Base):  # type: ignore[misc]
         # Parameters that are still on the CPU move to this device unit by unit, whatever the backend is.
         from torch.distributed.device_mesh import DeviceMesh
 
-        return DeviceMesh.from_group(dist.group.WORLD, self.root_device.type)
+        group: Any = dist.group.WORLD
+        return DeviceMesh.from_group(group, self.root_device.type)
 
     def model_to_device(self) -> None:
         """Move what is not parameter or buffer (the engine has moved those), such as the state of metrics."""
@@ -435,8 +440,9 @@ class TrainerStrategyMixin(_Base):  # type: ignore[misc]
         if fits_on_every_rank(engine, self.optimizers, self.num_processes, self.reduce):
             return True
         logger.warning(
-            "the model stays sharded after this run: whole copies of it and its optimizer state on every rank would not "
-            "fit in memory. engine_of(model).state_dict() gathers it on rank 0; unshard_at_end=True or False decides."
+            "the model stays sharded after this run: whole copies of it and its optimizer state on every rank would "
+            "not fit in memory. engine_of(model).state_dict() gathers it on rank 0; unshard_at_end=True or False "
+            "decides."
         )
         return False
 
@@ -465,8 +471,8 @@ class TrainerStrategyMixin(_Base):  # type: ignore[misc]
         engine = self.engine_or_none
         if engine is None:
             raise RuntimeError(
-                "trainer.strategy.engine: no module is sharded now; there is an engine from the end of set-up (on_fit_start, "
-                "on_train_start, ...) until the run ends."
+                "trainer.strategy.engine: no module is sharded now; there is an engine from the end of set-up "
+                "(on_fit_start, on_train_start, ...) until the run ends."
             )
         return engine
 

@@ -9,15 +9,24 @@ parameter is no leaf of the graph and do nothing, without a word. No hook of tor
 from __future__ import annotations
 
 import functools
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .shard_tensor import ShardTensor
 
+if TYPE_CHECKING:
+    from .runtime import Runtime
 
-def install() -> None:
-    """Wrap `torch.autograd.backward`, once."""
+
+# Of all engines alive: their runtimes hear of each backward before it starts.
+_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def install(runtime: Runtime) -> None:
+    """Wrap `torch.autograd.backward`, once; `runtime` follows it from now on."""
+    _runtimes.add(runtime)
     original = torch.autograd.backward
     if getattr(original, "_torch_shard", False):
         return
@@ -36,7 +45,16 @@ def install() -> None:
                     if unit is not None:
                         translated.append(unit.leaf_of(item))
             kwargs["inputs"] = translated
-        return original(*args, **kwargs)
+        if torch._C._current_graph_task_id() != -1:  # nested: the outer call has done the rest
+            return original(*args, **kwargs)
+        runtimes = list(_runtimes)
+        for runtime in runtimes:
+            runtime.before_backward()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            for runtime in runtimes:
+                runtime.after_backward()
 
     backward._torch_shard = True  # type: ignore[attr-defined]
     torch.autograd.backward = backward  # type: ignore[assignment]

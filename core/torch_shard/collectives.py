@@ -37,7 +37,7 @@ def caller_line() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if not (module.split(".", 1)[0] in ("torch", "torch_shard", "contextlib")):
+        if module.split(".", 1)[0] not in ("torch", "torch_shard", "contextlib"):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "unknown line"

@@ -40,7 +40,7 @@ class Engine:
         self.plan = plan
         self.config = config
         self._watch = StepWatch(runtime)
-        autograd_bridge.install()
+        autograd_bridge.install(runtime)
 
     # -- what it is ---------------------------------------------------------------------------------------------
     @property

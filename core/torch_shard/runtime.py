@@ -17,6 +17,7 @@ Reduction. In the reverse order of use in forward, which all ranks share; a unit
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Iterable
@@ -45,10 +46,10 @@ _PAUSE = 0.2  # seconds
 _NO_PAUSE_FOR = 100  # backwards without a pause after one that was in vain
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside backward; no public accessor (torch 2.11 to 2.13)
-_sequence_number = torch.autograd._get_sequence_nr
+_sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 # torch.compiler.disable without importing the compiler here (which is loaded by the first optimizer anyway): inside a
 # compiled module every function called by the hooks would be compiled, too. Private; torch 2.11 to 2.13.
-_disable_dynamo = torch._disable_dynamo
+_disable_dynamo = torch._disable_dynamo  # type: ignore[attr-defined]
 
 Event = tuple[int, int, bool]  # phase, unit index, first of a session
 
@@ -92,6 +93,7 @@ class Runtime:
         self.order: list[Unit] = []
         self.in_flight: list[tuple[Unit, FlatBuffer, Reduction]] = []
         self.no_pause = 0
+        self.checked = False  # held gradients were looked at before the running backward
         self.double_backward = False  # a graph of gradients exists that reads gathered values
         self.creating = False  # the running backward makes one
         self.registrations = Registrations()
@@ -294,7 +296,8 @@ class Runtime:
     def _pass_over(self, until: Event | None) -> None:
         """A part of the model may be in the loss of some ranks only. Where the remembered order of a backward comes to
         `until` (None: to its end), this rank takes part in the gathers on the way, for the ranks that need them."""
-        pair, passed = self.last, []
+        pair = self.last
+        passed: list[Event] = []
         while len(passed) <= len(self.units):
             event = self.successors.get(pair)
             if event is None or event[0] != BACKWARD or event[2]:
@@ -375,6 +378,19 @@ class Runtime:
                 unit.uses.clear()
                 self._release(unit)
 
+    def before_backward(self) -> None:
+        """Before `torch.autograd.backward`: what changed in held gradients up to now was done by the user."""
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.check_held()
+        self.checked = True
+
+    def after_backward(self) -> None:
+        self.checked = False
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.keep_held()
+
     def arm(self) -> None:
         """Have `_EndOfBackward` called when the running graph task ends."""
         task = _graph_task()
@@ -388,7 +404,7 @@ class Runtime:
         for unit in self.units:
             unit.rounds = 0
             for flat in unit.flats:
-                flat.begin_backward()
+                flat.begin_backward(self.checked)
         self.fresh_backward = True
         self.passed.clear()
         self.needed.clear()
@@ -539,10 +555,9 @@ class Runtime:
         """Backward ended with an exception: leave the engine as it was before it."""
         self.end, self.tasks = None, set()
         for _, _flat, reduction in self.in_flight:
-            try:
-                reduction.pending.wait()
-            except ShardError:  # the failure being handled already says why
-                pass
+            # Its partner may never come: the failure being handled says why, so don't wait for long.
+            with contextlib.suppress(ShardError):
+                reduction.pending.settle(_PAUSE)
         self.in_flight.clear()
         self.double_backward = False
         for unit in self.units:
@@ -551,10 +566,12 @@ class Runtime:
             for flat in unit.flats:
                 flat.forget()
             if unit.state is not State.SHARDED and unit.sharded and not unit.running and not unit.is_summoned:
-                try:
-                    self._release(unit)
-                except ShardError:
-                    unit.state = State.SHARDED
+                with contextlib.suppress(ShardError):
+                    if all(p.settle(_PAUSE) for p in unit.pending):
+                        self._release(unit)
+                if unit.state is State.GATHERING:
+                    # Its gather may never end; the memory stays, since the collective may still write to it.
+                    unit.pending, unit.state = [], State.SHARDED
         self.forward_order.clear()
         self.session = False
 
@@ -564,12 +581,15 @@ class Runtime:
         if unit.is_summoned:
             return unit.leaf_of(param)
         inside = self.in_forward
-        if not inside and (local_ok or not (torch.is_grad_enabled() or _is_layer(func))):
+        # Replicated parameters are at hand: what records a gradient uses the leaf, whose gradient is averaged.
+        replicated = not unit.sharded and torch.is_grad_enabled() and param.requires_grad
+        if not inside and not replicated and (local_ok or not (torch.is_grad_enabled() or _is_layer(func))):
             return None
         if inside and local_ok and not torch.is_grad_enabled():
             return None
         start = _sequence_number()
-        self.demand(unit, self._phase())
+        if not (replicated and local_ok and not inside):
+            self.demand(unit, self._phase())
         for flat in unit.flats:
             flat.mirror()
             if not unit.installed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -97,7 +96,7 @@ def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -
         refs = [r for r in weakref.getweakrefs(p) if id(r) not in rnn_refs]
         if refs:
             raise SetupError(f"{where} has weak references to it, which sharding would break; drop them or use ignore=.")
-        if p._use_count() > 1:
+        if p._use_count() > 1:  # type: ignore[attr-defined]
             raise SetupError(
                 f"{where} is still held by an autograd graph or by C++ code; drop old losses and outputs (del loss) "
                 "before sharding."
@@ -124,7 +123,7 @@ def _drop_derived(model: nn.Module) -> None:
     """torch.nn.utils.weight_norm and spectral_norm keep the weight of the last forward, with its graph, until the next."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
-            name = getattr(hook, "name", None)
+            name: Any = getattr(hook, "name", None)
             kept = module.__dict__.get(name) if isinstance(name, str) else None
             if isinstance(kept, torch.Tensor) and kept.grad_fn is not None:
                 module.__dict__[name] = kept.detach()
@@ -351,10 +350,10 @@ def _swap(original: nn.Parameter, flat: FlatBuffer, index: int, unit: Unit) -> N
     post = getattr(original, "_post_accumulate_grad_hooks", None)
     if hooks:
         unit.tensor_hooks[name] = dict(hooks)
-        original._backward_hooks = None
+        original._backward_hooks = None  # type: ignore[assignment]
     if post:
         unit.post_hooks[name] = dict(post)
-        original._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]
+        original._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     original.grad = None
     try:
         torch.utils.swap_tensors(original, sharded)

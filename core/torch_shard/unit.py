@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from .runtime import Runtime
 
 
+# References that C++ holds to a tensor, autograd's included; undocumented (torch 2.11 to 2.13).
+_use_count: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
+
+
 class State(enum.Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
@@ -131,7 +135,7 @@ class FlatBuffer:
         storage = self.full.untyped_storage()
         self.storage_baseline = torch._C._storage_Use_Count(storage._cdata)
         for i in range(len(self.leaves)):
-            self.baseline[i] = (self.leaves[i]._use_count(), sys.getrefcount(self.leaves[i]))
+            self.baseline[i] = (_use_count(self.leaves[i]), sys.getrefcount(self.leaves[i]))
 
     def is_referenced(self) -> bool:
         """Whether anything outside (autograd's saved tensors, a user's variable) holds the gathered values."""
@@ -139,7 +143,7 @@ class FlatBuffer:
             return True
         leaves = self.leaves
         for i, (uses, references) in enumerate(self.baseline):
-            if leaves[i]._use_count() > uses or sys.getrefcount(leaves[i]) > references:
+            if _use_count(leaves[i]) > uses or sys.getrefcount(leaves[i]) > references:
                 return True
         return False
 
@@ -241,9 +245,23 @@ class FlatBuffer:
                     grad = self.params[i].grad
                     self.shown[i] = (weakref.ref(grad), grad._version)  # type: ignore[arg-type,union-attr]
 
-    def begin_backward(self) -> None:
-        """A new backward: drop held gradients that the user has cleared since the last one."""
+    def begin_backward(self, checked: bool = False) -> None:
+        """A new backward begins; `checked` where :meth:`check_held` was called before it."""
         self.arrived = [False] * len(self.arrived)
+        if not checked:
+            self.check_held()
+        self.shown = [None] * len(self.shown)
+
+    def keep_held(self) -> None:
+        """After any backward: it may have added to `.grad` (a loss term on the sharded parameter itself)."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for i, shown in enumerate(self.shown):
+                grad = self.params[i].grad
+                if shown is not None and grad is not None:
+                    self.shown[i] = (weakref.ref(grad), grad._version)
+
+    def check_held(self) -> None:
+        """Drop held gradients that the user has cleared since the last backward."""
         if self.grad is None:
             return
         with torch._C.DisableTorchFunctionSubclass():
@@ -262,7 +280,6 @@ class FlatBuffer:
                             "backward that reduces, or leave no_sync() out."
                         )
                     self.holds[i] = False
-        self.shown = [None] * len(self.shown)
 
     def forget(self) -> None:
         """Drop everything a failed backward left."""
@@ -364,7 +381,9 @@ class Unit:
         # A buffer allocated inside inference_mode would be an inference tensor, which a later training step cannot use.
         with torch.inference_mode(False), torch.no_grad(), c.gathering():
             for flat in self.flats:
-                flat.full.untyped_storage().resize_(flat.nbytes)
+                storage = flat.full.untyped_storage()
+                if storage.nbytes() != flat.nbytes:  # kept where an abandoned gather may still write
+                    storage.resize_(flat.nbytes)
                 flat.own_slot(flat.full).copy_(flat.shard)
                 self.pending.append(c.all_gather(flat.full, f"the all-gather of unit {self.name!r}"))
             for flat in self.flats:
@@ -420,9 +439,10 @@ class Unit:
         rnns = []
         for module, attribute, flat, index in self.places:
             slots = module._parameters
-            if slots.get(attribute) is flat.params[index]:
+            held: Any = slots.get(attribute)
+            if held is flat.params[index]:
                 slots[attribute] = flat.leaves[index]
-            elif not self._stands_in(module, attribute, slots.get(attribute)):
+            elif not self._stands_in(module, attribute, held):
                 self.installed -= 1
                 self._restore()
                 name = flat.layout.slots[index].name
@@ -478,8 +498,10 @@ class Unit:
             f for f in self.flats if any(leaf._version != v for leaf, v in zip(f.leaves, f.versions, strict=True))
         ]
         if self.checks:
-            self.checks -= 1 if not self.runtime.config.debug else 0
-            edited += [f for f in self.flats if f not in edited and not _same_bits(f.own_slot(f.full), f.shard)]
+            unseen = [f for f in self.flats if f not in edited and not _same_bits(f.own_slot(f.full), f.shard)]
+            # A unit that was edited so once is compared for good.
+            self.checks -= 0 if unseen or self.runtime.config.debug else 1
+            edited += unseen
         for flat in edited:
             with torch.no_grad():
                 flat.shard.copy_(flat.own_slot(flat.full))

@@ -107,6 +107,31 @@ def test_a_mask_or_a_row_vector_combined_with_a_parameter_between_steps(rank, wo
         pair.model.inp.weight.mul_(torch.ones(6, dtype=torch.float64))  # as plain torch
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@ranks(1, 2)
+def test_steps_written_by_hand(rank, world_size, strategy):
+    pair = Pair(MLP, rank, world_size, strategy=strategy)
+    averages = [[torch.zeros_like(p) for p in m.parameters()] for m in (pair.model, pair.plain)]
+
+    def step(model, average):
+        for p, a in zip(model.parameters(), average, strict=True):
+            p.data.add_(p.grad, alpha=-0.1)  # with gradients enabled, as old scripts do it
+            p.data = p.data - 0.01 * p.grad
+            a.mul_(0.9).add_(p.data, alpha=0.1)
+            p.data.lerp_(a, 0.5)
+            p.grad = None
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.001 * p.norm()
+
+    for at in range(3):
+        pair.backward(plain_backward, batch(rank, at))
+        same_grads(pair.model, pair.plain)
+        for model, average in zip((pair.model, pair.plain), averages, strict=True):
+            step(model, average)
+    pair.check()
+
+
 @ranks(2)
 def test_deepcopy_and_then_training_both_copies(rank, world_size):
     pair = Pair(MLP, rank, world_size)

@@ -177,8 +177,9 @@ def test_direct_use_of_another_modules_weight(rank, world_size):
     train_both(BorrowsWeight, rank, world_size, units=[nn.Linear])
 
 
-@ranks(2)
-def test_direct_use_of_a_weight_outside_of_forward(rank, world_size):
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@ranks(1, 2)
+def test_direct_use_of_a_weight_outside_of_forward(rank, world_size, strategy):
     def run(model, x):
         h = model.mid(model.body(x))
         loss = loss_of(F.linear(h, model.head.weight, model.head.bias)) + model.mid.weight.pow(2).sum()
@@ -187,7 +188,7 @@ def test_direct_use_of_a_weight_outside_of_forward(rank, world_size):
         loss = loss + h.sum() * w.mean() + h.mean() * w.norm() + x.sum() * w.pow(2).sum() + x.mean() * w.max()
         loss.backward()
 
-    train_both(BorrowsWeight, rank, world_size, run=run, units=[nn.Linear])
+    train_both(BorrowsWeight, rank, world_size, run=run, units=[nn.Linear], strategy=strategy)
 
 
 # -- convolutions -------------------------------------------------------------------------------------------------------

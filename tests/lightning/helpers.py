@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_shard
 
+assert lightning_shard  # its import makes the names known where autoloading is off
+
 NAMESPACES = {"lightning": lightning.pytorch, "pytorch_lightning": pytorch_lightning}
 BATCHES = 6
 BATCH = 8  # samples of a step, over all ranks
@@ -105,7 +107,6 @@ def trainer(namespace: str, world_size: int, strategy: Any = "shard", **options:
         "enable_checkpointing": False,
         "num_sanity_val_steps": 0,
         "use_distributed_sampler": False,  # the loaders here are this rank's already
-        "use_distributed_sampler": False,  # the loaders here are this rank's already
     }
     return NAMESPACES[namespace].Trainer(**(settings | options))
 
@@ -122,4 +123,14 @@ def assert_same_state(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
 
 
-__all__ = ["BATCH", "BATCHES", "NAMESPACES", "assert_same_state", "lightning_shard", "loader", "net_class", "single", "trainer"]
+__all__ = [
+    "BATCH",
+    "BATCHES",
+    "NAMESPACES",
+    "assert_same_state",
+    "lightning_shard",
+    "loader",
+    "net_class",
+    "single",
+    "trainer",
+]

@@ -212,7 +212,7 @@ def test_asynchronous_checkpoints_are_complete_when_the_run_ends(rank, world_siz
     module = adamw()
     trainer("lightning", world_size, **options).fit(module, loader(world_size))
     if rank == 0:  # the rank that writes
-        equal(torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"], dict(module.state_dict()))
+        equal(torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"], module.state_dict())
 
 
 @ranks(2)

@@ -17,7 +17,7 @@ import lightning_shard
 
 NAMES = ["shard", "shard_zero2", "shard_spawn", "shard_fork"]
 
-SCRIPT = '''
+SCRIPT = """
 import json, logging, sys, warnings
 {imports}
 import torch
@@ -57,7 +57,7 @@ def main():
 
 if __name__ == "__main__":
     main()
-'''
+"""
 
 
 def python(*arguments: object, folders: list[Path], **environment: str) -> subprocess.CompletedProcess[str]:
@@ -78,7 +78,9 @@ def entry_point(tmp_path: Path) -> Path:
     info = tmp_path / "entry" / "entry_of_lightning_shard-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: entry-of-lightning-shard\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[torch.backends]\nentry_of_lightning_shard = lightning_shard._autoload:install\n")
+    (info / "entry_points.txt").write_text(
+        "[torch.backends]\nentry_of_lightning_shard = lightning_shard._autoload:install\n"
+    )
     return info.parent
 
 
@@ -144,7 +146,9 @@ def test_both_namespaces_get_the_names_and_each_its_own_class():
     for namespace, package in (("lightning", lightning.pytorch), ("pytorch_lightning", pytorch_lightning)):
         registry = package.strategies.StrategyRegistry
         assert [name for name in registry if name.startswith("shard")] == NAMES
-        t = package.Trainer(strategy="SHARD_zero2", accelerator="cpu", devices=2, logger=False, enable_progress_bar=False)
+        t = package.Trainer(
+            strategy="SHARD_zero2", accelerator="cpu", devices=2, logger=False, enable_progress_bar=False
+        )
         assert isinstance(t.strategy, package.strategies.ParallelStrategy)
         assert type(t.strategy).__module__ == f"lightning_shard.for_{namespace}"
         assert t.strategy.config.strategy == "shard_grad_op"

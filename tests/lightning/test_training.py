@@ -21,7 +21,12 @@ both_namespaces = pytest.mark.parametrize("namespace", list(NAMESPACES))
 
 
 def compare(
-    namespace: str, world_size: int, make: Any = None, strategy: Any = "shard", single_options: Any = None, **options: Any
+    namespace: str,
+    world_size: int,
+    make: Any = None,
+    strategy: Any = "shard",
+    single_options: Any = None,
+    **options: Any,
 ) -> Any:
     """Fit on one device and sharded; the parameters must be equal. Returns the sharded module and Trainer."""
     make = make or net_class(namespace)
@@ -309,15 +314,6 @@ def test_an_exception_on_one_rank_is_an_error_on_the_others_and_teardown_does_no
 
 
 @ranks(2)
-def test_a_step_without_a_loss_is_skipped(world_size):
-    class Skips(net_class("lightning")):
-        def training_step(self, batch, index):
-            return None if index == 1 else self.loss(batch)
-
-    compare("lightning", world_size, Skips)
-
-
-@ranks(2)
 def test_a_model_that_would_not_fit_stays_sharded(rank, world_size):
     module, t = net_class("lightning")(), trainer("lightning", world_size)
     with pytest.MonkeyPatch.context() as patch:
@@ -362,15 +358,6 @@ def test_finetuning_unfreezes_and_adds_a_group_during_training(world_size):
     single("lightning", max_epochs=2, callbacks=[Unfreeze()]).fit(expected, loader(1))
     trainer("lightning", world_size, max_epochs=2, callbacks=[Unfreeze()]).fit(module, loader(world_size))
     assert_same_state(module.state_dict(), expected.state_dict())
-
-
-@ranks(2)
-def test_the_trainer_deals_samples_out_to_the_ranks(rank, world_size):
-    t = trainer("lightning", world_size, use_distributed_sampler=True)
-    module = net_class("lightning")()
-    predicted = torch.cat(t.predict(module, loader(1)))
-    torch.testing.assert_close(predicted, torch.cat(single("lightning").predict(module, loader(1)))[rank::world_size])
-    assert t.strategy.distributed_sampler_kwargs == {"num_replicas": world_size, "rank": rank}
 
 
 @ranks(2)
