@@ -95,7 +95,7 @@ def test_an_unknown_config_value_is_an_error_that_names_the_field(rank, field, v
 @ranks(2)
 def test_a_config_that_is_wrong_on_one_rank_only_is_an_error_on_both(rank):
     model = Net()
-    with pytest.raises(ShardError, match="strategy|shard"):
+    with pytest.raises(ShardError, match=r"strategy|shard"):
         torch_shard.shard(model, ShardConfig(timeout=SHORT), **({"strategy": "zero_four"} if rank else {}))
     assert all_ranks_agree_on("error")
 
@@ -153,7 +153,9 @@ def test_different_models_are_an_error_that_names_the_first_difference(rank, wor
     if rank == world_size - 1:
         model.left = nn.Linear(4, 4, bias=False)
         model.right = nn.Linear(4, 4).double()
-    with pytest.raises(SetupError, match=rf"left\.bias.*rank {world_size - 1}|rank {world_size - 1}.*left\.bias") as caught:
+    with pytest.raises(
+        SetupError, match=rf"left\.bias.*rank {world_size - 1}|rank {world_size - 1}.*left\.bias"
+    ) as caught:
         torch_shard.shard(model)
     assert "right" not in str(caught.value).split("left.bias")[0]
     assert all_ranks_agree_on(str(caught.value))

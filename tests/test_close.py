@@ -12,8 +12,8 @@ import torch_shard
 from tests.ranks import ranks
 from tests.test_gathered import batch, build, reference_grads
 from torch_shard.errors import UnitStateError
+from torch_shard.hooks import unregister
 from torch_shard.restore import close_units
-from torch_shard.runtime import unregister
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])

@@ -75,7 +75,8 @@ class Agreement:
             now = history[first] if first < len(history) else f"nothing more before {at}"
             said.append(f"rank {rank}: {now} ({line})")
         raise DivergenceError(
-            f"the ranks ran different units; the first difference is operation {first} of this step: " + "; ".join(said)
+            f"the ranks ran different units; the first difference is operation {first} of this step: "
+            + "; ".join(said)
             + ". Every rank must run the same modules in the same order; make the branch that differs depend on something "
             "all ranks share, or leave the module out with ShardConfig(ignore=...)."
         )

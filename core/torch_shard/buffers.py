@@ -49,7 +49,9 @@ def broadcast_coalesced(collectives: Collectives, tensors: list[torch.Tensor], w
     with torch.no_grad():
         for group in by_dtype.values():
             alone = len(group) == 1 and group[0].is_contiguous() and group[0].device == c.device
-            flat = group[0].detach().view(-1) if alone else torch.cat([t.detach().reshape(-1).to(c.device) for t in group])
+            flat = (
+                group[0].detach().view(-1) if alone else torch.cat([t.detach().reshape(-1).to(c.device) for t in group])
+            )
             channel.issued += 1
             # Bytes, so that every dtype a model may hold can travel.
             raw = flat.view(torch.uint8) if flat.dtype is not torch.bool else flat.to(torch.uint8)

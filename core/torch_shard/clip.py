@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from .errors import NonFiniteError
+from .flat_buffer import FlatBuffer
 from .runtime import Runtime
 from .shard_tensor import ShardTensor
-from .unit import FlatBuffer
 from .whole import reduced_grad_of
 
 _PIECE = 1 << 16  # elements

@@ -14,9 +14,10 @@ from torch import nn
 from . import autograd_bridge, clip, full_state, restore, setup
 from . import gathered as _gathered
 from .config import ShardConfig
+from .hooks import unregister
 from .optim_step import StepWatch
 from .plan import Plan
-from .runtime import Runtime, unregister
+from .runtime import Runtime
 from .unit import Unit
 
 _ATTRIBUTE = "_torch_shard_engine"
@@ -188,9 +189,7 @@ class Engine:
         _gathered.apply(self.model, self._runtime, fn)
 
     # -- state --------------------------------------------------------------------------------------------------
-    def state_dict(
-        self, *, form: str = "full", rank0_only: bool = True, offload_to_cpu: bool = True
-    ) -> dict[str, Any]:
+    def state_dict(self, *, form: str = "full", rank0_only: bool = True, offload_to_cpu: bool = True) -> dict[str, Any]:
         """The model's state dict with plain, whole tensors, as the unsharded model gives it. Collective.
 
         Args:

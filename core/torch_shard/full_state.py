@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from .errors import StateDictError, UnitStateError
+from .flat_buffer import FlatBuffer
 from .runtime import Runtime
 from .shard_tensor import ShardTensor, same_cut, slice_full
-from .unit import FlatBuffer, Unit
+from .unit import Unit
 from .whole import agree, gathered_values, whole_slices
 
 # -- the model --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from .buffers import broadcast_coalesced
 from .collectives import Collectives
 from .config import ShardConfig
 from .errors import NeedsGatherError, SetupError
-from .unit import FlatBuffer, State, Unit
+from .flat_buffer import FlatBuffer
+from .unit import State, Unit
 
 
 class Materialiser:
@@ -64,7 +65,9 @@ class Materialiser:
             self._run(modules)
             for flat in unit.flats:
                 if sends:
-                    broadcast_coalesced(self.collectives, [flat.full], f"the broadcast of unit {unit.name!r} from rank 0")
+                    broadcast_coalesced(
+                        self.collectives, [flat.full], f"the broadcast of unit {unit.name!r} from rank 0"
+                    )
                 if unit.sharded:
                     flat.shard.copy_(flat.own_slot(flat.full))
         finally:

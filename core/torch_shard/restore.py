@@ -11,9 +11,10 @@ from torch import nn
 
 from . import full_state
 from .errors import UnitStateError
+from .flat_buffer import FlatBuffer
 from .runtime import Runtime
 from .shard_tensor import ShardTensor
-from .unit import _OWN_ATTRIBUTES, FlatBuffer, Unit
+from .unit import _OWN_ATTRIBUTES, Unit
 from .whole import agree, gathered_values, local_grads, whole_slices
 
 

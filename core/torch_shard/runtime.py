@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,10 +30,11 @@ from .buffers import BufferSync
 from .collectives import Collectives, Reduction
 from .config import ShardConfig
 from .errors import ShardError, ShardPicklingError, UnitStateError
+from .flat_buffer import FlatBuffer
 from .outputs import tensors_in
 from .registrations import Registrations
 from .shard_tensor import ShardTensor
-from .unit import FlatBuffer, State, Unit
+from .unit import State, Unit
 
 FORWARD, EVALUATION, BACKWARD = 0, 1, 2
 _PHASES = ("forward", "forward without gradients", "backward")
@@ -47,9 +47,6 @@ _NO_PAUSE_FOR = 100  # backwards without a pause after one that was in vain
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside backward; no public accessor (torch 2.11 to 2.13)
 _sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
-# torch.compiler.disable without importing the compiler here (which is loaded by the first optimizer anyway): inside a
-# compiled module every function called by the hooks would be compiled, too. Private; torch 2.11 to 2.13.
-_disable_dynamo = torch._disable_dynamo  # type: ignore[attr-defined]
 
 Event = tuple[int, int, bool]  # phase, unit index, first of a session
 
@@ -582,7 +579,7 @@ class Runtime:
             return unit.leaf_of(param)
         inside = self.in_forward
         # Replicated parameters are at hand: what records a gradient uses the leaf, whose gradient is averaged.
-        replicated = not unit.sharded and torch.is_grad_enabled() and param.requires_grad
+        replicated = not unit.sharded and torch.is_grad_enabled() and param.requires_grad and not _creates(func)
         if not inside and not replicated and (local_ok or not (torch.is_grad_enabled() or _is_layer(func))):
             return None
         if inside and local_ok and not torch.is_grad_enabled():
@@ -642,6 +639,12 @@ _LAYERS = {
 }  # fmt: skip
 
 
+def _creates(func: Any) -> bool:
+    """Whether the function only takes shape and dtype from its operand (`zeros_like`, `new_empty`)."""
+    name = getattr(func, "__name__", "")
+    return name.endswith("_like") or name.startswith("new_")
+
+
 def _is_layer(func: Any) -> bool:
     return getattr(func, "__name__", "") in _LAYERS
 
@@ -672,64 +675,3 @@ class _EndOfNested:
 
     def __call__(self) -> None:
         self.runtime.end_nested(self.task)
-
-
-# -- module hooks: objects, so that they copy with the model (deepcopy gives an independent sharded model) ---------------
-
-
-class EnterUnit:
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-
-    @_disable_dynamo
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self.unit.runtime.enter(self.unit)
-
-
-class ExitUnit:
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-
-    @_disable_dynamo
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.unit.runtime.exit(self.unit, output)
-
-
-class BeginModel:
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-
-    @_disable_dynamo
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self.runtime.begin(module)
-
-
-class FinishModel:
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-
-    @_disable_dynamo
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.runtime.finish()
-
-
-def register(root: nn.Module, runtime: Runtime, units: Iterable[Unit]) -> None:
-    """Hook the root and every trigger."""
-    runtime.registrations.root = weakref.ref(root)
-    runtime.registrations.changed = False
-    for unit in units:
-        for module in unit.triggers:
-            module.register_forward_pre_hook(EnterUnit(unit), prepend=True)
-            module.register_forward_hook(ExitUnit(unit), always_call=True)
-    root.register_forward_pre_hook(BeginModel(runtime), prepend=True)
-    root.register_forward_hook(FinishModel(runtime), always_call=True)
-
-
-def unregister(root: nn.Module, units: Iterable[Unit]) -> None:
-    """Remove the hooks of :func:`register`, also from a copied model, which has no handles to them."""
-    modules = {id(m): m for m in [root, *(t for u in units for t in u.triggers)]}
-    for module in modules.values():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [k for k, h in hooks.items() if isinstance(h, (EnterUnit, ExitUnit, BeginModel, FinishModel))]:
-                del hooks[key]
-                module._forward_hooks_always_called.pop(key, None)

@@ -13,14 +13,16 @@ from .buffers import BufferSync, broadcast_coalesced
 from .collectives import Collectives, Pending, connect
 from .config import ShardConfig
 from .errors import SetupError, ShardError, UnavailableError
+from .flat_buffer import FlatBuffer, gaps
+from .hooks import register
 from .layout import FlatLayout, ParamMeta
 from .log import logger
 from .materialise import Materialiser, one_random_state
 from .plan import ParamInfo, Plan, UnitPlan
 from .planner import make_plan
-from .runtime import Runtime, register
+from .runtime import Runtime
 from .shard_tensor import ShardTensor
-from .unit import FlatBuffer, Unit, adopt, gaps, rebuild_flat_weights
+from .unit import Unit, adopt, rebuild_flat_weights
 
 _PARAMETER_TYPES = (nn.Parameter, torch.Tensor)
 
@@ -52,7 +54,9 @@ def resolve_mesh(mesh: Any, model: nn.Module) -> tuple[Any, torch.device]:
                 f"mesh has {mesh.ndim} dimensions ({mesh.mesh_dim_names}); pass the one to shard over, mesh['name']."
             )
         group = mesh.get_group()
-        device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+        )
     elif isinstance(mesh, dist.ProcessGroup):
         group = mesh
     else:
@@ -95,7 +99,9 @@ def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -
             raise SetupError(f"{where} is the result of an operation, not a leaf; detach it before sharding.")
         refs = [r for r in weakref.getweakrefs(p) if id(r) not in rnn_refs]
         if refs:
-            raise SetupError(f"{where} has weak references to it, which sharding would break; drop them or use ignore=.")
+            raise SetupError(
+                f"{where} has weak references to it, which sharding would break; drop them or use ignore=."
+            )
         if p._use_count() > 1:  # type: ignore[attr-defined]
             raise SetupError(
                 f"{where} is still held by an autograd graph or by C++ code; drop old losses and outputs (del loss) "
@@ -104,7 +110,9 @@ def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -
         if p.device.type != "meta" and p.numel():
             start = p.data_ptr()
             span = sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True)) + 1
-            storages.setdefault(p.untyped_storage().data_ptr(), []).append((start, start + span * p.element_size(), name))
+            storages.setdefault(p.untyped_storage().data_ptr(), []).append(
+                (start, start + span * p.element_size(), name)
+            )
     for pieces in storages.values():
         pieces.sort()
         for (_, stop, first), (start, _, second) in zip(pieces, pieces[1:], strict=False):
@@ -116,7 +124,9 @@ def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -
     devices = {p.device.type for p in by_name.values() if p.device.type not in ("meta", "cpu")}
     if devices and any(by_name[i.name].device.type == "cpu" for i in plan.params) and len(plan.params) > 0:
         cpu = next(i.name for i in plan.params if by_name[i.name].device.type == "cpu")
-        raise SetupError(f"rank {rank}: parameter {cpu} is on cpu while others are on {device}; put them on one device.")
+        raise SetupError(
+            f"rank {rank}: parameter {cpu} is on cpu while others are on {device}; put them on one device."
+        )
 
 
 def _drop_derived(model: nn.Module) -> None:
@@ -349,16 +359,18 @@ def _swap(original: nn.Parameter, flat: FlatBuffer, index: int, unit: Unit) -> N
     hooks = original._backward_hooks
     post = getattr(original, "_post_accumulate_grad_hooks", None)
     if hooks:
-        unit.tensor_hooks[name] = dict(hooks)
+        unit.tensor_hooks[name] = hooks
         original._backward_hooks = None  # type: ignore[assignment]
     if post:
-        unit.post_hooks[name] = dict(post)
+        unit.post_hooks[name] = post
         original._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     original.grad = None
     try:
         torch.utils.swap_tensors(original, sharded)
     except RuntimeError as error:
-        raise SetupError(f"parameter {name} can't be swapped for its shard: {error}; use ShardConfig(ignore=...).") from error
+        raise SetupError(
+            f"parameter {name} can't be swapped for its shard: {error}; use ShardConfig(ignore=...)."
+        ) from error
     flat.params[index] = original  # type: ignore[call-overload]
     if grad is not None:
         with torch._C.DisableTorchFunctionSubclass():

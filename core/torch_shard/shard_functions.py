@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import NeedsGatherError
-from .shard_autograd import NORMS, Whole, autograd_grad, differentiable_sum, function_needs_gather, reduces_to_scalar, shared_gradient
+from .shard_autograd import (
+    NORMS,
+    Whole,
+    autograd_grad,
+    differentiable_sum,
+    function_needs_gather,
+    reduces_to_scalar,
+    shared_gradient,
+)
 from .shard_ops import ELEMENTWISE, FOREACH, FUSED, RANDOM
 from .shard_spec import same_cut, slice_full
 
@@ -277,10 +285,25 @@ def _on_demand(
         for t in originals:
             if result is leaves[id(t)]:
                 result = t
+        if asked and not any(unit.is_summoned for unit in asked):
+            result = _own_memory(result, [leaves[id(t)] for t in originals])
         return result
     finally:
         for unit in reversed(asked):
             unit.on_demand_done(result)
+
+
+def _own_memory(result: Any, leaves: list[Any]) -> Any:
+    """A view of a gathered parameter (`weight.t()`, `weight[:n]`) outlives its memory, which goes with the next unit's
+    forward: copy it. The copy carries the gradient back as the view would."""
+    if isinstance(result, (tuple, list)) and result and all(isinstance(r, torch.Tensor) for r in result):
+        copies = [_own_memory(r, leaves) for r in result]
+        return type(result)(copies) if type(result) in (tuple, list) else result
+    if type(result) is torch.Tensor and result.numel() and result.layout is torch.strided:
+        storage = result.untyped_storage()._cdata
+        if any(leaf.untyped_storage()._cdata == storage for leaf in leaves):
+            return result.clone()
+    return result
 
 
 def _substitute(value: Any, leaves: dict[int, Any]) -> Any:

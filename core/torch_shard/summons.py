@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from .errors import DivergenceError, MissingRankError, ShardError
+from .flat_buffer import FlatBuffer
 from .runtime import Runtime
 from .shard_tensor import slice_full
-from .unit import FlatBuffer, Unit
+from .unit import Unit
 from .whole import agree, send_bytes, send_slices, set_grad, unify_replicas, whole_flat
 
 

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from .buffers import broadcast_coalesced
 from .collectives import Pending
 from .errors import ShardError
+from .flat_buffer import FlatBuffer
 from .runtime import Runtime
 from .shard_tensor import ShardTensor
-from .unit import FlatBuffer, State, Unit
+from .unit import State, Unit
 
 # -- together or not at all -------------------------------------------------------------------------------------------
 

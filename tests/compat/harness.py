@@ -58,7 +58,9 @@ class Block(nn.Module):
 
 def batch(rank: int, step: int, *shape: int) -> torch.Tensor:
     """This rank's random inputs of a step, of shape (4, 5) by default."""
-    return torch.randn(*(shape or (4, 5)), generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
+    return torch.randn(
+        *(shape or (4, 5)), generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64
+    )
 
 
 def whole(tensor: Any) -> Any:

@@ -54,13 +54,32 @@ def test_a_gradient_hook_sees_this_ranks_whole_gradient_as_under_ddp(rank, world
     seen = {}
 
     def register(model):
-        model.inp.weight.register_hook(lambda g: seen.setdefault(id(model), g.clone()) and None)
+        def hook(grad):
+            seen[id(model)] = grad.clone()
+
+        model.inp.weight.register_hook(hook)
 
     pair, _ = _pair(register, when)
     pair.each(plain_backward, batch(rank, 0))
     ours, plain = seen[id(pair.model)], seen[id(pair.plain)]
     assert type(ours) is torch.Tensor
     same(ours, plain)
+
+
+@ranks(2)
+@WHEN
+def test_a_post_accumulate_hook_that_was_removed_is_not_called_again(rank, world_size, when):
+    calls = []
+
+    def register(model):
+        return [model.inp.bias.register_post_accumulate_grad_hook(lambda p, i=i: calls.append(i)) for i in range(3)]
+
+    pair, handles = _pair(register, when)
+    plain_backward(pair.model, batch(rank, 0))
+    assert calls == [0, 1, 2]
+    handles[0][1].remove()
+    plain_backward(pair.model, batch(rank, 1))
+    assert calls == [0, 1, 2, 0, 2]
 
 
 @ranks(2)
@@ -131,7 +150,9 @@ def test_forward_and_backward_hooks_on_modules_train_like_plain(rank, world_size
         log = seen[id(model)]
         for block in model.blocks:
             block.register_forward_pre_hook(lambda m, args: (args[0] * 1.5,))
-            block.register_forward_hook(lambda m, args, out, log=log: log.append(m.up.weight.detach().sum()) or out * 0.5)
+            block.register_forward_hook(
+                lambda m, args, out, log=log: log.append(m.up.weight.detach().sum()) or out * 0.5
+            )
             block.register_full_backward_hook(lambda m, gi, go, log=log: log.append(go[0].sum()) or (gi[0] * 2,))
     for step in range(3):
         pair.step(plain_backward, batch(rank, step))
@@ -141,11 +162,17 @@ def test_forward_and_backward_hooks_on_modules_train_like_plain(rank, world_size
 
 
 @ranks(2)
-def test_hooks_on_a_deepcopy_are_those_of_the_original(rank, world_size):
-    pair, _ = _pair(_scale_two, "before")
+@WHEN
+def test_a_deepcopy_has_no_parameter_hooks_as_in_plain_torch(rank, world_size, when):
+    def register(model):
+        mine = set(model.parameters())
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(mine.remove)
+        return _scale_two(model)
+
+    pair, _ = _pair(register, when)
     pair.model, pair.plain = copy.deepcopy(pair.model), copy.deepcopy(pair.plain)
     pair.optimizer, pair.plain_optimizer = _sgd(pair.model), _sgd(pair.plain)
-    # Tensor hooks are not copied by deepcopy, in plain torch as here.
     pair.backward(plain_backward, batch(rank, 0))
     same_grads(pair.model, pair.plain)
     pair.update()

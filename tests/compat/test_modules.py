@@ -72,7 +72,9 @@ class Attention(nn.Module):
         return self.layer(h)
 
 
-@pytest.mark.parametrize("units", [None, [nn.Linear, nn.MultiheadAttention], ["*out_proj", "*attention", "*other", "layer"]])
+@pytest.mark.parametrize(
+    "units", [None, [nn.Linear, nn.MultiheadAttention], ["*out_proj", "*attention", "*other", "layer"]]
+)
 @ranks(2)
 def test_multihead_attention_with_its_children_in_other_units(rank, world_size, units):
     pair = train_both(Attention, rank, world_size, units=units)
@@ -124,7 +126,11 @@ def test_parametrizations_of_weights(rank, world_size, how):
     # ranks see one batch here.
     same_batch = "spectral" in how
     train_both(
-        lambda: Normed(WAYS[how]), rank, world_size, make_batch=lambda r, s: batch(0 if same_batch else r, s), unit_bytes=100
+        lambda: Normed(WAYS[how]),
+        rank,
+        world_size,
+        make_batch=lambda r, s: batch(0 if same_batch else r, s),
+        unit_bytes=100,
     )
 
 
@@ -449,5 +455,3 @@ def test_lazy_modules_are_sharded_once_they_have_parameters(rank, world_size):
         return model
 
     train_both(build, rank, world_size, unit_bytes=100)
-
-

@@ -63,7 +63,7 @@ def test_an_optimizer_of_whole_matrices_is_right_or_refused_by_name(rank, world_
     before = copy.deepcopy(pair.plain)
     x = batch(0, 0)  # one batch for all: the closure below then needs no averaging
     refused = None
-    for step in range(2):
+    for _ in range(2):
         for model, optimizer in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
 
             def closure(model=model):

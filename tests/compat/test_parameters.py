@@ -92,11 +92,14 @@ def test_clip_grad_value_trains_like_plain(rank, world_size):
 @ranks(2, 3, 4)
 def test_shapes_and_sizes_of_parameters_stay_those_of_the_plain_model(rank, world_size):
     pair = Pair(MLP, rank, world_size)
-    for (name, ours), (other, plain) in zip(
-        pair.model.named_parameters(), pair.plain.named_parameters(), strict=True
-    ):
+    for (name, ours), (other, plain) in zip(pair.model.named_parameters(), pair.plain.named_parameters(), strict=True):
         assert name == other
-        assert (ours.ndim, ours.shape, ours.numel(), ours.dtype) == (plain.ndim, plain.shape, plain.numel(), plain.dtype)
+        assert (ours.ndim, ours.shape, ours.numel(), ours.dtype) == (
+            plain.ndim,
+            plain.shape,
+            plain.numel(),
+            plain.dtype,
+        )
         assert (ours.stride(), ours.size(0), len(ours), ours.dim()) == (
             plain.stride(), plain.size(0), len(plain), plain.dim(),
         )  # fmt: skip
@@ -266,7 +269,11 @@ def test_other_penalties_on_parameters_train_like_plain(rank, world_size, kind):
             out = model(x)
             penalty = sum((p**2).sum() for p in params)
         else:
-            terms = {"norm": lambda p: p.norm(2), "abs_sum": lambda p: p.abs().sum(), "mean_square": lambda p: (p * p).mean()}
+            terms = {
+                "norm": lambda p: p.norm(2),
+                "abs_sum": lambda p: p.abs().sum(),
+                "mean_square": lambda p: (p * p).mean(),
+            }
             penalty = sum(terms[kind](p) for p in params)
             out = model(x)
         (loss_of(out) + 0.1 * penalty).backward()

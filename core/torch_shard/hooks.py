@@ -1,0 +1,75 @@
+"""The module hooks: objects, so that they copy with the model and a deepcopy is an independent sharded model."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .runtime import Runtime
+from .unit import Unit
+
+# torch.compiler.disable without importing the compiler here (which is loaded by the first optimizer anyway): inside a
+# compiled module every function called by the hooks would be compiled, too. Private; torch 2.11 to 2.13.
+_disable_dynamo = torch._disable_dynamo  # type: ignore[attr-defined]
+
+
+class EnterUnit:
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    @_disable_dynamo
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.unit.runtime.enter(self.unit)
+
+
+class ExitUnit:
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    @_disable_dynamo
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.unit.runtime.exit(self.unit, output)
+
+
+class BeginModel:
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    @_disable_dynamo
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.runtime.begin(module)
+
+
+class FinishModel:
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    @_disable_dynamo
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.runtime.finish()
+
+
+def register(root: nn.Module, runtime: Runtime, units: Iterable[Unit]) -> None:
+    """Hook the root and every trigger."""
+    runtime.registrations.root = weakref.ref(root)
+    runtime.registrations.changed = False
+    for unit in units:
+        for module in unit.triggers:
+            module.register_forward_pre_hook(EnterUnit(unit), prepend=True)
+            module.register_forward_hook(ExitUnit(unit), always_call=True)
+    root.register_forward_pre_hook(BeginModel(runtime), prepend=True)
+    root.register_forward_hook(FinishModel(runtime), always_call=True)
+
+
+def unregister(root: nn.Module, units: Iterable[Unit]) -> None:
+    """Remove the hooks of :func:`register`, also from a copied model, which has no handles to them."""
+    modules = {id(m): m for m in [root, *(t for u in units for t in u.triggers)]}
+    for module in modules.values():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [k for k, h in hooks.items() if isinstance(h, (EnterUnit, ExitUnit, BeginModel, FinishModel))]:
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)
