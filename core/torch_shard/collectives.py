@@ -342,6 +342,7 @@ class Collectives:
     control_channel: Channel | None = None
     gloo: bool = True
     bytes_sent: int = 0
+    written: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
     gather_stream: Any = None
     reduce_stream: Any = None
     parked: list[torch.Tensor] = field(default_factory=list)  # buffers that a broken collective may still write to
@@ -384,9 +385,12 @@ class Collectives:
         self.bytes_sent += (self.size - 1) * shard * full.element_size()
         if not full.numel():  # nothing but zero-element parameters
             return Pending(self.watch, channel, channel.issued, what, None)
+        buffer = full
         if full.device.type == "cpu":
             full, own = _unowned_bytes(full), _unowned_bytes(own)
         work = _all_gather(full, own, group=channel.group, async_op=True)
+        self.written[:] = [entry for entry in self.written if not entry[0].is_completed()]
+        self.written.append((work, buffer))
         return self._track(channel, what, work, self.gather_stream)
 
     # -- gradients ----------------------------------------------------------------------------------------------
@@ -483,6 +487,7 @@ def connect(group: Any, device: torch.device, *, shard: bool, timeout: float, si
         gather_channel=channels["gather"],
         reduce_channel=channels["reduce"],
         control_channel=channels["control"],
+        written=groups.written,
         gloo="nccl" not in backend,
         gather_stream=torch.cuda.Stream(device) if side else None,
         reduce_stream=torch.cuda.Stream(device) if side else None,

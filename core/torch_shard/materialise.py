@@ -51,6 +51,23 @@ class Materialiser:
                 self.done = done
         self._on_whole(unit, modules, sends or (self.config.sync_module_states and not unit.sharded))
 
+    def fill_plain(self, params: dict[str, nn.Parameter], owners: Iterable[nn.Module]) -> None:
+        """Initialise plain parameters that have memory and no values yet, beside others that keep theirs."""
+        firsts = {name: p.data.as_strided((min(p.numel(), 1),), (1,)) for name, p in params.items()}
+        for first in firsts.values():
+            _mark(first)
+        new = {id(p) for p in params.values()}
+        for module in sorted(dict.fromkeys(owners), key=lambda m: self.order[id(m)]):
+            held = [p for p in module._parameters.values() if p is not None and p.device.type != "meta"]
+            kept = [(p, p.detach().clone()) for p in held if id(p) not in new]
+            self.run_one(module)
+            with torch.no_grad():
+                for p, values in kept:
+                    p.copy_(values)
+        for name, first in firsts.items():
+            if _is_marked(first):
+                raise _uninitialised(self.collectives.world_rank, name)
+
     def _on_whole(self, unit: Unit, modules: list[nn.Module], sends: bool) -> None:
         for flat in unit.flats:
             if unit.sharded:
@@ -115,11 +132,15 @@ class Materialiser:
         for unit in self.units:
             for module, attribute, flat, index in unit.places:
                 if _is_marked(flat.params[index]._local):
-                    raise SetupError(
-                        f"rank {self.collectives.world_rank}: parameter {flat.layout.slots[index].name} was on the meta "
-                        f"device and is still uninitialised: {type(module).__name__} has no reset_parameters() that fills "
-                        f"{attribute!r}; pass ShardConfig(init_fn=...)."
-                    )
+                    name = flat.layout.slots[index].name
+                    raise _uninitialised(self.collectives.world_rank, name, type(module).__name__, attribute)
+
+
+def _uninitialised(rank: int, name: str, module: str = "its module", attribute: str = "it") -> SetupError:
+    return SetupError(
+        f"rank {rank}: parameter {name} was on the meta device and is still uninitialised: {module} has no "
+        f"reset_parameters() that fills {attribute!r}; pass ShardConfig(init_fn=...)."
+    )
 
 
 @contextmanager

@@ -31,13 +31,12 @@ from .collectives import Collectives, Reduction
 from .config import ShardConfig
 from .errors import ShardError, ShardPicklingError, UnitStateError
 from .flat_buffer import FlatBuffer
+from .order import BACKWARD, EVALUATION, FORWARD, PHASES, Event, GatherOrder
 from .outputs import tensors_in
 from .registrations import Registrations
 from .shard_tensor import ShardTensor
 from .unit import State, Unit
 
-FORWARD, EVALUATION, BACKWARD = 0, 1, 2
-_PHASES = ("forward", "forward without gradients", "backward")
 # Reductions in flight: each holds two buffers of its unit's size. Above this many, backward pauses for the oldest, but
 # not for long: a rank that leaves a parameter unused issues its reductions at the end of backward only, and until then
 # it may need a gather from this one.
@@ -47,8 +46,6 @@ _NO_PAUSE_FOR = 100  # backwards without a pause after one that was in vain
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside backward; no public accessor (torch 2.11 to 2.13)
 _sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
-
-Event = tuple[int, int, bool]  # phase, unit index, first of a session
 
 
 class Use:
@@ -76,12 +73,11 @@ class Runtime:
         self.frames: list[tuple[Unit, Use, bool]] = []
         self.demands: list[Use] = []  # parameters gathered on demand for the operation that runs now
         self.idle: dict[int, Unit] = {}  # gathered (or being gathered) units by index
-        self.last: tuple[Event | None, Event | None] = (None, None)
+        self.gathers = GatherOrder()
         self.fresh_backward = False  # no unit has been gathered in this backward yet
         self.passed: set[int] = set()  # units gathered in this backward for other ranks' sake
         self.needed: set[int] = set()  # units whose backward has begun on this rank
         self.solo = 0  # inside gathered(ranks=...): a forward here is this rank's own affair
-        self.successors: dict[tuple[Event | None, Event | None], Event] = {}
         self.forward_order: dict[int, Unit] = {}
         self.forward_sync = True
         self.end: weakref.ref[_EndOfBackward] | None = None
@@ -236,7 +232,7 @@ class Runtime:
         self.session = self.fresh = True
         assert self.agreement is not None
         code = 1 + (1 if torch.is_grad_enabled() else 0)
-        self.agreement.note(code, "begins a " + _PHASES[0 if torch.is_grad_enabled() else 1])
+        self.agreement.note(code, "begins a " + PHASES[0 if torch.is_grad_enabled() else 1])
         self.agreement.check("the start of a forward")
 
     # -- gathering in one order ---------------------------------------------------------------------------------
@@ -258,7 +254,7 @@ class Runtime:
         else:
             self.fresh = False
         event: Event = (phase, unit.index, first)
-        repeated = self.last[1] is not None and self.last[1][:2] == event[:2] and not first
+        repeated = self.gathers.repeats(event)
         if not repeated:
             self._follow(unit, event)
         if unit.state is State.FULL and phase != BACKWARD and not unit.running and not unit.uses and unit.is_stale():
@@ -276,53 +272,28 @@ class Runtime:
         assert self.agreement is not None
         if event[0] == BACKWARD and not event[2]:
             self._pass_over(event)
-        expected = self.successors.get(self.last)
-        if expected != event:
-            self.successors[self.last] = event
-            self._note(event)
+        self._note(event)
+        if not self.gathers.advance(event):
             self.agreement.check(f"the agreement to gather unit {unit.name!r}, which did not follow here before")
-        else:
-            self._note(event)
-        self.last = (self.last[1], event)
 
     def _note(self, event: Event) -> None:
         assert self.agreement is not None
-        text = f"gathers unit {self.units[event[1]].name!r} in {_PHASES[event[0]]}"
+        text = f"gathers unit {self.units[event[1]].name!r} in {PHASES[event[0]]}"
         self.agreement.note(event[0] * 1_000_003 + event[1] + 17, text)
 
     def _pass_over(self, until: Event | None) -> None:
         """A part of the model may be in the loss of some ranks only. Where the remembered order of a backward comes to
         `until` (None: to its end), this rank takes part in the gathers on the way, for the ranks that need them."""
-        pair = self.last
-        passed: list[Event] = []
-        while len(passed) <= len(self.units):
-            event = self.successors.get(pair)
-            if event is None or event[0] != BACKWARD or event[2]:
-                if until is not None:
-                    return
-                break
-            if event == until:
-                break
-            passed.append(event)
-            pair = (pair[1], event)
-        for event in passed:
+        for event in self.gathers.between(until, len(self.units)):
             unit = self.units[event[1]]
             self._note(event)
+            self.gathers.advance(event)
             unit.gather()
             self.idle[unit.index] = unit
-            self.last = (self.last[1], event)
             self.passed.add(unit.index)
 
     def _upcoming(self) -> list[Unit]:
-        found: list[Unit] = []
-        pair, phase = self.last, self.last[1][0] if self.last[1] else 0
-        while len(found) < self.config.prefetch:
-            event = self.successors.get(pair)
-            if event is None or event[0] != phase or event[2]:
-                break
-            found.append(self.units[event[1]])
-            pair = (pair[1], event)
-        return found
+        return [self.units[i] for i in self.gathers.upcoming(self.config.prefetch)]
 
     def _prefetch(self) -> None:
         for unit in self._upcoming():
@@ -475,7 +446,7 @@ class Runtime:
         self.end = None
         self.tasks = set()
         try:
-            if self.last[1] is not None and self.last[1][0] == BACKWARD and not self.fresh_backward:
+            if self.gathers.phase == BACKWARD and not self.fresh_backward:
                 self._pass_over(None)
             if self.syncing:
                 self._flush()
@@ -519,7 +490,7 @@ class Runtime:
         for unit in self.units:
             targets[unit.index] = answer[at]
             if not answer[at + 1]:  # no rank needs it in backward any more: learn the order anew
-                self.successors.clear()
+                self.gathers.forget()
             at += 1
             for flat in unit.flats:
                 n = len(flat.params)

@@ -220,9 +220,14 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
     rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
     for rnn in rnns:  # their weak references to the weights would make the swap impossible
         rnn._flat_weight_refs, rnn._flat_weights = [], []
-    on_meta = _units_on_meta(plan, params, c)
     materialiser = Materialiser(model, config, c)
+    on_meta: list[bool] = []
     error = None
+    try:
+        on_meta = _units_on_meta(model, plan, params, materialiser, c)
+    except SetupError as problem:
+        error = problem
+    agree(c, model, plan, error)
     try:
         with one_random_state(c, config.sync_module_states and any(on_meta)):
             for index, (unit_plan, groups) in enumerate(zip(plan.units, layouts, strict=True)):
@@ -321,33 +326,51 @@ def _filled(
     return shard
 
 
-def _units_on_meta(plan: Plan, params: dict[str, nn.Parameter], c: Collectives) -> list[bool]:
-    """Collective. Which units have all their parameters on meta, on every rank: those are initialised as shards.
+def _units_on_meta(
+    model: nn.Module, plan: Plan, params: dict[str, nn.Parameter], materialiser: Materialiser, c: Collectives
+) -> list[bool]:
+    """Collective. Which units are on meta as a whole, on every rank: those are initialised as shards.
 
-    A rank may build on meta what another has loaded; such a unit takes rank 0's values by broadcast, so rank 0 must
-    be the one that has them.
+    In the others, parameters that are on meta everywhere are initialised whole, and those that rank 0 has values for
+    get memory, for its broadcast.
     """
-    here = [[params[i.name].device.type == "meta" for i in unit.params] for unit in plan.units]
-    real = torch.tensor([0 if all(unit) else 1 for unit in here], dtype=torch.uint8, device=c.device)
+    names = [i.name for unit in plan.units for i in unit.params]
+    here = [params[n].device.type != "meta" for n in names]
+    real = torch.tensor([*here, *(h and c.world_rank == 0 for h in here)], dtype=torch.uint8, device=c.device)
     if c.world > 1 and len(real):
         channel = c.control_channel
         assert channel is not None
         channel.issued += 1
         work = dist.all_reduce(real, op=dist.ReduceOp.MAX, group=channel.group, async_op=True)
         Pending(c.watch, channel, channel.issued, "the set-up of a sharded model (shard)", work).wait()
-    somewhere = [bool(r) for r in real.tolist()]
-    for unit, is_real, mine in zip(plan.units, somewhere, here, strict=True):
-        if is_real and any(mine):
-            for info in unit.params:  # memory without values: filled by the broadcast
-                p = params[info.name]
-                if p.device.type == "meta":
-                    empty = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=c.device)
-                    if empty.is_floating_point():
-                        empty.fill_(float("nan"))  # never mistaken for values, should rank 0 be without them
-                    replacement = nn.Parameter(empty, requires_grad=p.requires_grad)
-                    replacement.__dict__.update(p.__dict__)
-                    torch.utils.swap_tensors(p, replacement)
-    return [not r for r in somewhere]
+    answer = [bool(r) for r in real.tolist()]
+    somewhere = dict(zip(names, answer[: len(names)], strict=True))
+    on_first = dict(zip(names, answer[len(names) :], strict=True))
+    sends = materialiser.config.sync_module_states
+    modules = dict(model.named_modules(remove_duplicate=False))
+    on_meta = []
+    for unit in plan.units:
+        on_meta.append(not any(somewhere[i.name] for i in unit.params))
+        if on_meta[-1]:
+            continue
+        for info in unit.params:
+            if somewhere[info.name] and not (on_first[info.name] and sends) and not here[names.index(info.name)]:
+                raise SetupError(
+                    f"rank {c.world_rank}: parameter {info.name} is on the meta device here and has values on another "
+                    "rank; rank 0 must be the one that has them, with sync_module_states=True."
+                )
+        empty = [i for i in unit.params if params[i.name].device.type == "meta"]
+        for info in empty:
+            p = params[info.name]
+            memory = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=c.device)
+            replacement = nn.Parameter(memory, requires_grad=p.requires_grad)
+            replacement.__dict__.update(p.__dict__)
+            torch.utils.swap_tensors(p, replacement)
+        missing = [i for i in empty if not somewhere[i.name]]
+        materialiser.fill_plain(
+            {i.name: params[i.name] for i in missing}, [modules[m] for i in missing for m, _ in i.owners]
+        )
+    return on_meta
 
 
 def _swap(original: nn.Parameter, flat: FlatBuffer, index: int, unit: Unit) -> None:

@@ -64,7 +64,9 @@ GETTERS = frozenset(
 
 # Never substituted, also where compute runs on the gathered parameter: an alias must keep the right to be gathered
 # itself (`F.linear(x, w.detach())`), flags belong to the user's object, `new_tensor` reads no element.
-_OWN = _names("detach detach_ requires_grad_ retain_grad backward new_tensor is_pinned __repr__ __reduce_ex__")
+_OWN = _names(
+    "__set__:requires_grad detach detach_ requires_grad_ retain_grad backward new_tensor is_pinned __repr__ __reduce_ex__"
+)
 
 _CONVERSIONS = _names(
     "to type type_as half float double bfloat16 int long short bool byte char cfloat cdouble cpu cuda xpu contiguous "
