@@ -270,6 +270,8 @@ class Groups:
     scalar: Any
     control: Any
     broken: str = ""  # why no further collective may be issued
+    # Buffers that a collective may still write to: their engine may be dropped before the collective has ended.
+    written: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
 
 
 # Communicators cost memory and set-up time, and a program may shard many models over one group. The user's group object
