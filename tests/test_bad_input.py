@@ -29,6 +29,8 @@ from torch_shard.errors import (
     StateDictError,
 )
 
+pytestmark = pytest.mark.exhaustive  # minutes in all
+
 SHORT = 3.0  # seconds that a rank waits for a partner in these tests
 
 

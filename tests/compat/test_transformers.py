@@ -11,6 +11,8 @@ import torch_shard
 from tests.hf_models import NAMES, build
 from tests.ranks import ranks
 
+pytestmark = pytest.mark.exhaustive  # minutes in all
+
 pytest.importorskip("transformers")
 
 # float32, and sums that run in another order.

@@ -15,6 +15,8 @@ from tests.lightning.helpers import NAMESPACES, assert_same_state, loader, net_c
 from tests.ranks import ranks, run
 from torch_shard.errors import ShardError, StateDictError
 
+pytestmark = pytest.mark.exhaustive  # minutes in all
+
 both_namespaces = pytest.mark.parametrize("namespace", list(NAMESPACES))
 
 
