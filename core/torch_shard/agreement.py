@@ -8,6 +8,7 @@ of a backward. On a difference the ranks exchange their histories, and all of th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class Agreement:
         self.width = width
         self.hash = 0
         self.history: list[str] = []
+        self.on_difference: Callable[[], None] = lambda: None
 
     def note(self, code: int, text: str) -> None:
         """Add one operation to this rank's sequence."""
@@ -62,6 +64,7 @@ class Agreement:
         return message[16:]
 
     def _explain(self, what: str) -> None:
+        self.on_difference()
         c = self.collectives
         assert c.control_channel is not None
         mine: tuple[list[str], str, str] = (self.history, what, caller_line())

@@ -67,4 +67,5 @@ class GatherOrder:
 
     def forget(self) -> None:
         """Learn anew."""
+        self.last = (None, None)
         self._successors.clear()

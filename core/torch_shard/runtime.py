@@ -100,6 +100,8 @@ class Runtime:
 
     def ready(self) -> None:
         self.agreement = Agreement(self.collectives, self._width())
+        # Ranks that have differed remember different orders.
+        self.agreement.on_difference = self.gathers.forget
 
     def _width(self) -> int:
         return sum(2 + len(u.params) for u in self.units)
