@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .collectives import Collectives, Pending, caller_line
+from .collectives import Collectives
 from .errors import DivergenceError
+from .watch import Pending, caller_line
 
 _HISTORY = 4096
 _MASK = (1 << 61) - 1

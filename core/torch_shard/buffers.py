@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .collectives import Collectives, Pending
+from .collectives import Collectives
+from .watch import Pending
 
 
 class BufferSync:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .buffers import BufferSync, broadcast_coalesced
-from .collectives import Collectives, Pending, connect
+from .collectives import Collectives, connect
 from .config import ShardConfig
 from .errors import SetupError, ShardError, UnavailableError
 from .flat_buffer import FlatBuffer, gaps
@@ -23,6 +23,7 @@ from .planner import make_plan
 from .runtime import Runtime
 from .shard_tensor import ShardTensor
 from .unit import Unit, adopt, rebuild_flat_weights
+from .watch import Pending
 
 _PARAMETER_TYPES = (nn.Parameter, torch.Tensor)
 

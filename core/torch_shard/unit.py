@@ -25,10 +25,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .collectives import Collectives, Pending
+from .collectives import Collectives
 from .errors import ReplacedParameterError, ShardError
 from .flat_buffer import FlatBuffer
 from .shard_tensor import ShardTensor
+from .watch import Pending
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -127,9 +128,9 @@ class Unit:
             for pending in self.pending:
                 pending.wait()
         except BaseException:
-            # The backend may still write into the buffers once the partner comes: it keeps them, the unit gets new ones.
+            # The backend may still write into the buffers once the partner comes (`Groups.written` keeps them until
+            # then): the unit gets new ones.
             for flat in self.flats:
-                self.collectives.parked.append(flat.full)
                 flat.renew()
             self.state = State.SHARDED
             raise

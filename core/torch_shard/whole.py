@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from .buffers import broadcast_coalesced
-from .collectives import Pending
 from .errors import ShardError
 from .flat_buffer import FlatBuffer
 from .runtime import Runtime
 from .shard_tensor import ShardTensor
 from .unit import State, Unit
+from .watch import Pending
 
 # -- together or not at all -------------------------------------------------------------------------------------------
 
@@ -114,11 +114,7 @@ def _gathered(flat: FlatBuffer, dtype: torch.dtype, what: str, fill: Callable[[t
             fill(flat.own_slot(full))
             pending = c.all_gather(full, what) if moves else None
         if pending is not None:
-            try:
-                pending.wait()
-            except BaseException:
-                c.parked.append(full)  # the backend may still write into it
-                raise
+            pending.wait()
     return full
 
 

@@ -1,0 +1,207 @@
+"""Waiting for a collective: with a limit, and with an error that says what each rank is waiting in.
+
+Every blocking wait of the engine goes through :class:`Watch`, so that a rank whose partner does not come gets an
+error that says what each rank is waiting in, instead of hanging until the process group's own timeout.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from .errors import DivergenceError, MissingRankError, ShardError
+
+if TYPE_CHECKING:
+    from .groups import Groups
+
+# Seconds of silence before a rank says, through the store, what it is waiting in.
+_FIRST_TICK = 1.0
+
+
+def caller_line() -> str:
+    """`file:line` of the innermost frame outside this package and torch: where the user's code waits."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.split(".", 1)[0] not in ("torch", "torch_shard", "contextlib"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown line"
+
+
+class Channel:
+    """One process group used for one purpose; ``issued`` counts its collectives on this rank.
+
+    Counting one more raises once a collective of the groups was left without its partner: the next one could pair with
+    it, and give wrong numbers.
+    """
+
+    def __init__(self, name: str, groups: Groups) -> None:
+        self.name, self.groups, self._issued = name, groups, 0
+
+    @property
+    def group(self) -> Any:
+        return getattr(self.groups, self.name)
+
+    @property
+    def issued(self) -> int:
+        return self._issued
+
+    @issued.setter
+    def issued(self, value: int) -> None:
+        self.check()
+        self._issued = value
+
+    def check(self) -> None:
+        if self.groups.broken:
+            raise DivergenceError(
+                "the ranks' collectives are out of step since an earlier error, so this engine can't go on: restart from a "
+                f"checkpoint, or shard a new model. The earlier error: {self.groups.broken}"
+            )
+
+
+@dataclass(eq=False)
+class Pending:
+    """A collective in flight. ``wait`` returns when its result may be read by the current stream."""
+
+    watch: Watch
+    channel: Channel
+    number: int
+    what: str
+    work: Any
+    event: Any = None  # CUDA: recorded behind the collective on its side stream
+
+    def __post_init__(self) -> None:
+        if self.work is not None and self.event is None:
+            self.channel.groups.unfinished[self.channel.name] = self.work
+
+    def done(self) -> bool:
+        return self.work is None or bool(self.work.is_completed())
+
+    def settle(self, seconds: float) -> bool:
+        """Wait at most this long; False if it is still going on. On CUDA never blocks."""
+        return self.done() or (self.event is None and _bounded_wait(self.work, seconds, self, self.watch.rank))
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.watch.wait(self)
+            unfinished = self.channel.groups.unfinished
+            if unfinished.get(self.channel.name) is self.work:
+                del unfinished[self.channel.name]  # it holds tensors
+            self.work = None
+        if self.event is not None:
+            # Hazard: the compute stream must not read the buffer before the side stream has filled it.
+            torch.cuda.current_stream().wait_event(self.event)
+            self.event = None
+
+
+class Watch:
+    """Waits with a limit, and explains a wait that is not coming to an end.
+
+    A rank that has waited for a second posts in the group's store what it waits for and how many collectives of each
+    channel it has issued. Two ranks that each wait for something the other has not issued can never go on: that is
+    reported at once. A partner that posts nothing is reported at ``timeout`` seconds.
+    """
+
+    def __init__(self, rank: int, size: int, ranks: list[int], timeout: float, key: str) -> None:
+        self.rank, self.size, self.ranks, self.timeout, self.key = rank, size, ranks, timeout, key
+        self.channels: dict[str, Channel] = {}
+
+    def _post(self, store: Any, pending: Pending | None) -> None:
+        text = ""
+        if pending is not None:
+            issued = {c.name: c.issued for c in self.channels.values()}
+            text = json.dumps([pending.channel.name, pending.number, pending.what, caller_line(), issued])
+        store.set(f"{self.key}/{self.rank}", text)
+
+    def _read(self, store: Any) -> dict[int, Any]:
+        posts = {}
+        for rank in range(self.size):
+            key = f"{self.key}/{rank}"
+            if rank != self.rank and store.check([key]):
+                text = store.get(key).decode()
+                if text:
+                    posts[rank] = json.loads(text)
+        return posts
+
+    def wait(self, pending: Pending) -> None:
+        work = pending.work
+        if work.is_completed():
+            work.wait()
+            return
+        if pending.event is not None:  # NCCL: nothing to block on here, the streams order themselves
+            work.wait()
+            return
+        pending.channel.check()
+        if _bounded_wait(work, min(_FIRST_TICK, self.timeout), pending, self.rank):
+            return
+        store = dist.distributed_c10d._get_default_store()  # no public accessor exists (torch 2.11 to 2.13)
+        deadline = time.monotonic() + self.timeout - _FIRST_TICK
+        self._post(store, pending)
+        try:
+            while True:
+                if _bounded_wait(work, 0.5, pending, self.rank):
+                    return
+                posts = self._read(store)
+                stuck = self._deadlocked(pending, posts)
+                if stuck:
+                    # Leave the others time to read this post before it is withdrawn.
+                    time.sleep(1.0)
+                    raise DivergenceError(
+                        f"rank {self.rank} waits in {pending.what} at {caller_line()}, while "
+                        + "; ".join(f"rank {r} waits in {posts[r][2]} at {posts[r][3]}" for r in stuck)
+                        + ". The ranks run different operations: every rank must run the same forwards, backwards, "
+                        "norms, gathers and saves in the same order (look for code under `if rank == ...`)."
+                    )
+                if time.monotonic() > deadline:
+                    raise MissingRankError(self._explain(pending, posts))
+        except ShardError as error:
+            pending.channel.groups.broken = str(error)
+            raise
+        finally:
+            self._post(store, None)
+
+    def _deadlocked(self, pending: Pending, posts: dict[int, Any]) -> list[int]:
+        stuck = []
+        for rank, (channel, number, _what, _line, issued) in posts.items():
+            mine = self.channels.get(channel)
+            they_lack_mine = issued.get(pending.channel.name, 0) < pending.number
+            i_lack_theirs = mine is not None and mine.issued < number
+            if they_lack_mine and i_lack_theirs:
+                stuck.append(rank)
+        return stuck
+
+    def _explain(self, pending: Pending, posts: dict[int, Any]) -> str:
+        others = []
+        for rank in range(self.size):
+            if rank == self.rank:
+                continue
+            if rank in posts:
+                others.append(f"rank {rank} waits in {posts[rank][2]} at {posts[rank][3]}")
+            else:
+                others.append(f"rank {rank} waits in no operation of the engine (it runs other code, or is gone)")
+        return (
+            f"rank {self.rank} waited {self.timeout:g} s in {pending.what} at {caller_line()}; {'; '.join(others)}. "
+            "The operation is collective: call it on every rank (look for code under `if rank == ...`), or raise "
+            "ShardConfig(timeout=...) if ranks may be that far apart."
+        )
+
+
+def _bounded_wait(work: Any, seconds: float, pending: Pending, rank: int) -> bool:
+    """True when the work is done, False when `seconds` passed without; a failed work raises."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+        return True
+    except RuntimeError as error:
+        if not work.is_completed():
+            return False
+        raise MissingRankError(
+            f"rank {rank}: {pending.what} failed at {caller_line()}: another rank has probably died; see its log. ({error})"
+        ) from error

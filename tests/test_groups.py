@@ -1,0 +1,44 @@
+"""The engine's process groups: made once, and gone without waiting for collectives that will never end."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks import ranks
+from torch_shard import shard
+from torch_shard.collectives import connect
+
+
+def _connect(group):
+    return connect(group, torch.device("cpu"), shard=True, timeout=30.0, single_communicator=False)
+
+
+@ranks(2, timeout=30, group_timeout=100.0)
+def test_groups_with_a_collective_that_lacks_its_partner_go_without_waiting_for_it(rank):
+    mine, others = [_connect(dist.new_group([0, 1])) for _ in range(2)][:: 1 if rank == 0 else -1]
+    full = torch.zeros(8)
+    pending = mine.all_gather(full, "a gather of one rank")
+    begin = time.monotonic()
+    for user_group in list(dist.distributed_c10d._world.pg_map):
+        if user_group is not dist.group.WORLD:
+            dist.destroy_process_group(user_group)
+    # Each rank closes its pending one first, which is idle on the other and closed second there.
+    del pending, mine
+    gc.collect()
+    del others
+    gc.collect()
+    assert time.monotonic() - begin < 10
+
+
+@ranks(2)
+def test_engines_over_one_group_share_their_process_groups():
+    before = len(dist.distributed_c10d._world.pg_map)
+    engines = [shard(nn.Linear(4, 4)) for _ in range(3)]
+    made = len(dist.distributed_c10d._world.pg_map) - before
+    assert made <= 4 and len(engines) == 3
+    assert engines[0]._runtime.collectives.gather_channel.group is engines[2]._runtime.collectives.gather_channel.group
