@@ -344,11 +344,19 @@ class _Pool:
         for rank in hung:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)
-        if hung:
-            time.sleep(0.3)  # until the stacks are written
         for rank in hung:
-            outcomes[rank] = _Outcome("hung", f"{reason}, in\n{self._read(rank, 'stacks')}")
+            outcomes[rank] = _Outcome("hung", f"{reason}, in\n{self._stacks(rank)}")
         return outcomes
+
+    def _stacks(self, rank: int) -> str:
+        """Return the dump that the rank was asked for, once it is whole: on a busy machine that takes a while."""
+        deadline = time.monotonic() + 10
+        text, before = "", None
+        while not (text and text == before) and time.monotonic() < deadline:
+            before = text
+            time.sleep(0.2)
+            text = self._read(rank, "stacks")
+        return text
 
     def _died(self, rank: int) -> _Outcome:
         process = self.processes[rank]

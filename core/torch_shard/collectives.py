@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,6 +32,29 @@ def _unowned_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """
     size = tensor.numel() * tensor.element_size()
     return torch.frombuffer((ctypes.c_char * size).from_address(tensor.data_ptr()), dtype=torch.uint8)
+
+
+# Gloo's all-gather fills a buffer of its own and copies it to the output. A broadcast for each rank sends the same bytes
+# straight to their place; with many ranks, the number of operations would cost more than that.
+_BROADCASTS = 4
+
+
+class _Works:
+    """Several works, waited for as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        for work in self._works:
+            if deadline is None or work.is_completed():
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
 
 @dataclass(eq=False)
@@ -137,7 +162,11 @@ class Collectives:
         buffer = full
         if full.device.type == "cpu":
             full, own = _unowned_bytes(full), _unowned_bytes(own)
-        work = _all_gather(full, own, group=channel.group, async_op=True)
+        if self.gloo and full.device.type == "cpu" and self.size <= _BROADCASTS:
+            slots = zip(full.view(self.size, -1).unbind(0), self.watch.ranks, strict=True)
+            work: Any = _Works([dist.broadcast(s, src=r, group=channel.group, async_op=True) for s, r in slots])
+        else:
+            work = _all_gather(full, own, group=channel.group, async_op=True)
         self.written[:] = [entry for entry in self.written if not entry[0].is_completed()]
         self.written.append((work, buffer))
         return self._track(channel, what, work, self.gather_stream)
