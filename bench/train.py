@@ -159,10 +159,12 @@ def memory(rank: int, args: argparse.Namespace, folder: str) -> None:
         # otherwise the resident size is that of the allocator's free lists too.
         libc().mallopt(-3, MIB)  # M_MMAP_THRESHOLD
     # Everything that is loaded or allocated once and for all, before the baseline.
-    warm = build(name, SMALL, device, LR)
-    for step in range(3):
-        warm.step(*batch(step, rank, 2, SMALL, device))
-    del warm
+    # A plain model of the same size makes the libraries allocate their work space.
+    for engine, size in (("alone", config), (name, SMALL)):
+        warm = build(engine, size, device, LR)
+        for step in range(3):
+            warm.step(*batch(step, rank, args.batch, size, device))
+        del warm
     base = settle(device)
 
     runner = build(name, config, device, LR)
@@ -264,13 +266,13 @@ def report_steps(args: argparse.Namespace, result: dict[str, dict[str, Any]]) ->
 
 def report_memory(args: argparse.Namespace, result: dict[str, dict[str, int]], theory: float) -> None:
     rows = [
-        [LABELS[name], *(f"{values[key] / MIB:.0f}" for key in ("set_up", "steps", "idle"))]
+        [LABELS[name], *(f"{values[key] / MIB:.1f}" for key in ("set_up", "steps", "idle"))]
         for name, values in result.items()
     ]
     print("\n" + markdown("engine | peak MiB in set-up | peak MiB in steps | idle MiB", rows))
     print(
         f"\nMost of all ranks, above what the process held before the model. Weights and Adam "
-        f"moments alone, sharded: {theory / MIB:.0f} MiB."
+        f"moments alone, sharded: {theory / MIB:.1f} MiB."
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -117,10 +118,10 @@ class Collectives:
     control_channel: Channel | None = None
     gloo: bool = True
     bytes_sent: int = 0
-    written: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
     gather_stream: Any = None
     reduce_stream: Any = None
     _spare: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
+    _expected: Counter[Any] = field(default_factory=Counter)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Collectives:
         return self  # groups and streams belong to the process, not to a model
@@ -153,36 +154,44 @@ class Collectives:
         """Fill `full` (1-D, ``size`` equal slots) from the slot that each rank has written. Call under `gathering()`."""
         channel = self.gather_channel
         assert channel is not None and _all_gather is not None
-        shard = full.numel() // self.size
-        own = full.narrow(0, self.rank * shard, shard)
         channel.issued += 1
-        self.bytes_sent += (self.size - 1) * shard * full.element_size()
+        self.bytes_sent += (self.size - 1) * (full.numel() // self.size) * full.element_size()
         if not full.numel():  # nothing but zero-element parameters
             return Pending(self.watch, channel, channel.issued, what, None)
         buffer = full
-        if full.device.type == "cpu":
-            full, own = _unowned_bytes(full), _unowned_bytes(own)
-        if self.gloo and full.device.type == "cpu" and self.size <= _BROADCASTS:
+        if cpu := full.device.type == "cpu":
+            full = _unowned_bytes(full)
+        if self.gloo and cpu and self.size <= _BROADCASTS:
             slots = zip(full.view(self.size, -1).unbind(0), self.watch.ranks, strict=True)
             work: Any = _Works([dist.broadcast(s, src=r, group=channel.group, async_op=True) for s, r in slots])
         else:
-            work = _all_gather(full, own, group=channel.group, async_op=True)
-        self.written[:] = [entry for entry in self.written if not entry[0].is_completed()]
-        self.written.append((work, buffer))
+            shard = full.numel() // self.size
+            work = _all_gather(full, full.narrow(0, self.rank * shard, shard), group=channel.group, async_op=True)
+        channel.groups.written[work] = buffer
         return self._track(channel, what, work, self.gather_stream)
 
     # -- gradients ----------------------------------------------------------------------------------------------
+    def expect(self, buffers: Sequence[tuple[int, torch.dtype]]) -> None:
+        """Which buffers the backward that begins will reduce: what it gives back is kept for those to come only."""
+        self._expected = Counter(buffers) + Counter(buffers)  # its own, and one for what is received
+
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D buffer, reused in a fixed pattern (the CUDA caching allocator does this by itself)."""
-        spare = self._spare.get((numel, dtype))
-        if spare:
-            return spare.pop()
+        key = numel, dtype
+        spare = self._spare.get(key)
+        found = spare.pop() if spare else None
+        self._expected[key] -= 1
+        if self._expected[key] <= 0:
+            self._spare.pop(key, None)
+        if found is not None:
+            return found
         with torch.inference_mode(False):
             return torch.empty(numel, dtype=dtype, device=self.device)
 
     def give(self, buffer: torch.Tensor) -> None:
-        if self.reduce_stream is None:
-            self._spare.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+        key = buffer.numel(), buffer.dtype
+        if self.reduce_stream is None and self._expected[key] > 0:
+            self._spare.setdefault(key, []).append(buffer)
 
     def drop_spares(self) -> None:
         self._spare.clear()
@@ -248,6 +257,7 @@ def connect(group: Any, device: torch.device, *, shard: bool, timeout: float, si
     ranks = dist.get_process_group_ranks(group)
     rank, world = dist.get_rank(group), len(ranks)
     groups = groups_for(group, single_communicator, timeout)
+    groups.forget_ended()
     watch = Watch(rank, world, ranks, timeout, f"torch_shard/{groups.control.group_name}")
     channels = {n: Channel(n, groups) for n in ("gather", "reduce", "scalar", "control")}
     watch.channels = channels
@@ -265,7 +275,6 @@ def connect(group: Any, device: torch.device, *, shard: bool, timeout: float, si
         gather_channel=channels["gather"],
         reduce_channel=channels["reduce"],
         control_channel=channels["control"],
-        written=groups.written,
         gloo="nccl" not in backend,
         gather_stream=torch.cuda.Stream(device) if side else None,
         reduce_stream=torch.cuda.Stream(device) if side else None,

@@ -44,6 +44,7 @@ class FlatBuffer:
         self.leaves: list[nn.Parameter] = [self._leaf(i) for i in range(len(layout.slots))]
         if self.sharded:
             self.full.untyped_storage().resize_(0)
+        self.own = self.own_slot(self.full)
         n = len(layout.slots)
         self.edges: list[Any] = [None] * n  # keeps each leaf's AccumulateGrad alive: constant use counts
         self.baseline: list[tuple[int, int]] = [(0, 0)] * n
@@ -99,6 +100,7 @@ class FlatBuffer:
             for i, leaf in enumerate(self.leaves):
                 leaf.data = self.view(self.full, i)
             self.full.untyped_storage().resize_(0)
+            self.own = self.own_slot(self.full)
         self._measure()
 
     def _arm(self, i: int) -> None:
@@ -186,9 +188,10 @@ class FlatBuffer:
     def publish(self, used: list[bool]) -> list[int]:
         """Make the reduced slices the parameters' gradients; returns the indices of those that received one."""
         touched = [i for i, u in enumerate(used) if u]
-        for result in self.results:
-            for i in touched:
-                self._publish_one(i, result)
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for result in self.results:
+                for i in touched:
+                    self._publish_one(i, result)
         self.results = []
         return touched
 
@@ -196,14 +199,12 @@ class FlatBuffer:
         start, stop = self.layout.local_range(i, self.collectives.rank)
         param = self.params[i]
         grad = ShardTensor(result.narrow(0, start, stop - start), param._spec)
-        with torch._C.DisableTorchFunctionSubclass():
-            existing = param.grad
-            if existing is None or getattr(existing, "_unreduced", False):
-                grad._flat = result  # type: ignore[attr-defined]
-                param.grad = grad
-            else:
-                with torch.no_grad():
-                    existing.add_(grad)
+        existing = param.grad
+        if existing is None or getattr(existing, "_unreduced", False):
+            grad._flat = result  # type: ignore[attr-defined]
+            param.grad = grad
+        else:
+            existing.add_(grad)
 
     # -- between the backwards of no_sync() -------------------------------------------------------------------------
     def show_held(self) -> None:

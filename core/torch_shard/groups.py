@@ -24,13 +24,18 @@ class Groups:
     scalar: Any
     control: Any
     broken: str = ""  # why no further collective may be issued
-    # Buffers that a collective may still write to: their engine may be dropped before the collective has ended.
-    written: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+    # Works nobody has waited for, and the buffer each may still write to: an engine may be dropped before they end.
+    written: dict[Any, torch.Tensor] = field(default_factory=dict)
     unfinished: dict[str, Any] = field(default_factory=dict)  # by channel: the latest work nobody has waited for
 
     def __post_init__(self) -> None:
         # Runs when the groups go, or at exit.
         weakref.finalize(self, _keep_unfinished, vars(self).copy())
+
+    def forget_ended(self) -> None:
+        """Let go of the buffers of works that have ended without anybody waiting for them."""
+        for work in [work for work in self.written if work.is_completed()]:
+            del self.written[work]
 
 
 def _keep_unfinished(groups: dict[str, Any]) -> None:

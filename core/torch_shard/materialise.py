@@ -86,7 +86,7 @@ class Materialiser:
                         self.collectives, [flat.full], f"the broadcast of unit {unit.name!r} from rank 0"
                     )
                 if unit.sharded:
-                    flat.shard.copy_(flat.own_slot(flat.full))
+                    flat.shard.copy_(flat.own)
         finally:
             unit.uninstall()
             unit.is_summoned = False

@@ -384,6 +384,7 @@ class Runtime:
         self.double_backward |= self.creating
         self.syncing = self.require_sync and self.forward_sync
         self.order = [u for u in reversed(self.forward_order.values()) if any(_wants(f) for f in u.flats)]
+        self.collectives.expect([(f.layout.numel, f.dtype) for u in self.order for f in u.flats if _wants(f)])
         end = _EndOfBackward(self)
         self.end = weakref.ref(end, lambda _: self._abandon())
         torch.autograd.Variable._execution_engine.queue_callback(end)

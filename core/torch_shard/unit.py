@@ -110,7 +110,7 @@ class Unit:
                 storage = flat.full.untyped_storage()
                 if storage.nbytes() != flat.nbytes:  # kept where an abandoned gather may still write
                     storage.resize_(flat.nbytes)
-                flat.own_slot(flat.full).copy_(flat.shard)
+                flat.own.copy_(flat.shard)
                 self.pending.append(c.all_gather(flat.full, f"the all-gather of unit {self.name!r}"))
             for flat in self.flats:
                 flat.fresh_versions = flat.param_versions()
@@ -224,13 +224,13 @@ class Unit:
             f for f in self.flats if any(leaf._version != v for leaf, v in zip(f.leaves, f.versions, strict=True))
         ]
         if self.checks:
-            unseen = [f for f in self.flats if f not in edited and not _same_bits(f.own_slot(f.full), f.shard)]
+            unseen = [f for f in self.flats if f not in edited and not _same_bits(f.own, f.shard)]
             # A unit that was edited so once is compared for good.
             self.checks -= 0 if unseen or self.runtime.config.debug else 1
             edited += unseen
         for flat in edited:
             with torch.no_grad():
-                flat.shard.copy_(flat.own_slot(flat.full))
+                flat.shard.copy_(flat.own)
             flat.versions = [leaf._version for leaf in flat.leaves]
 
     # -- user hooks ---------------------------------------------------------------------------------------------

@@ -92,9 +92,10 @@ class Pending:
     def wait(self) -> None:
         if self.work is not None:
             self.watch.wait(self)
-            unfinished = self.channel.groups.unfinished
-            if unfinished.get(self.channel.name) is self.work:
-                del unfinished[self.channel.name]  # it holds tensors
+            groups = self.channel.groups
+            groups.written.pop(self.work, None)
+            if groups.unfinished.get(self.channel.name) is self.work:
+                del groups.unfinished[self.channel.name]  # it holds tensors
             self.work = None
         if self.event is not None:
             # Hazard: the compute stream must not read the buffer before the side stream has filled it.
