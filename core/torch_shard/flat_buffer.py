@@ -42,9 +42,9 @@ class FlatBuffer:
         if self.sharded:  # views need memory to be views of; it is not touched
             self.full.untyped_storage().resize_(self.nbytes)
         self.leaves: list[nn.Parameter] = [self._leaf(i) for i in range(len(layout.slots))]
+        self.own = self.own_slot(self.full)
         if self.sharded:
             self.full.untyped_storage().resize_(0)
-        self.own = self.own_slot(self.full)
         n = len(layout.slots)
         self.edges: list[Any] = [None] * n  # keeps each leaf's AccumulateGrad alive: constant use counts
         self.baseline: list[tuple[int, int]] = [(0, 0)] * n
@@ -99,8 +99,8 @@ class FlatBuffer:
             self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.full.device)
             for i, leaf in enumerate(self.leaves):
                 leaf.data = self.view(self.full, i)
-            self.full.untyped_storage().resize_(0)
             self.own = self.own_slot(self.full)
+            self.full.untyped_storage().resize_(0)
         self._measure()
 
     def _arm(self, i: int) -> None:
