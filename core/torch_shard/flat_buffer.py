@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from .collectives import Collectives, Reduction
-from .errors import ShardError
+from .errors import ShardError, UnitStateError
 from .layout import FlatLayout
+from .leaf import Leaf, is_view, move
 from .shard_tensor import ShardSpec, ShardTensor
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ class FlatBuffer:
 
     def _leaf(self, index: int) -> nn.Parameter:
         # `.data` gives the leaf a version counter of its own: refilling `full` must not look like an in-place edit.
-        return nn.Parameter(self.view(self.full, index).data, requires_grad=False)
+        kind = Leaf if self.sharded else nn.Parameter  # replicated, an edit of the leaf is one of the shard
+        return kind(self.view(self.full, index).data, requires_grad=False)
 
     def own_slot(self, flat: torch.Tensor) -> torch.Tensor:
         n = self.layout.shard_numel
@@ -98,7 +100,7 @@ class FlatBuffer:
         with torch.inference_mode(False), torch.no_grad():
             self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.full.device)
             for i, leaf in enumerate(self.leaves):
-                leaf.data = self.view(self.full, i)
+                move(leaf, self.view(self.full, i))
             self.own = self.own_slot(self.full)
             self.full.untyped_storage().resize_(0)
         self._measure()
@@ -127,6 +129,29 @@ class FlatBuffer:
             if _use_count(leaves[i]) > uses or sys.getrefcount(leaves[i]) > references:
                 return True
         return False
+
+    def saved_versions(self) -> list[tuple[int, int]]:
+        """Index and version of the parameters that autograd has saved gathered values of (the leaf, or a view of it)."""
+        saved = [i for i, (uses, _) in enumerate(self.baseline) if _use_count(self.leaves[i]) > uses]
+        with torch._C.DisableTorchFunctionSubclass():
+            return [(i, self.params[i]._version) for i in saved]
+
+    def check_places(self) -> None:
+        """Raise where a forward gave a leaf other memory (``.data = ``, of another shape)."""
+        for i, leaf in enumerate(self.leaves):
+            view = self.view(self.full, i)
+            if not is_view(leaf, view):
+                given = f"shape {tuple(leaf.shape)}, {leaf.dtype}, {leaf.device}"
+                move(leaf, view.data)
+                raise UnitStateError(
+                    f"rank {self.collectives.world_rank}: .data of {self.layout.slots[i].name} was assigned another tensor "
+                    f"inside a forward ({given}, not shape {tuple(leaf.shape)}, {leaf.dtype}, {leaf.device}). Assign one that "
+                    "is alike, or convert the model before shard()."
+                )
+
+    def note_versions(self) -> None:
+        """The leaves hold what the shard holds: an in-place edit of one will show against this."""
+        self.versions = [leaf._version for leaf in self.leaves]
 
     def param_versions(self) -> tuple[int, ...]:
         with torch._C.DisableTorchFunctionSubclass():

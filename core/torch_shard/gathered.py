@@ -19,9 +19,10 @@ from torch import nn
 
 from .collectives import Collectives
 from .errors import ConfigError, ShardError, UnitStateError
+from .leaf import is_view, move, show_as_plain
 from .runtime import Runtime
 from .shard_tensor import ShardTensor
-from .summons import Request, Summons, is_view, open_on, write_back
+from .summons import Request, Summons, open_on, write_back
 from .unit import Unit
 from .whole import agree, local_grads, refill, whole_flat, whole_slices
 
@@ -271,12 +272,17 @@ def _install(summons: Summons) -> None:
         unit.uninstall()
     summons.covered = [flat.leaves for flat in unit.flats]
     _set_leaves(unit, summons.leaves)
+    for flat in unit.flats:
+        show_as_plain(flat.leaves, True)
     try:
         unit.install()
     except ShardError:
         _set_leaves(unit, summons.covered)
         if summons.overlay:
             unit.install()
+        elif unit.sharded:
+            for flat in unit.flats:
+                show_as_plain(flat.leaves, False)
         unit.is_summoned = was
         raise
     if not summons.overlay:
@@ -330,7 +336,7 @@ def _leave(runtime: Runtime, summons: Summons) -> None:
             for i, leaf in enumerate(leaves):
                 view = flat.view(buffer, i)
                 if not is_view(leaf, view):
-                    leaf.data = view.data
+                    move(leaf, view.data)
         for flat, values in zip(unit.flats, summons.backup, strict=False):
             with torch.no_grad():
                 flat.shard.copy_(values)
@@ -341,6 +347,9 @@ def _leave(runtime: Runtime, summons: Summons) -> None:
         else:
             unit.running -= 1
             unit.is_summoned = False
+            if unit.sharded:
+                for flat in unit.flats:
+                    show_as_plain(flat.leaves, False)
         for flat in unit.flats:
             flat.mirror()
     if summons.in_place and unit.sharded:

@@ -11,8 +11,7 @@ Backward.  A hook on the outputs gathers again what autograd kept something of. 
 Order.     Every gather is an event of a sequence that all ranks must share. The successor of each pair of events is
            remembered; gathers that follow it are prefetched. A gather that memory did not predict is first agreed upon
            with the other ranks, so ranks that part ways find out before their collectives mix.
-Reduction. In the reverse order of use in forward, which all ranks share; a unit whose gradients are complete waits
-           behind one whose are not. The end of backward flushes the rest, units without a gradient on this rank too.
+Reduction. See :mod:`.reductions`.
 """
 
 from __future__ import annotations
@@ -27,34 +26,17 @@ from torch import nn
 
 from .agreement import Agreement
 from .buffers import BufferSync
-from .collectives import Collectives, Reduction
+from .collectives import Collectives
 from .config import ShardConfig
 from .errors import ShardError, ShardPicklingError, UnitStateError
 from .flat_buffer import FlatBuffer
+from .on_demand import OnDemand
 from .order import BACKWARD, EVALUATION, FORWARD, PHASES, Event, GatherOrder
 from .outputs import tensors_in
+from .reductions import PAUSE, Reductions
 from .registrations import Registrations
-from .shard_tensor import ShardTensor
 from .unit import State, Unit
-
-# Reductions in flight: each holds two buffers of its unit's size. Above this many, backward pauses for the oldest, but
-# not for long: a rank that leaves a parameter unused issues its reductions at the end of backward only, and until then
-# it may need a gather from this one.
-_IN_FLIGHT = 1
-_PAUSE = 0.2  # seconds
-_NO_PAUSE_FOR = 100  # backwards without a pause after one that was in vain
-
-_graph_task = torch._C._current_graph_task_id  # -1 outside backward; no public accessor (torch 2.11 to 2.13)
-_sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
-
-
-class Use:
-    """One forward of a unit that backward will come back to."""
-
-    __slots__ = ("unit", "start", "end", "saved", "task")
-
-    def __init__(self, unit: Unit, start: int) -> None:
-        self.unit, self.start, self.end, self.saved, self.task = unit, start, start, True, -1
+from .use import Use, graph_task, sequence_number
 
 
 class Runtime:
@@ -71,7 +53,7 @@ class Runtime:
         self.fresh = False  # no unit has been gathered in this session yet
         self.roots = 0  # forwards of the root module running
         self.frames: list[tuple[Unit, Use, bool]] = []
-        self.demands: list[Use] = []  # parameters gathered on demand for the operation that runs now
+        self.on_demand = OnDemand(self)
         self.idle: dict[int, Unit] = {}  # gathered (or being gathered) units by index
         self.gathers = GatherOrder()
         self.fresh_backward = False  # no unit has been gathered in this backward yet
@@ -83,9 +65,7 @@ class Runtime:
         self.end: weakref.ref[_EndOfBackward] | None = None
         self.tasks: set[int] = set()
         self.syncing = True
-        self.order: list[Unit] = []
-        self.in_flight: list[tuple[Unit, FlatBuffer, Reduction]] = []
-        self.no_pause = 0
+        self.reductions = Reductions(collectives)
         self.checked = False  # held gradients were looked at before the running backward
         self.double_backward = False  # a graph of gradients exists that reads gathered values
         self.creating = False  # the running backward makes one
@@ -129,9 +109,9 @@ class Runtime:
             return
         if self.registrations.changed:
             self.check_registrations()
-        in_backward = _graph_task() != -1
-        start = _sequence_number()
-        self.demand(unit, self._phase())
+        in_backward = graph_task() != -1
+        start = sequence_number()
+        self.demand(unit, self.phase())
         if in_backward and not unit.uses:
             # Recomputation of a checkpointed region that spans several units: the nodes that will read these values are
             # older than the ones being made now, so only this unit's own trigger may start the countdown to release.
@@ -158,11 +138,14 @@ class Runtime:
         recording = torch.is_grad_enabled() and outputs is not None
         if recording:
             self.watch_outputs(use, outputs)
-        if not torch.is_grad_enabled() and self.depth == 0 and self.roots == 0 and _graph_task() == -1:
-            self._keep_for_next()
+        self.on_demand.check_copies()
+        if not torch.is_grad_enabled():
+            self.between_forwards()
 
-    def _keep_for_next(self) -> None:
+    def between_forwards(self) -> None:
         """Nothing of a forward without gradients is needed later, except what is already on its way."""
+        if self.in_forward or graph_task() != -1:
+            return
         for unit in list(self.idle.values()):
             if unit.state is State.FULL and not unit.running and not unit.uses and not self._keeps():
                 self._release(unit)
@@ -170,10 +153,15 @@ class Runtime:
     def watch_outputs(self, use: Use, outputs: Any) -> None:
         unit = use.unit
         found = [t for t in tensors_in(outputs) if t.requires_grad]
-        if not unit.sharded:
-            return
-        use.end = _sequence_number()
+        use.end = sequence_number()
         use.saved = unit.is_referenced()
+        if use.saved:
+            use.remember()
+        if not unit.sharded:
+            if use.versions:
+                for tensor in found:
+                    tensor.register_hook(_Check(use))
+            return
         if found:
             trigger = _Trigger(self, use)
             for tensor in found:
@@ -194,7 +182,7 @@ class Runtime:
         if self.registrations.changed or self.registrations.root is None:
             self.registrations.root = weakref.ref(root)
             self.check_registrations()
-        if self.depth == 0 and _graph_task() == -1:
+        if self.depth == 0 and self.roots == 1 and graph_task() == -1:
             self.session = False
             self.sweep_stale()
             if self.buffers is not None and self.require_sync and not self.solo:
@@ -209,7 +197,7 @@ class Runtime:
     def finish(self) -> None:
         """After the root module's forward."""
         self.roots = max(0, self.roots - 1)
-        if self.depth == 0 and _graph_task() == -1:
+        if self.depth == 0 and graph_task() == -1:
             self.session = False
             if not torch.is_grad_enabled():
                 self.sweep_stale()
@@ -220,8 +208,8 @@ class Runtime:
             if not unit.running and not unit.uses and not unit.is_summoned and not self.double_backward:
                 self._release(unit)
 
-    def _phase(self) -> int:
-        if _graph_task() != -1:
+    def phase(self) -> int:
+        if graph_task() != -1:
             return BACKWARD
         return FORWARD if torch.is_grad_enabled() else EVALUATION
 
@@ -259,7 +247,8 @@ class Runtime:
         repeated = self.gathers.repeats(event)
         if not repeated:
             self._follow(unit, event)
-        if unit.state is State.FULL and phase != BACKWARD and not unit.running and not unit.uses and unit.is_stale():
+        idle = unit.state is not State.SHARDED and phase != BACKWARD and not unit.running and not unit.uses
+        if idle and unit.is_stale():
             unit.release()
         if unit.state is State.SHARDED:
             unit.gather()
@@ -323,7 +312,8 @@ class Runtime:
         if torch.is_grad_enabled():  # create_graph: the new graph needs the values once more
             self.double_backward = self.creating = True
         if use not in unit.uses:
-            use.task = _graph_task()
+            use.check()
+            use.task = graph_task()
             unit.uses.append(use)
             unit.held = False
             self._sweep(use)
@@ -363,7 +353,7 @@ class Runtime:
 
     def arm(self) -> None:
         """Have `_EndOfBackward` called when the running graph task ends."""
-        task = _graph_task()
+        task = graph_task()
         if task in self.tasks:
             return
         if self.end is not None and self.end() is not None:
@@ -378,13 +368,11 @@ class Runtime:
         self.fresh_backward = True
         self.passed.clear()
         self.needed.clear()
-        self.no_pause = max(0, self.no_pause - 1)
         self.tasks = {task}
         self.creating = torch.is_grad_enabled()
         self.double_backward |= self.creating
         self.syncing = self.require_sync and self.forward_sync
-        self.order = [u for u in reversed(self.forward_order.values()) if any(_wants(f) for f in u.flats)]
-        self.collectives.expect([(f.layout.numel, f.dtype) for u in self.order for f in u.flats if _wants(f)])
+        self.reductions.begin(self.forward_order.values())
         end = _EndOfBackward(self)
         self.end = weakref.ref(end, lambda _: self._abandon())
         torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -409,33 +397,7 @@ class Runtime:
             )
         flat.accept(index, grad, 1.0 / self.collectives.world)
         if self.syncing and unit.rounds == 0:
-            self._issue_complete()
-
-    def _issue_complete(self) -> None:
-        while self.order and _complete(self.order[0]):
-            self._issue(self.order.pop(0))
-
-    def _issue(self, unit: Unit) -> None:
-        unit.rounds += 1
-        for flat in unit.flats:
-            if not _wants(flat):
-                continue
-            reduction = flat.start_reduction(f"the gradient reduction of unit {unit.name!r}")
-            if reduction is not None:
-                self.in_flight.append((unit, flat, reduction))
-        while self.in_flight:
-            oldest = self.in_flight[0][2]
-            if not oldest.done():
-                if len(self.in_flight) <= _IN_FLIGHT or self.no_pause:
-                    break
-                if not oldest.pending.settle(_PAUSE):
-                    self.no_pause = _NO_PAUSE_FOR
-                    break
-            self._collect_oldest()
-
-    def _collect_oldest(self) -> None:
-        _, flat, reduction = self.in_flight.pop(0)
-        flat.collect(reduction.finish())
+            self.reductions.advance()
 
     def end_nested(self, task: int) -> None:
         for unit in list(self.idle.values()):
@@ -452,7 +414,9 @@ class Runtime:
             if self.gathers.phase == BACKWARD and not self.fresh_backward:
                 self._pass_over(None)
             if self.syncing:
-                self._flush()
+                assert self.agreement is not None
+                if self.reductions.flush(self.units, self.agreement, self.passed - self.needed):
+                    self.gathers.forget()  # no rank needs it in backward any more: learn the order anew
             else:
                 for unit in self.units:
                     for flat in unit.flats:
@@ -474,62 +438,10 @@ class Runtime:
             if not self.depth:
                 self.session = False
 
-    def _flush(self) -> None:
-        assert self.agreement is not None
-        payload = torch.zeros(self.agreement.width, dtype=torch.uint8)
-        marks: list[int] = []
-        for unit in self.units:
-            unreduced = any(any(f.holds) for f in unit.flats)
-            marks.append(unit.rounds + (1 if unreduced else 0))
-            marks.append(1 if unit.index in self.needed or unit.index not in self.passed else 0)
-            marks += [1 if f.arrived[i] or f.holds[i] else 0 for f in unit.flats for i in range(len(f.params))]
-        payload[:] = torch.tensor(marks, dtype=torch.uint8)
-        agreed = self.agreement.check("the end of backward", payload)
-        assert agreed is not None
-        answer = agreed.tolist()
-        targets: dict[int, int] = {}
-        used: dict[int, list[bool]] = {}
-        at = 0
-        for unit in self.units:
-            targets[unit.index] = answer[at]
-            if not answer[at + 1]:  # no rank needs it in backward any more: learn the order anew
-                self.gathers.forget()
-            at += 1
-            for flat in unit.flats:
-                n = len(flat.params)
-                used[id(flat)] = [bool(b) for b in answer[at + 1 : at + 1 + n]]
-                at += n
-            at += 1
-        for unit in self.order:  # first what other ranks have issued before they came here
-            if unit.rounds < min(1, targets[unit.index]):
-                self._issue(unit)
-        while True:
-            late = [u for u in reversed(self.units) if u.rounds < targets[u.index]]
-            if not late:
-                break
-            for unit in late:
-                self._issue(unit)
-        while self.in_flight:
-            self._collect_oldest()
-        called = []
-        for unit in self.units:
-            for flat in unit.flats:
-                touched = flat.publish(used[id(flat)]) if any(used[id(flat)]) else []
-                flat.results = []
-                if unit.post_hooks:
-                    called += [(unit, flat, i) for i in touched]
-        for unit, flat, i in called:
-            for hook in list(unit.post_hooks.get(flat.layout.slots[i].name, {}).values()):
-                hook(flat.params[i])
-
     def _abandon(self) -> None:
         """Backward ended with an exception: leave the engine as it was before it."""
         self.end, self.tasks = None, set()
-        for _, _flat, reduction in self.in_flight:
-            # Its partner may never come: the failure being handled says why, so don't wait for long.
-            with contextlib.suppress(ShardError):
-                reduction.pending.settle(_PAUSE)
-        self.in_flight.clear()
+        self.reductions.abandon()
         self.double_backward = False
         for unit in self.units:
             unit.uses.clear()
@@ -538,7 +450,7 @@ class Runtime:
                 flat.forget()
             if unit.state is not State.SHARDED and unit.sharded and not unit.running and not unit.is_summoned:
                 with contextlib.suppress(ShardError):
-                    if all(p.settle(_PAUSE) for p in unit.pending):
+                    if all(p.settle(PAUSE) for p in unit.pending):
                         self._release(unit)
                 if unit.state is State.GATHERING:
                     # Its gather may never end; the memory stays, since the collective may still write to it.
@@ -546,81 +458,15 @@ class Runtime:
         self.forward_order.clear()
         self.session = False
 
-    # -- on demand ----------------------------------------------------------------------------------------------
-    def on_demand(self, unit: Unit, param: ShardTensor, func: Any, local_ok: bool) -> torch.Tensor | None:
-        """The leaf to compute with in place of `param`, or None where the operation stays local."""
-        if unit.is_summoned:
-            return unit.leaf_of(param)
-        inside = self.in_forward
-        # Replicated parameters are at hand: what records a gradient uses the leaf, whose gradient is averaged.
-        replicated = not unit.sharded and torch.is_grad_enabled() and param.requires_grad and not _creates(func)
-        if not inside and not replicated and (local_ok or not (torch.is_grad_enabled() or _is_layer(func))):
-            return None
-        if inside and local_ok and not torch.is_grad_enabled():
-            return None
-        start = _sequence_number()
-        if not (replicated and local_ok and not inside):
-            self.demand(unit, self._phase())
-        for flat in unit.flats:
-            flat.mirror()
-            if not unit.installed:
-                flat.versions = [leaf._version for leaf in flat.leaves]
-        unit.running += 1
-        self.demands.append(Use(unit, start))
-        return unit.leaf_of(param)
-
-    def on_demand_done(self, unit: Unit, result: Any) -> None:
-        """After the operation that `on_demand` gathered for, also when it raised."""
-        if unit.is_summoned or not self.demands:
-            return
-        use = self.demands.pop()
-        unit = use.unit
-        unit.running -= 1
-        if unit.sharded and not unit.installed:
-            unit.write_back_edits()  # an in-place function wrote to the gathered values
-        if torch.is_grad_enabled():
-            self.watch_outputs(use, result)
-        elif self.depth == 0 and self.roots == 0 and _graph_task() == -1:
-            self._keep_for_next()
-
     # -- between steps ------------------------------------------------------------------------------------------
     def parameters_changed(self) -> None:
         """The shards were edited (an optimizer step, `p.mul_`): gathered copies and graphs over them are out of date."""
-        if _graph_task() != -1 or self.depth:
+        if graph_task() != -1 or self.depth:
             return
         self.double_backward = False
         for unit in list(self.idle.values()):
             unit.uses.clear()
         self.sweep_stale()
-
-
-def _wants(flat: FlatBuffer) -> bool:
-    return any(leaf.requires_grad for leaf in flat.leaves)
-
-
-def _complete(unit: Unit) -> bool:
-    for flat in unit.flats:
-        for arrived, leaf in zip(flat.arrived, flat.leaves, strict=True):
-            if not arrived and leaf.requires_grad:
-                return False
-    return True
-
-
-_LAYERS = {
-    "linear", "bilinear", "embedding", "embedding_bag", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
-    "conv_transpose2d", "conv_transpose3d", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm",
-    "multi_head_attention_forward", "prelu", "lstm", "gru", "rnn_tanh", "rnn_relu",
-}  # fmt: skip
-
-
-def _creates(func: Any) -> bool:
-    """Whether the function only takes shape and dtype from its operand (`zeros_like`, `new_empty`)."""
-    name = getattr(func, "__name__", "")
-    return name.endswith("_like") or name.startswith("new_")
-
-
-def _is_layer(func: Any) -> bool:
-    return getattr(func, "__name__", "") in _LAYERS
 
 
 class _Trigger:
@@ -631,6 +477,16 @@ class _Trigger:
 
     def __call__(self, grad: torch.Tensor) -> None:
         self.runtime.trigger(self.use)
+
+
+class _Check:
+    """The same for a unit that is always whole."""
+
+    def __init__(self, use: Use) -> None:
+        self.use = use
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        self.use.check()
 
 
 class _EndOfBackward:

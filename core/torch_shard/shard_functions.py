@@ -260,6 +260,7 @@ def _on_demand(
     asked: list[Any] = []
     local_ok: bool | None = None
     result: Any = None
+    copies: list[torch.Tensor] = []
     try:
         for t in tensors:
             if type(t) is not cls or id(t) in leaves or t._unit_ref is None:
@@ -268,7 +269,7 @@ def _on_demand(
             if unit is None:
                 continue
             if local_ok is None:
-                local_ok = is_local(cls, name, args, kwargs, tensors)
+                local_ok = is_local(cls, name, args, kwargs, tensors) and not _may_differ(cls, name, tensors)
             leaf = unit.on_demand(t, func, local_ok)
             if leaf is None:
                 continue
@@ -288,23 +289,34 @@ def _on_demand(
             if result is leaves[id(t)]:
                 result = t
         if asked and not any(unit.is_summoned for unit in asked):
-            result = _own_memory(result, [leaves[id(t)] for t in originals])
+            result = _own_memory(result, [leaves[id(t)] for t in originals], copies)
         return result
     finally:
         for unit in reversed(asked):
-            unit.on_demand_done(result)
+            unit.on_demand_done(result, copies, " and ".join(t._spec.name for t in originals))
 
 
-def _own_memory(result: Any, leaves: list[Any]) -> Any:
+def _may_differ(cls: type[ShardTensor], name: str, tensors: list[Any]) -> bool:
+    """Whether a parameter meets something each rank may have its own of (a mask, random numbers), so that the ranks'
+    gradients have to be averaged."""
+    if not torch.is_grad_enabled():
+        return False
+    with _NoTorchFunction():
+        trains = any(type(t) is cls and t.requires_grad for t in tensors)
+    return trains and (name in RANDOM or any(type(t) is not cls for t in tensors))
+
+
+def _own_memory(result: Any, leaves: list[Any], copies: list[torch.Tensor]) -> Any:
     """A view of a gathered parameter (`weight.t()`, `weight[:n]`) outlives its memory, which goes with the next unit's
-    forward: copy it. The copy carries the gradient back as the view would."""
+    forward: copy it, into `copies` as well. The copy carries the gradient back as the view would."""
     if isinstance(result, (tuple, list)) and result and all(isinstance(r, torch.Tensor) for r in result):
-        copies = [_own_memory(r, leaves) for r in result]
-        return type(result)(copies) if type(result) in (tuple, list) else result
+        items = [_own_memory(r, leaves, copies) for r in result]
+        return type(result)(items) if type(result) in (tuple, list) else result
     if type(result) is torch.Tensor and result.numel() and result.layout is torch.strided:
         storage = result.untyped_storage()._cdata
         if any(leaf.untyped_storage()._cdata == storage for leaf in leaves):
-            return result.clone()
+            copies.append(result.clone())
+            return copies[-1]
     return result
 
 

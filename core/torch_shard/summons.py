@@ -11,6 +11,7 @@ from torch import nn
 
 from .errors import DivergenceError, MissingRankError, ShardError
 from .flat_buffer import FlatBuffer
+from .leaf import is_view
 from .runtime import Runtime
 from .shard_tensor import slice_full
 from .unit import Unit
@@ -116,15 +117,6 @@ def _settle(summons: Summons) -> None:
                 "parameter inside engine.gathered(write=True), so its values can't be written back. Copy into it (with "
                 "torch.no_grad(): p.copy_(new)), or engine.close() the model, change it, and shard again."
             )
-
-
-def is_view(leaf: torch.Tensor, view: torch.Tensor) -> bool:
-    return (
-        leaf.data_ptr() == view.data_ptr()
-        and leaf.shape == view.shape
-        and leaf.stride() == view.stride()
-        and leaf.dtype == view.dtype
-    )
 
 
 def _write(summons: Summons) -> None:

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from .collectives import Collectives
 from .errors import ReplacedParameterError, ShardError
 from .flat_buffer import FlatBuffer
+from .leaf import data_taken
 from .shard_tensor import ShardTensor
 from .watch import Pending
 
@@ -183,7 +184,7 @@ class Unit:
         for module in dict.fromkeys(rnns):
             rebuild_flat_weights(module)
         for flat in self.flats:
-            flat.versions = [leaf._version for leaf in flat.leaves]
+            flat.note_versions()
 
     def uninstall(self) -> None:
         """Put the sharded parameters back; write edits that forward made on the leaves to the shard."""
@@ -217,21 +218,26 @@ class Unit:
 
     def write_back_edits(self) -> None:
         """An edit made inside forward (`with no_grad(): self.weight.clamp_()`) shows in the leaf's version counter. An
-        edit through `.data` leaves no trace there, so in the first iterations the values themselves are compared."""
+        edit through `.data` leaves no trace there, so once that was taken the values themselves are compared, and in
+        the first iterations anyhow (NumPy arrays leave no trace at all)."""
         if self.state is not State.FULL:
             return
         edited = [
             f for f in self.flats if any(leaf._version != v for leaf, v in zip(f.leaves, f.versions, strict=True))
         ]
-        if self.checks:
+        taken = any(data_taken(leaf) for flat in self.flats for leaf in flat.leaves)
+        if taken:
+            for flat in self.flats:
+                flat.check_places()
+        if self.checks or taken:
             unseen = [f for f in self.flats if f not in edited and not _same_bits(f.own, f.shard)]
             # A unit that was edited so once is compared for good.
-            self.checks -= 0 if unseen or self.runtime.config.debug else 1
+            self.checks -= 0 if unseen or self.runtime.config.debug else min(1, self.checks)
             edited += unseen
         for flat in edited:
             with torch.no_grad():
                 flat.shard.copy_(flat.own)
-            flat.versions = [leaf._version for leaf in flat.leaves]
+            flat.note_versions()
 
     # -- user hooks ---------------------------------------------------------------------------------------------
     def register_grad_hook(self, param: ShardTensor, fn: Any) -> Any:
@@ -252,10 +258,10 @@ class Unit:
 
     # -- on demand ----------------------------------------------------------------------------------------------
     def on_demand(self, param: ShardTensor, func: Any, local_ok: bool) -> torch.Tensor | None:
-        return self.runtime.on_demand(self, param, func, local_ok)
+        return self.runtime.on_demand.leaf(self, param, func, local_ok)
 
-    def on_demand_done(self, result: Any) -> None:
-        self.runtime.on_demand_done(self, result)
+    def on_demand_done(self, result: Any, copies: list[torch.Tensor], name: str) -> None:
+        self.runtime.on_demand.done(self, result, copies, name)
 
     # -- deepcopy -----------------------------------------------------------------------------------------------
     def deepcopy_param(self, param: ShardTensor, memo: dict[int, Any]) -> Any:

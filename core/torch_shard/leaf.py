@@ -1,0 +1,61 @@
+"""What modules compute with while their unit is gathered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+_data: Any = torch.Tensor.data  # type: ignore[attr-defined]
+
+
+class Leaf(nn.Parameter):
+    """A parameter that is a view of its unit's gathered buffer.
+
+    No version counter shows an edit through ``.data``, so that somebody took it is noted; what is assigned to it is
+    copied where it fits, because the memory must stay the buffer's.
+    """
+
+    data_taken: bool = False
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        self.data_taken = True
+        result: torch.Tensor = _data.__get__(self)
+        return result
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        own = self.data
+        if value.shape == own.shape and value.dtype == own.dtype and value.device == own.device:
+            with torch.no_grad():
+                own.copy_(value)
+        else:
+            _data.__set__(self, value)
+
+
+def move(leaf: nn.Parameter, view: torch.Tensor) -> None:
+    """Let `leaf` be `view`, of another buffer."""
+    _data.__set__(leaf, view)
+
+
+def show_as_plain(leaves: list[nn.Parameter], plain: bool) -> None:
+    """Let leaves be of nn.Parameter's own class for a while, when nothing has to be noted."""
+    for leaf in leaves:
+        leaf.__dict__.pop("data_taken", None)
+        leaf.__class__ = nn.Parameter if plain else Leaf
+
+
+def data_taken(leaf: nn.Parameter) -> bool:
+    return getattr(leaf, "data_taken", False)
+
+
+def is_view(leaf: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether `leaf` is the same part of the same memory."""
+    return (
+        leaf.data_ptr() == view.data_ptr()
+        and leaf.shape == view.shape
+        and leaf.stride() == view.stride()
+        and leaf.dtype == view.dtype
+    )

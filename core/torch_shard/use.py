@@ -1,0 +1,43 @@
+"""What autograd tells the runtime: which backward runs, which nodes came first, and a unit's forward that it comes back to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .errors import UnitStateError
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+graph_task = torch._C._current_graph_task_id  # -1 outside backward; no public accessor (torch 2.11 to 2.13)
+sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+
+class Use:
+    """One forward of a unit that backward will come back to: the sequence numbers of its nodes, and what they saved."""
+
+    __slots__ = ("end", "saved", "start", "task", "unit", "versions")
+
+    def __init__(self, unit: Unit, start: int) -> None:
+        self.unit, self.start, self.end, self.saved, self.task = unit, start, start, True, -1
+        self.versions: list[tuple[int, int, int]] = []  # flat, parameter, version
+
+    def remember(self) -> None:
+        """Which parameters autograd has saved, as they are now."""
+        self.versions = [
+            (f, i, version) for f, flat in enumerate(self.unit.flats) for i, version in flat.saved_versions()
+        ]
+
+    def check(self) -> None:
+        """Raise where one of them has changed: a gather would bring backward other values than forward had. Plain torch
+        raises then, too."""
+        for f, i, version in self.versions:
+            flat = self.unit.flats[f]
+            if flat.params[i]._version != version:
+                raise UnitStateError(
+                    f"rank {flat.collectives.world_rank}: {flat.layout.slots[i].name} was changed in place (by an optimizer's "
+                    "step, perhaps) after the forward whose backward runs now and needs its value of then. Call backward "
+                    "before the change, or forward again after it."
+                )

@@ -1,0 +1,220 @@
+"""Edits of parameters at unusual moments, and terms on parameters that each rank weighs in its own way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.compat.harness import MLP, Pair, batch, loss_of, plain_backward, train_both
+from tests.compat.test_hooks import WHEN, _pair
+from tests.ranks import ranks
+from torch_shard.errors import ShardError
+
+
+def _with_penalty(model, x):
+    (loss_of(model(x)) + 0.3 * sum(p.pow(2).sum() for p in model.parameters())).backward()
+
+
+def _scale(model):
+    return [model.blocks[1].up.weight.register_hook(lambda g: g * 3)]
+
+
+def _clamp(model):
+    return [model.blocks[1].up.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))]
+
+
+@ranks(2)
+@WHEN
+@pytest.mark.parametrize("register", [_scale, _clamp])
+def test_hooks_see_the_sum_of_an_l2_term_and_of_the_models_gradient(rank, world_size, when, register):
+    pair, _ = _pair(register, when)
+    for step in range(3):
+        pair.step(_with_penalty, batch(rank, step))
+    pair.check()
+
+
+@ranks(2)
+def test_a_mask_of_each_ranks_own_on_a_parameter_outside_forward_trains_like_plain(rank, world_size):
+    def run(model, x):
+        mask = torch.rand(model.head.weight.shape, generator=torch.Generator().manual_seed(rank)).double()
+        (loss_of(model(x)) + (model.head.weight * mask).pow(2).sum()).backward()
+
+    train_both(MLP, rank, world_size, run=run)
+
+
+class EditsLate(nn.Module):
+    """Begins to edit its parameters through `.data` in the fourth forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 3:
+            self.a.weight.data.clamp_(-0.2, 0.2)
+        return self.b(self.a(x))
+
+
+class EditsItselfLate(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 3:
+            self.weight.data.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
+@ranks(2)
+@pytest.mark.parametrize("unit_bytes", [100, 1 << 20])
+@pytest.mark.parametrize("itself", [False, True])
+def test_an_edit_through_data_in_a_late_forward_trains_like_plain(rank, world_size, itself, unit_bytes):
+    build = (lambda: nn.Sequential(EditsItselfLate(5, 6), nn.Linear(6, 3))) if itself else EditsLate
+    train_both(build, rank, world_size, unit_bytes=unit_bytes, steps=6)
+
+
+class EditsAnother(nn.Module):
+    """Each block's forward edits the next one's weight, which may be on its way already."""
+
+    def __init__(self, alias):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(5, 5) for _ in range(4)])
+        self.others = [b.weight for b in self.blocks] if alias else None
+
+    def forward(self, x):
+        for i, block in enumerate(self.blocks):
+            if i + 1 < len(self.blocks):
+                weight = self.others[i + 1] if self.others else self.blocks[i + 1].weight
+                with torch.no_grad():
+                    weight.mul_(0.9)
+            x = block(x)
+        return x
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("unit_bytes", [100, 1 << 20])
+@pytest.mark.parametrize("alias", [False, True])
+def test_edits_of_another_modules_weight_in_forward_train_like_plain(rank, world_size, alias, unit_bytes):
+    train_both(lambda: _Chain(alias), rank, world_size, unit_bytes=unit_bytes, steps=4)
+
+
+class _Chain(nn.Module):
+    """A stem whose own forward edits later blocks' weights."""
+
+    def __init__(self, alias):
+        super().__init__()
+        self.stem = EditsFriend(5, 5)
+        self.body = EditsAnother(False)
+        self.stem.friends = [b.weight for b in self.body.blocks] if alias else None
+        self.stem.body = [self.body]
+
+    def forward(self, x):
+        return self.body(self.stem(x))
+
+
+class EditsFriend(nn.Linear):
+    friends = None
+
+    def forward(self, x):
+        weights = self.friends or [b.weight for b in self.body[0].blocks]
+        with torch.no_grad():
+            for weight in weights:
+                weight.clamp_(-0.3, 0.3)
+        return super().forward(x)
+
+
+class EditsAView(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.friend[0].weight[:2].zero_()
+        return super().forward(x)
+
+
+@ranks(2)
+def test_an_edit_of_a_view_of_another_modules_weight_is_an_error(rank, world_size):
+    model = nn.Sequential(EditsAView(5, 6), nn.Linear(6, 3))
+    model[0].friend = [model[1]]
+    pair = Pair(lambda: model, rank, world_size, unit_bytes=100)
+    with pytest.raises(ShardError, match=r"1\.weight.*gathered\(write=True\)"):
+        pair.model(batch(rank, 0))
+
+
+class ReadsAView(EditsAView):
+    def forward(self, x):
+        with torch.no_grad():
+            part = self.friend[0].weight[:, :2].sum()
+        return nn.Linear.forward(self, x) * part
+
+
+@ranks(2)
+def test_a_view_of_another_modules_weight_that_is_only_read_trains_like_plain(rank, world_size):
+    def build():
+        model = nn.Sequential(ReadsAView(5, 6), nn.Linear(6, 3))
+        model[0].friend = [model[1]]
+        return model
+
+    train_both(build, rank, world_size, unit_bytes=100)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_a_backward_through_weights_that_were_stepped_since_is_an_error_as_in_plain_torch(rank, world_size, strategy):
+    pair = Pair(MLP, rank, world_size, strategy=strategy)
+    pair.step(plain_backward, batch(rank, 0))
+    losses = pair.each(lambda m: loss_of(m(batch(rank, 1))))
+    earlier = pair.each(lambda m: loss_of(m(batch(rank, 2))))
+    for loss in losses:
+        loss.backward()
+    pair.update()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        earlier[1].backward()
+    with pytest.raises(ShardError, match=r"weight.*changed"):
+        earlier[0].backward()
+    pair.optimizer.zero_grad()
+    pair.plain_optimizer.zero_grad()
+    for model in (pair.plain,):  # the averaged gradients of `losses` differed: start anew from the sharded values
+        model.load_state_dict(pair.engine.state_dict(rank0_only=False))
+    pair.step(plain_backward, batch(rank, 3))
+    pair.check()
+
+
+@ranks(2)
+def test_a_bias_may_change_between_forward_and_backward(rank, world_size):
+    def run(model, x):
+        loss = loss_of(model(x))
+        with torch.no_grad():
+            model.inp.bias.add_(0.1)
+        loss.backward()
+
+    train_both(MLP, rank, world_size, run=run)
+
+
+class AssignsData(nn.Linear):
+    def forward(self, x):
+        self.weight.data = self.weight.data * 0.9 if self.factor is None else self.factor
+        return super().forward(x)
+
+
+@ranks(2)
+def test_data_assigned_in_forward_trains_like_plain(rank, world_size):
+    def build():
+        model = nn.Sequential(AssignsData(5, 6), nn.Linear(6, 3))
+        model[0].factor = None
+        return model
+
+    train_both(build, rank, world_size, unit_bytes=100, steps=5)
+
+
+@ranks(2)
+def test_data_of_another_shape_assigned_in_forward_is_an_error(rank, world_size):
+    model = nn.Sequential(nn.Linear(5, 5), AssignsData(5, 3, bias=False))
+    model[1].factor = torch.zeros(2, 5, dtype=torch.float64)
+    pair = Pair(lambda: model, rank, world_size, unit_bytes=100)
+    with pytest.raises(ShardError, match=r"1\.weight .*shape \(2, 5\).*shape \(3, 5\)"):
+        pair.model(batch(rank, 0))
+    pair.model[1].factor = pair.plain[1].factor = None
+    pair.step(plain_backward, batch(rank, 1))
+    pair.check()
