@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from tests.ranks import ranks
 from torch_shard import shard
 from torch_shard.collectives import connect
+from torch_shard.errors import SetupError
 
 
 def _connect(group):
@@ -42,3 +44,13 @@ def test_engines_over_one_group_share_their_process_groups():
     made = len(dist.distributed_c10d._world.pg_map) - before
     assert made <= 4 and len(engines) == 3
     assert engines[0]._runtime.collectives.gather_channel.group is engines[2]._runtime.collectives.gather_channel.group
+
+
+@ranks(2)
+def test_a_group_that_this_rank_is_no_member_of_is_an_error(rank):
+    group = dist.new_group([0])
+    if rank == 0:
+        shard(nn.Linear(4, 4), mesh=group)
+    else:
+        with pytest.raises(SetupError, match="rank 1 is not a member"):
+            shard(nn.Linear(4, 4), mesh=group)

@@ -23,6 +23,7 @@ from .planner import make_plan
 from .runtime import Runtime
 from .shard_tensor import ShardTensor
 from .unit import Unit, adopt, rebuild_flat_weights
+from .versions import check_torch
 from .watch import Pending
 
 _PARAMETER_TYPES = (nn.Parameter, torch.Tensor)
@@ -30,6 +31,7 @@ _PARAMETER_TYPES = (nn.Parameter, torch.Tensor)
 
 def resolve_mesh(mesh: Any, model: nn.Module) -> tuple[Any, torch.device]:
     """The process group (None for one rank alone) and this rank's device."""
+    check_torch()
     if not dist.is_available():
         raise UnavailableError(
             "this build of torch has no torch.distributed, so a model can't be sharded; install torch with distributed "
@@ -58,6 +60,10 @@ def resolve_mesh(mesh: Any, model: nn.Module) -> tuple[Any, torch.device]:
         device = (
             torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
         )
+    elif mesh is dist.GroupMember.NON_GROUP_MEMBER:
+        raise SetupError(
+            f"mesh: rank {dist.get_rank()} is not a member of this process group; call shard() on its members."
+        )
     elif isinstance(mesh, dist.ProcessGroup):
         group = mesh
     else:
@@ -72,6 +78,11 @@ def resolve_mesh(mesh: Any, model: nn.Module) -> tuple[Any, torch.device]:
             device = torch.device("cuda", torch.cuda.current_device())
         else:
             device = torch.device("cpu")
+    if group is not None and device.type == "cpu" and dist.get_backend(group) == "nccl":
+        raise UnavailableError(
+            "the process group has the backend nccl, which can't move CPU tensors: initialise it with "
+            "'cpu:gloo,cuda:nccl', or move the model to this rank's GPU."
+        )
     return group, device
 
 

@@ -399,6 +399,14 @@ def _set_data(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> None
     _assign_data(cls, target, value)
 
 
+def _may_assign_data(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> bool:
+    """Asked by Module.to() and its like: yes, so that it assigns to `.data`, which knows what fits, instead of putting
+    another parameter into the module; nor shall it swap the new tensor in."""
+    if type(args[1]) is cls:
+        args[1]._converted = True
+    return True
+
+
 def _assign_data(cls: type[ShardTensor], param: ShardTensor, value: Any) -> None:
     """``param.data = value``: copy a whole plain tensor's slice, or an equally cut ShardTensor, into the slice.
 
@@ -417,8 +425,8 @@ def _assign_data(cls: type[ShardTensor], param: ShardTensor, value: Any) -> None
         problem = "a tensor cut differently between the ranks"
     if problem:
         raise NeedsGatherError(
-            f"rank {spec.rank}: assignment to .data of the sharded {spec.name} (by module.to(), half() or float(), "
-            f"perhaps): {problem}. Assign the whole tensor with shape, dtype and device unchanged; convert a model "
+            f"rank {spec.rank}: .data of the sharded {spec.name} was assigned (by Module.to(), half() or float(), perhaps) "
+            f"{problem}. Assign the whole tensor with shape, dtype and device unchanged; convert a model "
             "before shard(), or engine.close() it, convert, and shard again."
         )
     with torch.no_grad():
@@ -487,4 +495,5 @@ _SPECIAL: dict[Any, Callable[[Any, Any, Any, Any], Any]] = {
     _T.register_hook: _register_hook,
     _T.register_post_accumulate_grad_hook: _register_hook,
     torch.autograd.grad: autograd_grad,
+    torch._has_compatible_shallow_copy_type: _may_assign_data,  # type: ignore[attr-defined]
 }

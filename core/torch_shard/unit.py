@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .collectives import Collectives
-from .errors import ReplacedParameterError, ShardError
+from .errors import ReplacedParameterError, ShardError, UnitStateError
 from .flat_buffer import FlatBuffer
 from .leaf import data_taken
 from .shard_tensor import ShardTensor
@@ -105,6 +105,11 @@ class Unit:
         if self.state is not State.SHARDED:
             return
         c = self.collectives
+        if c.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UnitStateError(
+                f"rank {c.world_rank}: unit {self.name!r} is gathered during the capture of a CUDA graph, which would read freed "
+                "memory when replayed; capture the plain model, or leave CUDA graphs out."
+            )
         # A buffer allocated inside inference_mode would be an inference tensor, which a later training step cannot use.
         with torch.inference_mode(False), torch.no_grad(), c.gathering():
             for flat in self.flats:
