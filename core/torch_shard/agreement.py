@@ -8,17 +8,20 @@ of a backward. On a difference the ranks exchange their histories, and all of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from .collectives import Collectives
 from .errors import DivergenceError
 from .watch import Pending, caller_line
 
 _HISTORY = 4096
+_SHOWN = 5  # operations in a message that has this rank's history only
 _MASK = (1 << 61) - 1
 
 
@@ -66,21 +69,69 @@ class Agreement:
 
     def _explain(self, what: str) -> None:
         self.on_difference()
-        c = self.collectives
-        assert c.control_channel is not None
         mine: tuple[list[str], str, str] = (self.history, what, caller_line())
-        everyone: list[Any] = [None] * c.world
-        dist.all_gather_object(everyone, mine, group=c.control_channel.group)
-        self.hash, self.history = 0, []
+        before = ", ".join(self.history[-_SHOWN:]) or "nothing"
+        own = f" Before it this rank had noted, since the last step: {before}."
+        try:
+            everyone: list[Any] = self.collectives.watch.exchange(what, mine, own)
+        finally:
+            self.hash, self.history = 0, []
         steps = min(len(h) for h, _, _ in everyone)
         first = next((i for i in range(steps) if len({h[i] for h, _, _ in everyone}) > 1), steps)
         said = []
+        loads = False
         for rank, (history, at, line) in enumerate(everyone):
             now = history[first] if first < len(history) else f"nothing more before {at}"
+            loads |= now.startswith(_LOADS)
             said.append(f"rank {rank}: {now} ({line})")
+        differ = f"; the first difference is operation {first} of this step: " + "; ".join(said)
+        if loads:
+            raise DivergenceError(
+                f"the ranks did not load alike{differ}. Each rank loads its own slices only, so the parameters are now partly "
+                "old and partly new: load on every rank (model.load_state_dict or engine.load_state_dict, not under `if rank "
+                "== ...`), before anything else."
+            )
         raise DivergenceError(
-            f"the ranks ran different units; the first difference is operation {first} of this step: "
-            + "; ".join(said)
-            + ". Every rank must run the same modules in the same order; make the branch that differs depend on something "
-            "all ranks share, or leave the module out with ShardConfig(ignore=...)."
+            f"the ranks ran different units{differ}. Every rank must run the same modules in the same order; make the branch "
+            "that differs depend on something all ranks share, or leave the module out with ShardConfig(ignore=...)."
         )
+
+
+# -- loading through torch's own load_state_dict ------------------------------------------------------------------------
+
+_LOADS = "loads a state dict into "
+
+
+class NoteLoad:
+    """A post-hook of ``load_state_dict``: loading on some ranks only must not stay unnoticed.
+
+    Each rank copies into its own slices, so nothing collective happens that could miss a rank. The note is compared
+    when the next forward begins.
+    """
+
+    def __init__(self, unit: Any, name: str) -> None:
+        self.unit, self.name = unit, name
+
+    def __call__(self, module: nn.Module, keys: Any) -> None:
+        agreement = self.unit.runtime.agreement
+        if agreement is not None:
+            agreement.note(zlib.crc32(self.name.encode()), f"{_LOADS}{self.name or 'the root module'!r}")
+
+
+def note_loads(units: Iterable[Any]) -> None:
+    """Have loads into the modules that hold parameters of `units` noted."""
+    hooked: set[int] = set()
+    for unit in units:
+        for module, _, flat, index in unit.places:
+            if id(module) not in hooked:
+                hooked.add(id(module))
+                name = flat.layout.slots[index].name.rpartition(".")[0]
+                module.register_load_state_dict_post_hook(NoteLoad(unit, name))
+
+
+def forget_loads(root: nn.Module) -> None:
+    """Remove the hooks of :func:`note_loads`."""
+    for module in root.modules():
+        hooks = module._load_state_dict_post_hooks
+        for key in [k for k, hook in hooks.items() if isinstance(hook, NoteLoad)]:
+            del hooks[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ class BufferSync:
 
     def __init__(self, root: nn.Module, collectives: Collectives, ignored: set[int]) -> None:
         self.collectives, self.ignored = collectives, ignored
-        self.stale = True  # a training forward may have changed them since the last broadcast
+        self.due = True  # DDP's rule: before the first forward, and before each that follows one that reduces
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BufferSync:
         other = copy.copy(self)
@@ -26,13 +27,18 @@ class BufferSync:
         return other
 
     def synchronise(self, root: nn.Module) -> None:
-        """Collective. Evaluation changes no buffers, so one broadcast after the last training forward is enough."""
-        training = root.training
-        if training or self.stale:
-            broadcast_coalesced(
-                self.collectives, [b for b in root.buffers() if id(b) not in self.ignored], "the broadcast of buffers"
-            )
-        self.stale = training
+        """Collective."""
+        broadcast_coalesced(self.collectives, self._buffers(root), "the broadcast of buffers")
+
+    def signature(self, root: nn.Module) -> tuple[int, str]:
+        """A number that differs where buffers have other sizes, and what an error says."""
+        sizes = [(b.numel(), b.dtype.itemsize) for b in self._buffers(root)]
+        return zlib.crc32(
+            str(sizes).encode()
+        ), f"broadcasts {len(sizes)} buffers of {sum(n for n, _ in sizes)} elements"
+
+    def _buffers(self, root: nn.Module) -> list[torch.Tensor]:
+        return [b for b in root.buffers() if id(b) not in self.ignored]
 
 
 def broadcast_coalesced(collectives: Collectives, tensors: list[torch.Tensor], what: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .collectives import Collectives, Reduction
+from .collectives import Collectives, Reduction, ScalarComm
 from .errors import ShardError, UnitStateError
 from .layout import FlatLayout
 from .leaf import Leaf, is_view, move
@@ -57,7 +57,9 @@ class FlatBuffer:
         # Under no_sync(): what `.grad` showed for each held gradient, and its version.
         self.shown: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * n
         self.gaps = gaps(layout)
-        self.fresh_versions: tuple[int, ...] = ()
+        self.fresh_version = -1  # the shard's when it was gathered
+        self.held_before = [False] * n  # `holds` at the beginning of the running backward
+        self.lost = False  # a failed backward took held gradients with it
         self.results: list[torch.Tensor] = []  # reduced slices waiting to be published as .grad
         self.mirror(force=True)
 
@@ -109,6 +111,8 @@ class FlatBuffer:
         leaf, unit = self.leaves[i], self.unit()
         assert unit is not None
         self.edges[i] = torch.autograd.graph.get_gradient_edge(leaf).node
+        with torch._C.DisableTorchFunctionSubclass():
+            self.params[i].register_hook(_Average(self, i))
         leaf.register_post_accumulate_grad_hook(_GradHook(unit, self, i))
         hooks = unit.tensor_hooks.get(self.layout.slots[i].name)
         if hooks:  # the dict itself, so that the handles that users hold still remove their hooks
@@ -153,9 +157,11 @@ class FlatBuffer:
         """The leaves hold what the shard holds: an in-place edit of one will show against this."""
         self.versions = [leaf._version for leaf in self.leaves]
 
-    def param_versions(self) -> tuple[int, ...]:
-        with torch._C.DisableTorchFunctionSubclass():
-            return tuple([p._version for p in self.params])
+    def is_held_by_python(self) -> bool:
+        """Whether a Python object beside the engine's own refers to a leaf."""
+        # The loop variable and the argument are references, too; `_measure` counts the same way.
+        leaves = self.leaves
+        return any(sys.getrefcount(leaves[i]) > references for i, (_, references) in enumerate(self.baseline))
 
     # -- gradients ----------------------------------------------------------------------------------------------
     def accept(self, index: int, grad: torch.Tensor, scale: float) -> None:
@@ -253,8 +259,11 @@ class FlatBuffer:
     def begin_backward(self, checked: bool = False) -> None:
         """A new backward begins; `checked` where :meth:`check_held` was called before it."""
         self.arrived = [False] * len(self.arrived)
+        if self.lost:
+            self._check_lost()
         if not checked:
             self.check_held()
+        self.held_before = list(self.holds)
         self.shown = [None] * len(self.shown)
 
     def keep_held(self) -> None:
@@ -286,8 +295,23 @@ class FlatBuffer:
                         )
                     self.holds[i] = False
 
+    def _check_lost(self) -> None:
+        """What no_sync() held before a backward that failed is gone; its `.grad` must be cleared before the next one."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for i, p in enumerate(self.params):
+                if getattr(p.grad, "_lost", False) and p.grad._local.count_nonzero():  # type: ignore[union-attr]
+                    raise ShardError(
+                        f"rank {self.collectives.world_rank}: what was accumulated for {self.layout.slots[i].name} under "
+                        "no_sync() was lost when a later backward failed; call zero_grad() and accumulate anew."
+                    )
+        self.lost = False
+
     def forget(self) -> None:
         """Drop everything a failed backward left."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for p, held in zip(self.params, self.held_before, strict=True):
+                if held and p.grad is not None:
+                    p.grad._lost = self.lost = True  # type: ignore[attr-defined]
         if self.grad is not None:
             self.collectives.give(self.grad)
         self.grad, self.results = None, []
@@ -305,6 +329,26 @@ def gaps(layout: FlatLayout) -> list[tuple[int, int]]:
     if end < layout.numel:
         found.append((end, layout.numel))
     return found
+
+
+class _Average:
+    """On the sharded parameter itself: a plain gradient is this rank's own, of something that went past the engine (a
+    `torch.autograd.Function` that was given another module's weight). It is averaged as any other. Collective."""
+
+    def __init__(self, flat: FlatBuffer, index: int) -> None:
+        self.flat, self.index = weakref.ref(flat), index
+
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor | None:
+        flat = self.flat()
+        if flat is None or isinstance(grad, ShardTensor):
+            return None
+        c, spec = flat.collectives, flat.params[self.index]._spec
+        total = grad.detach().clone()
+        if c.world > 1:
+            assert c.control_channel is not None
+            everyone = ScalarComm(c.control_channel, c.watch, c.world, c.world_rank)
+            everyone.all_reduce(total, "sum", f"the gradient of {spec.name}, used past its unit")
+        return ShardTensor.from_full(total.div_(c.world), spec)
 
 
 class _GradHook:

@@ -31,8 +31,8 @@ class ExitUnit:
         self.unit = unit
 
     @_disable_dynamo
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.unit.runtime.exit(self.unit, output)
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.unit.runtime.exit(self.unit, output)
 
 
 class BeginModel:

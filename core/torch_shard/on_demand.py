@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import UnitStateError
+from .outputs import tensors_in
 from .shard_tensor import ShardTensor
 from .use import Use, sequence_number
 from .watch import caller_line
@@ -73,8 +74,8 @@ class OnDemand:
         unit.running -= 1
         if unit.sharded and not unit.installed:
             unit.write_back_edits()  # an in-place function wrote to the gathered values
-        if torch.is_grad_enabled():
-            self.runtime.watch_outputs(use, result)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(result)):
+            self.runtime.watch_outputs(use, result, forward=False)
         else:
             self.runtime.between_forwards()
 
@@ -86,7 +87,7 @@ class OnDemand:
         for copy, version, name, line in copies:
             if copy._version != version:
                 raise UnitStateError(
-                    f"rank {self.runtime.collectives.world_rank}: a view of {name}, taken inside a forward at {line}, was "
+                    f"rank {self.runtime.collectives.world_rank}: a view of {name}, taken at {line}, was "
                     "edited. It is a copy, because the gathered memory is released, so the edit would be lost. Edit the "
                     "parameter itself (weight.mul_(mask)), or the view inside engine.gathered(write=True) between steps."
                 )

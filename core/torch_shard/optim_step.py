@@ -9,8 +9,10 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import optimizer as torch_optimizer
 
+from .errors import ShardError
 from .shard_tensor import ShardTensor
 
 if TYPE_CHECKING:
@@ -28,12 +30,38 @@ class StepWatch:
             if alive is not None and _steps(optimizer, alive):
                 alive.parameters_changed()
 
-        self._handle = torch_optimizer.register_optimizer_step_post_hook(after)
+        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+            alive = reference()
+            if alive is not None and alive.holds_gradients():
+                _refuse_unreduced(optimizer, alive)
+
+        self._handles = [
+            torch_optimizer.register_optimizer_step_pre_hook(before),
+            torch_optimizer.register_optimizer_step_post_hook(after),
+        ]
         # A runtime that is dropped without close() must not leave a hook behind for the life of the process.
-        weakref.finalize(runtime, self._handle.remove)
+        for handle in self._handles:
+            weakref.finalize(runtime, handle.remove)
 
     def close(self) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
+
+
+def _refuse_unreduced(optimizer: Any, runtime: Runtime) -> None:
+    """Each rank would step its slice with a gradient of its own."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if not isinstance(p, ShardTensor):
+                continue
+            with torch._C.DisableTorchFunctionSubclass():
+                unreduced = getattr(p.grad, "_unreduced", False)
+            unit = p._unit_ref() if unreduced and p._unit_ref is not None else None
+            if unit is not None and unit.runtime is runtime and p.grad._local.count_nonzero():  # type: ignore[union-attr]
+                raise ShardError(
+                    f"rank {p._spec.rank}: optimizer.step() with a gradient of {p._spec.name} that is not reduced, because every "
+                    "backward since zero_grad() ran under no_sync(). Run the last backward, with its forward, outside."
+                )
 
 
 def _steps(optimizer: Any, runtime: Runtime) -> bool:

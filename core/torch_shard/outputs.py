@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -42,3 +43,44 @@ def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int], depth: 
         _collect(child, found, seen, depth - 1)
     if isinstance(value, dict) and hasattr(value, "__dict__"):
         _collect(list(vars(value).values()), found, seen, depth - 1)
+
+
+def own_memory(value: Any, storages: set[int]) -> Any:
+    """`value` with copies in place of the tensors that lie in one of `storages` (addresses), which will be released. The
+    copies carry gradients back. Containers are copied where something in them changes."""
+    copies = {id(t): t.clone() for t in tensors_in(value) if _storage(t) in storages}
+    return _replace(value, copies, _DEPTH) if copies else value
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if type(tensor).__torch_dispatch__ is _plain and _strided(tensor) else 0
+
+
+def _strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+_plain = torch.Tensor.__torch_dispatch__
+
+
+def _replace(value: Any, copies: dict[int, torch.Tensor], depth: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return copies.get(id(value), value)
+    if isinstance(value, _ATOMS) or depth == 0 or isinstance(value, (torch.nn.Module, type)):
+        return value
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [_replace(item, copies, depth - 1) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    pairs = list(value.items()) if isinstance(value, dict) else list(getattr(value, "__dict__", {}).items())
+    changed = {k: new for k, v in pairs if (new := _replace(v, copies, depth - 1)) is not v}
+    if not changed:
+        return value
+    twin = copy.copy(value)
+    for key, new in changed.items():
+        if isinstance(value, dict):
+            twin[key] = new
+        else:
+            object.__setattr__(twin, key, new)
+    return twin

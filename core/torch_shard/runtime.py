@@ -32,7 +32,7 @@ from .errors import ShardError, ShardPicklingError, UnitStateError
 from .flat_buffer import FlatBuffer
 from .on_demand import OnDemand
 from .order import BACKWARD, EVALUATION, FORWARD, PHASES, Event, GatherOrder
-from .outputs import tensors_in
+from .outputs import own_memory, tensors_in
 from .reductions import PAUSE, Reductions
 from .registrations import Registrations
 from .unit import State, Unit
@@ -45,6 +45,7 @@ class Runtime:
     def __init__(self, config: ShardConfig, collectives: Collectives) -> None:
         self.config, self.collectives = config, collectives
         self.units: list[Unit] = []
+        self.by_index: dict[int, Unit] = {}  # a copy of a submodule has some of the indices only
         self.buffers: BufferSync | None = None
         self.agreement: Agreement | None = None
         self.require_sync = True
@@ -75,6 +76,7 @@ class Runtime:
         unit.runtime = self
         self.units.append(unit)
         self.units.sort(key=lambda u: u.index)
+        self.by_index[unit.index] = unit
         if self.agreement is not None:
             self.agreement.width = self._width()
 
@@ -105,7 +107,7 @@ class Runtime:
     def enter(self, unit: Unit) -> None:
         """Before the forward of a module that triggers `unit`."""
         if unit.is_summoned:
-            self.frames.append((unit, Use(unit, 0), True))
+            self.frames.append((unit, Use(unit, sequence_number()), True))
             return
         if self.registrations.changed:
             self.check_registrations()
@@ -121,10 +123,10 @@ class Runtime:
         self.depth += 1
         self.frames.append((unit, Use(unit, start), False))
 
-    def exit(self, unit: Unit, outputs: Any) -> None:
-        """After that forward, also when it raised (`outputs` is None then)."""
+    def exit(self, unit: Unit, outputs: Any) -> Any:
+        """After that forward, also when it raised (`outputs` is None then). Returns what the module shall return."""
         if not any(owner is unit for owner, _, _ in self.frames):
-            return  # the pre-hook itself failed
+            return outputs  # the pre-hook itself failed
         while True:
             owner, use, summoned = self.frames.pop()
             if not summoned:
@@ -133,14 +135,19 @@ class Runtime:
                 owner.uninstall()
             if owner is unit:  # frames above it were left by an interrupt that skipped their hooks
                 break
-        if summoned:
-            return
         recording = torch.is_grad_enabled() and outputs is not None
+        if summoned:
+            if recording and all(s.in_place for s in unit.summons):
+                self.watch_outputs(use, outputs)
+            return outputs
+        if unit.sharded and outputs is not None:
+            outputs = own_memory(outputs, {f.full.untyped_storage()._cdata for f in unit.flats})
         if recording:
             self.watch_outputs(use, outputs)
         self.on_demand.check_copies()
         if not torch.is_grad_enabled():
             self.between_forwards()
+        return outputs
 
     def between_forwards(self) -> None:
         """Nothing of a forward without gradients is needed later, except what is already on its way."""
@@ -150,26 +157,33 @@ class Runtime:
             if unit.state is State.FULL and not unit.running and not unit.uses and not self._keeps():
                 self._release(unit)
 
-    def watch_outputs(self, use: Use, outputs: Any) -> None:
+    def watch_outputs(self, use: Use, outputs: Any, forward: bool = True) -> None:
+        """Have backward come back to `use`, a module's forward or one operation, through the tensors it made."""
         unit = use.unit
-        found = [t for t in tensors_in(outputs) if t.requires_grad]
+        # A leaf that comes back is an input, which backward reaches when it has left the unit.
+        found = [t for t in tensors_in(outputs) if t.requires_grad and not t.is_leaf]
         use.end = sequence_number()
         use.saved = unit.is_referenced()
         if use.saved:
             use.remember()
+            found += unit.kept_tensors() if forward else []
+        # An in-place operation on a view replaces its node, and the hook with it; the base's node stays.
+        for base in [t._base for t in found]:
+            if base is not None and base.requires_grad and not base.is_leaf:
+                found.append(base)
         if not unit.sharded:
             if use.versions:
                 for tensor in found:
                     tensor.register_hook(_Check(use))
             return
-        if found:
-            trigger = _Trigger(self, use)
-            for tensor in found:
-                tensor.register_hook(trigger)
-        elif use.saved:
-            # An auxiliary loss kept on `self`, say: no output to hook, so keep it until backward ends.
-            use.start = -1
-            unit.uses.append(use)
+        trigger = _Trigger(self, use)
+        for tensor in found:
+            tensor.register_hook(trigger)
+        if use.saved and (not found or (forward and unit.is_held_by_python())):
+            # Nothing to hook, or a leaf was put aside for later: keep it until backward ends.
+            kept = copy.copy(use)
+            kept.start = -1
+            unit.uses.append(kept)
 
     @property
     def in_forward(self) -> bool:
@@ -185,7 +199,9 @@ class Runtime:
         if self.depth == 0 and self.roots == 1 and graph_task() == -1:
             self.session = False
             self.sweep_stale()
-            if self.buffers is not None and self.require_sync and not self.solo:
+            if self.buffers is not None and self.buffers.due and not self.solo:
+                assert self.agreement is not None
+                self.agreement.note(*self.buffers.signature(root))
                 self._open_session()
                 self.buffers.synchronise(root)
 
@@ -197,6 +213,8 @@ class Runtime:
     def finish(self) -> None:
         """After the root module's forward."""
         self.roots = max(0, self.roots - 1)
+        if self.buffers is not None and not self.solo:
+            self.buffers.due = torch.is_grad_enabled() and self.require_sync
         if self.depth == 0 and graph_task() == -1:
             self.session = False
             if not torch.is_grad_enabled():
@@ -247,8 +265,8 @@ class Runtime:
         repeated = self.gathers.repeats(event)
         if not repeated:
             self._follow(unit, event)
-        idle = unit.state is not State.SHARDED and phase != BACKWARD and not unit.running and not unit.uses
-        if idle and unit.is_stale():
+        idle = unit.state is not State.SHARDED and phase != BACKWARD and not unit.running
+        if idle and all(u.start == -1 for u in unit.uses) and unit.is_stale():
             unit.release()
         if unit.state is State.SHARDED:
             unit.gather()
@@ -269,14 +287,14 @@ class Runtime:
 
     def _note(self, event: Event) -> None:
         assert self.agreement is not None
-        text = f"gathers unit {self.units[event[1]].name!r} in {PHASES[event[0]]}"
+        text = f"gathers unit {self.by_index[event[1]].name!r} in {PHASES[event[0]]}"
         self.agreement.note(event[0] * 1_000_003 + event[1] + 17, text)
 
     def _pass_over(self, until: Event | None) -> None:
         """A part of the model may be in the loss of some ranks only. Where the remembered order of a backward comes to
         `until` (None: to its end), this rank takes part in the gathers on the way, for the ranks that need them."""
         for event in self.gathers.between(until, len(self.units)):
-            unit = self.units[event[1]]
+            unit = self.by_index[event[1]]
             self._note(event)
             self.gathers.advance(event)
             unit.gather()
@@ -284,7 +302,7 @@ class Runtime:
             self.passed.add(unit.index)
 
     def _upcoming(self) -> list[Unit]:
-        return [self.units[i] for i in self.gathers.upcoming(self.config.prefetch)]
+        return [self.by_index[i] for i in self.gathers.upcoming(self.config.prefetch)]
 
     def _prefetch(self) -> None:
         for unit in self._upcoming():
@@ -309,6 +327,8 @@ class Runtime:
         """The gradient of an output of `use` has arrived: backward of that unit begins."""
         self.arm()
         unit = use.unit
+        if unit.is_summoned:
+            return
         if torch.is_grad_enabled():  # create_graph: the new graph needs the values once more
             self.double_backward = self.creating = True
         if use not in unit.uses:
@@ -351,6 +371,10 @@ class Runtime:
             for flat in unit.flats:
                 flat.keep_held()
 
+    def holds_gradients(self) -> bool:
+        """Whether something waits for its reduction, or was lost while it did."""
+        return any(flat.grad is not None or flat.lost for unit in self.units for flat in unit.flats)
+
     def arm(self) -> None:
         """Have `_EndOfBackward` called when the running graph task ends."""
         task = graph_task()
@@ -363,6 +387,8 @@ class Runtime:
             return
         for unit in self.units:
             unit.rounds = 0
+            for use in unit.uses:
+                use.check()
             for flat in unit.flats:
                 flat.begin_backward(self.checked)
         self.fresh_backward = True
@@ -371,7 +397,7 @@ class Runtime:
         self.tasks = {task}
         self.creating = torch.is_grad_enabled()
         self.double_backward |= self.creating
-        self.syncing = self.require_sync and self.forward_sync
+        self.syncing = self.forward_sync
         self.reductions.begin(self.forward_order.values())
         end = _EndOfBackward(self)
         self.end = weakref.ref(end, lambda _: self._abandon())
@@ -395,6 +421,14 @@ class Runtime:
                 f"rank {self.collectives.world_rank}: {flat.layout.slots[index].name} received a sparse gradient, which "
                 "can't be sharded; build the embedding with sparse=False."
             )
+        if grad.requires_grad:
+            raise ShardError(
+                f"rank {self.collectives.world_rank}: backward(create_graph=True) reached {flat.layout.slots[index].name}; the "
+                "reduced .grad has no graph, so what is computed from it would lack its gradient. Use "
+                "torch.autograd.grad(loss, parameters, create_graph=True), whose results have one."
+            )
+        if not flat.params[index].requires_grad:  # frozen since the forward
+            return
         flat.accept(index, grad, 1.0 / self.collectives.world)
         if self.syncing and unit.rounds == 0:
             self.reductions.advance()

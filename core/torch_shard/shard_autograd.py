@@ -169,10 +169,16 @@ def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> 
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     outputs = args[0] if args else kwargs["outputs"]
-    names = ("grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused")
+    names = (
+        "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused", "is_grads_batched",
+        "materialize_grads",
+    )  # fmt: skip
     options = {**dict(zip(names, args[2:], strict=False)), **{k: v for k, v in kwargs.items() if k in names}}
     # Compute used the leaves, local arithmetic used the ShardTensors: each parameter has two derivatives.
-    allow_unused = bool(options.pop("allow_unused", False))
+    if options.get("is_grads_batched"):
+        raise function_needs_gather(cls, "autograd.grad(is_grads_batched=True)", list(inputs))
+    materialize = bool(options.pop("materialize_grads", False))
+    allow_unused = bool(options.pop("allow_unused", None) or materialize)
     leaves = [unit.leaf_of(inputs[i]) for i, unit in units.items()]
     with torch._C.DisableTorchFunctionSubclass():
         grads = list(func(outputs, (*inputs, *leaves), allow_unused=True, **options))
@@ -188,6 +194,9 @@ def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> 
             "One of the differentiated Tensors appears to not have been used in the graph. "
             "Set allow_unused=True if this is the desired behavior."
         )
+    if materialize:
+        with torch._C.DisableTorchFunctionSubclass():
+            own = [torch.zeros_like(t) if grad is None else grad for t, grad in zip(inputs, own, strict=True)]
     return tuple(own)
 
 

@@ -131,11 +131,18 @@ def _elementwise(
     local_kwargs.pop("memory_format", None)
     result = func(*local_args, **local_kwargs)
     if target is not None:
+        _count_edit(target)
         return target
     wrapped = cls._wrap(result, spec)
     if name == "_to_copy":
         wrapped._converted = True  # see __tensor_flatten__
     return wrapped
+
+
+def _count_edit(target: ShardTensor) -> None:
+    """The slice's version counter tells the engine that gathered copies are out of date. Below autograd torch does not
+    count, and an alias (`p.data`) has a counter of its own."""
+    torch.autograd.graph.increment_version(target._local)
 
 
 def _local(cls: type[ShardTensor], value: Any, spec: ShardSpec, func: Any) -> Any:
@@ -200,6 +207,7 @@ def _random(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
     full = torch.empty_strided(spec.shape, spec.stride, dtype=local.dtype, device=local.device)
     func(full, *args[1:], **kwargs)
     local.copy_(slice_full(full, spec))
+    _count_edit(target)
     return target
 
 
@@ -250,6 +258,10 @@ def _foreach(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
         return value  # a number, or one 0-dim tensor for the whole list
 
     result = func(*map(local, args), **{key: local(value) for key, value in kwargs.items()})
+    if in_place:
+        for t in args[0]:
+            if type(t) is cls:
+                _count_edit(t)
     if in_place or result is None:
         return args[0] if result is not None else None
     return [t if spec is None else cls._wrap(t, spec) for t, spec in zip(result, specs, strict=True)]
@@ -276,7 +288,11 @@ def _fused(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
                 out.append(t._local)
         return out
 
-    return func(*map(local, args), **{key: local(value) for key, value in kwargs.items()})
+    result = func(*map(local, args), **{key: local(value) for key, value in kwargs.items()})
+    for t in args[0]:
+        if type(t) is cls:
+            _count_edit(t)
+    return result
 
 
 _Handler = Callable[[Any, Any, Any, Any], Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -90,7 +90,17 @@ def gather_error(specs: Sequence[ShardSpec], what: str, why: str = "needs the wh
 
 def same_cut(a: ShardSpec, b: ShardSpec) -> bool:
     """Return whether elements at one position of two local slices belong together, on all ranks."""
-    return a is b or (a.cut == b.cut and (a.comm is b.comm or a.comm == b.comm))
+    return a is b or (a.cut == b.cut and _same_ranks(a.comm, b.comm))
+
+
+def _same_ranks(a: Any, b: Any) -> bool:
+    """Engines over one group have communicators of their own on the same process groups."""
+    if a is b or a == b:
+        return True
+    channel, other = getattr(a, "channel", None), getattr(b, "channel", None)
+    if channel is None or other is None:
+        return channel is other and a.size == b.size == 1
+    return channel.groups is other.groups
 
 
 def slice_full(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:

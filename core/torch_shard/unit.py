@@ -29,6 +29,7 @@ from .collectives import Collectives
 from .errors import ReplacedParameterError, ShardError, UnitStateError
 from .flat_buffer import FlatBuffer
 from .leaf import data_taken
+from .outputs import tensors_in
 from .shard_tensor import ShardTensor
 from .watch import Pending
 
@@ -64,6 +65,7 @@ class Unit:
         self.rounds = 0  # reductions issued in this backward
         self.checks = 2  # iterations in which an untracked edit of the gathered values is looked for
         self.summons: list[Any] = []  # see summons.py
+        self._modules: list[nn.Module] | None = None
 
     # -- what it holds ------------------------------------------------------------------------------------------
     @property
@@ -95,6 +97,21 @@ class Unit:
             return True
         return any(flat.is_referenced() for flat in self.flats)
 
+    def is_held_by_python(self) -> bool:
+        """Whether a Python object (`self.kept = self.weight`) holds a leaf."""
+        return any(flat.is_held_by_python() for flat in self.flats)
+
+    def kept_tensors(self) -> list[torch.Tensor]:
+        """Tensors with a gradient that the triggers' modules keep in attributes: an auxiliary loss, for example."""
+        if self._modules is None:
+            self._modules = list(dict.fromkeys(m for trigger in self.triggers for m in trigger.modules()))
+        found = []
+        for module in self._modules:
+            for key, value in module.__dict__.items():
+                if key[0] != "_" and isinstance(value, (torch.Tensor, list, tuple, dict)):
+                    found += [t for t in tensors_in(value) if t.requires_grad and not t.is_leaf]
+        return found
+
     @property
     def full_bytes(self) -> int:
         return sum(f.nbytes for f in self.flats)
@@ -119,12 +136,12 @@ class Unit:
                 flat.own.copy_(flat.shard)
                 self.pending.append(c.all_gather(flat.full, f"the all-gather of unit {self.name!r}"))
             for flat in self.flats:
-                flat.fresh_versions = flat.param_versions()
+                flat.fresh_version = flat.shard._version
         self.state = State.GATHERING
 
     def is_stale(self) -> bool:
         """Whether a parameter was edited since its unit was gathered."""
-        return any(flat.fresh_versions != flat.param_versions() for flat in self.flats)
+        return any(flat.fresh_version != flat.shard._version for flat in self.flats)
 
     def wait(self) -> None:
         """GATHERING to FULL."""
@@ -205,6 +222,8 @@ class Unit:
         for module, attribute, flat, index in self.places:
             if module._parameters.get(attribute) is flat.leaves[index]:
                 module._parameters[attribute] = flat.params[index]  # type: ignore[assignment]
+                if flat.leaves[index].__dict__:  # attributes that forward has set
+                    _copy_attributes(flat.leaves[index], flat.params[index])
             if isinstance(module, nn.RNNBase):
                 rnns.append(module)
         for module in dict.fromkeys(rnns):
@@ -242,6 +261,7 @@ class Unit:
         for flat in edited:
             with torch.no_grad():
                 flat.shard.copy_(flat.own)
+            flat.fresh_version = flat.shard._version
             flat.note_versions()
 
     # -- user hooks ---------------------------------------------------------------------------------------------
@@ -276,7 +296,7 @@ class Unit:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         if self.running:
-            raise ShardError(
+            raise UnitStateError(
                 f"rank {self.collectives.world_rank}: deepcopy of the model while unit {self.name!r} is inside a forward; "
                 "copy it before or after the forward."
             )
@@ -304,7 +324,7 @@ class Unit:
         return other
 
 
-_OWN_ATTRIBUTES = {"_local", "_spec", "_unit_ref", "_flat", "_unreduced", "_is_param"}
+_OWN_ATTRIBUTES = {"_local", "_spec", "_unit_ref", "_flat", "_unreduced", "_is_param", "data_taken"}
 
 
 def adopt(param: Any, original: Any) -> None:
@@ -317,7 +337,7 @@ def adopt(param: Any, original: Any) -> None:
             param.__dict__[key] = value
 
 
-def _copy_attributes(param: ShardTensor, leaf: nn.Parameter) -> None:
+def _copy_attributes(param: torch.Tensor, leaf: torch.Tensor) -> None:
     for key, value in param.__dict__.items():
         if key not in _OWN_ATTRIBUTES:
             leaf.__dict__[key] = value

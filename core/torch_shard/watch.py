@@ -6,7 +6,9 @@ error that says what each rank is waiting in, instead of hanging until the proce
 
 from __future__ import annotations
 
+import contextlib
 import json
+import pickle
 import sys
 import time
 from dataclasses import dataclass
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
 
 # Seconds of silence before a rank says, through the store, what it is waiting in.
 _FIRST_TICK = 1.0
+
+
+def default_store() -> Any:
+    """The store that the default process group was made with: works where collectives would wait."""
+    return dist.distributed_c10d._get_default_store()  # no public accessor exists (torch 2.11 to 2.13)
 
 
 def caller_line() -> str:
@@ -115,21 +122,25 @@ class Watch:
         self.rank, self.size, self.ranks, self.timeout, self.key = rank, size, ranks, timeout, key
         self.channels: dict[str, Channel] = {}
 
-    def _post(self, store: Any, pending: Pending | None) -> None:
-        text = ""
-        if pending is not None:
-            issued = {c.name: c.issued for c in self.channels.values()}
-            text = json.dumps([pending.channel.name, pending.number, pending.what, caller_line(), issued])
-        store.set(f"{self.key}/{self.rank}", text)
+    def _post(self, channel: str, number: int, what: str) -> None:
+        issued = {c.name: c.issued for c in self.channels.values()}
+        with contextlib.suppress(RuntimeError):  # the store is gone with its rank: the wait itself will say so
+            default_store().set(f"{self.key}/{self.rank}", json.dumps([channel, number, what, caller_line(), issued]))
 
-    def _read(self, store: Any) -> dict[int, Any]:
+    def _withdraw(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            default_store().set(f"{self.key}/{self.rank}", "")
+
+    def _read(self) -> dict[int, Any]:
         posts = {}
-        for rank in range(self.size):
-            key = f"{self.key}/{rank}"
-            if rank != self.rank and store.check([key]):
-                text = store.get(key).decode()
-                if text:
-                    posts[rank] = json.loads(text)
+        with contextlib.suppress(RuntimeError):
+            store = default_store()
+            for rank in range(self.size):
+                key = f"{self.key}/{rank}"
+                if rank != self.rank and store.check([key]):
+                    text = store.get(key).decode()
+                    if text:
+                        posts[rank] = json.loads(text)
         return posts
 
     def wait(self, pending: Pending) -> None:
@@ -143,14 +154,14 @@ class Watch:
         pending.channel.check()
         if _bounded_wait(work, min(_FIRST_TICK, self.timeout), pending, self.rank):
             return
-        store = dist.distributed_c10d._get_default_store()  # no public accessor exists (torch 2.11 to 2.13)
+        groups = pending.channel.groups
         deadline = time.monotonic() + self.timeout - _FIRST_TICK
-        self._post(store, pending)
+        self._post(pending.channel.name, pending.number, pending.what)
         try:
             while True:
                 if _bounded_wait(work, 0.5, pending, self.rank):
                     return
-                posts = self._read(store)
+                posts = self._read()
                 stuck = self._deadlocked(pending, posts)
                 if stuck:
                     # Leave the others time to read this post before it is withdrawn.
@@ -161,13 +172,82 @@ class Watch:
                         + ". The ranks run different operations: every rank must run the same forwards, backwards, "
                         "norms, gathers and saves in the same order (look for code under `if rank == ...`)."
                     )
+                if (past := groups.given_up()) is not None:
+                    kind = MissingRankError if past.kind == MissingRankError.__name__ else DivergenceError
+                    raise kind(
+                        f"rank {self.rank} waits in {pending.what} at {caller_line()}, and rank {past.rank} won't come: it "
+                        f"stopped at an error. Restart from a checkpoint, or shard a new model. That error: {past.text}"
+                    )
                 if time.monotonic() > deadline:
                     raise MissingRankError(self._explain(pending, posts))
         except ShardError as error:
-            pending.channel.groups.broken = str(error)
+            groups.give_up(self.rank, error)
             raise
         finally:
-            self._post(store, None)
+            self._withdraw()
+
+    def exchange(self, what: str, value: Any, own: str = "", listen: bool = True) -> list[Any]:
+        """What every rank has to say, by rank, where an error must be explained. Collective.
+
+        Through the store and with a limit: the ranks differ already, and a partner may have paired with the operation
+        before by mistake, or have given it up long ago.
+
+        Args:
+            what: the operation that found the difference.
+            value: what this rank says; picklable.
+            own: this rank's own history, for the error if a partner does not come.
+            listen: False: say it only, and don't wait for the others (their values are None then).
+
+        Raises:
+            DivergenceError: a partner gave up earlier, so it won't come.
+            MissingRankError: a partner did not come in time.
+        """
+        channel = self.channels["control"]
+        groups = channel.groups
+        said: list[Any] = [value if rank == self.rank else None for rank in range(self.size)]
+        if not groups.key:  # no other rank exists
+            return said
+        groups.exchanges += 1
+        name = f"{groups.key}/said/{groups.exchanges}"
+        missing = [rank for rank in range(self.size) if rank != self.rank]
+        deadline = time.monotonic() + self.timeout
+        self._post(channel.name, channel.issued + 1, f"the comparison of the ranks in {what}")
+        try:
+            store = default_store()
+            store.set(f"{name}/{self.rank}", pickle.dumps(value))
+            while listen and missing:
+                for rank in [r for r in missing if store.check([f"{name}/{r}"])]:
+                    said[rank] = pickle.loads(store.get(f"{name}/{rank}"))
+                    missing.remove(rank)
+                if missing:
+                    self._check_answers(what, missing, own, deadline)
+                    time.sleep(0.005)
+        except ShardError as error:
+            groups.give_up(self.rank, error)
+            raise
+        except RuntimeError as error:
+            raise MissingRankError(
+                f"rank {self.rank}: {what} at {caller_line()}: the ranks differ, and the store through which they tell how "
+                f"can't be reached; the rank that serves it has probably died, see its log. ({error})"
+            ) from error
+        finally:
+            self._withdraw()
+        return said
+
+    def _check_answers(self, what: str, missing: list[int], own: str, deadline: float) -> None:
+        where = f"rank {self.rank}: {what} at {caller_line()}"
+        past = self.channels["control"].groups.given_up()
+        if past is not None:
+            raise DivergenceError(
+                f"{where} met an operation that rank {past.rank} had given up, so the ranks are out of step.{own} Restart "
+                f"from a checkpoint, or shard a new model. Rank {past.rank}'s error: {past.text}"
+            )
+        if time.monotonic() > deadline:
+            raise MissingRankError(
+                f"{where}: the ranks run different operations, and {_named(missing)} did not come within {self.timeout:g} s "
+                f"to say which.{own} Every rank must run the same operations in the same order (look for code under "
+                "`if rank == ...`)."
+            )
 
     def _deadlocked(self, pending: Pending, posts: dict[int, Any]) -> list[int]:
         stuck = []
@@ -193,6 +273,10 @@ class Watch:
             "The operation is collective: call it on every rank (look for code under `if rank == ...`), or raise "
             "ShardConfig(timeout=...) if ranks may be that far apart."
         )
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
 
 
 def _bounded_wait(work: Any, seconds: float, pending: Pending, rank: int) -> bool:

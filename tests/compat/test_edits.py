@@ -8,6 +8,7 @@ from torch import nn
 
 from tests.compat.harness import MLP, Pair, batch, loss_of, plain_backward, train_both
 from tests.compat.test_hooks import WHEN, _pair
+from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard.errors import ShardError
 
@@ -94,7 +95,7 @@ class EditsAnother(nn.Module):
         return x
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 @pytest.mark.parametrize("unit_bytes", [100, 1 << 20])
 @pytest.mark.parametrize("alias", [False, True])
 def test_edits_of_another_modules_weight_in_forward_train_like_plain(rank, world_size, alias, unit_bytes):
@@ -159,8 +160,8 @@ def test_a_view_of_another_modules_weight_that_is_only_read_trains_like_plain(ra
     train_both(build, rank, world_size, unit_bytes=100)
 
 
-@ranks(2, 3)
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@ranks(2, exhaustive=(3,))
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", *exhaustive("no_shard")])
 def test_a_backward_through_weights_that_were_stepped_since_is_an_error_as_in_plain_torch(rank, world_size, strategy):
     pair = Pair(MLP, rank, world_size, strategy=strategy)
     pair.step(plain_backward, batch(rank, 0))

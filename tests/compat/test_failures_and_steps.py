@@ -8,6 +8,7 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, average_grads, batch, loss_of, plain_backward, same, same_params
+from tests.marks import exhaustive
 from tests.ranks import ranks
 
 
@@ -31,7 +32,7 @@ def fails_in_backward(model, x, where):
         handle.remove()
 
 
-@pytest.mark.parametrize("where", ["loss", "head.weight", "blocks.1.up.weight", "inp.weight"])
+@pytest.mark.parametrize("where", ["loss", "blocks.1.up.weight", *exhaustive("head.weight", "inp.weight")])
 @ranks(2)
 def test_an_exception_in_backward_and_then_a_step(rank, world_size, where):
     pair = Pair(MLP, rank, world_size)
@@ -86,7 +87,7 @@ class SAM(torch.optim.SGD):
         return loss
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_sam_with_its_two_closures(rank, world_size):
     pair = Pair(MLP, rank, world_size, optimizer=lambda m: SAM(m.parameters(), lr=0.1, momentum=0.9))
 

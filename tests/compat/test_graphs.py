@@ -9,11 +9,12 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from tests.compat.harness import MLP, Block, Pair, batch, loss_of, plain_backward, same, same_grads, train_both
+from tests.marks import exhaustive
 from tests.ranks import ranks
 
 
-@ranks(2, 3, 4)
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@ranks(2, exhaustive=(3, 4))
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
 def test_a_gradient_penalty_trains_like_plain(rank, world_size, strategy):
     def run(model, x):
         x = x.clone().requires_grad_()
@@ -41,7 +42,7 @@ def test_a_penalty_on_the_gradients_of_parameters_trains_like_plain_on_the_whole
     pair.check()
 
 
-@ranks(2, 3, 4)
+@ranks(2, exhaustive=(3, 4))
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_several_forwards_and_one_backward_train_like_plain(rank, world_size, strategy):
     def run(model, x):
@@ -70,8 +71,8 @@ def test_the_output_fed_back_as_input_trains_like_plain(rank, world_size):
     train_both(MLP, rank, world_size, run=run)
 
 
-@ranks(2, 3, 4)
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@ranks(2, exhaustive=(3, 4))
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", *exhaustive("no_shard")])
 def test_backward_twice_with_retain_graph_trains_like_plain(rank, world_size, strategy):
     def run(model, x):
         loss = loss_of(model(x))
@@ -111,8 +112,8 @@ class Checkpointed(nn.Module):
         return self.head(x)
 
 
-@ranks(2, 3)
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@ranks(2, exhaustive=(3,))
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op")])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "nonreentrant"])
 @pytest.mark.parametrize("spans", [False, True], ids=["each_block", "two_blocks"])
 def test_checkpointing_trains_like_plain(rank, world_size, strategy, reentrant, spans):
@@ -152,8 +153,8 @@ def _raise(grad):
     raise ZeroDivisionError("backward")
 
 
-@ranks(1, 2, 3)
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@ranks(2, exhaustive=(1, 3))
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_exception_and_then_training_goes_on_like_plain(rank, world_size, strategy, where):
     pair = Pair(Failing, rank, world_size, unit_bytes=100, strategy=strategy)
@@ -179,7 +180,7 @@ def test_a_forward_whose_output_is_dropped_changes_nothing(rank, world_size):
     train_both(MLP, rank, world_size, run=run)
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_backward_with_inputs_gives_gradients_to_those_parameters_only(rank, world_size):
     def run(model, x):
         loss = loss_of(model(x))
@@ -188,7 +189,7 @@ def test_backward_with_inputs_gives_gradients_to_those_parameters_only(rank, wor
     train_both(MLP, rank, world_size, run=run)
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_backward_with_all_parameters_as_inputs_trains_like_plain(rank, world_size):
     def run(model, x):
         loss_of(model(x)).backward(inputs=list(model.parameters()))
@@ -196,7 +197,7 @@ def test_backward_with_all_parameters_as_inputs_trains_like_plain(rank, world_si
     train_both(MLP, rank, world_size, run=run)
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_autograd_grad_for_parameters_gives_the_plain_gradients(rank, world_size):
     def run(model, x):
         loss = loss_of(model(x))
@@ -227,7 +228,7 @@ def test_autograd_grad_for_an_unused_parameter_is_none_or_an_error_as_in_plain(r
             torch.autograd.grad(loss, wanted)
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_functional_call_with_other_values_gives_the_plain_results(rank, world_size):
     pair = Pair(MLP, rank, world_size)
     torch.manual_seed(7)
@@ -277,8 +278,8 @@ class MAML(nn.Module):
         return nn.functional.linear(torch.tanh(self.features(x + 1)), w, b)
 
 
-@ranks(2, 3)
-@pytest.mark.parametrize("unit_bytes", [100, 1 << 20])
+@ranks(2, exhaustive=(3,))
+@pytest.mark.parametrize("unit_bytes", [100, *exhaustive(1 << 20)])
 def test_maml_with_a_gradient_inside_forward_trains_like_plain(rank, world_size, unit_bytes):
     train_both(MAML, rank, world_size, unit_bytes=unit_bytes)
 
@@ -298,7 +299,7 @@ class Energy(nn.Module):
         return energy, -force
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_a_model_that_differentiates_inside_its_forward_trains_like_plain(rank, world_size):
     train_both(Energy, rank, world_size, unit_bytes=100)
 
@@ -349,7 +350,7 @@ class Custom(nn.Module):
         return self.lin(_Mul.apply(x, self.w))
 
 
-@ranks(1, 2)
+@ranks(2, exhaustive=(1,))
 def test_compiled_blocks_train_like_plain(rank, world_size):
     def build():
         return MLP(blocks=2)

@@ -39,7 +39,7 @@ def _scale_two(model):
     ]
 
 
-@ranks(2, 3, 4)
+@ranks(2, exhaustive=(3, 4))
 @WHEN
 def test_gradient_hooks_that_scale_two_parameters_train_like_plain(rank, world_size, when):
     pair, _ = _pair(_scale_two, when)
@@ -94,7 +94,7 @@ def test_a_gradient_hook_that_was_removed_is_not_called_again(rank, world_size, 
     pair.check()
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 @WHEN
 def test_post_accumulate_hooks_keyed_by_parameter_find_their_parameter(rank, world_size, when):
     counts = {}
@@ -116,7 +116,7 @@ def test_post_accumulate_hooks_keyed_by_parameter_find_their_parameter(rank, wor
     pair.check()
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 @WHEN
 def test_an_optimizer_inside_post_accumulate_hooks_trains_like_plain(rank, world_size, when):
     """One small optimizer for each parameter, stepped as soon as its gradient is there. The plain model's gradients

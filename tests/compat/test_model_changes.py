@@ -10,6 +10,7 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, average_grads, batch, plain_backward, same, same_grads, same_params
+from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard.errors import NeedsGatherError, ReplacedParameterError, SetupError, ShardError
 
@@ -77,8 +78,8 @@ def test_a_parameter_with_weak_references_or_of_another_class_is_refused_by_name
         torch_shard.shard(model)
 
 
-@pytest.mark.parametrize("kind", ["mask", "row", "column", "scalar tensor"])
-@ranks(2, 3)
+@pytest.mark.parametrize("kind", ["mask", "row", *exhaustive("column", "scalar tensor")])
+@ranks(2, exhaustive=(3,))
 def test_a_mask_or_a_row_vector_combined_with_a_parameter_between_steps(rank, world_size, kind):
     pair = Pair(MLP, rank, world_size)
     w = (7, 5)
@@ -108,7 +109,7 @@ def test_a_mask_or_a_row_vector_combined_with_a_parameter_between_steps(rank, wo
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@ranks(1, 2)
+@ranks(2, exhaustive=(1,))
 def test_steps_written_by_hand(rank, world_size, strategy):
     pair = Pair(MLP, rank, world_size, strategy=strategy)
     averages = [[torch.zeros_like(p) for p in m.parameters()] for m in (pair.model, pair.plain)]
@@ -179,7 +180,7 @@ def test_names_and_shapes_of_parameters_are_unchanged(rank, world_size):
 # -- initialisation -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("unit_bytes", [1, 500, 1 << 20])
+@pytest.mark.parametrize("unit_bytes", [500, *exhaustive(1, 1 << 20)])
 @ranks(2)
 def test_a_model_built_on_meta_has_the_random_values_of_a_plain_one(rank, world_size, unit_bytes):
     torch.manual_seed(5)

@@ -11,6 +11,7 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, average_grads, batch, loss_of, plain_backward, same, same_grads, train_both
+from tests.marks import exhaustive
 from tests.ranks import ranks
 
 
@@ -25,7 +26,7 @@ class Recurrent(nn.Module):
         return self.head(out), state
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, *exhaustive(nn.RNN)])
 @ranks(2)
 def test_recurrent_networks(rank, world_size, kind):
     pair = train_both(lambda: Recurrent(kind), rank, world_size, unit_bytes=200)
@@ -178,7 +179,7 @@ class BorrowsWeight(nn.Module):
         return y + F.linear(h, self.head.weight.detach()) + h.sum() * self.body.weight.mean() + h @ self.head.weight.t()
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_direct_use_of_another_modules_weight(rank, world_size):
     train_both(BorrowsWeight, rank, world_size, units=[nn.Linear])
 
@@ -222,7 +223,7 @@ def images(rank, step, channels=1):
     return batch(rank, step, 3, channels, 8, 8)
 
 
-@pytest.mark.parametrize("unit_bytes", [1, 500, 1000, 4000])
+@pytest.mark.parametrize("unit_bytes", [500, 4000, *exhaustive(1, 1000)])
 @ranks(2)
 def test_a_small_conv_net_gathers_nothing_before_it_is_needed(rank, world_size, unit_bytes):
     pair = Pair(ConvNet, rank, world_size, unit_bytes=unit_bytes, prefetch=0)
@@ -258,7 +259,7 @@ def test_a_small_conv_net_gathers_nothing_before_it_is_needed(rank, world_size, 
     pair.check()
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_conv_nets_in_channels_last_keep_their_strides(rank, world_size):
     def build():
         return nn.Sequential(

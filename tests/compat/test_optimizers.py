@@ -10,6 +10,7 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, average_grads, batch, loss_of, plain_backward, same, same_params, train_both
+from tests.marks import quick
 from tests.ranks import ranks
 from torch_shard.errors import NeedsGatherError
 
@@ -36,9 +37,19 @@ OPTIMIZERS = {
     "ASGD": lambda p: O.ASGD(p, lr=0.1),
     "Rprop": lambda p: O.Rprop(p, lr=0.01),
 }
+# One of each way in which torch computes a step. All classes step in test_shard_parameters.py, without an engine.
+QUICK = [
+    "SGD momentum",
+    "SGD fused",
+    "Adam amsgrad",
+    "AdamW for-loop",
+    "AdamW foreach",
+    "AdamW fused",
+    "AdamW tensor lr",
+]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, QUICK))
 @ranks(2)
 def test_an_optimizer_steps_as_on_the_plain_model(rank, world_size, name):
     pair = train_both(MLP, rank, world_size, optimizer=lambda m: OPTIMIZERS[name](m.parameters()), steps=4)
@@ -220,7 +231,7 @@ def test_a_gan_with_two_optimizers(rank, world_size, toggle):
         same_params(ours[name], plain[name])
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_unfreezing_layers_and_add_param_group(rank, world_size):
     def build():
         model = MLP()

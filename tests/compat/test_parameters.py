@@ -23,10 +23,11 @@ from tests.compat.harness import (
     train_both,
     whole,
 )
+from tests.marks import exhaustive
 from tests.ranks import ranks
 
 
-@ranks(2, 3, 4)
+@ranks(3, exhaustive=(2, 4))
 @pytest.mark.parametrize("norm", [2.0, 1.0, float("inf")])
 def test_torch_clip_grad_norm_gives_the_plain_norm_and_gradients(rank, world_size, norm):
     pair = Pair(MLP, rank, world_size)
@@ -51,7 +52,7 @@ class MixedTypes(nn.Module):
         return self.b(torch.tanh(self.a(x)).float()).double() * self.scale
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_clipping_with_gradients_of_two_dtypes_trains_like_plain(rank, world_size):
     pair = Pair(MixedTypes, rank, world_size, double=False, unit_bytes=1 << 20)
     for step in range(3):
@@ -68,7 +69,7 @@ def _torch_clip(model):
     return lambda limit: nn.utils.clip_grad_norm_(model.parameters(), limit)
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 @pytest.mark.parametrize("unit_bytes", [100, 1 << 20])
 def test_several_dtypes_inside_one_unit_train_like_plain(rank, world_size, unit_bytes):
     pair = Pair(MixedTypes, rank, world_size, double=False, unit_bytes=unit_bytes)
@@ -79,7 +80,7 @@ def test_several_dtypes_inside_one_unit_train_like_plain(rank, world_size, unit_
         torch.testing.assert_close(whole(ours), plain.detach(), rtol=1e-5, atol=1e-7)
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_clip_grad_value_trains_like_plain(rank, world_size):
     pair = Pair(MLP, rank, world_size)
     for step in range(3):
@@ -89,7 +90,7 @@ def test_clip_grad_value_trains_like_plain(rank, world_size):
     pair.check()
 
 
-@ranks(2, 3, 4)
+@ranks(2, exhaustive=(3, 4))
 def test_shapes_and_sizes_of_parameters_stay_those_of_the_plain_model(rank, world_size):
     pair = Pair(MLP, rank, world_size)
     for (name, ours), (other, plain) in zip(pair.model.named_parameters(), pair.plain.named_parameters(), strict=True):
@@ -113,12 +114,12 @@ def _groups_by_ndim(model):
     return torch.optim.SGD([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=0.1)
 
 
-@ranks(2, 3, 4)
+@ranks(2, exhaustive=(3, 4))
 def test_optimizer_groups_chosen_by_ndim_train_like_plain(rank, world_size):
     train_both(MLP, rank, world_size, optimizer=_groups_by_ndim)
 
 
-@ranks(2, 3, 4)
+@ranks(3, exhaustive=(2, 4))
 def test_norms_of_parameters_and_gradients_are_those_of_the_plain_model(rank, world_size):
     pair = Pair(MLP, rank, world_size)
     for step in range(2):
@@ -136,7 +137,7 @@ def test_norms_of_parameters_and_gradients_are_those_of_the_plain_model(rank, wo
     pair.check()
 
 
-@ranks(2, 3, 4)
+@ranks(2, exhaustive=(3, 4))
 def test_in_place_edits_of_parameters_between_steps_train_like_plain(rank, world_size):
     def edit(model):
         with torch.no_grad():
@@ -156,8 +157,8 @@ def test_in_place_edits_of_parameters_between_steps_train_like_plain(rank, world
     pair.check()
 
 
-@ranks(2, 3, 4)
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@ranks(2, exhaustive=(3, 4))
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
 def test_an_average_of_weights_by_deepcopy_and_lerp_equals_the_plain_one(rank, world_size, strategy):
     pair = Pair(MLP, rank, world_size, strategy=strategy)
     averages = [copy.deepcopy(m) for m in (pair.model, pair.plain)]
@@ -175,7 +176,7 @@ def test_an_average_of_weights_by_deepcopy_and_lerp_equals_the_plain_one(rank, w
     same_params(*averages)
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_both_a_deepcopy_and_the_original_train_like_plain(rank, world_size):
     pair = Pair(MLP, rank, world_size)
     pair.step(plain_backward, batch(rank, 0))
@@ -204,7 +205,7 @@ def test_averaged_model_of_torch_trains_like_plain(rank, world_size):
     same_params(averages[0].module, averages[1].module)
 
 
-@ranks(2, 3, 4)
+@ranks(3, exhaustive=(2, 4))
 def test_the_full_state_dict_has_the_plain_names_and_values_on_the_cpu(rank, world_size):
     pair = Pair(MLP, rank, world_size)
     pair.step(plain_backward, batch(rank, 0))
@@ -245,13 +246,13 @@ class Alone(nn.Module):
         return x + self.shift
 
 
-@ranks(1, 2, 3, 4)
+@ranks(3, exhaustive=(1, 2, 4))
 @pytest.mark.parametrize("unit_bytes", [1, 1 << 20])
 def test_zero_dim_and_zero_element_parameters_train_like_plain(rank, world_size, unit_bytes):
     train_both(Tiny, rank, world_size, unit_bytes=unit_bytes)
 
 
-@ranks(2, 3, 4)
+@ranks(2, exhaustive=(3, 4))
 def test_an_l2_term_on_parameters_in_the_loss_trains_like_plain(rank, world_size):
     def run(model, x):
         penalty = sum(p.pow(2).sum() for p in model.parameters())
@@ -333,14 +334,14 @@ class ClampsItself(nn.Linear):
         return super().forward(x)
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 @pytest.mark.parametrize("how", ["no_grad", "data"])
-@pytest.mark.parametrize("unit_bytes", [100, 1 << 20])
+@pytest.mark.parametrize("unit_bytes", [100, *exhaustive(1 << 20)])
 def test_parameters_clamped_inside_the_parents_forward_train_like_plain(rank, world_size, how, unit_bytes):
     train_both(lambda: Clamped(how), rank, world_size, unit_bytes=unit_bytes)
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_parameters_clamped_inside_their_own_forward_train_like_plain(rank, world_size):
     train_both(lambda: nn.Sequential(ClampsItself(5, 6), ClampsItself(6, 3)), rank, world_size, unit_bytes=100)
 
@@ -378,13 +379,13 @@ class Codebook(nn.Module):
         return self.out(h + (q - h).detach())
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_a_codebook_updated_inside_forward_trains_like_plain(rank, world_size):
     # Every rank makes the same update, as a codebook that is kept in step by the user does.
     train_both(Codebook, rank, world_size, make_batch=lambda rank, step: batch(0, step), unit_bytes=1 << 20)
 
 
-@ranks(2, 3, 4)
+@ranks(2, exhaustive=(3, 4))
 def test_replaced_gradients_train_like_plain(rank, world_size):
     """PCGrad: gradients of two losses, projected and written back."""
 
@@ -407,7 +408,7 @@ def test_replaced_gradients_train_like_plain(rank, world_size):
     pair.check()
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_gradients_set_to_none_zeroed_or_replaced_by_plain_tensors_train_like_plain(rank, world_size):
     pair = Pair(MLP, rank, world_size)
 
@@ -471,8 +472,8 @@ class Borrowing(nn.Module):
         return F.linear(self.b(x), self.a.weight, self.b.bias) + self.a.weight.sum(0)
 
 
-@ranks(2, 3)
-@pytest.mark.parametrize("unit_bytes", [100, 1 << 20])
+@ranks(2, exhaustive=(3,))
+@pytest.mark.parametrize("unit_bytes", [100, *exhaustive(1 << 20)])
 def test_direct_use_of_another_modules_weight_trains_like_plain(rank, world_size, unit_bytes):
     train_both(Borrowing, rank, world_size, unit_bytes=unit_bytes)
 

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.compat.harness import MLP, Block, Pair, batch, loss_of, plain_backward, same, train_both
+from tests.marks import exhaustive
 from tests.ranks import ranks
 
 
-@ranks(1, 2, 3, 4)
+@ranks(2, 3, exhaustive=(1, 4))
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 def test_a_plain_step_trains_like_the_plain_model(rank, world_size, strategy):
     train_both(MLP, rank, world_size, strategy=strategy)
@@ -32,7 +33,7 @@ class Structured(nn.Module):
         return {"sum": self.c(h + g), "parts": [h, (g, {"extra": extra, "n": 3})]}
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_keyword_arguments_and_nested_dict_outputs_train_like_plain(rank, world_size):
     def run(model, x):
         return plain_backward(model, x=x, scale=0.5, extra=None)
@@ -54,7 +55,7 @@ class Uneven(nn.Module):
         return self.lin(x * self.row) * self.one + (x @ self.cube.sum(-1).t()).sum(-1, keepdim=True)
 
 
-@ranks(2, 3, 4)
+@ranks(3, exhaustive=(2, 4))
 def test_uneven_shapes_train_like_plain(rank, world_size):
     train_both(Uneven, rank, world_size)
 
@@ -96,7 +97,7 @@ def test_evaluation_in_inference_mode_between_steps_changes_nothing(rank, world_
     pair.check()
 
 
-@ranks(2, 3, 4)
+@ranks(2, exhaustive=(3, 4))
 def test_accumulation_with_gradient_sync_every_time_trains_like_plain(rank, world_size):
     pair = Pair(MLP, rank, world_size)
     for step in range(3):
@@ -108,7 +109,7 @@ def test_accumulation_with_gradient_sync_every_time_trains_like_plain(rank, worl
     pair.check()
 
 
-@ranks(2, 3, 4)
+@ranks(2, exhaustive=(3, 4))
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 def test_accumulation_without_gradient_sync_trains_like_plain(rank, world_size, strategy):
     pair = Pair(MLP, rank, world_size, strategy=strategy)
@@ -147,7 +148,7 @@ class WithEncode(nn.Module):
         return self.dec(self.encode(x))
 
 
-@ranks(2, 3, 4)
+@ranks(3, exhaustive=(2, 4))
 def test_a_method_other_than_forward_trains_like_plain(rank, world_size):
     def run(model, x):
         loss_of(model.encode(x)).backward()
@@ -180,7 +181,7 @@ def _frozen_in_part():
     return model
 
 
-@ranks(2, 3, 4)
+@ranks(2, exhaustive=(3, 4))
 @pytest.mark.parametrize("unit_bytes", [500, 1 << 20])
 def test_frozen_and_trainable_parameters_in_one_unit_train_like_plain(rank, world_size, unit_bytes):
     train_both(_frozen_in_part, rank, world_size, unit_bytes=unit_bytes)
@@ -205,7 +206,7 @@ def _tokens(rank, step):
     return torch.randint(0, 11, (4, 3), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-@ranks(2, 3, 4)
+@ranks(2, exhaustive=(3, 4))
 @pytest.mark.parametrize("unit_bytes", [100, 1 << 20])
 def test_tied_parameters_across_units_and_a_block_used_twice_train_like_plain(rank, world_size, unit_bytes):
     train_both(Tied, rank, world_size, make_batch=_tokens, unit_bytes=unit_bytes)
@@ -225,7 +226,7 @@ class Partly(nn.Module):
         return self.last(h)
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 @pytest.mark.parametrize("unit_bytes", [100, 1 << 20])
 def test_parameters_unused_on_all_ranks_keep_no_gradient(rank, world_size, unit_bytes):
     pair = Pair(Partly, rank, world_size, unit_bytes=unit_bytes)
@@ -248,7 +249,7 @@ class Halves(nn.Module):
         return self.last(self.first(x) @ (self.left if left else self.right))
 
 
-@ranks(2, 3, 4)
+@ranks(3, exhaustive=(2, 4))
 def test_parameters_unused_on_some_ranks_train_like_plain(rank, world_size):
     pair = Pair(Halves, rank, world_size, unit_bytes=1 << 20)
     for step in range(4):
@@ -277,7 +278,7 @@ class Tail(nn.Module):
         return h * self.often * self.seldom if all_used else h * self.often
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_a_parameter_unused_on_one_rank_with_many_units_of_one_size_trains_like_plain(rank, world_size):
     pair = Pair(Tall, rank, world_size, unit_bytes=100)
     for step in range(4):
@@ -298,7 +299,7 @@ class Side(nn.Module):
         return self.c(h + side if use else h)
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_a_unit_whose_backward_runs_on_one_rank_only_trains_like_plain(rank, world_size):
     pair = Pair(Side, rank, world_size, unit_bytes=100)
     for step in range(4):
@@ -352,12 +353,12 @@ def _nest_custom():
     return Nest("custom")
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_a_dataclass_as_output_trains_like_plain(rank, world_size):
     train_both(_nest_dataclass, rank, world_size, unit_bytes=100)
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_a_custom_object_as_output_trains_like_plain(rank, world_size):
     train_both(_nest_custom, rank, world_size, unit_bytes=100)
 
@@ -384,7 +385,7 @@ class Router(nn.Module):
         return h * 2
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_an_auxiliary_loss_kept_on_self_trains_like_plain(rank, world_size):
     def run(model, x):
         out = model(x)
@@ -409,8 +410,8 @@ def _lora():
     return nn.Sequential(LoRA(5), LoRA(5), LoRA(5))
 
 
-@ranks(2, 3, 4)
-@pytest.mark.parametrize("unit_bytes", [100, 300, 1 << 20])
+@ranks(2, exhaustive=(3, 4))
+@pytest.mark.parametrize("unit_bytes", [100, 1 << 20, *exhaustive(300)])
 def test_lora_trains_like_plain(rank, world_size, unit_bytes):
     train_both(_lora, rank, world_size, unit_bytes=unit_bytes)
 
@@ -429,9 +430,9 @@ def _frozen_first():
     return nn.Sequential(FrozenFirst(), FrozenFirst(), FrozenFirst())
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-@pytest.mark.parametrize("unit_bytes", [100, 500, 1 << 20])
+@pytest.mark.parametrize("unit_bytes", [500, *exhaustive(100, 1 << 20)])
 def test_a_frozen_layer_first_in_a_unit_whose_input_needs_a_gradient_trains_like_plain(
     rank, world_size, strategy, unit_bytes
 ):
@@ -456,8 +457,8 @@ class Detached(nn.Module):
         return F.linear(self.b(h), self.a.weight.detach(), self.b.bias.detach()) + F.linear(h, self.b.weight.data)
 
 
-@ranks(2, 3)
-@pytest.mark.parametrize("unit_bytes", [100, 1 << 20])
+@ranks(2, exhaustive=(3,))
+@pytest.mark.parametrize("unit_bytes", [100, *exhaustive(1 << 20)])
 def test_linear_with_a_detached_weight_trains_like_plain(rank, world_size, unit_bytes):
     train_both(Detached, rank, world_size, unit_bytes=unit_bytes)
 

@@ -9,11 +9,13 @@ import torch
 
 import torch_shard
 from tests.hf_models import NAMES, build
+from tests.marks import exhaustive, quick
 from tests.ranks import ranks
 
-pytestmark = pytest.mark.exhaustive  # minutes in all
-
 pytest.importorskip("transformers")
+
+# One decoder, one with an encoder, one without a causal mask, a mixture of experts, a state space model, one of images.
+QUICK = ["gpt2", "t5", "bert", "mixtral", "mamba", "vit"]
 
 # float32, and sums that run in another order.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
@@ -50,20 +52,20 @@ def one_step(name, rank, world_size, **choices):
     return engine
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick(NAMES, QUICK))
 @ranks(2)
 def test_a_transformers_model_trains_like_the_plain_one(rank, world_size, name):
     one_step(name, rank, world_size)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick(NAMES, ["t5"]))
 @ranks(2)
 def test_a_transformers_model_in_many_small_units(rank, world_size, name):
     engine = one_step(name, rank, world_size, unit_bytes=4096)
     assert len(engine.units) > 3
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "clip"])
+@pytest.mark.parametrize("name", ["gpt2", *exhaustive("t5", "clip")])
 @ranks(3)
 def test_a_transformers_model_on_three_ranks(rank, world_size, name):
     one_step(name, rank, world_size)
