@@ -9,8 +9,8 @@ of a backward. On a difference the ranks exchange their histories, and all of th
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from torch import nn
 from .collectives import Collectives
 from .errors import DivergenceError
 from .watch import Pending, caller_line
+
+if TYPE_CHECKING:
+    from .unit import Unit
 
 _HISTORY = 4096
 _SHOWN = 5  # operations in a message that has this rank's history only
@@ -109,24 +112,21 @@ class NoteLoad:
     when the next forward begins.
     """
 
-    def __init__(self, unit: Any, name: str) -> None:
+    def __init__(self, unit: Unit, name: str) -> None:
         self.unit, self.name = unit, name
 
     def __call__(self, module: nn.Module, keys: Any) -> None:
         agreement = self.unit.runtime.agreement
-        if agreement is not None:
+        # Inside engine.gathered one rank may load for all: the values are sent when it ends.
+        if agreement is not None and not self.unit.is_summoned:
             agreement.note(zlib.crc32(self.name.encode()), f"{_LOADS}{self.name or 'the root module'!r}")
 
 
-def note_loads(units: Iterable[Any]) -> None:
-    """Have loads into the modules that hold parameters of `units` noted."""
-    hooked: set[int] = set()
-    for unit in units:
-        for module, _, flat, index in unit.places:
-            if id(module) not in hooked:
-                hooked.add(id(module))
-                name = flat.layout.slots[index].name.rpartition(".")[0]
-                module.register_load_state_dict_post_hook(NoteLoad(unit, name))
+def note_loads(unit: Unit, modules: Mapping[str, nn.Module]) -> None:
+    """Have loads into `modules`, which hold parameters of `unit`, noted."""
+    for name, module in modules.items():
+        if not any(isinstance(hook, NoteLoad) for hook in module._load_state_dict_post_hooks.values()):
+            module.register_load_state_dict_post_hook(NoteLoad(unit, name))
 
 
 def forget_loads(root: nn.Module) -> None:

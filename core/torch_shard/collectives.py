@@ -250,7 +250,7 @@ class Reduction:
 
 
 def connect(group: Any, device: torch.device, *, shard: bool, timeout: float, single_communicator: bool) -> Collectives:
-    """Collective over `group` at its first use. `group` None: one rank alone, no process group at all."""
+    """Collective over `group`. `group` None: one rank alone, no process group at all."""
     if group is None or dist.get_world_size(group) == 1:
         watch = Watch(0, 1, [0], timeout, "")
         return Collectives(device, 1, 0, 1, 0, watch, SingleComm())
@@ -258,7 +258,7 @@ def connect(group: Any, device: torch.device, *, shard: bool, timeout: float, si
     rank, world = dist.get_rank(group), len(ranks)
     groups = groups_for(group, single_communicator, timeout)
     groups.forget_ended()
-    watch = Watch(rank, world, ranks, timeout, f"torch_shard/{groups.control.group_name}")
+    watch = Watch(rank, world, ranks, timeout, groups.key)
     channels = {n: Channel(n, groups) for n in ("gather", "reduce", "scalar", "control")}
     watch.channels = channels
     backend = dist.get_backend(group)

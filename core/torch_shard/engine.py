@@ -325,18 +325,22 @@ def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = No
         The handle. The model keeps its class, its parameter objects, and their names, shapes, dtypes and strides.
 
     Raises:
-        ConfigError: an unknown setting, or one that fits nothing in the model.
+        ConfigError: an unknown setting, one that fits nothing in the model, or one that differs between the ranks.
         UnavailableError: no ``torch.distributed``, or no process group in a launched program.
         SetupError: a parameter that can't be sharded, or ranks with different models. On all ranks; nothing has
             changed then, unless a parameter on meta is left uninitialised.
     """
-    config = config or ShardConfig()
+    from .errors import ConfigError
+
+    if config is None:
+        config = ShardConfig()
+    elif not isinstance(config, ShardConfig):
+        hint = "; pass its entries as keywords, shard(model, **config)" if isinstance(config, dict) else ""
+        raise ConfigError(f"config must be a ShardConfig, not {type(config).__name__}{hint}.")
     if overrides:
         known = {f.name for f in dataclasses.fields(ShardConfig)}
         unknown = sorted(set(overrides) - known)
         if unknown:
-            from .errors import ConfigError
-
             raise ConfigError(f"{unknown[0]}: no such setting; ShardConfig has {', '.join(sorted(known))}.")
         config = dataclasses.replace(config, **overrides)
     runtime, plan = setup.build(model, config, mesh)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .agreement import NoteLoad
 from .errors import StateDictError, UnitStateError
 from .flat_buffer import FlatBuffer
 from .runtime import Runtime
@@ -121,7 +122,8 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
     try:
         _refuse_inside(runtime, what)
         missing, unexpected, problems = _rehearse(model, state_dict)
-        error = _describe(runtime, what, missing if strict else [], unexpected if strict else [], problems)
+        hint = " Pass strict=False to accept missing and unexpected entries."
+        error = _describe(runtime, what, missing if strict else [], unexpected if strict else [], problems, hint)
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     kinds = [(k, isinstance(v, ShardTensor)) for k, v in state_dict.items()] if error is None else None
@@ -151,7 +153,7 @@ def _fits(runtime: Runtime, value: ShardTensor) -> bool:
 
 
 def _describe(
-    runtime: Runtime, what: str, missing: list[str], unexpected: list[str], problems: list[str]
+    runtime: Runtime, what: str, missing: list[str], unexpected: list[str], problems: list[str], hint: str = ""
 ) -> StateDictError | None:
     lines = []
     if missing:
@@ -161,7 +163,7 @@ def _describe(
     lines += problems
     if not lines:
         return None
-    hint = " Pass strict=False to accept missing and unexpected entries." if missing or unexpected else ""
+    hint = hint if missing or unexpected else ""
     return StateDictError(
         f"rank {runtime.collectives.world_rank}: {what}: the state dict does not fit, and nothing was loaded.{hint}\n  "
         + "\n  ".join(lines)
@@ -191,7 +193,8 @@ def _rehearse(model: nn.Module, given: Mapping[str, Any]) -> tuple[list[str], li
             # Such hooks may forgive a missing key; they need not run where there is none.
             keys = nn.modules.module._IncompatibleKeys(missing, unexpected)
             for hook in module._load_state_dict_post_hooks.values():
-                hook(module, keys)
+                if not isinstance(hook, NoteLoad):  # nothing is loaded
+                    hook(module, keys)
 
     kept: list[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
     try:
@@ -268,7 +271,7 @@ def optim_state_dict(
 
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: torch's own optimizer state dict
-        with names in place of numbers.
+        with names in place of numbers; a parameter without state has an empty entry where others have some.
     """
     what = "engine.optim_state_dict"
     error: Exception | None = None
@@ -312,6 +315,11 @@ def optim_state_dict(
         state[name][entry] = value.full_tensor().cpu()
     if not wanted:
         return {}
+    if state:
+        # torch leaves out what has no state, an unused parameter for example. Here it is said, so that loading can tell
+        # it from a name that got lost.
+        for p in numbers:
+            state.setdefault(names[id(p)], {})
     for entries in state.values():
         for entry, value in entries.items():
             if isinstance(value, torch.Tensor) and value.device.type != "cpu":
@@ -358,7 +366,7 @@ def load_by_name(optimizer: torch.optim.Optimizer, names: Mapping[int, str], sta
         groups.append({**saved, "params": list(range(number, number + count))})
         for p in group["params"]:
             entries = state_dict["state"].get(names[id(p)])
-            if entries is not None:
+            if entries:
                 state[number] = {key: _loaded(p, key, value) for key, value in entries.items()}
             number += 1
         if "param_names" in saved:
@@ -398,6 +406,13 @@ def _compare(
             unexpected += [f"{n} (in group {number})" for n in saved["params"] if n not in set(live)]
     by_name = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     listed = {n for saved in saved_groups for n in saved["params"]}
+    lost = [n for n, p in by_name.items() if p.requires_grad and n in listed and n not in given["state"]]
+    if lost and given["state"]:
+        missing += [f"{n} (state)" for n in lost]
+        problems.append(
+            f"the other parameters have state; for one that has none to load, such as one that was never used, give an "
+            f'empty entry: state_dict["state"][{lost[0]!r}] = {{}}'
+        )
     for name, entries in given["state"].items():
         param = by_name.get(name)
         if param is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import json
 import time
 import weakref
 from dataclasses import dataclass, field
@@ -11,8 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import MissingRankError
-from .watch import caller_line
+from .errors import ConfigError, MissingRankError
+from .watch import caller_line, default_store
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """Why a rank will issue no further collective in some groups."""
+
+    rank: int
+    kind: str  # the name of the error's class
+    text: str
 
 
 @dataclass(eq=False)
@@ -23,7 +34,9 @@ class Groups:
     reduce: Any
     scalar: Any
     control: Any
+    key: str = ""  # in the default store: where the ranks say what they can't say in a collective; "": no other rank exists
     broken: str = ""  # why no further collective may be issued
+    exchanges: int = 0  # see Watch.exchange
     # Works nobody has waited for, and the buffer each may still write to: an engine may be dropped before they end.
     written: dict[Any, torch.Tensor] = field(default_factory=dict)
     unfinished: dict[str, Any] = field(default_factory=dict)  # by channel: the latest work nobody has waited for
@@ -31,6 +44,28 @@ class Groups:
     def __post_init__(self) -> None:
         # Runs when the groups go, or at exit.
         weakref.finalize(self, _keep_unfinished, vars(self).copy())
+
+    def give_up(self, rank: int, error: Exception) -> None:
+        """No further collective may be issued: one was left without its partner. The other ranks can read it."""
+        self.broken = str(error)
+        if self.key:
+            with contextlib.suppress(RuntimeError):  # the store may be gone with its rank
+                said = json.dumps([rank, type(error).__name__, str(error)])
+                default_store().compare_set(f"{self.key}/given_up", "", said)  # the first reason counts
+
+    def given_up(self) -> GivenUp | None:
+        """The first rank that gave up, and why."""
+        if self.key:
+            with contextlib.suppress(RuntimeError):
+                store, key = default_store(), f"{self.key}/given_up"
+                if store.check([key]):
+                    return GivenUp(*json.loads(store.get(key)))
+        return None
+
+    def is_usable(self) -> bool:
+        """Whether this rank could go on with them. A program may have destroyed groups it did not make."""
+        alive = dist.distributed_c10d._world.pg_map
+        return not self.broken and all(g in alive for g in (self.gather, self.reduce, self.scalar, self.control))
 
     def forget_ended(self) -> None:
         """Let go of the buffers of works that have ended without anybody waiting for them."""
@@ -51,42 +86,106 @@ def _keep_unfinished(groups: dict[str, Any]) -> None:
 
 
 # Communicators cost memory and set-up time, and a program may shard many models over one group. The user's group object
-# is the key and the entry dies with it, so this is a cache that no behaviour depends on.
-_groups: weakref.WeakKeyDictionary[Any, Groups] = weakref.WeakKeyDictionary()
+# is the key and the entry dies with it, so this is a cache that no behaviour depends on; below it by
+# `single_communicator`.
+_groups: weakref.WeakKeyDictionary[Any, dict[bool, Groups]] = weakref.WeakKeyDictionary()
 
 
-def _meet(group: Any, ranks: list[int], timeout: float) -> str:
-    """Wait for every rank: `new_group` alone would wait for the group's own timeout, half an hour by default.
+def _meet(group: Any, ranks: list[int], single: bool, usable: bool, timeout: float) -> str:
+    """Wait for every rank, and decide with them whether new process groups are made. Collective.
 
-    Returns the key under which the caller counts the groups it has made: a retry must not take a rank's earlier arrival
-    for a new one.
+    `new_group` alone would wait for the group's own timeout, half an hour by default; and one rank may have to replace
+    groups (it gave up a collective, or destroyed them) that are as good as new on another.
+
+    Ranks meet in numbered rounds. Each counts its own, so a retry never takes an earlier arrival for a new one, and a
+    round ends in one verdict: the rank that comes last keeps the groups or renews them, a rank whose time is up ends
+    it for all. Who comes to a round that has ended without it goes on to the next. Three small keys remain of each.
+
+    Returns:
+        The key of the round if new groups are to be made, "" if the present ones stay.
     """
-    if dist.get_backend(group) == "fake":  # no other rank exists
-        return ""
-    store = dist.distributed_c10d._get_default_store()  # no public accessor exists (torch 2.11 to 2.13)
-    name, rank = f"torch_shard/meet/{group.group_name}", dist.get_rank()
-    made = f"{name}/made/{rank}"
-    arrived = f"{name}/{store.add(made, 0)}"
-    store.set(f"{arrived}/{rank}", "here")
+    try:
+        return _verdict(group, ranks, single, usable, timeout)
+    except MissingRankError:
+        raise
+    except RuntimeError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise MissingRankError(
+            f"rank {dist.get_rank()}: shard() at {caller_line()} can't reach the store through which the ranks meet; the rank "
+            f"that serves it has probably died, see its log. ({error})"
+        ) from error
+
+
+def _verdict(group: Any, ranks: list[int], single: bool, usable: bool, timeout: float) -> str:
+    store, rank = default_store(), dist.get_rank()
+    # Disjoint groups may share a name.
+    name = f"torch_shard/meet/{group.group_name}/{ranks[0]}"
     deadline = time.monotonic() + timeout
-    while missing := [r for r in ranks if not store.check([f"{arrived}/{r}"])]:
-        if time.monotonic() > deadline:
-            store.delete_key(f"{arrived}/{rank}")
-            raise MissingRankError(
-                f"rank {rank} waited {timeout:g} s in shard() at {caller_line()} for ranks {missing}. It is collective: call it "
-                "on every rank, with the same settings, and see whether it failed there."
-            )
-        time.sleep(0.005)
-    return made
+    late = True
+    while late:
+        number = store.add(f"{name}/{rank}", 1)
+        here = f"{name}/round {number}"
+        if single:
+            store.set(f"{here}/single/{rank}", "yes")
+            store.add(f"{here}/single", 1)
+        if not usable:
+            store.add(f"{here}/renew", 1)
+        late = False
+        if store.add(f"{here}/here", 1) == len(ranks):
+            singles = store.add(f"{here}/single", 0)
+            said = "keep" if store.add(f"{here}/renew", 0) == 0 else "renew"
+            verdict = _decide(store, here, said if singles in (0, len(ranks)) else "differ")
+            late = verdict == "apart"
+        else:
+            late = store.check([f"{here}/verdict"]) and store.get(f"{here}/verdict") == b"apart"
+            verdict = "" if late else _wait_for_verdict(store, here, deadline)
+    if verdict == "apart":
+        missing = [r for r in ranks if store.add(f"{name}/{r}", 0) < number]
+        raise MissingRankError(
+            f"rank {rank} waited {timeout:g} s in shard() at {caller_line()} for ranks {missing}. It is collective: call it "
+            "on every rank, with the same settings, and see whether it failed there."
+        )
+    if verdict == "differ":
+        having = [r for r in ranks if store.check([f"{here}/single/{r}"])]
+        without = [r for r in ranks if r not in having]
+        raise ConfigError(
+            f"single_communicator: ranks {having} have True and ranks {without} have False; pass the same on all ranks."
+        )
+    return here if verdict == "renew" else ""
+
+
+def _decide(store: Any, here: str, verdict: str) -> str:
+    """The verdict of a round: the first one counts."""
+    return str(store.compare_set(f"{here}/verdict", "", verdict).decode())
+
+
+def _wait_for_verdict(store: Any, here: str, deadline: float) -> str:
+    pause = 0.0005
+    try:
+        while not store.check([f"{here}/verdict"]):
+            if time.monotonic() > deadline:
+                return _decide(store, here, "apart")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+    except BaseException:  # an interrupt: nobody may go on as if this rank were here
+        with contextlib.suppress(RuntimeError):
+            _decide(store, here, "apart")
+        raise
+    return str(store.get(f"{here}/verdict").decode())
 
 
 def groups_for(group: Any, single_communicator: bool, timeout: float) -> Groups:
-    """Collective over `group` at its first use."""
-    key = group
-    found = _groups.get(key)
-    alive = dist.distributed_c10d._world.pg_map  # a program may have destroyed groups it did not make
-    if found is None or found.broken or any(g not in alive for g in (found.gather, found.scalar, found.control)):
-        ranks = dist.get_process_group_ranks(group)
+    """The process groups over the ranks of `group`. Collective."""
+    kept = _groups.setdefault(group, {})
+    found = kept.get(single_communicator)
+    usable = found is not None and found.is_usable()
+    ranks = dist.get_process_group_ranks(group)
+    key = ""
+    if dist.get_backend(group) != "fake":  # there no other rank exists
+        key = _meet(group, ranks, single_communicator, usable, timeout)
+        usable = not key
+    if found is None or not usable:
 
         def new() -> Any:
             return dist.new_group(ranks, use_local_synchronization=len(ranks) != dist.get_world_size())
@@ -94,10 +193,7 @@ def groups_for(group: Any, single_communicator: bool, timeout: float) -> Groups:
         # One NCCL communicator serialises its collectives even on different streams, hence one each for gathers and
         # reductions; `single_communicator` is the fallback where two cannot be had. The user's own group is left alone:
         # a gather that stays without its partner must not make it unusable.
-        made = _meet(group, ranks, timeout)
         gather = new()
-        found = Groups(gather=gather, reduce=gather if single_communicator else new(), scalar=new(), control=new())
-        _groups[key] = found
-        if made:
-            dist.distributed_c10d._get_default_store().add(made, 1)
+        reduce = gather if single_communicator else new()
+        found = kept[single_communicator] = Groups(gather, reduce, scalar=new(), control=new(), key=key)
     return found

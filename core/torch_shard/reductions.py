@@ -8,7 +8,7 @@ rank too.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,8 +32,8 @@ _NO_PAUSE_FOR = 100  # backwards without a pause after one that was in vain
 class Reductions:
     """Those of one engine."""
 
-    def __init__(self, collectives: Collectives) -> None:
-        self.collectives = collectives
+    def __init__(self, collectives: Collectives, issued: Callable[[str, Unit], None]) -> None:
+        self.collectives, self._issued = collectives, issued
         self._order: list[Unit] = []
         self._in_flight: list[tuple[FlatBuffer, Reduction]] = []
         self._no_pause = 0
@@ -52,6 +52,7 @@ class Reductions:
 
     def _issue(self, unit: Unit) -> None:
         unit.rounds += 1
+        self._issued("reduce", unit)
         for flat in unit.flats:
             if not _wants(flat):
                 continue

@@ -35,6 +35,7 @@ from .order import BACKWARD, EVALUATION, FORWARD, PHASES, Event, GatherOrder
 from .outputs import own_memory, tensors_in
 from .reductions import PAUSE, Reductions
 from .registrations import Registrations
+from .together import over
 from .unit import State, Unit
 from .use import Use, graph_task, sequence_number
 
@@ -66,7 +67,10 @@ class Runtime:
         self.end: weakref.ref[_EndOfBackward] | None = None
         self.tasks: set[int] = set()
         self.syncing = True
-        self.reductions = Reductions(collectives)
+        self.reductions = Reductions(collectives, self.note_issued)
+        channel = collectives.gather_channel
+        self.together = over(channel.groups) if channel is not None else None
+        self.number = 0  # among the engines over these groups
         self.checked = False  # held gradients were looked at before the running backward
         self.double_backward = False  # a graph of gradients exists that reads gathered values
         self.creating = False  # the running backward makes one
@@ -238,6 +242,8 @@ class Runtime:
         if self.session or self.collectives.world == 1:
             return
         self.session = self.fresh = True
+        if self.together is not None and not self.number:
+            self.number = self.together.number()
         assert self.agreement is not None
         code = 1 + (1 if torch.is_grad_enabled() else 0)
         self.agreement.note(code, "begins a " + PHASES[0 if torch.is_grad_enabled() else 1])
@@ -399,6 +405,8 @@ class Runtime:
         self.double_backward |= self.creating
         self.syncing = self.forward_sync
         self.reductions.begin(self.forward_order.values())
+        if self.together is not None:
+            self.together.begin(self)
         end = _EndOfBackward(self)
         self.end = weakref.ref(end, lambda _: self._abandon())
         torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -455,6 +463,7 @@ class Runtime:
                 for unit in self.units:
                     for flat in unit.flats:
                         flat.show_held()
+            self._compare_order()
         except BaseException:
             self._abandon()
             raise
@@ -472,8 +481,22 @@ class Runtime:
             if not self.depth:
                 self.session = False
 
+    def note_issued(self, kind: str, unit: Unit) -> None:
+        if self.together is not None:
+            self.together.note(kind, self.number, unit.index)
+
+    def _compare_order(self) -> None:
+        """Where the backward ran through several engines: were their collectives in one order?"""
+        issued = self.together.end(self) if self.together is not None else None
+        if issued is not None:
+            assert self.agreement is not None
+            self.agreement.note(issued, f"has mixed the collectives of several models in the order {issued:x}")
+            self.agreement.check("the end of a backward through several models")
+
     def _abandon(self) -> None:
         """Backward ended with an exception: leave the engine as it was before it."""
+        if self.together is not None:
+            self.together.end(self)
         self.end, self.tasks = None, set()
         self.reductions.abandon()
         self.double_backward = False

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import weakref
+import zlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from .agreement import note_loads
 from .buffers import BufferSync, broadcast_coalesced
 from .collectives import Collectives, connect
 from .config import ShardConfig
-from .errors import SetupError, ShardError, UnavailableError
+from .errors import ConfigError, SetupError, ShardError, UnavailableError
 from .flat_buffer import FlatBuffer, gaps
 from .hooks import register
 from .layout import FlatLayout, ParamMeta
@@ -151,21 +153,29 @@ def _drop_derived(model: nn.Module) -> None:
                 module.__dict__[name] = kept.detach()
 
 
-def agree(c: Collectives, model: nn.Module, plan: Plan | None, error: Exception | None) -> None:
-    """Collective. Every rank raises if one failed or if the models differ; the message names the first difference."""
+def agree(
+    c: Collectives, model: nn.Module, plan: Plan | None, error: Exception | None, config: ShardConfig | None = None
+) -> None:
+    """Collective. Every rank raises if one failed or if the models differ; the message names the first difference.
+
+    With `config` the settings must be equal, too.
+    """
     if c.world == 1:
         if error is not None:
             raise error
         return
     channel = c.control_channel
     assert channel is not None
+    what = "the set-up of a sharded model (shard)"
+    equal = [] if config is None else [f"{field} is {getattr(config, field)!r}" for field in _EQUAL]
     digest = plan.digest() if plan is not None else 0
+    digest ^= zlib.crc32("\n".join(equal).encode())
     head = list(digest.to_bytes(8, "little"))
     vector = torch.tensor([*head, *(255 - b for b in head), 1 if error is not None else 0], dtype=torch.uint8)
     vector = vector.to(c.device) if not c.gloo else vector
     channel.issued += 1
     work = dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=channel.group, async_op=True)
-    Pending(c.watch, channel, channel.issued, "the set-up of a sharded model (shard)", work).wait()
+    Pending(c.watch, channel, channel.issued, what, work).wait()
     answer = vector.tolist()
     failed = bool(answer[16])
     differs = any(a + b != 255 for a, b in zip(answer[:8], answer[8:16], strict=True))
@@ -177,35 +187,67 @@ def agree(c: Collectives, model: nn.Module, plan: Plan | None, error: Exception 
         for name, p in model.named_parameters()
         if not nn.parameter.is_lazy(p)
     ]
+    if config is not None:
+        lines += [f"units={_shown(config.units, model)}", f"ignore={_shown(config.ignore, model)}"]
     mine = (
         None if error is None else f"{type(error).__name__}: {error}",
+        equal,
         lines + (plan.lines() if plan is not None else []),
     )
-    everyone: list[Any] = [None] * c.world
-    dist.all_gather_object(everyone, mine, group=channel.group)
+    everyone = c.watch.exchange(what, mine, listen=error is None)
     if error is not None:
         raise error
     if failed:
-        said = "; ".join(f"rank {r}: {e}" for r, (e, _) in enumerate(everyone) if e is not None)
+        said = "; ".join(f"rank {r}: {e}" for r, (e, *_) in enumerate(everyone) if e is not None)
         raise SetupError(f"sharding failed on another rank: {said}")
-    first = everyone[0][1]
-    for rank, (_, lines) in enumerate(everyone):
+    for field, *values in zip(_EQUAL, *(settings for _, settings, _ in everyone), strict=False):
+        if len(set(values)) > 1:
+            said = "; ".join(f"on rank {rank} {value}" for rank, value in enumerate(values))
+            raise ConfigError(f"{field} differs between the ranks: {said}. Pass equal settings to shard() on every rank.")
+    first = everyone[0][2]
+    for rank, (*_, lines) in enumerate(everyone):
         if lines == first:
             continue
         for at in range(max(len(first), len(lines))):
             a = first[at] if at < len(first) else "nothing"
             b = lines[at] if at < len(lines) else "nothing"
             if a != b:
+                field = next((f for f in ("units", "ignore") if a.startswith(f"{f}=") and b.startswith(f"{f}=")), None)
+                if field is not None:
+                    raise ConfigError(
+                        f"{field} differs between the ranks: rank 0 has {a}; rank {rank} has {b}. Pass equal settings to "
+                        "shard() on every rank."
+                    )
                 raise SetupError(
                     f"the ranks hold different models; the first difference: rank 0 has {a}; rank {rank} has {b}. "
                     "Build the same model on every rank."
                 )
 
 
+# Settings that decide which collectives a rank issues. `units` and `ignore` count by the plan that follows from them;
+# single_communicator is compared where the ranks meet; timeout, debug and init_fn are a rank's own affair.
+_EQUAL = ("strategy", "unit_bytes", "prefetch", "sync_module_states", "broadcast_buffers")
+
+
+def _shown(setting: Any, model: nn.Module) -> str:
+    """`units` or `ignore` in words that are equal on ranks with equal settings: no addresses, no values."""
+    if setting is None or isinstance(setting, str):
+        return repr(setting)
+    if isinstance(setting, (tuple, list)):
+        return "[" + ", ".join(_shown(entry, model) for entry in setting) + "]"
+    if isinstance(setting, nn.Module):
+        return next((f"module {n!r}" for n, m in model.named_modules() if m is setting), "a module of another model")
+    if isinstance(setting, nn.Parameter):
+        return next((f"parameter {n!r}" for n, p in model.named_parameters() if p is setting), "an unknown parameter")
+    return str(getattr(setting, "__qualname__", type(setting).__qualname__))
+
+
 def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Plan]:
     """Shard `model` in place. Collective."""
     from .engine import engine_of
 
+    if not isinstance(model, nn.Module):
+        raise SetupError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     group, device = resolve_mesh(mesh, model)
     c = connect(
         group,
@@ -224,7 +266,7 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
         layouts = [_layouts(unit, c.size) for unit in plan.units]
     except Exception as problem:  # every rank must hear of it before it is raised
         error = problem
-    agree(c, model, plan, error)
+    agree(c, model, plan, error, config)
     assert plan is not None
     runtime = Runtime(config, c)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -262,6 +304,8 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
     runtime.ready()
     runtime.registrations.ignored = frozenset(plan.ignored)
     register(model, runtime, runtime.units)
+    for unit, unit_plan in zip(runtime.units, plan.units, strict=True):
+        note_loads(unit, {name: modules[name] for info in unit_plan.params for name, _ in info.owners})
     logger.info("sharded %d parameters in %d units over %d ranks", len(plan.params), len(plan.units), c.size)
     return runtime, plan
 

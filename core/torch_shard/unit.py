@@ -122,6 +122,7 @@ class Unit:
         if self.state is not State.SHARDED:
             return
         c = self.collectives
+        self.runtime.note_issued("gather", self)
         if c.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UnitStateError(
                 f"rank {c.world_rank}: unit {self.name!r} is gathered during the capture of a CUDA graph, which would read freed "
