@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,20 +22,14 @@ from torch_shard.log import logger
 
 from . import checkpoint as _checkpoint
 from . import precision as _precision
-from ._private import Private, asked_weights_only, run_as_forward
+from ._private import run_as_forward
 from .memory import fits_on_every_rank
-
-if TYPE_CHECKING:
-    _Base: TypeAlias = Any
-else:
-    _Base = object
+from .ranks import LauncherMixin, RanksMixin, StartMethod
 
 __all__ = ["LauncherMixin", "StartMethod", "TrainerStrategyMixin"]
 
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
-
-class TrainerStrategyMixin(_Base):  # type: ignore[misc]
+class TrainerStrategyMixin(RanksMixin):
     """Trains with parameters, gradients and optimizer state sharded over the ranks; otherwise as DDP does.
 
     Args:
@@ -61,9 +55,7 @@ class TrainerStrategyMixin(_Base):  # type: ignore[misc]
         ConfigError: a setting is unknown or has a bad value.
     """
 
-    _private: Private
     model: Any
-    _launchers: tuple[Any, Any]  # for popen; for the start methods of multiprocessing
 
     def __init__(
         self,
@@ -123,75 +115,7 @@ class TrainerStrategyMixin(_Base):  # type: ignore[misc]
             plugin = _precision.with_sharded_clipping(plugin, self)
         self._precision_plugin = plugin
 
-    @property
-    def root_device(self) -> torch.device:
-        """The device of this rank."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        """Machines that take part."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this machine."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def is_distributed(self) -> bool:
-        """True. The Trainer asks this of unknown strategies before it shards a sampler or reduces a log."""
-        return True
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """What the Trainer gives to its DistributedSampler."""
-        # The base class counts the devices of this machine only.
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """The backend of the process group: as given, else the device's own."""
-        return self._process_group_backend
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment, and Lightning's rank-zero functions, who this process is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        # The setters may be no-ops; the getter is right in any case.
-        for rank_zero_only in self._private.rank_zero_only:
-            rank_zero_only.rank = self.global_rank
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        by_script, by_multiprocessing = self._launchers
-        if self._start_method == "popen":
-            self._launcher = by_script(self.cluster_environment, self.num_processes, self.num_nodes)
-        else:
-            self._launcher = by_multiprocessing(self, start_method=self._start_method)
-
     # -- a run begins -------------------------------------------------------------------------------------------------
-    def setup_environment(self) -> None:
-        """Choose the device and join the process group."""
-        super().setup_environment()
-        self._private.reset_seed()
-        self.set_world_ranks()
-        assert self.cluster_environment is not None
-        device = self.root_device
-        self._process_group_backend = self._process_group_backend or self._private.default_backend_for_device(device)
-        self._private.init_dist_connection(
-            self.cluster_environment,
-            self._process_group_backend,
-            timeout=self._timeout,
-            device_id=device if device.type != "cpu" else None,
-        )
-
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Where ``configure_model`` and ``Trainer.init_module`` create tensors: the CPU; with `empty_init` meta."""
@@ -345,30 +269,6 @@ class TrainerStrategyMixin(_Base):  # type: ignore[misc]
         with engine.no_sync() if engine is not None and self._defer_gradient_sync else contextlib.nullcontext():
             yield
 
-    # -- talking to the other ranks -----------------------------------------------------------------------------------
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Send a picklable object from one rank to all. Collective."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src, group=dist.group.WORLD)
-        return objects[0]
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks; anything else is returned as it is. Collective."""
-        if isinstance(tensor, torch.Tensor):
-            return self._private.sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-        return tensor
-
     # -- a checkpoint is written --------------------------------------------------------------------------------------
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole state dict on rank 0; on the other ranks the same entries without memory. Collective."""
@@ -415,21 +315,35 @@ class TrainerStrategyMixin(_Base):  # type: ignore[misc]
         engine = self.engine_or_none
         if engine is not None and not self._failed and self._wants_plain(engine):
             self._unshard(engine)
-            engine = self.engine_or_none
-        if engine is None:
-            if self._layers_synced and self._layer_sync is not None and self.model is not None:
-                self.model = self._layer_sync.revert(self.model)
-                self._layers_synced = False
-            self._private.optimizers_to_device(self.optimizers, torch.device("cpu"))
-            if self.lightning_module is not None:
-                self.lightning_module.cpu()
+        if self.engine_or_none is None:
+            with self._cleaning_up():
+                self._revert_layers()
+            with self._cleaning_up():
+                self._private.optimizers_to_device(self.optimizers, torch.device("cpu"))
+            with self._cleaning_up():
+                if self.lightning_module is not None:
+                    self.lightning_module.cpu()
         # Not super().teardown(): it moves parameters off their device whatever they are.
-        assert self.cluster_environment is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        assert self.accelerator is not None
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            with self._cleaning_up():
+                assert part is not None
+                part.teardown()
+
+    @contextlib.contextmanager
+    def _cleaning_up(self) -> Iterator[None]:
+        """A part of teardown. After a failed run it must not hide why the run failed: set-up may have left parameters
+        without memory, or only some of them sharded, and those can't be moved."""
+        try:
+            yield
+        except Exception as error:
+            if not self._failed:
+                raise
+            logger.warning("a part of the failed run's teardown failed, too: %s: %s", type(error).__name__, error)
+
+    def _revert_layers(self) -> None:
+        if self._layers_synced and self._layer_sync is not None and self.model is not None:
+            self._layers_synced = False
+            self.model = self._layer_sync.revert(self.model)
 
     def _wants_plain(self, engine: Engine) -> bool:
         if self._start_method != "popen":
@@ -486,16 +400,6 @@ class TrainerStrategyMixin(_Base):  # type: ignore[misc]
     def config(self) -> ShardConfig:
         """What the model is sharded with."""
         return self._config
-
-
-class LauncherMixin(_Base):  # type: ignore[misc]
-    """Reads the user's ``weights_only`` off the call, which the Trainer does not hand to strategies like this one."""
-
-    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Start the ranks and run `function` on each."""
-        if trainer is not None:
-            trainer.strategy._weights_only_asked = asked_weights_only(function, args, kwargs)
-        return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
 def _same_config(a: ShardConfig, b: ShardConfig) -> bool:

@@ -12,13 +12,14 @@ included, runs in each rank process, where ``torch.distributed`` is initialised:
         assert t.item() == 3.0
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @ranks(1, 2, 4, timeout=20)                    # one test for each number of ranks
+    @ranks(1, 2, exhaustive=(4,), timeout=20)      # one test for each number of ranks
     def test_something(rank, device, dtype, tmp_path): ...
 
 ``rank`` and ``world_size`` are filled in where the body names them. All other arguments are
 pytest's: parameters and fixtures that can be pickled (``tmp_path`` is then one folder shared by
 the ranks). Put ``parametrize`` and marks above or below ``ranks`` as you like. A body that takes
-``device`` runs once per device (see conftest.py) and gets a ``torch.device``.
+``device`` runs once per device (see conftest.py) and gets a ``torch.device``. Numbers of ranks that
+are given as ``exhaustive`` only run in ``make test-all``.
 Test classes and functions defined inside functions do not work: ranks import the body by name.
 
 **A function on every rank, from an ordinary test.** ``run`` returns what each rank returned::
@@ -43,16 +44,15 @@ the pool checks that the default group still works, and fails the test if it doe
 :class:`RankFailure` (``.rank``, ``.kind`` = name of the exception class). Ranks that hang are shown
 with the stack of each of their threads. ``pytest.skip`` in a body skips the test. After a failure,
 a timeout or a dead rank, the processes are replaced before the next test.
+
+This file is what runs in the test process; what runs in the ranks is in rank_process.py.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import functools
-import gc
-import importlib
 import inspect
 import multiprocessing
 import os
@@ -63,24 +63,21 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable, Container, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-START_TIMEOUT = 120.0  # seconds until processes and process group exist, on a busy machine
+from tests.rank_process import START_TIMEOUT, Job, Outcome, call_body, serve
+
 GRACE = 3.0  # seconds that the other ranks get to end by themselves once one has failed
 OUTPUT_SHOWN = 4000  # characters of a failing rank's output
-PRELOAD = ("torch", "torch.distributed", "pytest")
-"""Modules that the fork server imports once, for all rank processes."""
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "pytest")
+"""Modules that the fork server imports once, for all rank processes. (The first step of any optimizer imports dynamo.)"""
 PRELOAD_IF_USED = ("torch_shard", "lightning.pytorch", "pytorch_lightning", "transformers")
 """The same, for those that this process has imported too (test modules were collected by then)."""
 
@@ -92,193 +89,6 @@ class RankFailure(AssertionError):
         super().__init__(message)
         self.rank = rank
         self.kind = kind
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What a rank reports about a job: a pickled result, or why there is none."""
-
-    kind: str  # "done", "skipped", "died", "hung", or the name of the exception's class
-    text: str = ""
-    result: bytes = b""
-
-    @property
-    def failed(self) -> bool:
-        return self.kind not in ("done", "skipped")
-
-
-@dataclass(frozen=True)
-class _Job:
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    check_group: bool
-
-
-# ------------------------------------------------------------------ in the rank processes
-
-
-def _serve(rank: int, world_size: int, backend: str, port: int, timeout: float, folder: str, link: Connection) -> None:
-    """Main function of a rank process: joins the process group, then runs jobs until told to stop."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process decides when to stop
-    log = open(Path(folder, f"{rank}.log"), "wb", buffering=0)  # noqa: SIM115 - lives as long as this process
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    faulthandler.enable(sys.stderr)
-    stacks = open(Path(folder, f"{rank}.stacks"), "w")  # noqa: SIM115
-    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        GROUP_RANK="0",
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_RUN_ID="tests",
-        TORCHELASTIC_USE_AGENT_STORE="True",  # port is served by the test process
-    )
-    torch.set_num_threads(1)
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=START_TIMEOUT))
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
-            store=dist.PrefixStore("pool", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
-        )
-        _rewrite_asserts()
-        # What exists now lives as long as the process: the collection after each job skips it.
-        gc.collect()
-        gc.freeze()
-        link.send(_Outcome("done"))
-    except BaseException as error:
-        link.send(_report(error))
-        return
-    _serve_jobs(rank, world_size, link)
-    # Interpreter shutdown is skipped: nothing is left to save, and an engine that a failed job left
-    # behind could wait in it for partners that are gone.
-    with contextlib.suppress(Exception):
-        dist.destroy_process_group()
-    os._exit(0)
-
-
-def _serve_jobs(rank: int, world_size: int, link: Connection) -> None:
-    number = 0
-    while True:
-        try:
-            data = link.recv_bytes()
-        except EOFError:  # the test process is gone
-            return
-        if not data:
-            return
-        number += 1
-        # A body that opens a default group of its own must not meet the keys of an earlier one.
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
-        outcome = _run_job(data, rank, world_size, number)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        try:
-            link.send(outcome)
-        except (BrokenPipeError, ConnectionResetError):
-            return
-
-
-def _run_job(data: bytes, rank: int, world_size: int, number: int) -> _Outcome:
-    try:
-        job: _Job = pickle.loads(data)
-        torch.manual_seed(0)
-        result = job.function(rank, world_size, *job.args)
-        outcome = _Outcome("done", result=pickle.dumps(result))
-        del result
-        if job.check_group:
-            _check_group(number, world_size)
-    except pytest.skip.Exception as skip:
-        return _Outcome("skipped", str(skip))
-    except BaseException as error:
-        return _report(error)
-    try:
-        _clean_up()
-    except BaseException as error:
-        return _report(error)
-    return outcome
-
-
-def _check_group(number: int, world_size: int) -> None:
-    """Raise where the default group does not add as it should. Collective."""
-    total = torch.tensor([number])
-    try:
-        dist.all_reduce(total)
-    except Exception as error:
-        raise RuntimeError("the test left the default process group unusable") from error
-    if total.item() != number * world_size:
-        raise RuntimeError(
-            "the test left the ranks out of step in the default process group: "
-            f"a sum over ranks gave {total.item()}, not {number * world_size}"
-        )
-
-
-def _clean_up() -> None:
-    """Undo what a body may leave behind."""
-    sys.last_value = sys.last_traceback = None  # type: ignore[assignment]
-    gc.collect()
-    torch.set_default_dtype(torch.float32)
-    torch.set_grad_enabled(True)
-    if torch.are_deterministic_algorithms_enabled():  # the setter alone imports torch's compiler
-        torch.use_deterministic_algorithms(False)
-    default = dist.group.WORLD
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not default:
-            dist.destroy_process_group(group)
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-
-
-def _report(error: BaseException) -> _Outcome:
-    # The frames of this file are the same for every test.
-    tb: TracebackType | None = error.__traceback__
-    while tb is not None and tb.tb_frame.f_code.co_filename == __file__ and tb.tb_next is not None:
-        tb = tb.tb_next
-    text = "".join(traceback.TracebackException(type(error), error, tb).format())
-    return _Outcome(type(error).__name__, text)
-
-
-def _rewrite_asserts() -> None:
-    """Let asserts in test modules show their values, as in the test process."""
-    # Not public in pytest. Without it asserts only show their source, hence the silence.
-    with contextlib.suppress(Exception):
-        from _pytest.assertion import install_importhook
-        from _pytest.config import get_config
-
-        install_importhook(get_config()).mark_rewrite("tests")
-
-
-def _call_body(
-    rank: int, world_size: int, module: str, name: str, wanted: tuple[str, ...], kwargs: dict[str, Any]
-) -> None:
-    """Run the body of a test that is decorated with :func:`ranks`."""
-    body = getattr(importlib.import_module(module), name).rank_body
-    ours = {"rank": rank, "world_size": world_size}
-    kwargs.update({name: value for name, value in ours.items() if name in wanted})
-    if "device" in kwargs:
-        kwargs["device"] = _rank_device(kwargs["device"], rank)
-    body(**kwargs)
-
-
-def _rank_device(device: str, rank: int) -> torch.device:
-    if device != "cuda":
-        return torch.device(device)
-    index = rank % torch.cuda.device_count()  # ranks share a GPU where there are too few
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
-# ------------------------------------------------------------------ in the test process
 
 
 class _Pool:
@@ -297,7 +107,7 @@ class _Pool:
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
                 args = (rank, world_size, backend, self.store.port, group_timeout, self.folder, theirs)
-                process = context.Process(target=_serve, args=args, name=f"rank {rank}", daemon=True)
+                process = context.Process(target=serve, args=args, name=f"rank {rank}", daemon=True)
                 process.start()
                 theirs.close()  # else the end of the process would not show
                 self.links.append(ours)
@@ -308,7 +118,7 @@ class _Pool:
             self.close(kill=True)
             raise RuntimeError(f"rank processes did not start\n{message}")
 
-    def run(self, job: _Job, timeout: float, may_die: Container[int]) -> dict[int, _Outcome]:
+    def run(self, job: Job, timeout: float, may_die: Container[int]) -> dict[int, Outcome]:
         data = pickle.dumps(job)
         for file in Path(self.folder).glob("*.log"):
             os.truncate(file, 0)
@@ -318,9 +128,9 @@ class _Pool:
                 link.send_bytes(data)
         return self._collect(timeout, may_die)
 
-    def _collect(self, timeout: float, may_die: Container[int]) -> dict[int, _Outcome]:
+    def _collect(self, timeout: float, may_die: Container[int]) -> dict[int, Outcome]:
         """Return every rank's outcome, in the order in which they ended."""
-        outcomes: dict[int, _Outcome] = {}
+        outcomes: dict[int, Outcome] = {}
         waiting = dict(zip(self.links, range(self.world_size), strict=True))
         deadline = time.monotonic() + timeout
         reason = f"did not end within {timeout:g} s"
@@ -345,7 +155,7 @@ class _Pool:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)
         for rank in hung:
-            outcomes[rank] = _Outcome("hung", f"{reason}, in\n{self._stacks(rank)}")
+            outcomes[rank] = Outcome("hung", f"{reason}, in\n{self._stacks(rank)}")
         return outcomes
 
     def _stacks(self, rank: int) -> str:
@@ -358,17 +168,17 @@ class _Pool:
             text = self._read(rank, "stacks")
         return text
 
-    def _died(self, rank: int) -> _Outcome:
+    def _died(self, rank: int) -> Outcome:
         process = self.processes[rank]
         process.join(5)
         code = process.exitcode
         name = f" ({signal.Signals(-code).name})" if code is not None and code < 0 else ""
-        return _Outcome("died", f"ended its process with exit code {code}{name}\n")
+        return Outcome("died", f"ended its process with exit code {code}{name}\n")
 
     def _read(self, rank: int, what: str) -> str:
         return Path(self.folder, f"{rank}.{what}").read_text(errors="replace")
 
-    def _describe(self, outcomes: dict[int, _Outcome]) -> str:
+    def _describe(self, outcomes: dict[int, Outcome]) -> str:
         """Return the report on the failed ranks: the first to fail first."""
         parts: list[str] = []
         seen: dict[str, int] = {}
@@ -455,9 +265,9 @@ def run(
         pool = _Pool(world_size, backend, group_timeout or 120.0)
         if not fresh:
             _pools[key] = pool
-    outcomes: dict[int, _Outcome] = {}
+    outcomes: dict[int, Outcome] = {}
     try:
-        outcomes = pool.run(_Job(function, args, check_group=not fresh), timeout, may_die)
+        outcomes = pool.run(Job(function, args, check_group=not fresh), timeout, may_die)
         failures = {
             rank: outcome
             for rank, outcome in outcomes.items()
@@ -482,12 +292,16 @@ def run(
     ]
 
 
-def ranks(*world_sizes: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def ranks(
+    *world_sizes: int, exhaustive: Sequence[int] = (), **options: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test's body run on every rank, once for each of `world_sizes`.
 
-    `options` are those of :func:`run`; see the module's docstring.
+    On the numbers of ranks in `exhaustive` it only runs where the exhaustive tests do. `options` are those of
+    :func:`run`; see the module's docstring.
     """
-    if not world_sizes or not all(isinstance(size, int) and size > 0 for size in world_sizes):
+    sizes = (*world_sizes, *exhaustive)
+    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
         raise TypeError("ranks takes numbers of ranks, as in @ranks(2)")
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -498,15 +312,18 @@ def ranks(*world_sizes: int, **options: Any) -> Callable[[Callable[..., None]], 
         def test(**kwargs: Any) -> None:
             __tracebackhide__ = True
             world_size = kwargs.pop("world_size")
-            run(world_size, _call_body, body.__module__, body.__name__, wanted, kwargs, **options)
+            run(world_size, call_body, body.__module__, body.__name__, wanted, kwargs, **options)
 
         # What pytest sees: rank is ours; world_size is a parameter whether the body takes it or not.
         seen = [p for name, p in signature.parameters.items() if name not in ("rank", "world_size")]
         size = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
         test.__signature__ = signature.replace(parameters=[*seen, size])  # type: ignore[attr-defined]
         test.rank_body = body  # type: ignore[attr-defined]
-        ids = [f"{n}rank{'s' * (n > 1)}" for n in world_sizes]
-        return pytest.mark.parametrize("world_size", world_sizes, ids=ids)(test)
+        values = [
+            pytest.param(n, id=f"{n}rank{'s' * (n > 1)}", marks=[pytest.mark.exhaustive] * (n not in world_sizes))
+            for n in sizes
+        ]
+        return pytest.mark.parametrize("world_size", values)(test)
 
     return decorate
 

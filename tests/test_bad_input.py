@@ -1,26 +1,24 @@
 """Wrong input is an error that names the parameter or argument, on every rank, and the process group lives on.
 
-The rank pool checks after every test that the default process group still works.
+What only shows once the ranks run is in test_ranks_that_differ.py. The rank pool checks after every test that the
+default process group still works.
 """
 
 from __future__ import annotations
 
 import copy
-import os
-import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import torch_shard
-from tests.ranks import RankFailure, ranks, run
+from tests.bad_input_helpers import Net, all_ranks_agree_on, hasty, small, step
+from tests.marks import exhaustive, quick
+from tests.ranks import ranks
 from torch_shard.config import ShardConfig
 from torch_shard.errors import (
     ConfigError,
-    DivergenceError,
-    MissingRankError,
     NeedsGatherError,
     ReplacedParameterError,
     SetupError,
@@ -29,42 +27,6 @@ from torch_shard.errors import (
     StateDictError,
 )
 
-pytestmark = pytest.mark.exhaustive  # minutes in all
-
-SHORT = 3.0  # seconds that a rank waits for a partner in these tests
-
-
-class Net(nn.Module):
-    """Three layers, each a unit of its own under `small`; `order` says which run."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.left, self.right, self.last = (nn.Linear(4, 4) for _ in range(4))
-        self.order = ["first", "left", "right", "last"]
-
-    def forward(self, x):
-        for name in self.order:
-            x = torch.tanh(getattr(self, name)(x))
-        return x
-
-
-small = {"units": [nn.Linear], "timeout": SHORT}
-
-
-def step(model, optimizer=None):
-    model(torch.ones(2, 4)).sum().backward()
-    if optimizer is not None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def all_ranks_agree_on(text):
-    """Whether every rank saw an error (its text), which also shows that the process group works. Collective."""
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, text)
-    return all(everyone)
-
-
 # -- configuration ------------------------------------------------------------------------------------------------------
 
 
@@ -72,15 +34,18 @@ def all_ranks_agree_on(text):
     ("field", "value"),
     [
         ("strategy", "zero_four"),
-        ("strategy", "hybrid_shard"),
-        ("unit_bytes", 0),
-        ("units", "Linear"),
-        ("prefetch", -1),
-        ("timeout", 0),
-        ("ignore", [3]),
-        ("init_fn", "zeros"),
-        ("sync_module_states", "yes"),
         ("no_such_setting", 1),
+        # All of them, without ranks, are in test_config.py.
+        *exhaustive(
+            ("strategy", "hybrid_shard"),
+            ("unit_bytes", 0),
+            ("units", "Linear"),
+            ("prefetch", -1),
+            ("timeout", 0),
+            ("ignore", [3]),
+            ("init_fn", "zeros"),
+            ("sync_module_states", "yes"),
+        ),
     ],
 )
 @ranks(2)
@@ -98,7 +63,7 @@ def test_an_unknown_config_value_is_an_error_that_names_the_field(rank, field, v
 def test_a_config_that_is_wrong_on_one_rank_only_is_an_error_on_both(rank):
     model = Net()
     with pytest.raises(ShardError, match=r"strategy|shard"):
-        torch_shard.shard(model, ShardConfig(timeout=SHORT), **({"strategy": "zero_four"} if rank else {}))
+        torch_shard.shard(model, ShardConfig(timeout=hasty["timeout"]), **({"strategy": "zero_four"} if rank else {}))
     assert all_ranks_agree_on("error")
 
 
@@ -149,7 +114,7 @@ def test_parameters_on_another_gpu_are_an_error_that_names_one(rank):
         torch_shard.shard(model)
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_different_models_are_an_error_that_names_the_first_difference(rank, world_size):
     model = Net()
     if rank == world_size - 1:
@@ -215,151 +180,6 @@ def test_a_parameter_added_before_the_first_step_is_an_error_that_names_it(rank)
         model.first(torch.ones(4))
 
 
-# -- ranks that part ways -----------------------------------------------------------------------------------------------
-
-
-def part_ways(rank, world_size, when, change):
-    model = Net()
-    torch_shard.shard(model, **small)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(when):
-        step(model, optimizer)
-    before = [p.to_local().clone() for p in model.parameters()]
-    if rank == world_size - 1:
-        if change == "swapped":
-            model.order = ["first", "right", "left", "last"]
-        elif change == "skipped":
-            model.order = ["first", "right", "last"]
-        elif change == "more":
-            model.order = ["first", "left", "right", "last", "left"]
-        else:
-            model.order = ["first", "left", "right"]
-    with pytest.raises(ShardError) as caught:
-        step(model, optimizer)
-    text = str(caught.value)
-    assert isinstance(caught.value, DivergenceError), text
-    for p, old in zip(model.parameters(), before, strict=True):
-        assert torch.equal(p.to_local(), old), "an optimizer step was made"
-    assert f"rank {world_size - 1}" in text
-    assert {"swapped": "right", "skipped": "right", "more": "left", "fewer": "right"}[change] in text
-    assert __file__ in text
-    assert all_ranks_agree_on(text)
-    # Where no rank was left alone in a collective the engine goes on; otherwise it says so, and a new one works.
-    model.order = ["first", "left", "right", "last"]
-    optimizer.zero_grad()
-    if when == 0:
-        step(model, optimizer)
-    else:
-        with pytest.raises(DivergenceError, match="earlier error"):
-            step(model, optimizer)
-        model = Net()
-        torch_shard.shard(model, **small)
-        step(model)
-
-
-@pytest.mark.parametrize("change", ["swapped", "skipped", "more", "fewer"])
-@pytest.mark.parametrize("when", [0, 4], ids=["first", "fifth"])
-@ranks(2)
-def test_ranks_that_run_different_units_are_an_error_before_the_step(rank, world_size, when, change):
-    part_ways(rank, world_size, when, change)
-
-
-@ranks(3)
-def test_one_rank_of_three_that_runs_other_units_is_named(rank, world_size):
-    part_ways(rank, world_size, 4, "swapped")
-
-
-@pytest.mark.parametrize("when", [0, 4], ids=["first", "fifth"])
-@ranks(2)
-def test_different_units_without_gradients_are_an_error(rank, world_size, when):
-    model = Net()
-    torch_shard.shard(model, **small)
-    with torch.no_grad():
-        for _ in range(when):
-            model(torch.ones(2, 4))
-        if rank == 1:
-            model.order = ["first", "right", "left", "last"]
-        with pytest.raises(DivergenceError, match=r"rank 1.*right"):
-            model(torch.ones(2, 4))
-            model(torch.ones(2, 4))  # at the latest when the next forward begins
-    assert all_ranks_agree_on("error")
-
-
-LONELY = {
-    "forward": (lambda e, m: m(torch.ones(2, 4)), "forward"),
-    "evaluation": (lambda e, m: torch.no_grad()(m)(torch.ones(2, 4)), "forward"),
-    "norm": (lambda e, m: m.left.weight.norm(), r"left\.weight"),
-    "grad_norm": (lambda e, m: m.left.weight.grad.norm(), r"left\.weight"),
-    "clip": (lambda e, m: e.clip_grad_norm_(1.0), "norm"),
-    "full_tensor": (lambda e, m: m.left.weight.full_tensor(), r"full_tensor of left\.weight"),
-    "gathered": (lambda e, m: e.gathered(m.left).__enter__(), "gathered"),
-    "save": (lambda e, m: e.state_dict(), "state_dict"),
-}
-
-
-@pytest.mark.parametrize("what", LONELY)
-@ranks(2)
-def test_an_operation_that_one_rank_alone_runs_is_an_error_in_time(rank, what):
-    model = Net()
-    engine = torch_shard.shard(model, **small)
-    operation, named = LONELY[what]
-    step(model)
-    if rank == 0:
-        start = time.monotonic()
-        with pytest.raises(MissingRankError, match=named) as caught:
-            operation(engine, model)
-        assert time.monotonic() - start < SHORT + 3
-        assert "rank 1" in str(caught.value)
-        assert __file__ in str(caught.value)
-    dist.barrier()  # the user's own process group is as it was
-
-
-@ranks(2)
-def test_an_operation_that_one_rank_alone_runs_while_the_other_trains_is_an_error_on_both(rank):
-    model = Net()
-    torch_shard.shard(model, **small)
-    step(model)
-    with pytest.raises((DivergenceError, MissingRankError), match=r"left\.weight") as caught:
-        if rank == 0:
-            model.left.weight.norm()
-        step(model)
-    assert __file__ in str(caught.value)
-    dist.barrier()
-
-
-@ranks(2)
-def test_a_unit_that_only_one_rank_uses_is_an_error(rank):
-    model = Net()
-    torch_shard.shard(model, **small)
-    with pytest.raises(DivergenceError, match="left"):
-        loss = model.first(torch.ones(2, 4)).sum()
-        if rank == 0:
-            loss = loss + model.left(torch.ones(2, 4)).sum()
-        loss.backward()
-    assert all_ranks_agree_on("error")
-
-
-@ranks(2)
-def test_uneven_numbers_of_validation_batches_are_an_error(rank):
-    model = Net()
-    torch_shard.shard(model, **small)
-    step(model)
-    seen = 0
-    error = None
-    try:
-        with torch.no_grad():
-            for _ in range(3 - rank):
-                model(torch.ones(2, 4))
-                seen += 1
-        step(model)  # rank 1 is through, and trains
-    except ShardError as problem:
-        error = problem
-    assert seen == 2, "the batches that both have"
-    assert isinstance(error, (DivergenceError, MissingRankError)), error
-    assert "forward" in str(error)
-    dist.barrier()
-
-
 # -- sharded parameters used as whole ones ------------------------------------------------------------------------------
 
 
@@ -399,7 +219,7 @@ NEEDS_WHOLE = {
 }
 
 
-@pytest.mark.parametrize("operation", NEEDS_WHOLE)
+@pytest.mark.parametrize("operation", quick(NEEDS_WHOLE, ["matmul", "item", "set one row", "into a plain tensor"]))
 @ranks(2)
 def test_an_operation_that_needs_the_whole_names_the_parameter_and_gathered(rank, operation):
     model = Net()
@@ -452,14 +272,7 @@ def test_a_state_dict_that_does_not_fit_on_one_rank_is_loaded_on_none(rank):
         assert torch.equal(p.to_local(), old)
 
 
-# -- copies and deaths --------------------------------------------------------------------------------------------------
-
-
-class CopiesItself(Net):
-    def forward(self, x):
-        x = self.first(x)
-        copy.deepcopy(self.left)
-        return self.left(x)
+# -- copies -------------------------------------------------------------------------------------------------------------
 
 
 class CopiedInside(nn.Linear):
@@ -477,50 +290,3 @@ def test_deepcopy_inside_forward_is_an_error_that_names_the_unit(rank):
     assert all_ranks_agree_on(str(caught.value))
     model[1].__class__ = nn.Linear
     step(model)
-
-
-def dies(rank, world_size, how):
-    model = Net()
-    torch_shard.shard(model, **{**small, "timeout": 5.0})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step(model, optimizer)
-    if rank == 1:
-        if how == "in forward":
-            model.right.register_forward_pre_hook(lambda *_: os._exit(1))
-        elif how == "in backward":
-            model.right.weight.register_hook(lambda *_: os._exit(1))
-        else:
-            os._exit(1)
-    start = time.monotonic()
-    try:
-        for _ in range(2):
-            step(model, optimizer)
-    except ShardError as error:
-        return time.monotonic() - start, type(error).__name__, str(error)
-    return None
-
-
-@pytest.mark.parametrize("how", ["in forward", "in backward", "between steps"])
-def test_a_rank_that_dies_does_not_hang_the_others(how):
-    survivor, _ = run(2, dies, how, may_die=(1,), group_timeout=10, timeout=30)
-    assert survivor is not None
-    seconds, kind, text = survivor
-    assert seconds < 8
-    assert kind == "MissingRankError"
-    assert "rank 0" in text or "rank 1" in text
-
-
-def fails(rank, world_size):
-    model = Net()
-    torch_shard.shard(model, **small)
-    step(model)
-    if rank == 1:
-        raise ValueError("rank 1 gives up")
-    step(model)
-
-
-def test_a_rank_that_raises_does_not_hang_the_others():
-    start = time.monotonic()
-    with pytest.raises(RankFailure, match="rank 1 gives up"):
-        run(2, fails, timeout=30, fresh=True)
-    assert time.monotonic() - start < 20

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import torch_shard
+from tests.marks import exhaustive
+from tests.odd_model import assert_grads, batch, build, reference_grads
 from tests.ranks import ranks
-from tests.test_gathered import batch, build, reference_grads
 from torch_shard.errors import NonFiniteError, ShardError
 
 INF = float("inf")
@@ -26,17 +27,9 @@ def trained(world_size: int, rank: int, **config: Any) -> tuple[nn.Module, nn.Mo
     return plain, model, engine
 
 
-def assert_grads(model: nn.Module, plain: nn.Module) -> None:
-    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        if q.grad is not None:
-            mine = p.grad.full_tensor() if isinstance(p.grad, torch_shard.ShardTensor) else p.grad
-            torch.testing.assert_close(mine, q.grad, msg=name, equal_nan=True)
-
-
 @pytest.mark.parametrize("p", [2.0, 1.0, 3.5, 0.5, INF, 0.0, -1.0])
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@ranks(1, 2, 3)
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard")])
+@ranks(2, exhaustive=(1, 3))
 def test_norms_of_every_order(p: float, strategy: str, rank: int, world_size: int) -> None:
     plain, model, engine = trained(world_size, rank, strategy=strategy)
     plain.empty.grad = None if p < 0 else plain.empty.grad  # torch itself refuses the empty one there
@@ -82,7 +75,7 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize("p", [2.0, INF])
-@ranks(2, 3)
+@ranks(3, exhaustive=(2,))
 def test_several_dtypes(p: float, rank: int, world_size: int) -> None:
     models = []
     for _ in range(2):

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import torch_shard
+from tests.marks import exhaustive
+from tests.odd_model import Net, assert_same, batch, build, reference_grads
 from tests.ranks import ranks
-from tests.test_gathered import Net, assert_same, batch, build, reference_grads
 from torch_shard.errors import DivergenceError, StateDictError, UnitStateError
 
 
@@ -49,7 +50,7 @@ def pair(**config: Any) -> tuple[WithBuffers, WithBuffers, torch_shard.Engine]:
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("offload", [True, False])
-@ranks(1, 2, 3)
+@ranks(2, exhaustive=(1, 3))
 def test_the_full_state_dict_is_plain_torch(strategy: str, offload: bool, rank: int) -> None:
     plain, model, engine = pair(strategy=strategy)
     values = engine.state_dict(rank0_only=False, offload_to_cpu=offload)
@@ -79,7 +80,7 @@ def test_the_full_state_dict_is_plain_torch(strategy: str, offload: bool, rank: 
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_loading_a_plain_state_dict(strategy: str, rank: int) -> None:
     plain, model, engine = pair(strategy=strategy)
     with torch.no_grad():
@@ -206,7 +207,7 @@ def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard")])
 @ranks(2)
 def test_full_optimizer_state(kind: str, strategy: str, rank: int, world_size: int) -> None:
     plain, model = build(), build()

@@ -10,34 +10,10 @@ import torch
 from torch import nn
 
 import torch_shard
+from tests.marks import exhaustive, quick
+from tests.odd_model import Net, assert_grads, assert_same, batch, build, reference_grads
 from tests.ranks import ranks
 from torch_shard.errors import ConfigError, ShardError, UnitStateError
-
-
-class Net(nn.Module):
-    """Tied weights, a 0-d and a zero-element parameter, a frozen one, channels_last memory and uneven sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 5)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 11), nn.Tanh(), nn.Linear(11, 5)) for _ in range(2))
-        self.conv = nn.Conv2d(3, 2, 3).to(memory_format=torch.channels_last)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.empty = nn.Parameter(torch.empty(0, 4))
-        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
-        self.head = nn.Linear(5, 7)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x * self.scale) + self.conv.weight.sum() + self.frozen.sum() + self.empty.sum()
-
-
-def build(seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    return Net()
 
 
 def sharded(**config: Any) -> tuple[Net, Net, torch_shard.Engine]:
@@ -46,26 +22,17 @@ def sharded(**config: Any) -> tuple[Net, Net, torch_shard.Engine]:
     return plain, model, torch_shard.shard(model, unit_bytes=config.pop("unit_bytes", 256), **config)
 
 
-def batch(rank: int) -> torch.Tensor:
-    return torch.arange(6).view(2, 3).add(rank) % 7
-
-
 def full(model: nn.Module, engine: torch_shard.Engine) -> dict[str, torch.Tensor]:
     return engine.state_dict(rank0_only=False)
 
 
-def assert_same(values: dict[str, torch.Tensor], plain: nn.Module) -> None:
-    expected = plain.state_dict()
-    assert list(values) == list(expected)
-    for name, value in values.items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=0, msg=name)
-
-
 STRATEGIES = ["full_shard", "no_shard"]
+FULL_SHARD = ["full_shard", *exhaustive("no_shard")]
+PLACES = list(itertools.product([None, 0, 1, [1, 0], [1]], [None, "cpu"]))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@ranks(1, 2, 3)
+@ranks(1, 2, exhaustive=(3,))
 def test_inside_the_modules_hold_whole_plain_parameters(strategy: str, world_size: int) -> None:
     plain, model, engine = sharded(strategy=strategy)
     before = dict(model.named_parameters())
@@ -79,8 +46,10 @@ def test_inside_the_modules_hold_whole_plain_parameters(strategy: str, world_siz
     assert all(after[n] is p for n, p in before.items())
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("ranks_arg", "place"), list(itertools.product([None, 0, 1, [1, 0], [1]], [None, "cpu"])))
+@pytest.mark.parametrize("strategy", FULL_SHARD)
+@pytest.mark.parametrize(
+    ("ranks_arg", "place"), quick(PLACES, [(None, None), (None, "cpu"), (1, "cpu"), ([1, 0], None)])
+)
 @pytest.mark.parametrize("write", [False, True])
 @ranks(2)
 def test_writing(strategy: str, ranks_arg: Any, place: Any, write: bool, rank: int) -> None:
@@ -112,13 +81,8 @@ def test_the_lowest_named_rank_decides(strategy: str, rank: int) -> None:
     assert_same(full(model, engine), plain)
 
 
-def reference_grads(plain: Net, world_size: int) -> None:
-    for r in range(world_size):
-        (plain(batch(r)).pow(2).mean() / world_size).backward()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("ranks_arg", "place"), list(itertools.product([None, 1], [None, "cpu"])))
+@pytest.mark.parametrize("strategy", FULL_SHARD)
+@pytest.mark.parametrize(("ranks_arg", "place"), [(None, None), (1, "cpu"), *exhaustive((None, "cpu"), (1, None))])
 @pytest.mark.parametrize("write", [False, True])
 @ranks(2)
 def test_gradients(strategy: str, ranks_arg: Any, place: Any, write: bool, rank: int, world_size: int) -> None:
@@ -140,11 +104,7 @@ def test_gradients(strategy: str, ranks_arg: Any, place: Any, write: bool, rank:
                 q.grad.mul_(2.0)
         plain.scale.grad = None
         plain.blocks[0][0].bias.grad = torch.ones(11)
-    for (name, p), q in zip(model.named_parameters(), plain.named_parameters(), strict=True):
-        expected = q[1].grad
-        assert (p.grad is None) == (expected is None), name
-        if expected is not None:
-            torch.testing.assert_close(p.grad.full_tensor(), expected, msg=name)
+    assert_grads(model, plain)
 
 
 @pytest.mark.parametrize("target", ["module", "parameter", "list", "nothing"])
@@ -162,7 +122,7 @@ def test_targets(target: str) -> None:
         assert isinstance(model.blocks[1][0].weight, torch_shard.ShardTensor)
 
 
-@pytest.mark.parametrize("place", [None, "cpu"])
+@pytest.mark.parametrize("place", [None, *exhaustive("cpu")])
 @pytest.mark.parametrize("ranks_arg", [None, 0])
 @ranks(2)
 def test_references_from_before_compute_with_the_whole_values(place: Any, ranks_arg: Any, rank: int) -> None:
@@ -290,10 +250,7 @@ def test_a_backward_inside_is_reduced(rank: int, world_size: int) -> None:
     reference_grads(plain, world_size)
     with engine.gathered():
         model(batch(rank)).pow(2).mean().backward()
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None)
-        if q.grad is not None:
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+    assert_grads(model, plain)
 
 
 @ranks(2)

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata, resources
 from pathlib import Path
 
@@ -139,9 +140,10 @@ def test_a_torch_below_the_floor_is_refused(monkeypatch):
 
 def test_the_log_level_comes_from_the_environment_and_the_rank_is_in_the_line():
     code = "from torch_shard.log import logger; logger.warning('careful'); logger.info('by the way')"
-    quiet = run_python(code, TORCH_SHARD_LOG="", RANK="1")
-    first = run_python(code, TORCH_SHARD_LOG="", RANK="0")
-    verbose = run_python(code, TORCH_SHARD_LOG="info", RANK="1")
+    with ThreadPoolExecutor() as pool:
+        quiet, first, verbose = pool.map(
+            lambda level, rank: run_python(code, TORCH_SHARD_LOG=level, RANK=rank), ("", "", "info"), ("1", "0", "1")
+        )
     assert quiet.stderr == ""
     assert "rank 0: careful" in first.stderr and "by the way" not in first.stderr
     assert "rank 1: careful" in verbose.stderr and "rank 1: by the way" in verbose.stderr

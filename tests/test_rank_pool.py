@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tests.ranks
 from tests.ranks import RankFailure, ranks, run
 
 
@@ -33,6 +34,10 @@ def raise_on_rank_1(rank: int, world_size: int) -> None:
 def hang_on_rank_0(rank: int, world_size: int) -> None:
     if rank == 0:
         time.sleep(1000)
+
+
+def reset_signals(rank: int, world_size: int) -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
 def die_on_rank_1(rank: int, world_size: int) -> None:
@@ -64,6 +69,12 @@ def skip(rank: int, world_size: int) -> None:
     pytest.skip("not today")
 
 
+@pytest.fixture
+def short_grace(monkeypatch):
+    """Ranks that hang once another has failed are stopped soon."""
+    monkeypatch.setattr(tests.ranks, "GRACE", 0.5)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_rank_runs_the_function_in_a_process_that_is_kept(world_size):
     first = run(world_size, identify)
@@ -77,7 +88,7 @@ def test_arguments_and_results_may_be_tensors():
     assert torch.equal(results[0], torch.zeros(3))
 
 
-def test_a_failing_rank_shows_its_own_traceback_and_output_and_is_replaced():
+def test_a_failing_rank_shows_its_own_traceback_and_output_and_is_replaced(short_grace):
     before = run(2, identify)
     with pytest.raises(RankFailure) as caught:
         run(2, raise_on_rank_1)
@@ -93,6 +104,7 @@ def test_a_failing_rank_shows_its_own_traceback_and_output_and_is_replaced():
 
 
 def test_a_hang_ends_at_the_timeout_and_shows_where_it_is():
+    run(2, reset_signals)  # as Lightning does at the end of a run; it is the signal that asks for the stacks
     begin = time.monotonic()
     with pytest.raises(RankFailure, match="did not end within 1 s") as caught:
         run(2, hang_on_rank_0, timeout=1)
@@ -111,7 +123,7 @@ def test_ranks_that_may_die_are_no_failure():
     assert run(2, survive_rank_1, may_die=(1,), group_timeout=10) == ["survived", None]
 
 
-def test_a_test_that_leaves_the_group_out_of_step_fails():
+def test_a_test_that_leaves_the_group_out_of_step_fails(short_grace):
     with pytest.raises(RankFailure, match="the test left the"):
         run(2, leave_the_group_out_of_step, timeout=10)
 
@@ -142,6 +154,13 @@ def test_a_decorated_body_runs_on_every_rank(rank, world_size, device, scale, tm
     dist.all_reduce(total)
     assert total.tolist() == [scale * world_size] * 2
     assert len(list(Path(tmp_path).iterdir())) == world_size
+
+
+def test_some_numbers_of_ranks_may_be_for_the_exhaustive_tests_only():
+    (mark,) = ranks(1, exhaustive=(3,))(identify).pytestmark
+    name, (always, sometimes) = mark.args
+    assert (name, always.values, sometimes.values) == ("world_size", (1,), (3,))
+    assert ([m.name for m in always.marks], [m.name for m in sometimes.marks]) == ([], ["exhaustive"])
 
 
 @ranks(2)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.shard_cases import REDUCTIONS, REFUSED, UNARY
 from tests.shard_helpers import sharded
-from tests.test_shard_tensor import REDUCTIONS, REFUSED, UNARY
 from torch_shard.collectives import SingleComm
 from torch_shard.errors import NeedsGatherError
 from torch_shard.shard_tensor import ShardTensor

@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import lightning.pytorch
+import pytest
 import pytorch_lightning
 import torch
 import torch.distributed as dist
@@ -15,10 +16,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_shard
+from tests.marks import quick
 
 assert lightning_shard  # its import makes the names known where autoloading is off
 
 NAMESPACES = {"lightning": lightning.pytorch, "pytorch_lightning": pytorch_lightning}
+both_namespaces = pytest.mark.parametrize("namespace", list(NAMESPACES))
+# For what differs between the two in the name of the package alone.
+either_namespace = pytest.mark.parametrize("namespace", quick(NAMESPACES, ["lightning"]))
 BATCHES = 6
 BATCH = 8  # samples of a step, over all ranks
 
@@ -128,6 +133,8 @@ __all__ = [
     "BATCHES",
     "NAMESPACES",
     "assert_same_state",
+    "both_namespaces",
+    "either_namespace",
     "lightning_shard",
     "loader",
     "net_class",

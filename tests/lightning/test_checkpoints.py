@@ -11,13 +11,10 @@ import pytest
 import torch
 
 from lightning_shard.for_lightning import ShardStrategy
-from tests.lightning.helpers import NAMESPACES, assert_same_state, loader, net_class, single, trainer
+from tests.lightning.helpers import assert_same_state, either_namespace, loader, net_class, single, trainer
+from tests.marks import exhaustive
 from tests.ranks import ranks, run
 from torch_shard.errors import ShardError, StateDictError
-
-pytestmark = pytest.mark.exhaustive  # minutes in all
-
-both_namespaces = pytest.mark.parametrize("namespace", list(NAMESPACES))
 
 
 def adamw(namespace: str = "lightning") -> Any:
@@ -34,7 +31,7 @@ def fit(rank, world_size, namespace, epochs, path=None, save=None, strategy="sha
     return dict(module.state_dict())
 
 
-@both_namespaces
+@either_namespace
 def test_training_continues_on_another_number_of_ranks(tmp_path, namespace):
     first, second, third = (tmp_path / f"{i}.ckpt" for i in range(3))
     run(2, fit, namespace, 1, None, first)
@@ -44,7 +41,7 @@ def test_training_continues_on_another_number_of_ranks(tmp_path, namespace):
     assert_same_state(found, run(1, fit, namespace, 4, None, None, "auto")[0])
 
 
-@both_namespaces
+@either_namespace
 def test_a_sharded_run_continues_from_a_plain_checkpoint(tmp_path, namespace):
     path = tmp_path / "plain.ckpt"
     run(1, fit, namespace, 1, None, path, "auto")
@@ -91,7 +88,7 @@ def test_the_file_is_the_one_that_a_single_device_writes(rank, world_size, tmp_p
     assert len(list((tmp_path / "sharded").iterdir())) == 2, "the best of an earlier epoch was removed"
 
 
-@pytest.mark.parametrize("unshard", [True, False])
+@pytest.mark.parametrize("unshard", [True, *exhaustive(False)])
 @ranks(2)
 def test_a_checkpoint_after_the_run_is_complete(rank, world_size, unshard, tmp_path):
     plain, t = single("lightning"), trainer("lightning", world_size, ShardStrategy(unshard_at_end=unshard))

@@ -13,11 +13,18 @@ from torch import nn
 import lightning_shard
 import torch_shard
 from lightning_shard.precision import ShardedClipping
-from tests.lightning.helpers import NAMESPACES, assert_same_state, loader, net_class, single, trainer
+from tests.lightning.helpers import (
+    NAMESPACES,
+    assert_same_state,
+    both_namespaces,
+    either_namespace,
+    loader,
+    net_class,
+    single,
+    trainer,
+)
 from tests.ranks import ranks
 from torch_shard import ShardConfig, ShardError, ShardTensor
-
-both_namespaces = pytest.mark.parametrize("namespace", list(NAMESPACES))
 
 
 def compare(
@@ -48,7 +55,7 @@ def test_fit_equals_a_single_device(world_size, namespace, strategy):
     assert type(t.strategy).__module__ == f"lightning_shard.for_{namespace}"
 
 
-@ranks(1, 2, 3)
+@ranks(2, exhaustive=(1, 3))
 def test_adamw_with_two_groups_and_a_scheduler(world_size):
     def make():
         return net_class("lightning")(optimizer="adamw")
@@ -74,7 +81,7 @@ def test_accumulation_equals_a_single_device(world_size, defer):
     compare("lightning", world_size, strategy=strategy, accumulate_grad_batches=4)
 
 
-@both_namespaces
+@either_namespace
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @ranks(2)
 def test_clipping_equals_a_single_device(world_size, namespace, algorithm):
@@ -135,13 +142,13 @@ def gan_class(namespace: str) -> Any:
     return Gan
 
 
-@both_namespaces
+@either_namespace
 @ranks(2)
 def test_manual_optimization_of_two_networks(world_size, namespace):
     compare(namespace, world_size, gan_class(namespace))
 
 
-@both_namespaces
+@either_namespace
 @ranks(2)
 def test_fit_validate_test_and_predict_in_any_order(rank, world_size, namespace):
     def run(t, world_size):

@@ -1,0 +1,122 @@
+"""Communication runs beside compute, and the host does not wait for the device."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import torch_shard
+from tests.gpu.models import GPT, Block, tokens, train_step
+from tests.ranks import ranks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch sees none here")
+
+UNITS = 8
+STEPS = 2
+
+
+class Wide(nn.Module):
+    """Milliseconds of compute, and a gather that takes about as long or less."""
+
+    def __init__(self, width: int = 2048) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.relu(self.up(x)))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    start: float  # microseconds
+    end: float
+
+    def overlaps(self, other: Kernel) -> bool:
+        return self.start < other.end and other.start < self.end
+
+
+def kernels(profile: Any, path: Path) -> list[Kernel]:
+    """What ran on the GPU, from the trace in Chrome's format: its fields are the same in all versions of torch."""
+    profile.export_chrome_trace(str(path))
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return [
+        Kernel(e["name"].lower(), float(e["ts"]), float(e["ts"]) + float(e["dur"]))
+        for e in events
+        if e.get("ph") == "X" and e.get("cat") == "kernel"
+    ]
+
+
+def trace_training(rank: int, device: torch.device, folder: Path) -> list[Kernel]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Wide() for _ in range(UNITS))).to(device)
+    torch_shard.shard(model, units=[Wide], timeout=60.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    x = torch.randn(4096, 2048, device=device)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(4):  # until every gather is remembered and edits of gathered values are no longer looked for
+        step()
+    torch.cuda.synchronize(device)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        dist.all_reduce(torch.zeros(1))  # on the CPU: starting the profiler takes long, and not equally long
+        for _ in range(STEPS):
+            step()
+        torch.cuda.synchronize(device)
+    found = kernels(profile, folder / f"{rank}.json")
+    if not found:
+        pytest.skip("the profiler sees no kernels here: it needs the right to read the GPU's counters")
+    return found
+
+
+@ranks(2, backend="nccl", timeout=400)
+def test_the_next_unit_is_gathered_while_this_one_computes(rank, device, tmp_path):
+    found = trace_training(rank, device, tmp_path)
+    compute = [k for k in found if "nccl" not in k.name]
+    gathers = [k for k in found if "nccl" in k.name and "allgather" in k.name]
+    assert len(gathers) >= STEPS * (2 * UNITS - 2), "each unit in forward, and all but the last again in backward"
+    beside = [k for k in gathers if any(k.overlaps(c) for c in compute)]
+    # The first gather of a forward has nothing to hide behind.
+    assert len(beside) > 0.6 * len(gathers), f"{len(beside)} of {len(gathers)} gathers ran beside compute"
+
+
+@ranks(2, backend="nccl", timeout=400)
+def test_gradients_are_reduced_while_the_next_unit_computes(rank, device, tmp_path):
+    found = trace_training(rank, device, tmp_path)
+    compute = [k for k in found if "nccl" not in k.name]
+    reductions = [k for k in found if "nccl" in k.name and "reducescatter" in k.name]
+    assert len(reductions) == STEPS * UNITS
+    beside = [k for k in reductions if any(k.overlaps(c) for c in compute)]
+    assert len(beside) > 0.6 * len(reductions), f"{len(beside)} of {len(reductions)} reductions ran beside compute"
+
+
+@ranks(1, 2, backend="nccl", timeout=240)
+def test_the_host_never_waits_for_the_device_in_a_step(rank, device):
+    torch.manual_seed(0)
+    model = GPT(width=48).to(device)
+    engine = torch_shard.shard(model, units=[Block], timeout=60.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batches = [tokens(rank, step, device) for step in range(8)]
+    for x in batches[:5]:  # the first steps look for edits of gathered values, which is a wait
+        train_step(model, optimizer, x, engine)
+    torch.cuda.synchronize(device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for x in batches[5:]:
+            train_step(model, optimizer, x, engine)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

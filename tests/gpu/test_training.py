@@ -1,0 +1,139 @@
+"""Training on GPUs gives the gradients and parameters of plain training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.compat.harness import batch, train_both
+from tests.gpu.models import GPT, tokens
+from tests.ranks import ranks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch sees none here")
+
+strategies = pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+
+
+def train_gpt_like_plain(
+    rank: int, world_size: int, device: torch.device, between: nn.Module | None = None, **settings: Any
+) -> None:
+    """SGD in float64, where a wrong scale, a missing gradient or a stale value shows."""
+    train_both(
+        lambda: GPT(between=between).to(device),
+        rank,
+        world_size,
+        make_batch=lambda rank, step: tokens(rank, step, device),
+        steps=4,  # the third is the first one in which every gather is remembered, in both directions
+        **{"unit_bytes": 2000, "timeout": 60.0, **settings},
+    )
+
+
+@strategies
+@ranks(2, 3, timeout=240)
+def test_ranks_that_share_a_gpu_train_like_plain(rank, world_size, device, strategy):
+    train_gpt_like_plain(rank, world_size, device, strategy=strategy)
+
+
+@strategies
+@ranks(1, 2, backend="nccl", timeout=240)
+def test_training_over_nccl_is_like_plain(rank, world_size, device, strategy):
+    train_gpt_like_plain(rank, world_size, device, strategy=strategy)
+
+
+@ranks(2, backend="nccl", timeout=240)
+def test_training_over_one_communicator_is_like_plain(rank, world_size, device):
+    train_gpt_like_plain(rank, world_size, device, single_communicator=True)
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+@ranks(2, backend="nccl", timeout=240)
+def test_training_with_another_prefetch_is_like_plain(rank, world_size, device, prefetch):
+    train_gpt_like_plain(rank, world_size, device, prefetch=prefetch)
+
+
+# -- order between streams ------------------------------------------------------------------------------------------------
+
+
+def occupy(device: torch.device) -> None:
+    """Keep the device busy for some milliseconds; the host goes on."""
+    with torch.cuda.device(device):
+        torch.cuda._sleep(20_000_000)  # cycles
+
+
+class Late(torch.autograd.Function):
+    """Keeps the device busy in forward and in backward, so that the host is far ahead of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        occupy(x.device)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        occupy(grad.device)
+        return grad
+
+
+class Delay(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Late.apply(x)
+
+
+@strategies
+@ranks(2, timeout=240)
+def test_ranks_that_share_a_gpu_train_like_plain_when_the_device_lags_behind(rank, world_size, device, strategy):
+    train_gpt_like_plain(rank, world_size, device, Delay(), strategy=strategy)
+
+
+@strategies
+@ranks(2, backend="nccl", timeout=240)
+def test_training_over_nccl_is_like_plain_when_the_device_lags_behind(rank, world_size, device, strategy):
+    """A buffer that is refilled, released or reduced before the device is through with it gives other numbers."""
+    train_gpt_like_plain(rank, world_size, device, Delay(), strategy=strategy)
+
+
+@ranks(2, backend="nccl", timeout=240)
+def test_training_is_like_plain_where_the_current_device_is_not_the_models(rank, world_size, device):
+    """Programs for DDP that put the model on their GPU need no ``torch.cuda.set_device``."""
+    torch.cuda.set_device(0)
+    train_gpt_like_plain(rank, world_size, device, Delay())
+
+
+@strategies
+@ranks(2, backend="nccl", timeout=240)
+def test_training_on_a_stream_of_the_users_is_like_plain(rank, world_size, device, strategy):
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        train_gpt_like_plain(rank, world_size, device, Delay(), strategy=strategy)
+    torch.cuda.current_stream(device).wait_stream(stream)
+
+
+# -- modules that are special on GPUs -------------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    """On a GPU the weights of an LSTM lie in one piece of memory, as cuDNN wants them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(5, 7)
+        self.lstm = nn.LSTM(7, 6, num_layers=2, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(self.inp(x))[0])
+
+
+@ranks(1, 2, timeout=240)
+def test_an_lstm_trains_like_plain(rank, world_size, device):
+    train_both(
+        lambda: Recurrent().to(device),
+        rank,
+        world_size,
+        make_batch=lambda rank, step: batch(rank, step, 2, 4, 5).to(device),
+        timeout=60.0,
+    )

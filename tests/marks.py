@@ -1,0 +1,25 @@
+"""Which parameters of a test run every time, and which only in the exhaustive set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def exhaustive(*values: Any) -> list[Any]:
+    """Parameters with which a test only runs in ``make test-all``; a tuple is the values of several arguments.
+
+    ::
+
+        @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
+    """
+    return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.exhaustive) for v in values]
+
+
+def quick(values: Iterable[Any], chosen: Iterable[Any]) -> list[Any]:
+    """All `values` in their order, of which only the `chosen` ones run every time."""
+    values, chosen = list(values), list(chosen)
+    assert all(value in values for value in chosen), f"{chosen} of {values}"
+    return [value if value in chosen else exhaustive(value)[0] for value in values]

@@ -1,0 +1,109 @@
+"""The programs in `examples` run as their help says, resume on another number of ranks, and stay short."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+
+
+def program(*arguments: object, folder: Path, expected: int = 0, path: tuple[Path, ...] = ()) -> str:
+    """Run Python; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), *(p for p in sys.path if p)])}
+        | {"OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == expected, done.stdout + done.stderr
+    return done.stdout
+
+
+def raw_torch(ranks: int, *arguments: object, folder: Path) -> str:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+    return program(*launcher, EXAMPLES / "raw_torch.py", *arguments, folder=folder)
+
+
+def held_out_loss(printed: str) -> str:
+    found = re.search(r"held-out loss (\d+\.\d+) nats per byte, byte bigram \d+\.\d+", printed)
+    assert found is not None, printed
+    return found[1]
+
+
+def test_the_plain_example_is_under_80_lines():
+    assert len((EXAMPLES / "raw_torch.py").read_text().splitlines()) < 80
+
+
+def test_the_plain_example_saves_on_two_ranks_and_resumes_on_one(tmp_path):
+    file = tmp_path / "gpt.pt"
+    first = raw_torch(2, "--steps", 3, "--save", file, folder=tmp_path)
+    assert "total (" in first and "full_shard over 2 ranks" in first  # the plan
+    saved = torch.load(file, weights_only=True)
+    assert saved["step"] == 3
+    assert all(type(value) is torch.Tensor for value in saved["model"].values())
+    assert {entry["step"].item() for entry in saved["optimizer"]["state"].values()} == {3}
+
+    second = raw_torch(1, "--steps", 4, "--resume", file, "--save", tmp_path / "next.pt", folder=tmp_path)
+    resumed = torch.load(tmp_path / "next.pt", weights_only=True)
+    assert resumed["step"] == 4
+    # One step after three: the optimizer's state has gone on, not begun anew.
+    assert {entry["step"].item() for entry in resumed["optimizer"]["state"].values()} == {4}
+    assert float(held_out_loss(second)) < float(held_out_loss(first)) < 5.6  # ln 256 is 5.545
+
+
+@pytest.mark.exhaustive
+def test_the_plain_example_resumed_without_a_further_step_is_the_model_that_was_saved(tmp_path):
+    file = tmp_path / "gpt.pt"
+    first = raw_torch(2, "--steps", 2, "--save", file, folder=tmp_path)
+    second = raw_torch(1, "--steps", 2, "--resume", file, folder=tmp_path)
+    said = first.index("held-out loss")
+    assert first[said:] == second[second.index("held-out loss") :]  # the loss, and the text that it writes
+
+
+@pytest.fixture
+def entry_point(tmp_path: Path) -> Path:
+    """A folder with the entry point alone, as installing the distribution would leave it."""
+    info = tmp_path / "entry" / "entry_of_lightning_shard-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: entry-of-lightning-shard\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(
+        "[torch.backends]\nentry_of_lightning_shard = lightning_shard._autoload:install\n"
+    )
+    return info.parent
+
+
+@pytest.mark.exhaustive
+def test_the_lightning_example_trains_reports_and_resumes_on_another_number_of_ranks(tmp_path, entry_point):
+    pytest.importorskip("lightning")
+    # So few steps do not beat a table of byte pairs, and the example's exit code says so.
+    printed = program(EXAMPLES / "lightning_gpt.py", "--steps", 20, folder=tmp_path, expected=1, path=(entry_point,))
+    train, resume = printed.split("== resume: ")
+    assert "== train: 2 rank(s), cpu, strategy 'shard'" in train
+    assert "full_shard over 2 ranks" in train
+    assert re.search(r"step 18: loss \d\.\d+ nats per byte, [\d,]+ tokens/s", train), train
+    rows = {
+        name: [float(number) for number in numbers.split()]
+        for name, numbers in re.findall(r"^(rank \d|DDP, every rank) +([\d. ]+)$", train, flags=re.M)
+    }
+    assert list(rows) == ["rank 0", "rank 1", "DDP, every rank"]
+    for rank in (0, 1):
+        assert rows[f"rank {rank}"] == pytest.approx([n / 2 for n in rows["DDP, every rank"]], rel=0.02)
+    assert "saved step 18 from 2 rank(s)" in train
+
+    assert resume.startswith("1 rank(s), cpu, strategy 'shard'")
+    assert re.search(r"step 20: loss \d\.\d+ nats per byte", resume), resume
+    assert "sample:\ndef main(" in resume
+    assert re.search(
+        r"held-out loss \d\.\d+ nats per byte, byte bigram \d\.\d+: -?\d\.\d+ better; LESS THAN 0.3", resume
+    )
