@@ -12,6 +12,7 @@ from torch import nn
 from .agreement import NoteLoad
 from .errors import StateDictError, UnitStateError
 from .flat_buffer import FlatBuffer
+from .log import logger
 from .runtime import Runtime
 from .shard_tensor import ShardTensor, same_cut, slice_full
 from .unit import Unit
@@ -271,7 +272,7 @@ def optim_state_dict(
 
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: torch's own optimizer state dict
-        with names in place of numbers; a parameter without state has an empty entry where others have some.
+        with names in place of numbers.
     """
     what = "engine.optim_state_dict"
     error: Exception | None = None
@@ -315,11 +316,6 @@ def optim_state_dict(
         state[name][entry] = value.full_tensor().cpu()
     if not wanted:
         return {}
-    if state:
-        # torch leaves out what has no state, an unused parameter for example. Here it is said, so that loading can tell
-        # it from a name that got lost.
-        for p in numbers:
-            state.setdefault(names[id(p)], {})
     for entries in state.values():
         for entry, value in entries.items():
             if isinstance(value, torch.Tensor) and value.device.type != "cpu":
@@ -346,12 +342,17 @@ def load_optim_state_dict(
     what = "engine.load_optim_state_dict"
     error: Exception | None = None
     names: dict[int, str] = {}
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     try:
         names = _names(runtime, optimizer, model)
         error = _describe(runtime, what, *_compare(optimizer, names, state_dict))
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     agree(runtime, what, sorted(state_dict["state"]) if error is None else None, error)
+    # torch leaves a parameter that was never used out of the state, so this may be meant, and may be a loss.
+    bare = [n for i, n in names.items() if i in trained and n not in state_dict["state"]] if state_dict["state"] else []
+    if bare:
+        logger.warning("%s: no state for %s while others have some: they start anew", what, ", ".join(bare))
     load_by_name(optimizer, names, state_dict)
 
 
@@ -406,12 +407,13 @@ def _compare(
             unexpected += [f"{n} (in group {number})" for n in saved["params"] if n not in set(live)]
     by_name = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     listed = {n for saved in saved_groups for n in saved["params"]}
-    lost = [n for n, p in by_name.items() if p.requires_grad and n in listed and n not in given["state"]]
-    if lost and given["state"]:
-        missing += [f"{n} (state)" for n in lost]
+    without = [n for n in by_name if n in listed and n not in given["state"]] if given["state"] else []
+    lost = [n for n in without if optimizer.state.get(by_name[n])]
+    missing += [f"{n} (state)" for n in lost]
+    if lost:
         problems.append(
-            f"the other parameters have state; for one that has none to load, such as one that was never used, give an "
-            f'empty entry: state_dict["state"][{lost[0]!r}] = {{}}'
+            f"the optimizer has state for {lost[0]}, which would be dropped; where that is meant, give an empty entry: "
+            f'state_dict["state"][{lost[0]!r}] = {{}}'
         )
     for name, entries in given["state"].items():
         param = by_name.get(name)

@@ -29,10 +29,13 @@ class StepWatch:
             alive = reference()
             if alive is not None and _steps(optimizer, alive):
                 alive.parameters_changed()
+                if alive.holds_gradients() and _closure(args, kwargs):
+                    _refuse_unreduced(optimizer, alive)
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             alive = reference()
-            if alive is not None and alive.holds_gradients():
+            # A closure may reduce them yet.
+            if alive is not None and alive.holds_gradients() and not _closure(args, kwargs):
                 _refuse_unreduced(optimizer, alive)
 
         self._handles = [
@@ -46,6 +49,10 @@ class StepWatch:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _closure(args: Any, kwargs: Any) -> Any:
+    return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
 
 def _refuse_unreduced(optimizer: Any, runtime: Runtime) -> None:
