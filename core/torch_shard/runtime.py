@@ -37,7 +37,7 @@ from .reductions import PAUSE, Reductions
 from .registrations import Registrations
 from .together import over
 from .unit import State, Unit
-from .use import Use, graph_task, sequence_number
+from .use import Check, EndOfBackward, EndOfNested, Trigger, Use, graph_task, sequence_number
 
 
 class Runtime:
@@ -64,7 +64,7 @@ class Runtime:
         self.solo = 0  # inside gathered(ranks=...): a forward here is this rank's own affair
         self.forward_order: dict[int, Unit] = {}
         self.forward_sync = True
-        self.end: weakref.ref[_EndOfBackward] | None = None
+        self.end: weakref.ref[EndOfBackward] | None = None
         self.tasks: set[int] = set()
         self.syncing = True
         self.reductions = Reductions(collectives, self.note_issued)
@@ -178,9 +178,9 @@ class Runtime:
         if not unit.sharded:
             if use.versions:
                 for tensor in found:
-                    tensor.register_hook(_Check(use))
+                    tensor.register_hook(Check(use))
             return
-        trigger = _Trigger(self, use)
+        trigger = Trigger(self, use)
         for tensor in found:
             tensor.register_hook(trigger)
         if use.saved and (not found or (forward and unit.is_held_by_python())):
@@ -382,14 +382,14 @@ class Runtime:
         return any(flat.grad is not None or flat.lost for unit in self.units for flat in unit.flats)
 
     def arm(self) -> None:
-        """Have `_EndOfBackward` called when the running graph task ends."""
+        """Have `EndOfBackward` called when the running graph task ends."""
         task = graph_task()
         if task in self.tasks:
             return
         if self.end is not None and self.end() is not None:
             if task != -1:  # nested: reentrant checkpointing runs a backward inside the backward
                 self.tasks.add(task)
-                torch.autograd.Variable._execution_engine.queue_callback(_EndOfNested(self, task))
+                torch.autograd.Variable._execution_engine.queue_callback(EndOfNested(self, task))
             return
         for unit in self.units:
             unit.rounds = 0
@@ -407,7 +407,7 @@ class Runtime:
         self.reductions.begin(self.forward_order.values())
         if self.together is not None:
             self.together.begin(self)
-        end = _EndOfBackward(self)
+        end = EndOfBackward(self)
         self.end = weakref.ref(end, lambda _: self._abandon())
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
@@ -524,41 +524,3 @@ class Runtime:
         for unit in list(self.idle.values()):
             unit.uses.clear()
         self.sweep_stale()
-
-
-class _Trigger:
-    """A tensor hook on the outputs of one forward."""
-
-    def __init__(self, runtime: Runtime, use: Use) -> None:
-        self.runtime, self.use = runtime, use
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        self.runtime.trigger(self.use)
-
-
-class _Check:
-    """The same for a unit that is always whole."""
-
-    def __init__(self, use: Use) -> None:
-        self.use = use
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        self.use.check()
-
-
-class _EndOfBackward:
-    """Held by autograd's graph task alone: if the task dies with an exception, so does this, and the runtime notices."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-
-    def __call__(self) -> None:
-        self.runtime.end_backward()
-
-
-class _EndOfNested:
-    def __init__(self, runtime: Runtime, task: int) -> None:
-        self.runtime, self.task = runtime, task
-
-    def __call__(self) -> None:
-        self.runtime.end_nested(self.task)

@@ -9,6 +9,7 @@ import torch
 from .errors import UnitStateError
 
 if TYPE_CHECKING:
+    from .runtime import Runtime
     from .unit import Unit
 
 graph_task = torch._C._current_graph_task_id  # -1 outside backward; no public accessor (torch 2.11 to 2.13)
@@ -41,3 +42,41 @@ class Use:
                     "step, perhaps) after the forward whose backward runs now and needs its value of then. Call backward "
                     "before the change, or forward again after it."
                 )
+
+
+class Trigger:
+    """A tensor hook on the outputs of one forward."""
+
+    def __init__(self, runtime: Runtime, use: Use) -> None:
+        self.runtime, self.use = runtime, use
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        self.runtime.trigger(self.use)
+
+
+class Check:
+    """The same for a unit that is always whole."""
+
+    def __init__(self, use: Use) -> None:
+        self.use = use
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        self.use.check()
+
+
+class EndOfBackward:
+    """Held by autograd's graph task alone: if the task dies with an exception, so does this, and the runtime notices."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    def __call__(self) -> None:
+        self.runtime.end_backward()
+
+
+class EndOfNested:
+    def __init__(self, runtime: Runtime, task: int) -> None:
+        self.runtime, self.task = runtime, task
+
+    def __call__(self) -> None:
+        self.runtime.end_nested(self.task)
