@@ -76,8 +76,9 @@ class FlatBuffer:
 
     def _leaf(self, index: int) -> nn.Parameter:
         # `.data` gives the leaf a version counter of its own: refilling `full` must not look like an in-place edit.
-        kind = Leaf if self.sharded else nn.Parameter  # replicated, an edit of the leaf is one of the shard
-        return kind(self.view(self.full, index).data, requires_grad=False)
+        leaf = Leaf(self.view(self.full, index).data, requires_grad=False)
+        leaf._place = (weakref.ref(self), index)
+        return leaf
 
     def own_slot(self, flat: torch.Tensor) -> torch.Tensor:
         n = self.layout.shard_numel

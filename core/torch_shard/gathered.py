@@ -19,7 +19,7 @@ from torch import nn
 
 from .collectives import Collectives
 from .errors import ConfigError, ShardError, UnitStateError
-from .leaf import is_view, move, show_as_plain
+from .leaf import is_view, move, set_own_grad, show_as_plain
 from .runtime import Runtime
 from .shard_tensor import ShardTensor
 from .summons import Request, Summons, open_on, write_back
@@ -238,7 +238,7 @@ def _enter_one(runtime: Runtime, summons: Summons) -> None:
             _refuse_backward(summons)
         for leaves, values in zip(summons.leaves, whole_grads, strict=False):
             for leaf, value in zip(leaves, values, strict=True):
-                leaf.grad = None if value is None else value.to(leaf.device)
+                set_own_grad(leaf, None if value is None else value.to(leaf.device))
 
 
 def _copy(summons: Summons) -> None:
@@ -280,7 +280,7 @@ def _install(summons: Summons) -> None:
         _set_leaves(unit, summons.covered)
         if summons.overlay:
             unit.install()
-        elif unit.sharded:
+        else:
             for flat in unit.flats:
                 show_as_plain(flat.leaves, False)
         unit.is_summoned = was
@@ -326,7 +326,7 @@ def _leave(runtime: Runtime, summons: Summons) -> None:
             for flat, leaves, wanted in zip(unit.flats, summons.leaves, summons.wants, strict=False):
                 for p, leaf, before in zip(flat.params, leaves, wanted, strict=True):
                     if summons.request.grads or not summons.shared:
-                        leaf.grad = None
+                        set_own_grad(leaf, None)
                     if leaf.requires_grad != before:  # frozen or unfrozen inside
                         p.requires_grad_(leaf.requires_grad)
     if summons.shared:
@@ -347,9 +347,8 @@ def _leave(runtime: Runtime, summons: Summons) -> None:
         else:
             unit.running -= 1
             unit.is_summoned = False
-            if unit.sharded:
-                for flat in unit.flats:
-                    show_as_plain(flat.leaves, False)
+            for flat in unit.flats:
+                show_as_plain(flat.leaves, False)
         for flat in unit.flats:
             flat.mirror()
     if summons.in_place and unit.sharded:

@@ -7,6 +7,7 @@ import ctypes
 import json
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,9 @@ class Groups:
     reduce: Any
     scalar: Any
     control: Any
-    key: str = ""  # in the default store: where the ranks say what they can't say in a collective; "": no other rank exists
+    key: str = (
+        ""  # in the default store: where the ranks say what they can't say in a collective; "": no other rank exists
+    )
     broken: str = ""  # why no further collective may be issued
     exchanges: int = 0  # see Watch.exchange
     # Works nobody has waited for, and the buffer each may still write to: an engine may be dropped before they end.
@@ -175,6 +178,22 @@ def _wait_for_verdict(store: Any, here: str, deadline: float) -> str:
     return str(store.get(f"{here}/verdict").decode())
 
 
+@contextlib.contextmanager
+def _name_for_new_group(name: str) -> Iterator[None]:
+    """Inside, a process group that is made gets this name.
+
+    torch names a group that is made by its members alone after the number of groups that the process has. Ranks that
+    belong to other groups besides have other numbers, and would wait for each other under different names.
+    """
+    c10d: Any = dist.distributed_c10d
+    original = c10d._process_group_name
+    c10d._process_group_name = lambda *_, **__: name
+    try:
+        yield
+    finally:
+        c10d._process_group_name = original
+
+
 def groups_for(group: Any, single_communicator: bool, timeout: float) -> Groups:
     """The process groups over the ranks of `group`. Collective."""
     kept = _groups.setdefault(group, {})
@@ -186,14 +205,17 @@ def groups_for(group: Any, single_communicator: bool, timeout: float) -> Groups:
         key = _meet(group, ranks, single_communicator, usable, timeout)
         usable = not key
     if found is None or not usable:
+        part = len(ranks) != dist.get_world_size()
 
-        def new() -> Any:
-            return dist.new_group(ranks, use_local_synchronization=len(ranks) != dist.get_world_size())
+        def new(purpose: str) -> Any:
+            with _name_for_new_group(f"{key}/{purpose}") if part and key else contextlib.nullcontext():
+                return dist.new_group(ranks, use_local_synchronization=part)
 
         # One NCCL communicator serialises its collectives even on different streams, hence one each for gathers and
         # reductions; `single_communicator` is the fallback where two cannot be had. The user's own group is left alone:
         # a gather that stays without its partner must not make it unusable.
-        gather = new()
-        reduce = gather if single_communicator else new()
-        found = kept[single_communicator] = Groups(gather, reduce, scalar=new(), control=new(), key=key)
+        gather = new("gather")
+        reduce = gather if single_communicator else new("reduce")
+        found = Groups(gather, reduce, scalar=new("scalar"), control=new("control"), key=key)
+        kept[single_communicator] = found
     return found

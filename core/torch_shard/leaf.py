@@ -8,16 +8,29 @@ import torch
 from torch import nn
 
 _data: Any = torch.Tensor.data  # type: ignore[attr-defined]
+_grad: Any = torch.Tensor.grad  # type: ignore[attr-defined]
 
 
 class Leaf(nn.Parameter):
     """A parameter that is a view of its unit's gathered buffer.
 
     No version counter shows an edit through ``.data``, so that somebody took it is noted; what is assigned to it is
-    copied where it fits, because the memory must stay the buffer's.
+    copied where it fits, because the memory must stay the buffer's. ``.grad`` is that of the user's parameter.
     """
 
     data_taken: bool = False
+    _place: tuple[Any, int] | None = None  # a weak reference to the FlatBuffer, and the index there
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        flat = self._place[0]() if self._place is not None else None
+        return None if flat is None else flat.params[self._place[1]].grad  # type: ignore[index]
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        flat = self._place[0]() if self._place is not None else None
+        if flat is not None:
+            flat.params[self._place[1]].grad = value  # type: ignore[index]
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -33,6 +46,16 @@ class Leaf(nn.Parameter):
                 own.copy_(value)
         else:
             _data.__set__(self, value)
+
+
+def own_grad(leaf: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that autograd gave the leaf itself."""
+    result: torch.Tensor | None = _grad.__get__(leaf)
+    return result
+
+
+def set_own_grad(leaf: torch.Tensor, value: torch.Tensor | None) -> None:
+    _grad.__set__(leaf, value)
 
 
 def move(leaf: nn.Parameter, view: torch.Tensor) -> None:

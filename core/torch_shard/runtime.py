@@ -30,6 +30,7 @@ from .collectives import Collectives
 from .config import ShardConfig
 from .errors import ShardError, ShardPicklingError, UnitStateError
 from .flat_buffer import FlatBuffer
+from .leaf import own_grad, set_own_grad
 from .on_demand import OnDemand
 from .order import BACKWARD, EVALUATION, FORWARD, PHASES, Event, GatherOrder
 from .outputs import own_memory, tensors_in
@@ -420,8 +421,8 @@ class Runtime:
                 f"rank {self.collectives.world_rank}: a gradient of {flat.layout.slots[index].name} arrived while unit "
                 f"{unit.name!r} was still being gathered; backward reached it without its trigger."
             )
-        grad = leaf.grad
-        leaf.grad = None
+        grad = own_grad(leaf)
+        set_own_grad(leaf, None)
         if grad is None:
             return
         if grad.is_sparse:

@@ -203,7 +203,9 @@ def agree(
     for field, *values in zip(_EQUAL, *(settings for _, settings, _ in everyone), strict=False):
         if len(set(values)) > 1:
             said = "; ".join(f"on rank {rank} {value}" for rank, value in enumerate(values))
-            raise ConfigError(f"{field} differs between the ranks: {said}. Pass equal settings to shard() on every rank.")
+            raise ConfigError(
+                f"{field} differs between the ranks: {said}. Pass equal settings to shard() on every rank."
+            )
     first = everyone[0][2]
     for rank, (*_, lines) in enumerate(everyone):
         if lines == first:

@@ -11,7 +11,7 @@ from torch import nn
 
 from .errors import DivergenceError, MissingRankError, ShardError
 from .flat_buffer import FlatBuffer
-from .leaf import is_view
+from .leaf import is_view, own_grad
 from .runtime import Runtime
 from .shard_tensor import slice_full
 from .unit import Unit
@@ -146,7 +146,7 @@ def _write(summons: Summons) -> None:
 def _write_grads(summons: Summons, number: int, flat: FlatBuffer) -> None:
     request, unit = summons.request, summons.unit
     what = f"the write-back of the gradients of unit {unit.name!r}"
-    grads = [leaf.grad for leaf in summons.leaves[number]] if summons.here else [None] * len(flat.params)
+    grads = [own_grad(leaf) for leaf in summons.leaves[number]] if summons.here else [None] * len(flat.params)
     if request.ranks is None:
         for param, grad in zip(flat.params, grads, strict=True):
             local = None

@@ -325,7 +325,7 @@ class Unit:
         return other
 
 
-_OWN_ATTRIBUTES = {"_local", "_spec", "_unit_ref", "_flat", "_unreduced", "_is_param", "data_taken"}
+_OWN_ATTRIBUTES = {"_local", "_spec", "_unit_ref", "_flat", "_unreduced", "_is_param", "_place", "data_taken"}
 
 
 def adopt(param: Any, original: Any) -> None:

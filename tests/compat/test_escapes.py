@@ -427,3 +427,23 @@ def test_buffers_of_different_sizes_are_an_error(rank, world_size):
     loss_of(model(batch(rank, 0))).backward()
     with pytest.raises(ShardError, match=r"broadcasts 1 buffers of 2 elements.*broadcasts 1 buffers of 3 elements"):
         model(batch(rank, 1))
+
+
+class ReadsItsGradient(nn.Linear):
+    """Scales its input by the norm of the gradient it has accumulated, and clears its bias's."""
+
+    def forward(self, x):
+        if self.weight.grad is not None:
+            x = x / (1 + self.weight.grad.norm())
+            self.bias.grad = None
+        return super().forward(x)
+
+
+@ranks(2)
+@STRATEGIES
+def test_gradients_read_and_cleared_in_forward_are_the_parameters_own(rank, world_size, strategy):
+    pair = Pair(lambda: nn.Sequential(ReadsItsGradient(5, 5), nn.Linear(5, 3)), rank, world_size, strategy=strategy)
+    pair.backward(plain_backward, batch(rank, 0))
+    outputs = pair.each(lambda m: m(batch(rank, 1)))
+    same(*outputs)
+    assert pair.model[0].bias.grad is None and pair.model[0].weight.grad is not None
