@@ -14,6 +14,7 @@ from torch import nn
 from . import autograd_bridge, clip, full_state, restore, setup
 from . import gathered as _gathered
 from .config import ShardConfig
+from .errors import ConfigError, ShardError
 from .hooks import unregister
 from .optim_step import StepWatch
 from .plan import Plan
@@ -48,7 +49,10 @@ class Engine:
     def model(self) -> nn.Module:
         """The sharded module, the same object that was given to :func:`shard`."""
         model = self._model()
-        assert model is not None
+        if model is None:
+            raise ShardError(
+                "the sharded model is gone: the engine does not keep it, so hold a reference to it yourself."
+            )
         return model
 
     @property
@@ -206,8 +210,6 @@ class Engine:
             UnitStateError: inside a forward or :meth:`gathered`.
         """
         if form != "full":
-            from .errors import ConfigError
-
             raise ConfigError(f"form must be 'full', not {form!r}.")
         return full_state.state_dict(self.model, self._runtime, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
 
@@ -330,8 +332,6 @@ def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = No
         SetupError: a parameter that can't be sharded, or ranks with different models. On all ranks; nothing has
             changed then, unless a parameter on meta is left uninitialised.
     """
-    from .errors import ConfigError
-
     if config is None:
         config = ShardConfig()
     elif not isinstance(config, ShardConfig):

@@ -275,11 +275,11 @@ class Runtime:
         idle = unit.state is not State.SHARDED and phase != BACKWARD and not unit.running
         if idle and all(u.start == -1 for u in unit.uses) and unit.is_stale():
             unit.release()
+        if not repeated and phase != BACKWARD and not self._keeps():
+            self._release_others(unit)
         if unit.state is State.SHARDED:
             unit.gather()
         self.idle[unit.index] = unit
-        if not repeated and phase != BACKWARD and not self._keeps():
-            self._release_others(unit)
         unit.wait()
         if not repeated:
             self._prefetch()
