@@ -101,7 +101,9 @@ def test_a_comparison_whose_partner_does_not_come_ends_and_tells_its_own_side(ra
         agreement.collectives.watch.exchange = lambda *_: pytest.skip("interrupted")
         agreement.note(2, "does something else")
     begin = time.monotonic()
-    with pytest.raises((MissingRankError, pytest.skip.Exception), match=r"rank 1 did not come.*does something|interrup"):
+    with pytest.raises(
+        (MissingRankError, pytest.skip.Exception), match=r"rank 1 did not come.*does something|interrup"
+    ):
         agreement.check("a check")
     assert time.monotonic() - begin < SHORT + 2
 
@@ -174,6 +176,16 @@ def test_a_new_model_over_a_subgroup_can_be_sharded_after_an_error_on_one_rank(r
     trains(again)
 
 
+@ranks(3, timeout=40)
+def test_subgroups_that_overlap_can_be_sharded_over_in_turn(rank):
+    pairs = [[0, 1], [0, 2], [1, 2]]
+    for pair, group in [(pair, dist.new_group(pair)) for pair in pairs]:
+        if rank in pair:
+            model = net()
+            torch_shard.shard(model, mesh=group, **small)
+            trains(model)
+
+
 @ranks(2)
 def test_groups_that_one_rank_has_destroyed_are_made_anew_on_all(rank):
     engine = torch_shard.shard(net(), **small)
@@ -196,6 +208,26 @@ def test_a_rank_that_tries_again_after_nobody_came_meets_the_other(rank):
         model = net()
         torch_shard.shard(model, mesh=group, **small)
         trains(model)
+
+
+@ranks(2, timeout=40)
+def test_a_rank_that_shards_while_the_other_trains_is_an_error_that_says_so(rank):
+    model = net()
+    torch_shard.shard(model, **small)
+    step(model)
+    dist.barrier()
+    with pytest.raises(MissingRankError) as caught:
+        if rank == 0:
+            torch_shard.shard(net(), **{**small, "timeout": SHORT + 1})
+        else:
+            time.sleep(0.5)
+            step(model)
+    # The one that gives up first finds the other's word; the other may find it withdrawn.
+    assert rank == 0 or "rank 0 waits in shard()" in str(caught.value)
+    dist.barrier()
+    again = net()
+    torch_shard.shard(again, **small)
+    trains(again)
 
 
 @ranks(3, timeout=40)
@@ -273,14 +305,14 @@ def test_settings_that_are_a_ranks_own_affair_may_differ(rank):
 def test_a_config_or_model_of_the_wrong_type_is_an_error_that_names_the_argument():
     with pytest.raises(ConfigError, match=r"^config must be a ShardConfig, not dict; .*\*\*config"):
         torch_shard.shard(net(), {"strategy": "no_shard"})
-    with pytest.raises(ConfigError, match="^config must be a ShardConfig, not str"):
+    with pytest.raises(ConfigError, match=r"^config must be a ShardConfig, not str"):
         torch_shard.shard(net(), "no_shard")
-    with pytest.raises(ConfigError, match="^config"):
+    with pytest.raises(ConfigError, match=r"^config"):
         torch_shard.shard(net(), {}, prefetch=2)
     for wrong in ([1, 2], nn.Linear, None):
         with pytest.raises(SetupError, match=r"^model must be a torch\.nn\.Module, not"):
             torch_shard.shard(wrong)
-    with pytest.raises(SetupError, match="^mesh must be"):
+    with pytest.raises(SetupError, match=r"^mesh must be"):
         torch_shard.shard(net(), mesh=[0, 1])
 
 
@@ -299,9 +331,11 @@ def test_a_state_dict_that_one_rank_alone_loads_is_an_error_in_the_next_forward(
             model.load_state_dict(state)
         else:
             model[2].load_state_dict({"weight": state["2.weight"], "bias": state["2.bias"]})
-    with pytest.raises(DivergenceError, match=r"did not load alike.*rank 0: loads a state dict into '[02]'.*every rank"):
-        with torch.no_grad():
-            model(torch.ones(2, 4))
+    with (
+        pytest.raises(DivergenceError, match=r"did not load alike.*rank 0: loads a state dict into '[02]'.*every rank"),
+        torch.no_grad(),
+    ):
+        model(torch.ones(2, 4))
     model.load_state_dict(state)
     assert all((v == 1).all() for v in engine.state_dict(rank0_only=False).values())
     step(model)

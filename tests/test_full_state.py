@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from typing import Any
 
 import pytest
@@ -288,6 +289,49 @@ def test_optimizer_state_that_does_not_fit_is_listed(rank: int, world_size: int)
     engine.load_optim_state_dict(optimizer, good)
     with pytest.raises(StateDictError, match="not a parameter of this model"):
         engine.optim_state_dict(torch.optim.SGD(nn.Linear(2, 2).parameters()))
+
+
+@ranks(2)
+def test_optimizer_state_that_lacks_a_parameter_is_listed_without_a_remedy_that_does_not_exist(
+    rank: int, world_size: int
+) -> None:
+    model = build()
+    engine = torch_shard.shard(model, unit_bytes=256)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, 1, rank, world_size)
+    whole = engine.optim_state_dict(optimizer, rank0_only=False)
+    without = {**whole, "state": {n: v for n, v in whole["state"].items() if n != "head.bias"}}
+    with pytest.raises(StateDictError, match=r"missing: head\.bias \(state\)(.|\n)*\['head\.bias'\] = \{\}") as caught:
+        engine.load_optim_state_dict(optimizer, without)
+    assert "strict" not in str(caught.value)
+    assert set(engine.optim_state_dict(optimizer, rank0_only=False)["state"]) == set(whole["state"])
+    with pytest.raises(StateDictError, match="unexpected: ghost") as caught:
+        engine.load_optim_state_dict(optimizer, {**whole, "state": {**whole["state"], "ghost": {}}})
+    assert "strict" not in str(caught.value)
+    # Where it is meant, and where a parameter was never used: `conv.bias` has no state in plain torch either.
+    without["state"]["head.bias"] = {}
+    engine.load_optim_state_dict(optimizer, without)
+    assert "head.bias" not in engine.optim_state_dict(optimizer, rank0_only=False)["state"]
+    train(model, optimizer, 1, rank, world_size)
+
+
+@ranks(2)
+def test_a_parameter_that_starts_anew_beside_others_that_go_on_is_logged(rank: int, world_size: int) -> None:
+    model = build()
+    engine = torch_shard.shard(model, unit_bytes=256)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, 1, rank, world_size)
+    state = engine.optim_state_dict(optimizer, rank0_only=False)
+    del state["state"]["head.bias"]
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torch_shard").addHandler(handler)
+    try:
+        engine.load_optim_state_dict(torch.optim.AdamW(model.parameters()), state)
+    finally:
+        logging.getLogger("torch_shard").removeHandler(handler)
+    assert rank or any("no state for" in line and "head.bias" in line for line in said), said
 
 
 @ranks(2)

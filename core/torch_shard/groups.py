@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import ConfigError, MissingRankError
-from .watch import caller_line, default_store
+from .errors import ConfigError, MissingRankError, ShardError
+from .watch import FIRST_TICK, caller_line, default_store
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,7 @@ class Groups:
     reduce: Any
     scalar: Any
     control: Any
-    key: str = (
-        ""  # in the default store: where the ranks say what they can't say in a collective; "": no other rank exists
-    )
+    key: str = ""  # prefix in the default store, for what the ranks can't say in a collective; "": no other rank exists
     broken: str = ""  # why no further collective may be issued
     exchanges: int = 0  # see Watch.exchange
     # Works nobody has waited for, and the buffer each may still write to: an engine may be dropped before they end.
@@ -94,7 +92,7 @@ def _keep_unfinished(groups: dict[str, Any]) -> None:
 _groups: weakref.WeakKeyDictionary[Any, dict[bool, Groups]] = weakref.WeakKeyDictionary()
 
 
-def _meet(group: Any, ranks: list[int], single: bool, usable: bool, timeout: float) -> str:
+def _meet(group: Any, ranks: list[int], single: bool, usable: bool, timeout: float, board: str) -> str:
     """Wait for every rank, and decide with them whether new process groups are made. Collective.
 
     `new_group` alone would wait for the group's own timeout, half an hour by default; and one rank may have to replace
@@ -103,24 +101,23 @@ def _meet(group: Any, ranks: list[int], single: bool, usable: bool, timeout: flo
     Ranks meet in numbered rounds. Each counts its own, so a retry never takes an earlier arrival for a new one, and a
     round ends in one verdict: the rank that comes last keeps the groups or renews them, a rank whose time is up ends
     it for all. Who comes to a round that has ended without it goes on to the next. Three small keys remain of each.
+    `board` is the key of the present groups, under which the ranks say what they wait in (see Watch).
 
     Returns:
         The key of the round if new groups are to be made, "" if the present ones stay.
     """
     try:
-        return _verdict(group, ranks, single, usable, timeout)
-    except MissingRankError:
+        return _verdict(group, ranks, single, usable, timeout, board)
+    except ShardError:
         raise
     except RuntimeError as error:
-        if isinstance(error, ConfigError):
-            raise
         raise MissingRankError(
             f"rank {dist.get_rank()}: shard() at {caller_line()} can't reach the store through which the ranks meet; the rank "
             f"that serves it has probably died, see its log. ({error})"
         ) from error
 
 
-def _verdict(group: Any, ranks: list[int], single: bool, usable: bool, timeout: float) -> str:
+def _verdict(group: Any, ranks: list[int], single: bool, usable: bool, timeout: float, board: str) -> str:
     store, rank = default_store(), dist.get_rank()
     # Disjoint groups may share a name.
     name = f"torch_shard/meet/{group.group_name}/{ranks[0]}"
@@ -142,12 +139,13 @@ def _verdict(group: Any, ranks: list[int], single: bool, usable: bool, timeout: 
             late = verdict == "apart"
         else:
             late = store.check([f"{here}/verdict"]) and store.get(f"{here}/verdict") == b"apart"
-            verdict = "" if late else _wait_for_verdict(store, here, deadline)
+            verdict = "" if late else _wait_for_verdict(store, here, deadline, board and f"{board}/{ranks.index(rank)}")
     if verdict == "apart":
         missing = [r for r in ranks if store.add(f"{name}/{r}", 0) < number]
+        said = "".join(_waits_in(store, f"{board}/{ranks.index(r)}", r) for r in missing) if board else ""
         raise MissingRankError(
-            f"rank {rank} waited {timeout:g} s in shard() at {caller_line()} for ranks {missing}. It is collective: call it "
-            "on every rank, with the same settings, and see whether it failed there."
+            f"rank {rank} waited {timeout:g} s in shard() at {caller_line()} for ranks {missing}{said}. It is collective: call "
+            "it on every rank, with the same settings, and see whether it failed there."
         )
     if verdict == "differ":
         having = [r for r in ranks if store.check([f"{here}/single/{r}"])]
@@ -163,19 +161,36 @@ def _decide(store: Any, here: str, verdict: str) -> str:
     return str(store.compare_set(f"{here}/verdict", "", verdict).decode())
 
 
-def _wait_for_verdict(store: Any, here: str, deadline: float) -> str:
-    pause = 0.0005
+def _wait_for_verdict(store: Any, here: str, deadline: float, post: str) -> str:
+    pause, begin, posted = 0.0005, time.monotonic(), False
     try:
         while not store.check([f"{here}/verdict"]):
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 return _decide(store, here, "apart")
+            if post and not posted and now > begin + FIRST_TICK:
+                posted = True
+                # The number 0: a rank that waits for another operation reports it, and takes it for no deadlock.
+                store.set(post, json.dumps(["control", 0, "shard()", caller_line(), {}]))
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
     except BaseException:  # an interrupt: nobody may go on as if this rank were here
         with contextlib.suppress(RuntimeError):
             _decide(store, here, "apart")
         raise
+    finally:
+        if posted:
+            with contextlib.suppress(RuntimeError):
+                store.set(post, "")
     return str(store.get(f"{here}/verdict").decode())
+
+
+def _waits_in(store: Any, post: str, rank: int) -> str:
+    text = store.get(post).decode() if store.check([post]) else ""
+    if not text:
+        return ""
+    _, _, what, line, _ = json.loads(text)
+    return f"; rank {rank} waits in {what} at {line}"
 
 
 @contextlib.contextmanager
@@ -202,7 +217,7 @@ def groups_for(group: Any, single_communicator: bool, timeout: float) -> Groups:
     ranks = dist.get_process_group_ranks(group)
     key = ""
     if dist.get_backend(group) != "fake":  # there no other rank exists
-        key = _meet(group, ranks, single_communicator, usable, timeout)
+        key = _meet(group, ranks, single_communicator, usable, timeout, "" if found is None else found.key)
         usable = not key
     if found is None or not usable:
         part = len(ranks) != dist.get_world_size()

@@ -60,7 +60,7 @@ class Registrations:
                     continue
             elif id(p) in known or name in self.ignored:
                 continue
-            if _inside_functional_call():  # it puts the caller's own parameters into the modules
+            if inside_functional_call():  # it puts the caller's own parameters into the modules
                 return
             raise ReplacedParameterError(
                 f"rank {runtime.collectives.world_rank}: parameter {name} was added or replaced after the model was sharded; "
@@ -70,7 +70,8 @@ class Registrations:
         self.changed = False
 
 
-def _inside_functional_call() -> bool:
+def inside_functional_call() -> bool:
+    """Whether `torch.func.functional_call` runs, which puts the caller's own tensors into the modules for one call."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.nn.utils.stateless":

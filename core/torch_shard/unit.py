@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import sys
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from .errors import ReplacedParameterError, ShardError, UnitStateError
 from .flat_buffer import FlatBuffer
 from .leaf import data_taken
 from .outputs import tensors_in
+from .registrations import inside_functional_call
 from .shard_tensor import ShardTensor
 from .watch import Pending
 
@@ -234,12 +234,7 @@ class Unit:
         """torch.func.functional_call puts the caller's own tensors into the modules for one call: leave them there."""
         if found is not None and not isinstance(found, nn.Parameter) and isinstance(found, torch.Tensor):
             return True
-        frame: Any = sys._getframe(1)
-        while frame is not None:
-            if frame.f_globals.get("__name__") == "torch.nn.utils.stateless":
-                return True
-            frame = frame.f_back
-        return False
+        return inside_functional_call()
 
     def write_back_edits(self) -> None:
         """An edit made inside forward (`with no_grad(): self.weight.clamp_()`) shows in the leaf's version counter. An

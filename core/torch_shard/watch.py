@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .groups import Groups
 
 # Seconds of silence before a rank says, through the store, what it is waiting in.
-_FIRST_TICK = 1.0
+FIRST_TICK = 1.0
 
 
 def default_store() -> Any:
@@ -152,10 +152,10 @@ class Watch:
             work.wait()
             return
         pending.channel.check()
-        if _bounded_wait(work, min(_FIRST_TICK, self.timeout), pending, self.rank):
+        if _bounded_wait(work, min(FIRST_TICK, self.timeout), pending, self.rank):
             return
         groups = pending.channel.groups
-        deadline = time.monotonic() + self.timeout - _FIRST_TICK
+        deadline = time.monotonic() + self.timeout - FIRST_TICK
         self._post(pending.channel.name, pending.number, pending.what)
         try:
             while True:
