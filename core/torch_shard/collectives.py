@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .groups import groups_for
+from .groups import backend_of, groups_for
 from .log import logger
 from .versions import at_least
 from .watch import Channel, Pending, Watch
@@ -133,7 +133,7 @@ class Collectives:
             yield
             return
         # Hazard: the side stream must not overwrite or read a buffer before compute issued so far is through with it.
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             yield
 
@@ -147,7 +147,7 @@ class Collectives:
             work.wait()  # orders the side stream behind NCCL's own; does not block the host
             event = torch.cuda.Event()
             event.record(stream)
-        return Pending(self.watch, channel, channel.issued, what, work, event)
+        return Pending(self.watch, channel, channel.issued, what, work, event, self.device)
 
     # -- parameters ---------------------------------------------------------------------------------------------
     def all_gather(self, full: torch.Tensor, what: str) -> Pending:
@@ -206,6 +206,7 @@ class Collectives:
             if self.size == 1:  # replicated parameters
                 self.bytes_sent += 2 * nbytes * (self.world - 1) // self.world
                 work = dist.all_reduce(grad, group=channel.group, async_op=True)
+                channel.groups.written[work] = grad
                 return Reduction(self, grad, grad, self._track(channel, what, work, self.reduce_stream))
             self.bytes_sent += nbytes * (self.size - 1) // self.size
             if self.gloo:
@@ -216,6 +217,8 @@ class Collectives:
                 received = torch.empty(grad.numel() // self.size, dtype=grad.dtype, device=grad.device)
                 assert _reduce_scatter is not None
                 work = _reduce_scatter(received, grad, group=channel.group, async_op=True)
+            # A backward that fails drops its reductions, but not what they still read and write.
+            channel.groups.written[work] = (grad, received)
             return Reduction(self, grad, received, self._track(channel, what, work, self.reduce_stream))
 
     def close(self) -> None:
@@ -261,8 +264,9 @@ def connect(group: Any, device: torch.device, *, shard: bool, timeout: float, si
     watch = Watch(rank, world, ranks, timeout, groups.key)
     channels = {n: Channel(n, groups) for n in ("gather", "reduce", "scalar", "control")}
     watch.channels = channels
-    backend = dist.get_backend(group)
-    side = device.type == "cuda" and "nccl" in backend
+    backend = backend_of(group, device.type)
+    side = backend == "nccl"
+    watch.polls = side
     logger.debug("collectives over ranks %s, backend %s", ranks, backend)
     return Collectives(
         device=device,
@@ -275,7 +279,7 @@ def connect(group: Any, device: torch.device, *, shard: bool, timeout: float, si
         gather_channel=channels["gather"],
         reduce_channel=channels["reduce"],
         control_channel=channels["control"],
-        gloo="nccl" not in backend,
+        gloo=not side,
         gather_stream=torch.cuda.Stream(device) if side else None,
         reduce_stream=torch.cuda.Stream(device) if side else None,
     )

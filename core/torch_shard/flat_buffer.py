@@ -346,8 +346,7 @@ class _Average:
         c, spec = flat.collectives, flat.params[self.index]._spec
         total = grad.detach().clone()
         if c.world > 1:
-            assert c.control_channel is not None
-            everyone = ScalarComm(c.control_channel, c.watch, c.world, c.world_rank)
+            everyone = ScalarComm(c.watch.channels["scalar"], c.watch, c.world, c.world_rank)
             everyone.all_reduce(total, "sum", f"the gradient of {spec.name}, used past its unit")
         return ShardTensor.from_full(total.div_(c.world), spec)
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from .errors import ConfigError, MissingRankError, ShardError
@@ -39,7 +38,7 @@ class Groups:
     broken: str = ""  # why no further collective may be issued
     exchanges: int = 0  # see Watch.exchange
     # Works nobody has waited for, and the buffer each may still write to: an engine may be dropped before they end.
-    written: dict[Any, torch.Tensor] = field(default_factory=dict)
+    written: dict[Any, Any] = field(default_factory=dict)
     unfinished: dict[str, Any] = field(default_factory=dict)  # by channel: the latest work nobody has waited for
 
     def __post_init__(self) -> None:
@@ -209,6 +208,12 @@ def _name_for_new_group(name: str) -> Iterator[None]:
         c10d._process_group_name = original
 
 
+def backend_of(group: Any, device_type: str) -> str:
+    """The backend that serves a type of device in `group`, "" if none does. `get_backend` names one of several."""
+    entries = dist.get_backend_config(group).split(",")
+    return dict(entry.split(":", 1) for entry in entries if ":" in entry).get(device_type, "")
+
+
 def groups_for(group: Any, single_communicator: bool, timeout: float) -> Groups:
     """The process groups over the ranks of `group`. Collective."""
     kept = _groups.setdefault(group, {})
@@ -222,15 +227,17 @@ def groups_for(group: Any, single_communicator: bool, timeout: float) -> Groups:
     if found is None or not usable:
         part = len(ranks) != dist.get_world_size()
 
-        def new(purpose: str) -> Any:
+        def new(purpose: str, backend: str | None = None) -> Any:
             with _name_for_new_group(f"{key}/{purpose}") if part and key else contextlib.nullcontext():
-                return dist.new_group(ranks, use_local_synchronization=part)
+                return dist.new_group(ranks, backend=backend, use_local_synchronization=part)
 
         # One NCCL communicator serialises its collectives even on different streams, hence one each for gathers and
         # reductions; `single_communicator` is the fallback where two cannot be had. The user's own group is left alone:
         # a gather that stays without its partner must not make it unusable.
         gather = new("gather")
         reduce = gather if single_communicator else new("reduce")
-        found = Groups(gather, reduce, scalar=new("scalar"), control=new("control"), key=key)
+        # Small messages of the host's: on a GPU they would wait for its queue, behind a gather that may lack its partner.
+        control = new("control", "gloo" if key else None)
+        found = Groups(gather, reduce, scalar=new("scalar"), control=control, key=key)
         kept[single_communicator] = found
     return found

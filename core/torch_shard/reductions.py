@@ -61,8 +61,11 @@ class Reductions:
                 self._in_flight.append((flat, reduction))
         while self._in_flight:
             oldest = self._in_flight[0][1]
+            few = len(self._in_flight) <= _IN_FLIGHT
+            if few and self.collectives.reduce_stream is not None:
+                break  # else the peak of GPU memory would depend on who was faster
             if not oldest.done():
-                if len(self._in_flight) <= _IN_FLIGHT or self._no_pause:
+                if few or self._no_pause:
                     break
                 if not oldest.pending.settle(PAUSE):
                     self._no_pause = _NO_PAUSE_FOR

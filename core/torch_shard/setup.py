@@ -16,6 +16,7 @@ from .collectives import Collectives, connect
 from .config import ShardConfig
 from .errors import ConfigError, SetupError, ShardError, UnavailableError
 from .flat_buffer import FlatBuffer, gaps
+from .groups import backend_of
 from .hooks import register
 from .layout import FlatLayout, ParamMeta
 from .log import logger
@@ -73,17 +74,16 @@ def resolve_mesh(mesh: Any, model: nn.Module) -> tuple[Any, torch.device]:
     if device is None:
         kinds = {p.device for p in model.parameters() if p.device.type != "meta"}
         accelerated = [d for d in kinds if d.type == "cuda"]
-        backend = dist.get_backend(group) if group is not None else ""
         if accelerated:
             device = accelerated[0]
-        elif "nccl" in backend and torch.cuda.is_available():
+        elif group is not None and backend_of(group, "cuda") == "nccl" and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
         else:
             device = torch.device("cpu")
-    if group is not None and device.type == "cpu" and dist.get_backend(group) == "nccl":
+    if group is not None and not backend_of(group, device.type):
         raise UnavailableError(
-            "the process group has the backend nccl, which can't move CPU tensors: initialise it with "
-            "'cpu:gloo,cuda:nccl', or move the model to this rank's GPU."
+            f"the process group ({dist.get_backend_config(group)}) has no backend for tensors on {device.type}: initialise "
+            "it with 'cpu:gloo,cuda:nccl', or move the model to a device that it serves."
         )
     return group, device
 
@@ -172,7 +172,6 @@ def agree(
     digest ^= zlib.crc32("\n".join(equal).encode())
     head = list(digest.to_bytes(8, "little"))
     vector = torch.tensor([*head, *(255 - b for b in head), 1 if error is not None else 0], dtype=torch.uint8)
-    vector = vector.to(c.device) if not c.gloo else vector
     channel.issued += 1
     work = dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=channel.group, async_op=True)
     Pending(c.watch, channel, channel.issued, what, work).wait()
@@ -394,7 +393,7 @@ def _units_on_meta(
     """
     names = [i.name for unit in plan.units for i in unit.params]
     here = [params[n].device.type != "meta" for n in names]
-    real = torch.tensor([*here, *(h and c.world_rank == 0 for h in here)], dtype=torch.uint8, device=c.device)
+    real = torch.tensor([*here, *(h and c.world_rank == 0 for h in here)], dtype=torch.uint8)
     if c.world > 1 and len(real):
         channel = c.control_channel
         assert channel is not None

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Seconds of silence before a rank says, through the store, what it is waiting in.
 FIRST_TICK = 1.0
+_POLL = 0.0002  # seconds between looks at a collective of NCCL's
 
 
 def default_store() -> Any:
@@ -83,7 +84,8 @@ class Pending:
     number: int
     what: str
     work: Any
-    event: Any = None  # CUDA: recorded behind the collective on its side stream
+    event: Any = None  # NCCL: recorded behind the collective on its side stream
+    device: Any = None  # of that stream
 
     def __post_init__(self) -> None:
         if self.work is not None and self.event is None:
@@ -93,8 +95,8 @@ class Pending:
         return self.work is None or bool(self.work.is_completed())
 
     def settle(self, seconds: float) -> bool:
-        """Wait at most this long; False if it is still going on. On CUDA never blocks."""
-        return self.done() or (self.event is None and _bounded_wait(self.work, seconds, self, self.watch.rank))
+        """Wait at most this long; False if it is still going on."""
+        return self.done() or _bounded_wait(self.work, seconds, self, self.watch.rank)
 
     def wait(self) -> None:
         if self.work is not None:
@@ -106,7 +108,7 @@ class Pending:
             self.work = None
         if self.event is not None:
             # Hazard: the compute stream must not read the buffer before the side stream has filled it.
-            torch.cuda.current_stream().wait_event(self.event)
+            torch.cuda.current_stream(self.device).wait_event(self.event)
             self.event = None
 
 
@@ -121,6 +123,7 @@ class Watch:
     def __init__(self, rank: int, size: int, ranks: list[int], timeout: float, key: str) -> None:
         self.rank, self.size, self.ranks, self.timeout, self.key = rank, size, ranks, timeout, key
         self.channels: dict[str, Channel] = {}
+        self.polls = False  # NCCL: see _bounded_wait
 
     def _post(self, channel: str, number: int, what: str) -> None:
         issued = {c.name: c.issued for c in self.channels.values()}
@@ -281,6 +284,15 @@ def _named(ranks: list[int]) -> str:
 
 def _bounded_wait(work: Any, seconds: float, pending: Pending, rank: int) -> bool:
     """True when the work is done, False when `seconds` passed without; a failed work raises."""
+    if pending.watch.polls and pending.channel.name != "control":
+        # NCCL's own wait with a limit aborts the communicator when the limit is reached.
+        deadline = time.monotonic() + seconds
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL)
+        work.wait()
+        return True
     try:
         work.wait(timedelta(seconds=seconds))
         return True

@@ -50,10 +50,8 @@ def agree(runtime: Runtime, what: str, key: object = None, error: Exception | No
     answer = agreement.check(what, flag)
     assert answer is not None
     if answer[0]:
-        said: list[Any] = [None] * c.world
-        channel = c.control_channel
-        assert channel is not None
-        dist.all_gather_object(said, None if error is None else (type(error), str(error)), group=channel.group)
+        told = None if error is None else (type(error), str(error))
+        said = c.watch.exchange(what, told, listen=error is None)
         if error is not None:
             raise error
         rank, (kind, text) = next((r, s) for r, s in enumerate(said) if s is not None)
@@ -182,11 +180,10 @@ def send_bytes(runtime: Runtime, values: torch.Tensor, source: int, what: str) -
     channel = c.control_channel
     if c.world == 1 or channel is None:
         return values
-    message = values if c.gloo else values.to(c.device)
     channel.issued += 1
-    work = dist.broadcast(message, src=c.watch.ranks[source], group=channel.group, async_op=True)
+    work = dist.broadcast(values, src=c.watch.ranks[source], group=channel.group, async_op=True)
     Pending(c.watch, channel, channel.issued, what, work).wait()
-    return message.cpu()
+    return values
 
 
 def unify_replicas(flat: FlatBuffer, what: str) -> None:
