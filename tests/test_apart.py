@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_shard
+from tests.marks import quick
 from tests.ranks import ranks, run
 from torch_shard import groups
 from torch_shard.agreement import NoteLoad, forget_loads
@@ -61,7 +62,7 @@ def lonely(rank, model, engine, what):
 # -- the error on the other rank ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", LONELY)
+@pytest.mark.parametrize("what", quick(LONELY, ["save"]))
 @ranks(2, timeout=40)
 def test_training_after_an_operation_that_one_rank_alone_ran_is_an_error_on_both_at_once(rank, what):
     model = net()
@@ -92,6 +93,7 @@ def test_all_other_ranks_hear_of_a_rank_that_gave_up(rank):
     assert time.monotonic() - begin < SHORT + 1
 
 
+@pytest.mark.exhaustive
 @ranks(2, timeout=30)
 def test_a_comparison_whose_partner_does_not_come_ends_and_tells_its_own_side(rank):
     engine = torch_shard.shard(net(), **small)
@@ -121,6 +123,7 @@ def dies_in_comparison(rank, world_size):
         return type(error).__name__, str(error), time.monotonic() - begin
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_dies_before_the_comparison_does_not_hang_the_other():
     (kind, text, seconds), _ = run(2, dies_in_comparison, may_die=(1,), timeout=40)
     assert kind == "MissingRankError" and "rank 1 did not come" in text and "rank 0's own way" in text
@@ -143,7 +146,7 @@ def test_both_sides_of_a_comparison_still_name_the_first_difference(rank):
 # -- sharding a new model -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", LONELY)
+@pytest.mark.parametrize("what", quick(LONELY, ["save"]))
 @ranks(2, timeout=40)
 def test_a_new_model_can_be_sharded_after_an_error_on_one_rank(rank, what):
     model = net()
@@ -163,6 +166,7 @@ def test_a_new_model_can_be_sharded_after_an_error_on_one_rank(rank, what):
     trains(again)
 
 
+@pytest.mark.exhaustive
 @ranks(2, timeout=40)
 def test_a_new_model_over_a_subgroup_can_be_sharded_after_an_error_on_one_rank(rank):
     group = dist.new_group([0, 1], use_local_synchronization=True)
@@ -196,6 +200,7 @@ def test_groups_that_one_rank_has_destroyed_are_made_anew_on_all(rank):
     trains(again)
 
 
+@pytest.mark.exhaustive
 @ranks(2, timeout=40)
 def test_a_rank_that_tries_again_after_nobody_came_meets_the_other(rank):
     group = dist.new_group([0, 1])
@@ -210,6 +215,7 @@ def test_a_rank_that_tries_again_after_nobody_came_meets_the_other(rank):
         trains(model)
 
 
+@pytest.mark.exhaustive
 @ranks(2, timeout=40)
 def test_a_rank_that_shards_while_the_other_trains_is_an_error_that_says_so(rank):
     model = net()
@@ -230,6 +236,7 @@ def test_a_rank_that_shards_while_the_other_trains_is_an_error_that_says_so(rank
     trains(again)
 
 
+@pytest.mark.exhaustive
 @ranks(3, timeout=40)
 def test_all_ranks_that_wait_for_one_in_shard_give_up_together_and_can_come_back(rank):
     dist.barrier()

@@ -21,12 +21,13 @@ from tests.compat.harness import (
     same_params,
     train_both,
 )
+from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard.errors import NeedsGatherError
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@ranks(3, 4)
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
+@ranks(3, exhaustive=(4,))
 def test_an_optimizer_built_before_sharding_trains_like_plain(rank, world_size, strategy):
     torch.manual_seed(0)
     model = MLP().double()
@@ -133,7 +134,7 @@ def test_weight_decay_groups_chosen_by_name_after_sharding_train_like_plain(rank
     assert sizes[0] == sizes[1]
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
 @ranks(3)
 def test_a_gan_with_two_engines_trains_like_plain(rank, world_size, strategy):
     generator = Pair(

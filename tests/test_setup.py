@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torch_shard
 from tests.compat.harness import MLP, batch, loss_of, plain_backward, same_params
+from tests.marks import exhaustive, quick
 from tests.ranks import ranks
 from tests.test_traffic import Collectives
 from torch_shard.errors import SetupError
@@ -62,7 +63,7 @@ def one_rank_mesh(rank: int, world_size: int) -> tuple[Any, list[int]]:
     return init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("outer", "inner"))["inner"], [rank]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
 @pytest.mark.parametrize("mesh", [one_dimension, process_group, one_rank_group, one_rank_mesh])
 @ranks(2)
 def test_training_over_a_mesh_is_like_plain(rank, world_size, mesh, strategy):
@@ -176,8 +177,8 @@ def agree_on_values(model: nn.Module, world_size: int) -> None:
         assert all(torch.equal(value, other) for other in everyone), name
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@ranks(1, 2, 3)
+@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
+@ranks(2, exhaustive=(1, 3))
 def test_parameters_on_meta_get_the_values_that_reset_parameters_gives_a_plain_model(rank, world_size, strategy):
     torch.manual_seed(5)
     previous = torch.get_default_dtype()
@@ -195,8 +196,8 @@ def test_parameters_on_meta_get_the_values_that_reset_parameters_gives_a_plain_m
         agree_on_values(model, world_size)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@ranks(2, 3)
+@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
+@ranks(2, exhaustive=(3,))
 def test_a_model_on_meta_trains_like_a_plain_one(rank, world_size, strategy):
     torch.manual_seed(5)
     torch.set_default_dtype(torch.float64)
@@ -223,8 +224,8 @@ def fill(module: nn.Module, extra: float = 0.0) -> None:
         b.fill_(3)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@ranks(1, 2, 3)
+@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
+@ranks(2, exhaustive=(1, 3))
 def test_parameters_on_meta_get_the_values_that_init_fn_gives(rank, world_size, strategy):
     plain = varied().double()
     with torch.no_grad():
@@ -234,8 +235,8 @@ def test_parameters_on_meta_get_the_values_that_init_fn_gives(rank, world_size, 
     same_params(model, plain)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@ranks(2, 3)
+@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
+@ranks(2, exhaustive=(3,))
 def test_an_init_fn_that_differs_between_ranks_gives_rank_0s_values_to_all(rank, world_size, strategy):
     plain = varied().double()
     with torch.no_grad():
@@ -262,9 +263,9 @@ def test_init_fn_is_called_once_with_each_module_that_holds_something_on_meta(ra
     assert sorted(map(id, seen)) == sorted(map(id, model[0]))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
 @pytest.mark.parametrize("how", ["reset_parameters", "init_fn", "nothing"])
-@ranks(1, 2)
+@ranks(2, exhaustive=(1,))
 def test_a_parameter_left_uninitialised_is_an_error_that_names_it(rank, world_size, strategy, how):
     model = on_meta(lambda: nn.Sequential(nn.Linear(4, 3), Scale(3, forget=how == "reset_parameters")))
     settings: dict[str, Any] = {}
@@ -288,8 +289,8 @@ class Bare(nn.Module):
         return x * self.weight
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@ranks(1, 2)
+@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
+@ranks(2, exhaustive=(1,))
 def test_a_module_without_reset_parameters_is_an_error_that_names_its_parameter(rank, world_size, strategy):
     model = on_meta(lambda: nn.Sequential(nn.Linear(4, 3), Bare()))
     with pytest.raises(SetupError, match=r"parameter 1\.weight .*init_fn"):
@@ -311,8 +312,8 @@ class WithBuffers(MLP):
         self.norm.num_batches_tracked.fill_(torch.randint(0, 100, ()).item())
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@ranks(2, 3)
+@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
+@ranks(2, exhaustive=(3,))
 def test_with_sync_module_states_all_ranks_start_from_rank_0s_values(rank, world_size, strategy):
     model, first = built_with(rank, WithBuffers), built_with(0, WithBuffers)
     torch_shard.shard(model, strategy=strategy, unit_bytes=500, timeout=20.0)
@@ -323,7 +324,7 @@ def test_with_sync_module_states_all_ranks_start_from_rank_0s_values(rank, world
         agree_on_values(model, world_size)
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_without_sync_module_states_replicas_stay_as_they_are(rank, world_size):
     model, own = built_with(rank, WithBuffers), built_with(rank, WithBuffers)
     torch_shard.shard(model, strategy="no_shard", unit_bytes=500, sync_module_states=False, timeout=20.0)
@@ -333,8 +334,8 @@ def test_without_sync_module_states_replicas_stay_as_they_are(rank, world_size):
         assert torch.equal(model.get_buffer(name), b), name
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-@ranks(2, 3)
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op")])
+@ranks(2, exhaustive=(3,))
 def test_without_sync_module_states_each_rank_keeps_its_own_slice(rank, world_size, strategy):
     model, own = built_with(rank, WithBuffers), built_with(rank, WithBuffers)
     torch_shard.shard(model, strategy=strategy, unit_bytes=500, sync_module_states=False, timeout=20.0)
@@ -361,7 +362,7 @@ class TwoDtypes(nn.Module):
             self.register_buffer(name, torch.ones(3, dtype=dtype))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
 @pytest.mark.parametrize("synchronise", [True, False])
 @ranks(2)
 def test_setup_sends_one_broadcast_for_each_unit_and_dtype(rank, world_size, strategy, synchronise):

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, batch, plain_backward, train_both
+from tests.marks import exhaustive
 from tests.ranks import ranks
 
 ITEM = 8  # bytes of a float64
@@ -124,7 +125,7 @@ def place(events: list[str], event: str) -> int:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_units_are_gathered_as_far_ahead_as_prefetch_says(rank, world_size, ahead):
     pair = Pair(Chain, rank, world_size, units=UNITS, prefetch=ahead)
     watch_gathers(pair)
@@ -187,7 +188,7 @@ def sent(collectives: Collectives, world_size: int) -> int:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@ranks(2, 3, 4)
+@ranks(3, exhaustive=(2, 4))
 def test_a_step_sends_the_bytes_that_the_formula_says(rank, world_size, strategy):
     pair = Pair(Chain, rank, world_size, units=UNITS, strategy=strategy)
     for step in range(3):
@@ -216,7 +217,7 @@ def test_five_ranks_gather_by_an_all_gather_and_send_as_many_bytes(rank, world_s
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_on_gloo_gradients_travel_by_one_all_to_all_for_each_unit(rank, world_size, strategy):
     pair = Pair(Chain, rank, world_size, units=UNITS, strategy=strategy)
     for step in range(2):
@@ -250,7 +251,7 @@ def watch_gathered(pair: Pair) -> list[int]:
     return found
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_shard_grad_op_keeps_parameters_gathered_to_the_end_of_backward(rank, world_size):
     pair = Pair(Chain, rank, world_size, units=UNITS, strategy="shard_grad_op")
     whole = (EMBEDDING + 5 * LAYER) * ITEM
@@ -276,7 +277,7 @@ def test_shard_grad_op_keeps_parameters_gathered_to_the_end_of_backward(rank, wo
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_full_shard_holds_few_gathered_units_at_once(rank, world_size, prefetch):
     pair = Pair(lambda: Chain(layers=8), rank, world_size, units=UNITS, prefetch=prefetch)
     found = watch_gathered(pair)
@@ -303,9 +304,9 @@ def test_the_plan_predicts_how_much_is_gathered_at_once(rank, world_size, prefet
 # -- settings that change how, and not what -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
 @pytest.mark.parametrize("setting", ["debug", "single_communicator"])
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_debug_and_a_single_communicator_train_like_plain(rank, world_size, strategy, setting):
     train_both(MLP, rank, world_size, strategy=strategy, steps=4, **{setting: True})
 
@@ -329,7 +330,7 @@ def _edit_once(module: nn.Module, args: Any) -> None:
     module._forward_pre_hooks.popitem()
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_debug_finds_edits_through_numpy_in_every_iteration(rank, world_size):
     pair = Pair(Numpy, rank, world_size, unit_bytes=100, debug=True)
     for step in range(6):
@@ -373,7 +374,7 @@ def test_the_choice_of_a_single_communicator_is_each_engines_own(rank, single_fi
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@ranks(1, 2, 3)
+@ranks(2, exhaustive=(1, 3))
 def test_between_steps_a_rank_holds_its_share_and_nothing_gathered(rank, world_size, strategy):
     def adam(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adam(model.parameters(), lr=0.01)

@@ -13,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, batch, loss_of, plain_backward, same, train_both
+from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard.errors import ShardError
 
-STRATEGIES = pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+STRATEGIES = pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
 
 
 class ReturnsView(nn.Linear):
@@ -38,7 +39,7 @@ class EditsViews(nn.Module):
         return self.c(x.flatten(1))
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 @STRATEGIES
 def test_in_place_operations_on_views_from_other_units_train_like_plain(rank, world_size, strategy):
     train_both(EditsViews, rank, world_size, unit_bytes=100, strategy=strategy)
@@ -79,7 +80,7 @@ class UsesQueries(nn.Module):
         return self.b(self.a(x)) @ q
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 @pytest.mark.parametrize("how", ["parameter", "view", "object"])
 def test_a_unit_that_returns_its_own_parameter_trains_like_plain(rank, world_size, how):
     pair = train_both(lambda: UsesQueries(how), rank, world_size, unit_bytes=100)
@@ -120,7 +121,7 @@ class Router(nn.Module):
         return out
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 @pytest.mark.parametrize("unit_bytes", [100, 400, 1 << 20])
 def test_an_auxiliary_loss_kept_on_a_module_trains_like_plain(rank, world_size, unit_bytes):
     def run(model, x):
@@ -156,7 +157,7 @@ class Fused(nn.Module):
         return FusedLoss.apply(self.body(x), self.head.weight)
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 @STRATEGIES
 def test_a_function_that_is_given_another_modules_weight_trains_like_plain(rank, world_size, strategy):
     def run(model, x):
@@ -235,7 +236,7 @@ def test_vectors_of_parameters_there_and_back_train_like_plain(rank, world_size)
 
 
 @ranks(2)
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard")])
 def test_a_backward_inside_no_sync_of_a_forward_outside_reduces_as_under_ddp(rank, world_size, strategy):
     torch.manual_seed(0)
     model = MLP().double()
@@ -315,7 +316,7 @@ def test_a_forward_inside_gathered_with_its_backward_outside_trains_like_plain(r
     pair.check()
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_a_deepcopy_of_a_part_of_the_model_works_like_the_plain_one(rank, world_size):
     pair = Pair(MLP, rank, world_size)
     pair.step(plain_backward, batch(rank, 0))
