@@ -58,6 +58,7 @@ class FlatBuffer:
         self.shown: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * n
         self.gaps = gaps(layout)
         self.fresh_version = -1  # the shard's when it was gathered
+        self.frozen = [False] * n  # parameters that want no gradient of the running backward
         self.held_before = [False] * n  # `holds` at the beginning of the running backward
         self.lost = False  # a failed backward took held gradients with it
         self.results: list[torch.Tensor] = []  # reduced slices waiting to be published as .grad
@@ -121,6 +122,7 @@ class FlatBuffer:
 
     def _measure(self) -> None:
         storage = self.full.untyped_storage()
+        self.storage = storage._cdata  # which one it is
         self.storage_baseline = torch._C._storage_Use_Count(storage._cdata)
         for i in range(len(self.leaves)):
             self.baseline[i] = (_use_count(self.leaves[i]), sys.getrefcount(self.leaves[i]))
@@ -265,6 +267,8 @@ class FlatBuffer:
         if not checked:
             self.check_held()
         self.held_before = list(self.holds)
+        with torch._C.DisableTorchFunctionSubclass():
+            self.frozen = [not p.requires_grad for p in self.params]
         self.shown = [None] * len(self.shown)
 
     def keep_held(self) -> None:

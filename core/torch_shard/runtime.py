@@ -146,7 +146,7 @@ class Runtime:
                 self.watch_outputs(use, outputs)
             return outputs
         if unit.sharded and outputs is not None:
-            outputs = own_memory(outputs, {f.full.untyped_storage()._cdata for f in unit.flats})
+            outputs = own_memory(outputs, {f.storage for f in unit.flats})
         if recording:
             self.watch_outputs(use, outputs)
         self.on_demand.check_copies()
@@ -436,7 +436,7 @@ class Runtime:
                 "reduced .grad has no graph, so what is computed from it would lack its gradient. Use "
                 "torch.autograd.grad(loss, parameters, create_graph=True), whose results have one."
             )
-        if not flat.params[index].requires_grad:  # frozen since the forward
+        if flat.frozen[index]:  # since the forward
             return
         flat.accept(index, grad, 1.0 / self.collectives.world)
         if self.syncing and unit.rounds == 0:

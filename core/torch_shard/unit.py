@@ -108,7 +108,7 @@ class Unit:
         found = []
         for module in self._modules:
             for key, value in module.__dict__.items():
-                if key[0] != "_" and isinstance(value, (torch.Tensor, list, tuple, dict)):
+                if type(value) in _HOLDERS and key[0] != "_":
                     found += [t for t in tensors_in(value) if t.requires_grad and not t.is_leaf]
         return found
 
@@ -203,7 +203,8 @@ class Unit:
                 )
             if isinstance(module, nn.RNNBase):
                 rnns.append(module)
-            _copy_attributes(flat.params[index], flat.leaves[index])
+            if len(flat.params[index].__dict__) > _OWN_COUNT:
+                _copy_attributes(flat.params[index], flat.leaves[index])
         for module in dict.fromkeys(rnns):
             rebuild_flat_weights(module)
         for flat in self.flats:
@@ -223,7 +224,7 @@ class Unit:
         for module, attribute, flat, index in self.places:
             if module._parameters.get(attribute) is flat.leaves[index]:
                 module._parameters[attribute] = flat.params[index]  # type: ignore[assignment]
-                if flat.leaves[index].__dict__:  # attributes that forward has set
+                if len(flat.leaves[index].__dict__) > 1:  # attributes that forward has set, beside `_place`
                     _copy_attributes(flat.leaves[index], flat.params[index])
             if isinstance(module, nn.RNNBase):
                 rnns.append(module)
@@ -320,6 +321,8 @@ class Unit:
         return other
 
 
+_HOLDERS = frozenset({torch.Tensor, list, tuple, dict})
+_OWN_COUNT = 4  # attributes that every sharded parameter has: `_local`, `_spec`, `_unit_ref`, `_is_param`
 _OWN_ATTRIBUTES = {"_local", "_spec", "_unit_ref", "_flat", "_unreduced", "_is_param", "_place", "data_taken"}
 
 

@@ -34,9 +34,10 @@ class Use:
     def check(self) -> None:
         """Raise where one of them has changed: a gather would bring backward other values than forward had. Plain torch
         raises then, too."""
-        for f, i, version in self.versions:
-            flat = self.unit.flats[f]
-            if flat.params[i]._version != version:
+        flats = self.unit.flats
+        with torch._C.DisableTorchFunctionSubclass():
+            changed = [(f, i) for f, i, version in self.versions if flats[f].params[i]._version != version]
+            for flat, i in [(flats[f], i) for f, i in changed]:
                 raise UnitStateError(
                     f"rank {flat.collectives.world_rank}: {flat.layout.slots[i].name} was changed in place (by an optimizer's "
                     "step, perhaps) after the forward whose backward runs now and needs its value of then. Call backward "
