@@ -249,7 +249,8 @@ class Engine:
     def load_optim_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`optim_state_dict` gave, on any number of ranks. Collective: every rank needs the dict.
 
-        Parameters are matched by name, groups by position; hyperparameters come from the dict.
+        Parameters are matched by name, groups by position; hyperparameters come from the dict. A parameter without
+        state needs an empty entry where the optimizer holds state for it now.
 
         Raises:
             StateDictError: on all ranks, with everything that does not fit; nothing has been loaded.
