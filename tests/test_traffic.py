@@ -393,7 +393,7 @@ def test_between_steps_a_rank_holds_its_share_and_nothing_gathered(rank, world_s
         if world_size > 1 and strategy != "no_shard":
             # The buffers themselves, past the summary.
             assert all(f.full.untyped_storage().nbytes() == 0 for u in pair.engine.units for f in u.flats)
-            assert all(f.grad is None for u in pair.engine.units for f in u.flats)
+            assert all(f.gradients.flat is None for u in pair.engine.units for f in u.flats)
 
     check(0, 0)
     for step in range(3):

@@ -57,9 +57,9 @@ class Agreement:
         message[:16] = head
         if payload is not None:
             message[16:] = payload
-        channel.issued += 1
+        number = channel.count()
         work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=channel.group, async_op=True)
-        Pending(c.watch, channel, channel.issued, what, work).wait()
+        Pending(c.watch, channel, number, what, work).wait()
         h = message[:16].tolist()
         if any(a + b != 255 for a, b in zip(h[:8], h[8:], strict=True)):
             self._explain(what)

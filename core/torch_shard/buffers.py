@@ -27,8 +27,8 @@ class BufferSync:
         return other
 
     def synchronise(self, root: nn.Module) -> None:
-        """Collective."""
-        broadcast_coalesced(self.collectives, self._buffers(root), "the broadcast of buffers")
+        """Right after the ranks have agreed to begin a forward. Collective."""
+        broadcast_coalesced(self.collectives, self._buffers(root), "the broadcast of buffers", met=True)
 
     def signature(self, root: nn.Module) -> tuple[int, str]:
         """A number that differs where buffers have other sizes, and what an error says."""
@@ -41,14 +41,17 @@ class BufferSync:
         return [b for b in root.buffers() if id(b) not in self.ignored]
 
 
-def broadcast_coalesced(collectives: Collectives, tensors: list[torch.Tensor], what: str) -> None:
-    """Collective. Overwrite `tensors` on all ranks with rank 0's values, one broadcast per dtype."""
+def broadcast_coalesced(collectives: Collectives, tensors: list[torch.Tensor], what: str, met: bool = False) -> None:
+    """Collective. Overwrite `tensors` on all ranks with rank 0's values, one broadcast per dtype. `met`: every rank is
+    known to be here."""
     c = collectives
     if c.world == 1:
         return
     channel = c.reduce_channel
     assert channel is not None
     source = c.watch.ranks[0]
+    if not met:
+        c.watch.meet(what)
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() and tensor.device.type != "meta":
@@ -59,11 +62,11 @@ def broadcast_coalesced(collectives: Collectives, tensors: list[torch.Tensor], w
             flat = (
                 group[0].detach().view(-1) if alone else torch.cat([t.detach().reshape(-1).to(c.device) for t in group])
             )
-            channel.issued += 1
+            number = channel.count()
             # Bytes, so that every dtype a model may hold can travel.
             raw = flat.view(torch.uint8) if flat.dtype is not torch.bool else flat.to(torch.uint8)
             work = dist.broadcast(raw, src=source, group=channel.group, async_op=True)
-            Pending(c.watch, channel, channel.issued, what, work).wait()
+            Pending(c.watch, channel, number, what, work, ordered=c.watch.polls).wait()
             c.bytes_sent += raw.numel() if c.world_rank == 0 else 0
             if flat.dtype is torch.bool:
                 flat, alone = raw.to(torch.bool), False

@@ -10,6 +10,7 @@ import torch
 
 from .errors import NonFiniteError
 from .flat_buffer import FlatBuffer
+from .leaf import own_grad
 from .runtime import Runtime
 from .shard_tensor import ShardTensor
 from .whole import reduced_grad_of
@@ -80,7 +81,7 @@ def _one_piece(flat: FlatBuffer) -> torch.Tensor | None:
     address = size = 0
     with torch._C.DisableTorchFunctionSubclass():
         for param, slot in zip(flat.params, flat.layout.slots, strict=True):
-            grad: Any = param.grad
+            grad: Any = own_grad(param)
             found = getattr(grad, "_flat", None)
             if found is None or (base is not None and found is not base):
                 return None
@@ -216,7 +217,7 @@ def _scale(grads: _Gradients, factor: torch.Tensor) -> None:
 def _clear_padding(grads: _Gradients) -> None:
     for flat, base in grads.padded:
         first, last = flat.layout.rank_range(flat.collectives.rank)
-        for start, stop in flat.gaps:
+        for start, stop in flat.layout.gaps():
             if start < last and stop > first:
                 base[max(start, first) - first : min(stop, last) - first].zero_()
 

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .groups import backend_of, groups_for
 from .log import logger
 from .versions import at_least
-from .watch import Channel, Pending, Watch
+from .watch import POLL, Channel, Pending, Watch
 
 # torch 2.13 renamed the single-tensor collectives and warns about the old names; 2.11 and 2.12 lack the new ones.
 _all_gather = getattr(dist, "all_gather_single" if at_least("2.13") else "all_gather_into_tensor", None)
@@ -96,9 +96,26 @@ class ScalarComm:
 
 
 def _blocking(watch: Watch, channel: Channel, what: str, function: Any, *args: Any, **kwargs: Any) -> None:
-    channel.issued += 1
+    watch.meet(what)
+    number = channel.count()
     work = function(*args, group=channel.group, async_op=True, **kwargs)
-    Pending(watch, channel, channel.issued, what, work).wait()
+    Pending(watch, channel, number, what, work, ordered=watch.polls).wait()
+
+
+def join(stream: Any, others: Iterable[Any]) -> None:
+    """Have `stream` wait for what the others have been given so far."""
+    for other in others:
+        if other != stream:
+            stream.wait_stream(other)
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def outside_inference() -> contextlib.AbstractContextManager[Any]:
+    """For memory that outlives a step: allocated inside inference_mode it would be an inference tensor, which a later
+    training step can't use."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
 
 
 @dataclass(eq=False)
@@ -127,18 +144,20 @@ class Collectives:
         return self  # groups and streams belong to the process, not to a model
 
     # -- streams ------------------------------------------------------------------------------------------------
-    @contextlib.contextmanager
-    def _on(self, stream: Any) -> Iterator[None]:
+    def _on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         if stream is None:
-            yield
-            return
+            return _AS_IT_IS
         # Hazard: the side stream must not overwrite or read a buffer before compute issued so far is through with it.
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            yield
+        return torch.cuda.stream(stream)
 
-    def gathering(self) -> contextlib.AbstractContextManager[None]:
-        """The stream that owns gathered buffers: their storage is resized and filled here."""
+    def is_capturing(self) -> bool:
+        """Whether the device's current stream is being captured into a CUDA graph."""
+        with torch.cuda.device(self.device):
+            return torch.cuda.is_current_stream_capturing()
+
+    def gathering(self) -> contextlib.AbstractContextManager[Any]:
+        """The stream that owns gathered buffers: their storage is resized and filled here. For one use, at once."""
         return self._on(self.gather_stream)
 
     def _track(self, channel: Channel, what: str, work: Any, stream: Any) -> Pending:
@@ -154,7 +173,7 @@ class Collectives:
         """Fill `full` (1-D, ``size`` equal slots) from the slot that each rank has written. Call under `gathering()`."""
         channel = self.gather_channel
         assert channel is not None and _all_gather is not None
-        channel.issued += 1
+        channel.count()
         self.bytes_sent += (self.size - 1) * (full.numel() // self.size) * full.element_size()
         if not full.numel():  # nothing but zero-element parameters
             return Pending(self.watch, channel, channel.issued, what, None)
@@ -185,7 +204,7 @@ class Collectives:
             self._spare.pop(key, None)
         if found is not None:
             return found
-        with torch.inference_mode(False):
+        with outside_inference():
             return torch.empty(numel, dtype=dtype, device=self.device)
 
     def give(self, buffer: torch.Tensor) -> None:
@@ -193,21 +212,41 @@ class Collectives:
         if self.reduce_stream is None and self._expected[key] > 0:
             self._spare.setdefault(key, []).append(buffer)
 
+    @property
+    def in_one_order(self) -> bool:
+        """Whether gathers and reductions share a communicator, where all ranks must issue both in one order."""
+        return (
+            self.gather_channel is not None
+            and self.reduce_channel is not None
+            and (self.gather_channel.group is self.reduce_channel.group)
+        )
+
+    def forget_ended(self) -> None:
+        """Let go of the buffers of collectives that have ended without anybody waiting for them."""
+        if self.reduce_channel is not None:
+            self.reduce_channel.groups.forget_ended()
+
     def drop_spares(self) -> None:
         self._spare.clear()
 
-    def reduce(self, grad: torch.Tensor, what: str) -> Reduction:
-        """Sum `grad` (1-D, already divided by the number of ranks) over the ranks; each keeps its own slot."""
+    def reduce(self, grad: torch.Tensor, what: str, streams: Sequence[Any] = ()) -> Reduction:
+        """Sum `grad` (1-D, already divided by the number of ranks) over the ranks; each keeps its own slot. `streams` are
+        those that have written to it, beside the current one."""
         channel = self.reduce_channel
         assert channel is not None
-        channel.issued += 1
+        channel.count()
         nbytes = grad.numel() * grad.element_size()
         with self._on(self.reduce_stream):
+            begun = None
+            if self.reduce_stream is not None:
+                join(self.reduce_stream, streams)
+                begun = torch.cuda.Event()
+                begun.record(self.reduce_stream)
             if self.size == 1:  # replicated parameters
                 self.bytes_sent += 2 * nbytes * (self.world - 1) // self.world
                 work = dist.all_reduce(grad, group=channel.group, async_op=True)
                 channel.groups.written[work] = grad
-                return Reduction(self, grad, grad, self._track(channel, what, work, self.reduce_stream))
+                return Reduction(self, grad, grad, self._track(channel, what, work, self.reduce_stream), begun, streams)
             self.bytes_sent += nbytes * (self.size - 1) // self.size
             if self.gloo:
                 # Gloo's reduce-scatter sends the bytes of an all-reduce; all-to-all and a local sum send half.
@@ -219,7 +258,7 @@ class Collectives:
                 work = _reduce_scatter(received, grad, group=channel.group, async_op=True)
             # A backward that fails drops its reductions, but not what they still read and write.
             channel.groups.written[work] = (grad, received)
-            return Reduction(self, grad, received, self._track(channel, what, work, self.reduce_stream))
+            return Reduction(self, grad, received, self._track(channel, what, work, self.reduce_stream), begun, streams)
 
     def close(self) -> None:
         self.drop_spares()
@@ -233,19 +272,33 @@ class Reduction:
     grad: torch.Tensor
     received: torch.Tensor
     pending: Pending
+    begun: Any = None  # CUDA: recorded where this rank's own gradients are ready
+    streams: Sequence[Any] = ()  # CUDA: those that wrote to `grad`
 
     def done(self) -> bool:
         return self.pending.done()
 
+    def wait_for_own_part(self) -> None:
+        """Have the host wait until this rank's device has come to the reduction. What then remains is the partners' time."""
+        if self.begun is None:
+            return
+        deadline = time.monotonic() + self.collectives.watch.timeout
+        while not self.begun.query() and time.monotonic() < deadline:
+            time.sleep(POLL)
+
     def finish(self) -> torch.Tensor:
         c = self.collectives
+        for stream in self.streams:
+            # Hazard: the buffer's memory goes back to the stream that it was made on, which may not be the one that
+            # publishes, and must not be used there again before the collective has read it.
+            stream.wait_event(self.pending.event)
         self.pending.wait()
         if self.received is self.grad:  # all-reduce in place: the buffer itself is the result
             return self.grad
         if not c.gloo:
             return self.received
         chunks = self.received.view(c.size, -1)
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference(), torch.no_grad():
             out = torch.add(chunks[0], chunks[1]) if c.size == 2 else chunks.sum(dim=0)
         c.give(self.grad)
         c.give(self.received)
@@ -262,12 +315,13 @@ def connect(group: Any, device: torch.device, *, shard: bool, timeout: float, si
     groups = groups_for(group, single_communicator, timeout)
     groups.forget_ended()
     watch = Watch(rank, world, ranks, timeout, groups.key)
-    channels = {n: Channel(n, groups) for n in ("gather", "reduce", "scalar", "control")}
+    channels = {n: Channel(n, groups) for n in ("gather", "reduce", "scalar", "control", "meet")}
     watch.channels = channels
     backend = backend_of(group, device.type)
     side = backend == "nccl"
     watch.polls = side
     logger.debug("collectives over ranks %s, backend %s", ranks, backend)
+    streams = groups.streams_on(device) if side else (None, None)
     return Collectives(
         device=device,
         world=world,
@@ -280,6 +334,6 @@ def connect(group: Any, device: torch.device, *, shard: bool, timeout: float, si
         reduce_channel=channels["reduce"],
         control_channel=channels["control"],
         gloo=not side,
-        gather_stream=torch.cuda.Stream(device) if side else None,
-        reduce_stream=torch.cuda.Stream(device) if side else None,
+        gather_stream=streams[0],
+        reduce_stream=streams[1],
     )

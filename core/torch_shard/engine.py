@@ -271,7 +271,8 @@ class Engine:
         for unit in self.units:
             for flat in unit.flats:
                 parameters += flat.shard.numel() * flat.shard.element_size()
-                gradients += flat.grad.numel() * flat.grad.element_size() if flat.grad is not None else 0
+                held = flat.gradients.flat
+                gradients += held.nbytes if held is not None else 0
                 with torch._C.DisableTorchFunctionSubclass():
                     for p in flat.params:
                         local = getattr(p.grad, "_local", None)
@@ -282,7 +283,7 @@ class Engine:
                     local = getattr(value, "_local", value)
                     if isinstance(local, torch.Tensor):
                         state += local.numel() * local.element_size()
-        full = sum(u.full_bytes for u in self._runtime.idle.values())
+        full = sum(u.full_bytes for u in self._runtime.schedule.gathered.values())
         return {"parameters": parameters, "gradients": gradients, "optimizer": state, "gathered": full}
 
     # -- the end ------------------------------------------------------------------------------------------------

@@ -356,7 +356,7 @@ def _leave(runtime: Runtime, summons: Summons) -> None:
         if summons.keep:  # backward goes on with the values as they are now
             unit.gather()
             unit.wait()
-            runtime.idle[unit.index] = unit
+            runtime.schedule.gathered[unit.index] = unit
 
 
 # -- engine.apply -----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from .errors import ConfigError, MissingRankError, ShardError
@@ -32,7 +33,7 @@ class Groups:
 
     gather: Any
     reduce: Any
-    scalar: Any
+    scalar: Any  # on GPUs it serves the host's tensors, too
     control: Any
     key: str = ""  # prefix in the default store, for what the ranks can't say in a collective; "": no other rank exists
     broken: str = ""  # why no further collective may be issued
@@ -40,10 +41,24 @@ class Groups:
     # Works nobody has waited for, and the buffer each may still write to: an engine may be dropped before they end.
     written: dict[Any, Any] = field(default_factory=dict)
     unfinished: dict[str, Any] = field(default_factory=dict)  # by channel: the latest work nobody has waited for
+    streams: dict[torch.device, tuple[Any, Any]] = field(default_factory=dict)  # CUDA: for gathers and for reductions
+
+    @property
+    def meet(self) -> Any:
+        """The group in which the host waits for the ranks that a blocking collective needs."""
+        return self.scalar
 
     def __post_init__(self) -> None:
         # Runs when the groups go, or at exit.
         weakref.finalize(self, _keep_unfinished, vars(self).copy())
+
+    def streams_on(self, device: torch.device) -> tuple[Any, Any]:
+        """The streams for gathers and for reductions on a GPU. Shared by all engines over these groups: the allocator
+        keeps a pool of memory for each stream, and torch has only 32 streams before they repeat."""
+        if device not in self.streams:
+            # High priority: a copy into a buffer shall not wait behind the matrix products that it could run beside.
+            self.streams[device] = tuple(torch.cuda.Stream(device, priority=-1) for _ in range(2))  # type: ignore[assignment]
+        return self.streams[device]
 
     def give_up(self, rank: int, error: Exception) -> None:
         """No further collective may be issued: one was left without its partner. The other ranks can read it."""
@@ -193,19 +208,26 @@ def _waits_in(store: Any, post: str, rank: int) -> str:
 
 
 @contextlib.contextmanager
-def _name_for_new_group(name: str) -> Iterator[None]:
-    """Inside, a process group that is made gets this name.
+def _made_by_its_members(name: str) -> Iterator[None]:
+    """Inside, a process group that is made by its members alone gets this name and a communicator of its own.
 
-    torch names a group that is made by its members alone after the number of groups that the process has. Ranks that
-    belong to other groups besides have other numbers, and would wait for each other under different names.
+    torch names such a group after the number of groups that the process has. Ranks that belong to other groups besides
+    have other numbers, and would wait for each other under different names. And where the default group is bound to a
+    device (``init_process_group(device_id=...)``), NCCL's communicators are split from the default one, for which NCCL
+    needs all its ranks.
     """
     c10d: Any = dist.distributed_c10d
-    original = c10d._process_group_name
+    original, default = c10d._process_group_name, c10d._get_default_group()
+    bound = default.bound_device_id
     c10d._process_group_name = lambda *_, **__: name
+    if bound is not None:
+        default.bound_device_id = None
     try:
         yield
     finally:
         c10d._process_group_name = original
+        if bound is not None:
+            default.bound_device_id = bound
 
 
 def backend_of(group: Any, device_type: str) -> str:
@@ -227,8 +249,11 @@ def groups_for(group: Any, single_communicator: bool, timeout: float) -> Groups:
     if found is None or not usable:
         part = len(ranks) != dist.get_world_size()
 
-        def new(purpose: str, backend: str | None = None) -> Any:
-            with _name_for_new_group(f"{key}/{purpose}") if part and key else contextlib.nullcontext():
+        # Else a new group would have the default group's backends, which need not be this one's.
+        own = dist.get_backend_config(group) if key else None
+
+        def new(purpose: str, backend: str | None = own) -> Any:
+            with _made_by_its_members(f"{key}/{purpose}") if part and key else contextlib.nullcontext():
                 return dist.new_group(ranks, backend=backend, use_local_synchronization=part)
 
         # One NCCL communicator serialises its collectives even on different streams, hence one each for gathers and
@@ -237,7 +262,8 @@ def groups_for(group: Any, single_communicator: bool, timeout: float) -> Groups:
         gather = new("gather")
         reduce = gather if single_communicator else new("reduce")
         # Small messages of the host's: on a GPU they would wait for its queue, behind a gather that may lack its partner.
-        control = new("control", "gloo" if key else None)
-        found = Groups(gather, reduce, scalar=new("scalar"), control=control, key=key)
+        control = new("control", "gloo" if key else own)
+        scalar = new("scalar", "cpu:gloo,cuda:nccl" if backend_of(group, "cuda") == "nccl" else own)
+        found = Groups(gather, reduce, scalar, control, key)
         kept[single_communicator] = found
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,45 +13,50 @@ from .agreement import forget_loads
 from .runtime import Runtime
 from .unit import Unit
 
-# torch.compiler.disable without importing the compiler here (which is loaded by the first optimizer anyway): inside a
-# compiled module every function called by the hooks would be compiled, too. Private; torch 2.11 to 2.13.
-_disable_dynamo = torch._disable_dynamo  # type: ignore[attr-defined]
+
+# torch.compiler.disable without importing the compiler here (which is loaded by the first optimizer anyway). Private;
+# torch 2.11 to 2.13.
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _uncompiled(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    """Inside a compiled module, every function that a hook calls would be compiled, too."""
+    # The wrapper that forbids it costs several microseconds: only where a compiler is at work.
+    return _uncompiled(function, *args) if torch.compiler.is_compiling() else function(*args)
 
 
 class EnterUnit:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
 
-    @_disable_dynamo
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self.unit.runtime.enter(self.unit)
+        _call(self.unit.runtime.enter, self.unit)
 
 
 class ExitUnit:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
 
-    @_disable_dynamo
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self.unit.runtime.exit(self.unit, output)
+        return _call(self.unit.runtime.exit, self.unit, output)
 
 
 class BeginModel:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
 
-    @_disable_dynamo
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self.runtime.begin(module)
+        _call(self.runtime.begin, module)
 
 
 class FinishModel:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
 
-    @_disable_dynamo
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.runtime.finish()
+        _call(self.runtime.finish)
 
 
 def register(root: nn.Module, runtime: Runtime, units: Iterable[Unit]) -> None:

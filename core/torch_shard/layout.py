@@ -187,6 +187,42 @@ class FlatLayout:
         shift = self.slots[index].offset - rank * self.shard_numel
         return first + shift, last + shift
 
+    def pieces(self, rank: int) -> tuple[list[int], list[int]]:
+        """Return how a rank's shard splits into its parameters' slices.
+
+        Returns:
+            The sizes of consecutive pieces, padding included, in elements, the last one 0; and for each parameter the
+            number of the piece that is its slice: the last one where the rank holds nothing of it.
+
+        Not collective.
+        """
+        ranges = [self.local_range(i, rank) for i in range(len(self.slots))]
+        sizes: list[int] = []
+        number: dict[int, int] = {}
+        end = 0
+        for i, (start, stop) in enumerate(ranges):
+            if start == stop:
+                continue
+            if start > end:
+                sizes.append(start - end)
+            number[i] = len(sizes)
+            sizes.append(stop - start)
+            end = stop
+        if end < self.shard_numel:
+            sizes.append(self.shard_numel - end)
+        return [*sizes, 0], [number.get(i, len(sizes)) for i in range(len(ranges))]
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Return the padding: ranges of the flat buffer that belong to no parameter. Not collective."""
+        found, end = [], 0
+        for slot in self.slots:
+            if slot.offset > end:
+                found.append((end, slot.offset))
+            end = slot.stop
+        if end < self.numel:
+            found.append((end, self.numel))
+        return found
+
     def owners(self, index: int) -> range:
         """Return the ranks that hold a part of parameter `index`; empty for a zero-element one."""
         slot = self.slots[index]

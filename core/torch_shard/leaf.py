@@ -48,14 +48,15 @@ class Leaf(nn.Parameter):
             _data.__set__(self, value)
 
 
-def own_grad(leaf: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that autograd gave the leaf itself."""
-    result: torch.Tensor | None = _grad.__get__(leaf)
+def own_grad(tensor: torch.Tensor) -> torch.Tensor | None:
+    """``tensor.grad`` as autograd keeps it, past the properties of :class:`Leaf` and of ShardTensor (for the latter with
+    ``__torch_function__`` disabled)."""
+    result: torch.Tensor | None = _grad.__get__(tensor)
     return result
 
 
-def set_own_grad(leaf: torch.Tensor, value: torch.Tensor | None) -> None:
-    _grad.__set__(leaf, value)
+def set_own_grad(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
+    _grad.__set__(tensor, value)
 
 
 def move(leaf: nn.Parameter, view: torch.Tensor) -> None:

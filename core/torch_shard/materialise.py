@@ -72,7 +72,7 @@ class Materialiser:
         for flat in unit.flats:
             if unit.sharded:
                 flat.full.untyped_storage().resize_(flat.nbytes)
-            for start, stop in flat.gaps:
+            for start, stop in flat.layout.gaps():
                 flat.full[start:stop].zero_()
             _mark_slices(flat)
         unit.state = State.FULL

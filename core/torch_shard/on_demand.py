@@ -74,8 +74,9 @@ class OnDemand:
         unit.running -= 1
         if unit.sharded and not unit.installed:
             unit.write_back_edits()  # an in-place function wrote to the gathered values
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(result)):
-            self.runtime.watch_outputs(use, result, forward=False)
+        tensors = tensors_in(result)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            self.runtime.watch_outputs(use, tensors, forward=False)
         else:
             self.runtime.between_forwards()
 

@@ -13,6 +13,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from .errors import ShardError
+from .leaf import own_grad
 from .shard_tensor import ShardTensor
 
 if TYPE_CHECKING:
@@ -62,9 +63,10 @@ def _refuse_unreduced(optimizer: Any, runtime: Runtime) -> None:
             if not isinstance(p, ShardTensor):
                 continue
             with torch._C.DisableTorchFunctionSubclass():
-                unreduced = getattr(p.grad, "_unreduced", False)
+                grad: Any = own_grad(p)
+            unreduced = getattr(grad, "_unreduced", False)
             unit = p._unit_ref() if unreduced and p._unit_ref is not None else None
-            if unit is not None and unit.runtime is runtime and p.grad._local.count_nonzero():  # type: ignore[union-attr]
+            if unit is not None and unit.runtime is runtime and grad._local.count_nonzero():
                 raise ShardError(
                     f"rank {p._spec.rank}: optimizer.step() with a gradient of {p._spec.name} that is not reduced, because every "
                     "backward since zero_grad() ran under no_sync(). Run the last backward, with its forward, outside."

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 _ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+_ATOM_TYPES = frozenset(_ATOMS)
 _DEPTH = 8
 
 
@@ -19,6 +20,13 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
     _collect(value, found, set(), _DEPTH)
     return list(found.values())
+
+
+def may_hold_tensors(value: Any) -> bool:
+    """False for an empty container, or a flat one of numbers and strings, such as a shape: quick to say."""
+    if isinstance(value, (list, tuple)):
+        return any(type(item) not in _ATOM_TYPES for item in value)
+    return isinstance(value, torch.Tensor) or bool(value)
 
 
 def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int], depth: int) -> None:
@@ -45,11 +53,14 @@ def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int], depth: 
         _collect(list(vars(value).values()), found, seen, depth - 1)
 
 
-def own_memory(value: Any, storages: set[int]) -> Any:
-    """`value` with copies in place of the tensors that lie in one of `storages` (addresses), which will be released. The
-    copies carry gradients back. Containers are copied where something in them changes."""
-    copies = {id(t): t.clone() for t in tensors_in(value) if _storage(t) in storages}
-    return _replace(value, copies, _DEPTH) if copies else value
+def own_memory(value: Any, tensors: list[torch.Tensor], storages: set[int]) -> tuple[Any, list[torch.Tensor]]:
+    """`value` and its `tensors`, with copies in place of those that lie in one of `storages` (addresses), which will be
+    released. The copies carry gradients back. Containers are copied where something in them changes."""
+    copies = {id(t): t.clone() for t in tensors if _storage(t) in storages}
+    if not copies:
+        return value, tensors
+    value = _replace(value, copies, _DEPTH)
+    return value, tensors_in(value)
 
 
 def _storage(tensor: torch.Tensor) -> int:

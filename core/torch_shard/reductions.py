@@ -1,8 +1,9 @@
 """Gradient reductions of one backward: in which order, how many at a time, and what is left at the end.
 
-Order: the reverse order of use in forward, which all ranks share; a unit whose gradients are complete waits behind one
-whose are not. The end of a backward compares with the other ranks and reduces the rest, units without a gradient on this
-rank too.
+Order: the reverse order of first use in forward, which all ranks share; a unit whose gradients are complete waits behind
+one whose are not. Units that had a parameter without any gradient in the backward before, on every rank, come last, where
+they hold up no other. The end of a backward compares with the other ranks and reduces the rest, units without a gradient
+on this rank too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from .agreement import Agreement
 from .collectives import Collectives, Reduction
 from .errors import ShardError
-from .flat_buffer import FlatBuffer
+from .gradient_buffer import GradientBuffer
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 # it may need a gather from this one.
 _IN_FLIGHT = 1
 PAUSE = 0.2  # seconds
-_NO_PAUSE_FOR = 100  # backwards without a pause after one that was in vain
+_NO_PAUSE_FOR = 100  # backwards without a pause, once one was in vain because of such a rank
 
 
 class Reductions:
@@ -34,31 +35,41 @@ class Reductions:
 
     def __init__(self, collectives: Collectives, issued: Callable[[str, Unit], None]) -> None:
         self.collectives, self._issued = collectives, issued
+        self._used: list[Unit] = []
         self._order: list[Unit] = []
-        self._in_flight: list[tuple[FlatBuffer, Reduction]] = []
+        self._in_flight: list[tuple[GradientBuffer, Reduction]] = []
         self._no_pause = 0
+        self._incomplete: set[int] = (
+            set()
+        )  # units with a parameter that the last backward had no gradient of on any rank
 
     def begin(self, forward_order: Iterable[Unit]) -> None:
         """A backward begins; `forward_order` has the units that forward used, the latest last."""
-        self._order = [u for u in forward_order if any(_wants(f) for f in u.flats)]
-        self._order.reverse()
+        self.collectives.forget_ended()  # of a backward that failed
+        self._used = [u for u in forward_order if any(f.gradients.wants_any for f in u.flats)]
+        backwards = self._used[::-1]
+        self._order = sorted(backwards, key=lambda u: u.index in self._incomplete)  # stable
         self._no_pause = max(0, self._no_pause - 1)
-        self.collectives.expect([(f.layout.numel, f.dtype) for u in self._order for f in u.flats if _wants(f)])
+        wanted = [f for u in self._order for f in u.flats if f.gradients.wants_any]
+        self.collectives.expect([(f.layout.numel, f.dtype) for f in wanted])
 
     def advance(self) -> None:
-        """A gradient has arrived: send what is complete and next in order. Collective."""
-        while self._order and _complete(self._order[0]):
+        """A flat buffer's gradients are complete: send what is next in order, as far as it is complete. Collective."""
+        if self.collectives.in_one_order:
+            return
+        while self._order and not any(f.gradients.missing for f in self._order[0].flats):
             self._issue(self._order.pop(0))
 
     def _issue(self, unit: Unit) -> None:
         unit.rounds += 1
         self._issued("reduce", unit)
         for flat in unit.flats:
-            if not _wants(flat):
+            gradients = flat.gradients
+            if not gradients.wants_any:
                 continue
-            reduction = flat.start_reduction(f"the gradient reduction of unit {unit.name!r}")
+            reduction = gradients.start_reduction(unit.reduce_text)
             if reduction is not None:
-                self._in_flight.append((flat, reduction))
+                self._in_flight.append((gradients, reduction))
         while self._in_flight:
             oldest = self._in_flight[0][1]
             few = len(self._in_flight) <= _IN_FLIGHT
@@ -67,14 +78,15 @@ class Reductions:
             if not oldest.done():
                 if few or self._no_pause:
                     break
+                oldest.wait_for_own_part()
                 if not oldest.pending.settle(PAUSE):
                     self._no_pause = _NO_PAUSE_FOR
                     break
             self._collect_oldest()
 
     def _collect_oldest(self) -> None:
-        flat, reduction = self._in_flight.pop(0)
-        flat.collect(reduction.finish())
+        gradients, reduction = self._in_flight.pop(0)
+        gradients.collect(reduction.finish())
 
     def flush(self, units: list[Unit], agreement: Agreement, idle: set[int]) -> bool:
         """At the end of backward: reduce what is left, publish every `.grad`, and run the hooks on them. Collective.
@@ -82,23 +94,30 @@ class Reductions:
         `idle` are the indices of units that this rank gathered, but did not need. Returns whether some unit was
         needed by no rank.
         """
-        marks: list[int] = []
+        # Does this rank come with reductions that it could not issue in time?
+        marks: list[int] = [any(not u.rounds and u.index not in self._incomplete for u in self._order)]
         for unit in units:
-            unreduced = any(any(f.holds) for f in unit.flats)
-            marks.append(unit.rounds + (1 if unreduced else 0))
-            marks.append(0 if unit.index in idle else 1)
-            marks += [1 if f.arrived[i] or f.holds[i] else 0 for f in unit.flats for i in range(len(f.params))]
+            unreduced = any(True in f.gradients.holds for f in unit.flats)
+            marks.append(unit.rounds + unreduced)
+            marks.append(unit.index not in idle)
+            for flat in unit.flats:
+                marks += [a or h for a, h in zip(flat.gradients.arrived, flat.gradients.holds, strict=True)]
         agreed = agreement.check("the end of backward", torch.tensor(marks, dtype=torch.uint8))
         assert agreed is not None
-        answer = iter(agreed.tolist())
+        answer, at = agreed.tolist(), 1
+        if not answer[0]:
+            self._no_pause = 0  # a partner was slow for once
         rounds: dict[int, int] = {}
-        used: dict[int, list[bool]] = {}
+        used: dict[int, list[int]] = {}
         needless = False
         for unit in units:
-            rounds[unit.index] = next(answer)
-            needless |= not next(answer)
+            rounds[unit.index] = answer[at]
+            needless |= not answer[at + 1]
+            at += 2
             for flat in unit.flats:
-                used[id(flat)] = [bool(next(answer)) for _ in flat.params]
+                used[id(flat)] = answer[at : at + len(flat.params)]
+                at += len(flat.params)
+        self._note_incomplete(used)
         for unit in self._order:  # first what other ranks have issued before they came here
             if unit.rounds < min(1, rounds[unit.index]):
                 self._issue(unit)
@@ -110,13 +129,20 @@ class Reductions:
         self._publish(units, used)
         return needless
 
+    def _note_incomplete(self, used: dict[int, list[int]]) -> None:
+        for unit in self._used:
+            pairs = [zip(f.gradients.wanted, used[id(f)], strict=True) for f in unit.flats]
+            if any(want and not seen for pair in pairs for want, seen in pair):
+                self._incomplete.add(unit.index)
+            else:
+                self._incomplete.discard(unit.index)
+
     @staticmethod
-    def _publish(units: list[Unit], used: dict[int, list[bool]]) -> None:
+    def _publish(units: list[Unit], used: dict[int, list[int]]) -> None:
         called = []
         for unit in units:
             for flat in unit.flats:
-                touched = flat.publish(used[id(flat)]) if any(used[id(flat)]) else []
-                flat.results = []
+                touched = flat.gradients.publish(used[id(flat)])
                 if unit.post_hooks:
                     called += [(unit, flat, i) for i in touched]
         for unit, flat, i in called:
@@ -129,15 +155,4 @@ class Reductions:
             with contextlib.suppress(ShardError):
                 reduction.pending.settle(PAUSE)
         self._in_flight.clear()
-
-
-def _wants(flat: FlatBuffer) -> bool:
-    return any(leaf.requires_grad for leaf in flat.leaves)
-
-
-def _complete(unit: Unit) -> bool:
-    for flat in unit.flats:
-        for arrived, leaf in zip(flat.arrived, flat.leaves, strict=True):
-            if not arrived and leaf.requires_grad:
-                return False
-    return True
+        self.collectives.forget_ended()

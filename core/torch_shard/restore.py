@@ -12,6 +12,7 @@ from torch import nn
 from . import full_state
 from .errors import UnitStateError
 from .flat_buffer import FlatBuffer
+from .leaf import set_own_grad
 from .runtime import Runtime
 from .shard_tensor import ShardTensor
 from .unit import _OWN_ATTRIBUTES, Unit
@@ -42,7 +43,7 @@ def close_units(
     names = {id(p): name for unit in runtime.units for name, p in zip(unit.names, unit.params, strict=True)}
     if model is not None:
         names = {**{id(p): name for name, p in model.named_parameters()}, **names}
-    runtime.sweep_stale()
+    runtime.schedule.release_unused()
     for unit in runtime.units:
         plain: list[tuple[ShardTensor, nn.Parameter]] = []
         with gathered_values(runtime, unit):
@@ -61,7 +62,7 @@ def close_units(
     for optimizer, state in states:
         full_state.load_by_name(optimizer, names, state)
     runtime.units.clear()
-    runtime.idle.clear()
+    runtime.schedule.gathered.clear()
 
 
 def _check(unit: Unit) -> None:
@@ -111,7 +112,7 @@ def _plain(unit: Unit, flat: FlatBuffer, index: int, grad: torch.Tensor | None) 
 
 def _swap(param: ShardTensor, whole: nn.Parameter) -> None:
     with torch._C.DisableTorchFunctionSubclass():
-        param.grad = None
+        set_own_grad(param, None)
         torch.utils.swap_tensors(param, whole)
     # What was the ShardTensor is in `whole` now and goes away with it.
     assert not isinstance(param, ShardTensor)

@@ -15,7 +15,7 @@ from .buffers import BufferSync, broadcast_coalesced
 from .collectives import Collectives, connect
 from .config import ShardConfig
 from .errors import ConfigError, SetupError, ShardError, UnavailableError
-from .flat_buffer import FlatBuffer, gaps
+from .flat_buffer import FlatBuffer
 from .groups import backend_of
 from .hooks import register
 from .layout import FlatLayout, ParamMeta
@@ -167,14 +167,15 @@ def agree(
     channel = c.control_channel
     assert channel is not None
     what = "the set-up of a sharded model (shard)"
-    equal = [] if config is None else [f"{field} is {getattr(config, field)!r}" for field in _EQUAL]
+    equal = {} if config is None else {field: f"{field} is {getattr(config, field)!r}" for field in _EQUAL}
+    equal["the kind of device"] = f"the model is on {c.device.type}"
     digest = plan.digest() if plan is not None else 0
-    digest ^= zlib.crc32("\n".join(equal).encode())
+    digest ^= zlib.crc32("\n".join(equal.values()).encode())
     head = list(digest.to_bytes(8, "little"))
     vector = torch.tensor([*head, *(255 - b for b in head), 1 if error is not None else 0], dtype=torch.uint8)
-    channel.issued += 1
+    number = channel.count()
     work = dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=channel.group, async_op=True)
-    Pending(c.watch, channel, channel.issued, what, work).wait()
+    Pending(c.watch, channel, number, what, work).wait()
     answer = vector.tolist()
     failed = bool(answer[16])
     differs = any(a + b != 255 for a, b in zip(answer[:8], answer[8:16], strict=True))
@@ -199,12 +200,15 @@ def agree(
     if failed:
         said = "; ".join(f"rank {r}: {e}" for r, (e, *_) in enumerate(everyone) if e is not None)
         raise SetupError(f"sharding failed on another rank: {said}")
-    for field, *values in zip(_EQUAL, *(settings for _, settings, _ in everyone), strict=False):
+    for setting in equal:
+        values = [equal_there[setting] for _, equal_there, _ in everyone]
         if len(set(values)) > 1:
-            said = "; ".join(f"on rank {rank} {value}" for rank, value in enumerate(values))
-            raise ConfigError(
-                f"{field} differs between the ranks: {said}. Pass equal settings to shard() on every rank."
+            said = f"{setting} differs between the ranks: " + "; ".join(
+                f"on rank {r} {v}" for r, v in enumerate(values)
             )
+            if setting in _EQUAL:
+                raise ConfigError(f"{said}. Pass equal settings to shard() on every rank.")
+            raise SetupError(f"{said}. Move the model to the same kind of device on every rank before shard().")
     first = everyone[0][2]
     for rank, (*_, lines) in enumerate(everyone):
         if lines == first:
@@ -353,7 +357,7 @@ def _flatten(
 
 def _own_gaps(layout: FlatLayout, rank: int) -> list[tuple[int, int]]:
     first, last = layout.rank_range(rank)
-    cut = [(max(start, first) - first, min(stop, last) - first) for start, stop in gaps(layout)]
+    cut = [(max(start, first) - first, min(stop, last) - first) for start, stop in layout.gaps()]
     return [(start, stop) for start, stop in cut if stop > start]
 
 
@@ -369,7 +373,7 @@ def _filled(
     dtype = infos[0].dtype
     full = c.take(layout.numel, dtype)
     with torch.no_grad():
-        for start, stop in gaps(layout):
+        for start, stop in layout.gaps():
             full[start:stop].zero_()
         for info, slot in zip(infos, layout.slots, strict=True):
             torch.as_strided(full, slot.shape, slot.stride, slot.offset).copy_(params[info.name].data)
@@ -397,9 +401,9 @@ def _units_on_meta(
     if c.world > 1 and len(real):
         channel = c.control_channel
         assert channel is not None
-        channel.issued += 1
+        number = channel.count()
         work = dist.all_reduce(real, op=dist.ReduceOp.MAX, group=channel.group, async_op=True)
-        Pending(c.watch, channel, channel.issued, "the set-up of a sharded model (shard)", work).wait()
+        Pending(c.watch, channel, number, "the set-up of a sharded model (shard)", work).wait()
     answer = [bool(r) for r in real.tolist()]
     somewhere = dict(zip(names, answer[: len(names)], strict=True))
     on_first = dict(zip(names, answer[len(names) :], strict=True))

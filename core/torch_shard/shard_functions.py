@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import NeedsGatherError
+from .leaf import own_grad, set_own_grad
 from .shard_autograd import (
     NORMS,
     Whole,
@@ -342,39 +343,48 @@ def _summoned_leaf(t: Any) -> Any:
 # -- attributes and hooks -----------------------------------------------------------------------------------------
 
 
-def _get_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
-    param = args[0]
-    if param._unit_ref is not None:
-        leaf = _summoned_leaf(param)
-        if leaf is not None and leaf.grad is not None:
-            return leaf.grad
+def get_grad(param: ShardTensor) -> Any:
+    """``param.grad``."""
+    leaf = _summoned_leaf(param)
+    if leaf is not None and leaf.grad is not None:
+        return leaf.grad
     with _NoTorchFunction():
-        grad = func(param)
+        grad = own_grad(param)
+        cls = type(param)
         if grad is not None and type(grad) is not cls:
             # A derivative that autograd made as a plain expanded scalar.
             grad = cls.from_full(grad, param._spec)
-            param.grad = grad
+            set_own_grad(param, grad)
     return grad
 
 
-def _set_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> None:
-    param, value = args
-    if type(param) is not cls:
-        if type(value) is cls:
-            raise function_needs_gather(cls, ".grad of a plain tensor, assigned", [value])
-        func(param, value)
-        return
+def set_grad(param: ShardTensor, value: Any) -> None:
+    """``param.grad = value``."""
     leaf = _summoned_leaf(param)
     if leaf is not None and leaf.grad is not None:
         leaf.grad = value
         if value is not None:
             return
     with _NoTorchFunction():
-        func(param, _as_grad(cls, param, value) if isinstance(value, torch.Tensor) else value)
+        set_own_grad(param, _as_grad(type(param), param, value) if isinstance(value, torch.Tensor) else value)
+
+
+def _get_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
+    return get_grad(args[0])
+
+
+def _set_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> None:
+    param, value = args
+    if type(param) is cls:
+        set_grad(param, value)
+    elif type(value) is cls:
+        raise function_needs_gather(cls, ".grad of a plain tensor, assigned", [value])
+    else:
+        func(param, value)
 
 
 def _del_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> None:
-    args[0].grad = None
+    set_grad(args[0], None)
 
 
 def _get_data(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:

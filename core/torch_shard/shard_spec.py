@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from .errors import NeedsGatherError
-from .layout import FlatLayout
+from .layout import FlatLayout, Slot
 
-__all__ = ["ScalarComm", "ShardSpec", "broadcast_slice", "gather_error", "same_cut", "slice_full"]
+__all__ = ["ScalarComm", "ShardSpec", "broadcast_slice", "gather_error", "same_cut", "slice_full", "slot_view"]
 
 
 class ScalarComm(Protocol):
@@ -101,6 +101,11 @@ def _same_ranks(a: Any, b: Any) -> bool:
     if channel is None or other is None:
         return channel is other and a.size == b.size == 1
     return channel.groups is other.groups
+
+
+def slot_view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """Return a parameter in its own shape and strides, as a view of a 1-D buffer of its whole layout."""
+    return flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset)
 
 
 def slice_full(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:

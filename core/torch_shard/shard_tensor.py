@@ -17,6 +17,7 @@ import torch
 from . import shard_functions, shard_ops
 from .errors import ShardPicklingError
 from .layout import Box
+from .leaf import own_grad, set_own_grad
 from .shard_spec import ScalarComm, ShardSpec, broadcast_slice, same_cut, slice_full
 
 __all__ = ["ScalarComm", "ShardSpec", "ShardTensor", "broadcast_slice", "same_cut", "slice_full"]
@@ -75,6 +76,21 @@ class ShardTensor(torch.Tensor):
         """Return the slice of a plain tensor of the global shape, in memory of its own. Not collective."""
         return cls._wrap(slice_full(full.detach(), spec).clone(), spec)
 
+    # -- the gradient ---------------------------------------------------------------------------------------------
+    # Every step reads and clears it, and a property costs a fraction of `__torch_function__`.
+    @property
+    def grad(self) -> Any:  # type: ignore[override]
+        """The gradient: a ShardTensor, cut alike, or None."""
+        return shard_functions.get_grad(self)
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        shard_functions.set_grad(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        shard_functions.set_grad(self, None)
+
     # -- the two dispatch mechanisms ------------------------------------------------------------------------------
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,8 +142,9 @@ class ShardTensor(torch.Tensor):
                 )
             result = ShardTensor(self._local.detach().clone(), self._spec, requires_grad=self.requires_grad)
             memo[id(self)] = result
-            if self.grad is not None:
-                result.grad = copy.deepcopy(self.grad, memo)
+            grad = own_grad(self)
+            if grad is not None:
+                set_own_grad(result, copy.deepcopy(grad, memo))
         own = {"_local", "_spec", "_unit_ref", "_flat"}
         for key, value in self.__dict__.items():
             if key not in own:

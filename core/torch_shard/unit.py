@@ -18,17 +18,19 @@ from __future__ import annotations
 import copy
 import enum
 from collections import OrderedDict
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .collectives import Collectives
+from .collectives import Collectives, join, outside_inference
 from .errors import ReplacedParameterError, ShardError, UnitStateError
 from .flat_buffer import FlatBuffer
-from .leaf import data_taken
-from .outputs import tensors_in
+from .leaf import data_taken, own_grad, set_own_grad
+from .order import PHASES
+from .outputs import may_hold_tensors, tensors_in
 from .registrations import inside_functional_call
 from .shard_tensor import ShardTensor
 from .watch import Pending
@@ -48,6 +50,7 @@ class Unit:
 
     def __init__(self, name: str, index: int, collectives: Collectives) -> None:
         self.name, self.index, self.collectives = name, index, collectives
+        self.sharded = collectives.size > 1
         self.runtime: Runtime = None  # type: ignore[assignment]  # set by Runtime.add
         self.flats: list[FlatBuffer] = []
         # (module, attribute, flat, index): every place of the model that holds a parameter of this unit
@@ -63,9 +66,13 @@ class Unit:
         self.held = False  # recomputed in backward before its own trigger: see Runtime
         self.uses: list[Any] = []  # uses whose backward has begun
         self.rounds = 0  # reductions issued in this backward
+        self.streams: set[Any] = set()  # CUDA: those that compute with the gathered values
         self.checks = 2  # iterations in which an untracked edit of the gathered values is looked for
         self.summons: list[Any] = []  # see summons.py
-        self._modules: list[nn.Module] | None = None
+        self._modules: list[tuple[nn.Module, int]] | None = None  # see kept_tensors
+        self.gather_text = f"the all-gather of unit {name!r}"
+        self.reduce_text = f"the gradient reduction of unit {name!r}"
+        self.event_texts = [f"gathers unit {name!r} in {phase}" for phase in PHASES]
 
     # -- what it holds ------------------------------------------------------------------------------------------
     @property
@@ -75,10 +82,6 @@ class Unit:
     @property
     def names(self) -> list[str]:
         return [s.name for flat in self.flats for s in flat.layout.slots]
-
-    @property
-    def sharded(self) -> bool:
-        return self.collectives.size > 1
 
     def find(self, param: ShardTensor) -> tuple[FlatBuffer, int]:
         for flat in self.flats:
@@ -90,25 +93,29 @@ class Unit:
         flat, index = self.find(param)
         return flat.leaves[index]
 
-    def is_referenced(self) -> bool:
-        """Whether anything outside the unit still holds its gathered values. All ranks must come to one answer, so on
-        CUDA, where NCCL keeps references of its own for a while, it is always yes."""
-        if self.collectives.device.type != "cpu":
-            return True
-        return any(flat.is_referenced() for flat in self.flats)
-
-    def is_held_by_python(self) -> bool:
-        """Whether a Python object (`self.kept = self.weight`) holds a leaf."""
-        return any(flat.is_held_by_python() for flat in self.flats)
+    def references(self) -> tuple[bool, list[tuple[int, int, int]], bool]:
+        """Who holds gathered values beside the engine: anyone; which parameters autograd has saved (flat, index, version);
+        whether a Python object (`self.kept = self.weight`) holds a leaf."""
+        # All ranks must come to one answer, so on CUDA, where NCCL keeps references for a while, it is always yes.
+        anyone, by_python = self.collectives.device.type != "cpu", False
+        saved = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for number, flat in enumerate(self.flats):
+                held, versions, python = flat.references()
+                anyone |= held
+                by_python |= python
+                saved += [(number, i, version) for i, version in versions]
+        return anyone, saved, by_python
 
     def kept_tensors(self) -> list[torch.Tensor]:
         """Tensors with a gradient that the triggers' modules keep in attributes: an auxiliary loss, for example."""
         if self._modules is None:
-            self._modules = list(dict.fromkeys(m for trigger in self.triggers for m in trigger.modules()))
+            modules = dict.fromkeys(m for trigger in self.triggers for m in trigger.modules())
+            self._modules = [(m, _first_attribute(m)) for m in modules]
         found = []
-        for module in self._modules:
-            for key, value in module.__dict__.items():
-                if type(value) in _HOLDERS and key[0] != "_":
+        for module, first in self._modules:
+            for value in islice(module.__dict__.values(), first, None):
+                if type(value) in _HOLDERS and may_hold_tensors(value):
                     found += [t for t in tensors_in(value) if t.requires_grad and not t.is_leaf]
         return found
 
@@ -123,20 +130,18 @@ class Unit:
             return
         c = self.collectives
         self.runtime.note_issued("gather", self)
-        if c.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if c.gather_stream is not None and c.is_capturing():
             raise UnitStateError(
                 f"rank {c.world_rank}: unit {self.name!r} is gathered during the capture of a CUDA graph, which would read freed "
                 "memory when replayed; capture the plain model, or leave CUDA graphs out."
             )
-        # A buffer allocated inside inference_mode would be an inference tensor, which a later training step cannot use.
-        with torch.inference_mode(False), torch.no_grad(), c.gathering():
+        with outside_inference(), c.gathering():
             for flat in self.flats:
                 storage = flat.full.untyped_storage()
                 if storage.nbytes() != flat.nbytes:  # kept where an abandoned gather may still write
                     storage.resize_(flat.nbytes)
                 flat.own.copy_(flat.shard)
-                self.pending.append(c.all_gather(flat.full, f"the all-gather of unit {self.name!r}"))
-            for flat in self.flats:
+                self.pending.append(c.all_gather(flat.full, self.gather_text))
                 flat.fresh_version = flat.shard._version
         self.state = State.GATHERING
 
@@ -162,6 +167,11 @@ class Unit:
             self.pending = []
         self.state = State.FULL
 
+    def note_stream(self) -> None:
+        """The current stream computes with the gathered values from here on."""
+        if self.collectives.gather_stream is not None:
+            self.streams.add(torch.cuda.current_stream(self.collectives.device))
+
     def release(self) -> None:
         """FULL to SHARDED: give the gathered memory back."""
         if not self.sharded or self.state is State.SHARDED:
@@ -169,7 +179,10 @@ class Unit:
         self.wait()
         with self.collectives.gathering():
             # Hazard: the next allocation may reuse this memory on the gather stream while compute still reads it;
-            # `gathering()` has made that stream wait for the compute issued so far.
+            # `gathering()` has made that stream wait for what the current one was given, which may be another one.
+            if self.streams:
+                join(self.collectives.gather_stream, self.streams)
+                self.streams.clear()
             for flat in self.flats:
                 storage = flat.full.untyped_storage()
                 if storage.resizable():
@@ -243,9 +256,7 @@ class Unit:
         the first iterations anyhow (NumPy arrays leave no trace at all)."""
         if self.state is not State.FULL:
             return
-        edited = [
-            f for f in self.flats if any(leaf._version != v for leaf, v in zip(f.leaves, f.versions, strict=True))
-        ]
+        edited = [flat for flat in self.flats if flat.versions != [leaf._version for leaf in flat.leaves]]
         taken = any(data_taken(leaf) for flat in self.flats for leaf in flat.leaves)
         if taken:
             for flat in self.flats:
@@ -308,8 +319,9 @@ class Unit:
         for mine, its in zip(self.params, other.params, strict=True):
             adopt(its, mine)
             with torch._C.DisableTorchFunctionSubclass():
-                if mine.grad is not None:
-                    its.grad = ShardTensor(mine.grad._local.clone(), its._spec)  # type: ignore[attr-defined]
+                grad: Any = own_grad(mine)
+                if grad is not None:
+                    set_own_grad(its, ShardTensor(grad._local.clone(), its._spec))
         for flat, twin in zip(self.flats, other.flats, strict=True):
             for i in range(len(twin.params)):
                 twin.params[i] = memo[id(flat.params[i])]
@@ -322,6 +334,14 @@ class Unit:
 
 
 _HOLDERS = frozenset({torch.Tensor, list, tuple, dict})
+_MODULES_OWN = frozenset(nn.Module().__dict__)
+
+
+def _first_attribute(module: nn.Module) -> int:
+    """Where in the module's ``__dict__`` the attributes begin that are not nn.Module's own."""
+    return next((i for i, key in enumerate(module.__dict__) if key not in _MODULES_OWN), len(module.__dict__))
+
+
 _OWN_COUNT = 4  # attributes that every sharded parameter has: `_local`, `_spec`, `_unit_ref`, `_is_param`
 _OWN_ATTRIBUTES = {"_local", "_spec", "_unit_ref", "_flat", "_unreduced", "_is_param", "_place", "data_taken"}
 

@@ -23,13 +23,8 @@ class Use:
 
     def __init__(self, unit: Unit, start: int) -> None:
         self.unit, self.start, self.end, self.saved, self.task = unit, start, start, True, -1
-        self.versions: list[tuple[int, int, int]] = []  # flat, parameter, version
-
-    def remember(self) -> None:
-        """Which parameters autograd has saved, as they are now."""
-        self.versions = [
-            (f, i, version) for f, flat in enumerate(self.unit.flats) for i, version in flat.saved_versions()
-        ]
+        # Of what autograd has saved: flat, parameter, version.
+        self.versions: list[tuple[int, int, int]] = []
 
     def check(self) -> None:
         """Raise where one of them has changed: a gather would bring backward other values than forward had. Plain torch

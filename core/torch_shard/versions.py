@@ -33,14 +33,28 @@ MIN_PYTHON = "3.10"
 MIN_TORCH = "2.11"
 
 FLOORS: Mapping[str, str] = MappingProxyType(
-    {"torch": MIN_TORCH, "lightning": "2.6", "accelerate": "1.15", "packaging": "23.0"}
+    {
+        "torch": MIN_TORCH,
+        "packaging": "23.0",
+        "lightning": "2.6",
+        "pytorch-lightning": "2.6",
+        "transformers": "5.0",
+        "accelerate": "1.15",
+        "rich": "13",
+    }
 )
 """Oldest version of each distribution that is supported."""
 
 TESTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"torch": ("2.13.0",), "lightning": ("2.6.6",), "transformers": ("5.23.0",)}
+    {
+        "torch": ("2.13.0",),
+        "packaging": ("26.3",),
+        "lightning": ("2.6.6",),
+        "pytorch-lightning": ("2.6.6",),
+        "transformers": ("5.23.0",),
+    }
 )
-"""Versions that the tests were run with."""
+"""Versions that the tests were run with. Nothing in this release uses the other distributions of :data:`FLOORS`."""
 
 
 def _released(text: str) -> Version:

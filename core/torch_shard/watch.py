@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Seconds of silence before a rank says, through the store, what it is waiting in.
 FIRST_TICK = 1.0
-_POLL = 0.0002  # seconds between looks at a collective of NCCL's
+POLL = 0.0002  # seconds between looks at a collective of NCCL's
 
 
 def default_store() -> Any:
@@ -45,27 +45,22 @@ def caller_line() -> str:
 
 
 class Channel:
-    """One process group used for one purpose; ``issued`` counts its collectives on this rank.
-
-    Counting one more raises once a collective of the groups was left without its partner: the next one could pair with
-    it, and give wrong numbers.
-    """
+    """One process group used for one purpose; ``issued`` counts its collectives on this rank."""
 
     def __init__(self, name: str, groups: Groups) -> None:
-        self.name, self.groups, self._issued = name, groups, 0
+        self.name, self.groups, self.issued = name, groups, 0
+        self.group: Any = getattr(groups, name)
 
-    @property
-    def group(self) -> Any:
-        return getattr(self.groups, self.name)
+    def count(self) -> int:
+        """Count one more collective, which is issued next; returns its number.
 
-    @property
-    def issued(self) -> int:
-        return self._issued
-
-    @issued.setter
-    def issued(self, value: int) -> None:
-        self.check()
-        self._issued = value
+        Raises once a collective of the groups was left without its partner: the next one could pair with it, and give
+        wrong numbers.
+        """
+        if self.groups.broken:
+            self.check()
+        self.issued += 1
+        return self.issued
 
     def check(self) -> None:
         if self.groups.broken:
@@ -75,7 +70,7 @@ class Channel:
             )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Pending:
     """A collective in flight. ``wait`` returns when its result may be read by the current stream."""
 
@@ -86,6 +81,7 @@ class Pending:
     work: Any
     event: Any = None  # NCCL: recorded behind the collective on its side stream
     device: Any = None  # of that stream
+    ordered: bool = False  # NCCL, and every rank is known to have come: left to the streams, the host goes on
 
     def __post_init__(self) -> None:
         if self.work is not None and self.event is None:
@@ -99,11 +95,15 @@ class Pending:
         return self.done() or _bounded_wait(self.work, seconds, self, self.watch.rank)
 
     def wait(self) -> None:
-        if self.work is not None:
-            self.watch.wait(self)
+        work = self.work
+        if work is not None:
+            if self.ordered or self.event is not None or work.is_completed():
+                work.wait()  # raises what it failed with; NCCL's only orders the current stream
+            else:
+                self.watch.wait(self)
             groups = self.channel.groups
-            groups.written.pop(self.work, None)
-            if groups.unfinished.get(self.channel.name) is self.work:
+            groups.written.pop(work, None)
+            if groups.unfinished.get(self.channel.name) is work:
                 del groups.unfinished[self.channel.name]  # it holds tensors
             self.work = None
         if self.event is not None:
@@ -123,7 +123,7 @@ class Watch:
     def __init__(self, rank: int, size: int, ranks: list[int], timeout: float, key: str) -> None:
         self.rank, self.size, self.ranks, self.timeout, self.key = rank, size, ranks, timeout, key
         self.channels: dict[str, Channel] = {}
-        self.polls = False  # NCCL: see _bounded_wait
+        self.polls = False  # NCCL: see _bounded_wait and meet
 
     def _post(self, channel: str, number: int, what: str) -> None:
         issued = {c.name: c.issued for c in self.channels.values()}
@@ -148,12 +148,6 @@ class Watch:
 
     def wait(self, pending: Pending) -> None:
         work = pending.work
-        if work.is_completed():
-            work.wait()
-            return
-        if pending.event is not None:  # NCCL: nothing to block on here, the streams order themselves
-            work.wait()
-            return
         pending.channel.check()
         if _bounded_wait(work, min(FIRST_TICK, self.timeout), pending, self.rank):
             return
@@ -188,6 +182,18 @@ class Watch:
             raise
         finally:
             self._withdraw()
+
+    def meet(self, what: str) -> None:
+        """NCCL: wait on the host until every rank has come to a collective that user code blocks in. Collective.
+
+        The collective itself can then be left to the streams. Waiting for its end would mean waiting for everything that
+        the device has to do before it.
+        """
+        if self.polls:
+            channel = self.channels["meet"]
+            number = channel.count()
+            work = dist.all_reduce(torch.zeros(1), group=channel.group, async_op=True)
+            Pending(self, channel, number, what, work).wait()
 
     def exchange(self, what: str, value: Any, own: str = "", listen: bool = True) -> list[Any]:
         """What every rank has to say, by rank, where an error must be explained. Collective.
@@ -284,21 +290,24 @@ def _named(ranks: list[int]) -> str:
 
 def _bounded_wait(work: Any, seconds: float, pending: Pending, rank: int) -> bool:
     """True when the work is done, False when `seconds` passed without; a failed work raises."""
-    if pending.watch.polls and pending.channel.name != "control":
+    if pending.watch.polls and pending.channel.name not in ("control", "meet"):
         # NCCL's own wait with a limit aborts the communicator when the limit is reached.
         deadline = time.monotonic() + seconds
         while not work.is_completed():
             if time.monotonic() > deadline:
                 return False
-            time.sleep(_POLL)
+            time.sleep(POLL)
         work.wait()
         return True
     try:
-        work.wait(timedelta(seconds=seconds))
-        return True
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait()  # it may have ended well just after the time was up; else this raises again
     except RuntimeError as error:
-        if not work.is_completed():
-            return False
         raise MissingRankError(
             f"rank {rank}: {pending.what} failed at {caller_line()}: another rank has probably died; see its log. ({error})"
         ) from error
+    return True

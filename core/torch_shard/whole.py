@@ -16,6 +16,7 @@ import torch.distributed as dist
 from .buffers import broadcast_coalesced
 from .errors import ShardError
 from .flat_buffer import FlatBuffer
+from .leaf import own_grad, set_own_grad
 from .runtime import Runtime
 from .shard_tensor import ShardTensor
 from .unit import State, Unit
@@ -128,7 +129,7 @@ def gathered_values(runtime: Runtime, unit: Unit) -> Iterator[None]:
         yield
     finally:
         if not keep:
-            runtime._release(unit)
+            runtime.schedule.release(unit)
 
 
 def refill(runtime: Runtime, unit: Unit) -> bool:
@@ -140,7 +141,7 @@ def refill(runtime: Runtime, unit: Unit) -> bool:
         unit.release()
     unit.gather()
     if not keep:
-        runtime.idle.pop(unit.index, None)
+        runtime.schedule.gathered.pop(unit.index, None)
     return keep
 
 
@@ -161,7 +162,7 @@ def send_slices(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tensor,
     with torch.no_grad():
         raw = _bytes(into) if into.is_contiguous() else _bytes(into.contiguous())
         whole = _bytes(full.to(into.device)) if me and full is not None else None
-        channel.issued += 1
+        number = channel.count()
         if c.size == 1:
             if whole is not None:
                 raw.copy_(whole)
@@ -169,7 +170,7 @@ def send_slices(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tensor,
         else:
             parts = None if whole is None else list(whole.view(c.size, -1).unbind(0))
             work = dist.scatter(raw, parts, src=c.watch.ranks[source], group=channel.group, async_op=True)
-        Pending(c.watch, channel, channel.issued, what, work).wait()
+        Pending(c.watch, channel, number, what, work).wait()
         if me:
             c.bytes_sent += raw.numel() * (c.world - 1)
 
@@ -180,9 +181,9 @@ def send_bytes(runtime: Runtime, values: torch.Tensor, source: int, what: str) -
     channel = c.control_channel
     if c.world == 1 or channel is None:
         return values
-    channel.issued += 1
+    number = channel.count()
     work = dist.broadcast(values, src=c.watch.ranks[source], group=channel.group, async_op=True)
-    Pending(c.watch, channel, channel.issued, what, work).wait()
+    Pending(c.watch, channel, number, what, work).wait()
     return values
 
 
@@ -199,7 +200,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def grad_of(param: torch.Tensor) -> ShardTensor | None:
     """The sharded gradient of a sharded parameter, read past every interception."""
     with torch._C.DisableTorchFunctionSubclass():
-        return param.grad  # type: ignore[return-value]
+        return own_grad(param)  # type: ignore[return-value]
 
 
 def reduced_grad_of(param: torch.Tensor) -> Any:
@@ -222,10 +223,10 @@ def local_grads(flat: FlatBuffer) -> list[torch.Tensor | None]:
 def set_grad(param: ShardTensor, local: torch.Tensor | None) -> None:
     """Make `local` (a slice, kept) the gradient; an existing gradient of that dtype keeps its memory."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        existing: Any = param.grad
+        existing: Any = own_grad(param)
         if local is None:
-            param.grad = None
+            set_own_grad(param, None)
         elif existing is not None and existing._local.dtype == local.dtype:
             existing._local.copy_(local)
         else:
-            param.grad = ShardTensor(local, param._spec)
+            set_own_grad(param, ShardTensor(local, param._spec))

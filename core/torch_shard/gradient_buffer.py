@@ -1,0 +1,256 @@
+"""The gradients of one flat buffer: from each leaf's, through the reduction, to the parameters' ``.grad``."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from .collectives import Collectives, Reduction, join
+from .errors import ShardError
+from .layout import FlatLayout
+from .leaf import own_grad, set_own_grad
+from .shard_spec import slot_view
+from .shard_tensor import ShardTensor
+
+# Up to this size a gradient's copy costs more as a call than in bytes: it waits for its unit's others, and one call copies
+# them all. A larger one is copied at once, so that the memory that autograd gave it is free again.
+_SMALL = 1 << 18  # bytes
+
+
+class GradientBuffer:
+    """A flat buffer's gradients. `layout`, `dtype` and `params` are the flat buffer's own."""
+
+    def __init__(
+        self, layout: FlatLayout, dtype: torch.dtype, params: list[ShardTensor], collectives: Collectives
+    ) -> None:
+        self.layout, self.dtype, self.params, self.collectives = layout, dtype, params, collectives
+        n = len(params)
+        self.wanted = [False] * n  # the leaf asks for a gradient
+        self.flat: torch.Tensor | None = None  # what this rank has, in the full layout, from the first arrival on
+        self.holds = [False] * n  # slots of `flat` that hold a gradient not yet reduced
+        self.arrived = [False] * n  # gradients seen in the running backward
+        self.missing = 0  # wanted ones not yet seen
+        self.frozen = [False] * n  # parameters that want no gradient of the running backward
+        self.held_before = [False] * n  # `holds` at the beginning of the running backward
+        self.lost = False  # a failed backward took held gradients with it
+        # Under no_sync(): what `.grad` showed for each held gradient, and its version.
+        self.shown: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * n
+        self.results: list[torch.Tensor] = []  # reduced slices waiting to be published as .grad
+        self._waiting: dict[int, torch.Tensor] = {}  # small gradients not yet copied to `flat`
+        self._streams: set[Any] = set()  # CUDA: those on which gradients arrived
+        # As a tensor: torch takes several microseconds to make one of a Python number.
+        self._scale = torch.tensor(1.0 / collectives.world, dtype=dtype) if collectives.world > 1 else None
+        itemsize = dtype.itemsize
+        self._small = [slot.numel * itemsize <= _SMALL for slot in layout.slots]
+        self._gaps = layout.gaps()
+        self._pieces, self._piece_of = layout.pieces(collectives.rank)
+
+    @property
+    def wants_any(self) -> bool:
+        return True in self.wanted
+
+    def _open(self) -> torch.Tensor:
+        if self.flat is None:
+            self.flat = self.collectives.take(self.layout.numel, self.dtype)
+        return self.flat
+
+    # -- from the leaves ----------------------------------------------------------------------------------------
+    def begin_backward(self, checked: bool = False) -> None:
+        """A new backward begins; `checked` where :meth:`check_held` was called before it."""
+        if self.lost:
+            self._check_lost()
+        if not checked:
+            self.check_held()
+        n = len(self.params)
+        self.arrived = [False] * n
+        self.count_missing()
+        self.held_before = self.holds.copy()
+        self.shown = [None] * n
+        with torch._C.DisableTorchFunctionSubclass():
+            self.frozen = [not p.requires_grad for p in self.params]
+
+    def count_missing(self) -> None:
+        """After a change of what is wanted."""
+        self.missing = sum(want and not seen for want, seen in zip(self.wanted, self.arrived, strict=True))
+
+    def accept(self, index: int, grad: torch.Tensor) -> bool:
+        """Take a leaf's gradient, divided by the number of ranks; True if it was the last one missing."""
+        flat = self._open()
+        if self.collectives.reduce_stream is not None:
+            self._streams.add(torch.cuda.current_stream(flat.device))
+        if not self.holds[index] and self._small[index]:
+            self._waiting[index] = grad
+        else:
+            if index in self._waiting:  # a second one, of a nested backward
+                self._copy_waiting()
+            into = slot_view(flat, self.layout.slots[index])
+            if self.holds[index]:
+                into.add_(grad, alpha=1.0 / self.collectives.world)
+            elif self._scale is None:
+                into.copy_(grad)
+            else:
+                torch.mul(grad, self._scale, out=into)
+        self.holds[index] = True
+        if self.arrived[index]:
+            return False
+        self.arrived[index] = True
+        self.missing -= self.wanted[index]
+        return self.missing == 0
+
+    def _copy_waiting(self) -> None:
+        if not self._waiting:
+            return
+        flat, slots = self._open(), self.layout.slots
+        if self._streams:
+            join(torch.cuda.current_stream(flat.device), self._streams)
+        views = [slot_view(flat, slots[i]) for i in self._waiting]
+        torch._foreach_copy_(views, list(self._waiting.values()))
+        if self._scale is not None:
+            if len(views) == len(slots):
+                flat.mul_(self._scale)
+            else:
+                torch._foreach_mul_(views, self._scale)
+        self._waiting = {}
+
+    # -- through the reduction ----------------------------------------------------------------------------------
+    def start_reduction(self, what: str) -> Reduction | None:
+        """Send the buffer off. With one rank in all there is nothing to send: its slice is published as is."""
+        grad = self._open()
+        self._copy_waiting()
+        self.flat = None
+        for start, stop in self._gaps:
+            grad[start:stop].zero_()
+        if False in self.holds:
+            for slot, held in zip(self.layout.slots, self.holds, strict=True):
+                if not held:
+                    slot_view(grad, slot).zero_()
+        self.holds = [False] * len(self.holds)
+        if self.collectives.world == 1:
+            self.results.append(grad)
+            return None
+        streams, self._streams = tuple(self._streams), set()
+        return self.collectives.reduce(grad, what, streams)
+
+    def collect(self, result: torch.Tensor) -> None:
+        """Take a reduced slice; added at once where every `.grad` is a view of one earlier slice, else published later."""
+        base = self._published()
+        if base is not None:
+            base.add_(result)
+        else:
+            self.results.append(result)
+
+    def _published(self) -> torch.Tensor | None:
+        base = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in self.params:
+                if not param.requires_grad:
+                    continue
+                flat = getattr(own_grad(param), "_flat", None)
+                if flat is None or (base is not None and flat is not base):
+                    return None
+                base = flat
+        return base
+
+    def publish(self, used: list[int]) -> list[int]:
+        """Make the reduced slices the parameters' gradients, where `used` (by some rank); returns the indices of those."""
+        touched = [i for i, u in enumerate(used) if u]
+        results, self.results = self.results, []
+        if not touched or not results:
+            return touched
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for result in results:
+                pieces = result.split_with_sizes(self._pieces)
+                for i in touched:
+                    self._publish_one(self.params[i], pieces[self._piece_of[i]], result)
+        return touched
+
+    @staticmethod
+    def _publish_one(param: Any, local: torch.Tensor, result: torch.Tensor) -> None:
+        grad = ShardTensor._wrap(local, param._spec)
+        existing: Any = own_grad(param)
+        if existing is None or getattr(existing, "_unreduced", False):
+            grad._flat = result  # type: ignore[attr-defined]
+            set_own_grad(param, grad)
+        else:
+            existing.add_(grad)
+
+    # -- between the backwards of no_sync() -------------------------------------------------------------------------
+    def show_held(self) -> None:
+        """After a backward that did not reduce: `.grad` must be something, so that `zero_grad()` finds what to clear.
+
+        It shows this rank's own, unreduced gradient (its slice), which the reduction replaces."""
+        if self.flat is None:
+            return
+        self._copy_waiting()
+        start, stop = self.layout.rank_range(self.collectives.rank)
+        own = self.flat[start:stop].split_with_sizes(self._pieces)
+        with torch._C.DisableTorchFunctionSubclass():
+            for i, held in enumerate(self.holds):
+                if not held:
+                    continue
+                param = self.params[i]
+                shown: Any = own_grad(param)
+                if shown is None:
+                    shown = ShardTensor._wrap(own[self._piece_of[i]], param._spec)
+                    shown._unreduced = True
+                    set_own_grad(param, shown)
+                self.shown[i] = (weakref.ref(shown), shown._version)
+
+    def keep_held(self) -> None:
+        """After any backward: it may have added to `.grad` (a loss term on the sharded parameter itself)."""
+        if self.flat is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for i, shown in enumerate(self.shown):
+                grad = own_grad(self.params[i])
+                if shown is not None and grad is not None:
+                    self.shown[i] = (weakref.ref(grad), grad._version)
+
+    def check_held(self) -> None:
+        """Drop held gradients that the user has cleared since the last backward."""
+        if self.flat is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for i, held in enumerate(self.holds):
+                shown = self.shown[i]
+                if not held or shown is None:
+                    continue
+                grad = own_grad(self.params[i])
+                if grad is None:
+                    self.holds[i] = False
+                elif shown[0]() is not grad or shown[1] != grad._version:
+                    if getattr(grad, "_local", grad).count_nonzero():
+                        raise ShardError(
+                            f"rank {self.collectives.world_rank}: the gradient of {self.layout.slots[i].name} was edited "
+                            "between backwards under no_sync(); its parts are reduced later, so edit it after the "
+                            "backward that reduces, or leave no_sync() out."
+                        )
+                    self.holds[i] = False
+
+    # -- after a failure ----------------------------------------------------------------------------------------
+    def _check_lost(self) -> None:
+        """What no_sync() held before a backward that failed is gone; its `.grad` must be cleared before the next one."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for i, p in enumerate(self.params):
+                grad: Any = own_grad(p)
+                if getattr(grad, "_lost", False) and grad._local.count_nonzero():
+                    raise ShardError(
+                        f"rank {self.collectives.world_rank}: what was accumulated for {self.layout.slots[i].name} under "
+                        "no_sync() was lost when a later backward failed; call zero_grad() and accumulate anew."
+                    )
+        self.lost = False
+
+    def forget(self) -> None:
+        """Drop everything a failed backward left."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for p, held in zip(self.params, self.held_before, strict=True):
+                grad: Any = own_grad(p)
+                if held and grad is not None:
+                    grad._lost = self.lost = True
+        if self.flat is not None:
+            self.collectives.give(self.flat)
+        self.flat, self.results, self._waiting = None, [], {}
+        self.holds = [False] * len(self.holds)
+        self.arrived = [False] * len(self.arrived)

@@ -1,0 +1,160 @@
+"""Which units are gathered when: in one order on all ranks, prefetched along the remembered one, released after use.
+
+Every gather is an event of a sequence that all ranks must share (:mod:`.order`). What memory predicts is prefetched. A
+gather that it did not predict is first agreed upon with the other ranks, so ranks that part ways find out before their
+collectives mix.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .agreement import Agreement
+from .config import ShardConfig
+from .order import BACKWARD, Event, GatherOrder
+from .unit import State, Unit
+
+if TYPE_CHECKING:
+    from .use import Use
+
+
+class Schedule:
+    """The gathers and releases of one sharded model. `by_index` are its units, those added later too."""
+
+    def __init__(self, config: ShardConfig, by_index: dict[int, Unit]) -> None:
+        self.by_index = by_index
+        self.order = GatherOrder()
+        self.agreement: Agreement | None = None
+        self.gathered: dict[int, Unit] = {}  # units that are whole, or on their way, by index
+        self.fresh = False  # no unit has been gathered yet in this forward
+        self.fresh_backward = False  # ... in this backward
+        self.passed: set[int] = set()  # units gathered in this backward for other ranks' sake
+        self.needed: set[int] = set()  # units whose backward has begun on this rank
+        self.double_backward = False  # a graph of gradients exists that reads gathered values: nothing is released
+        self._prefetch = config.prefetch
+        self._keeps_forward = config.strategy == "shard_grad_op"
+
+    def _keeps(self) -> bool:
+        return self._keeps_forward and torch.is_grad_enabled()
+
+    def begin_backward(self) -> None:
+        self.fresh_backward = True
+        self.passed.clear()
+        self.needed.clear()
+
+    # -- gathering ----------------------------------------------------------------------------------------------
+    def demand(self, unit: Unit, phase: int) -> None:
+        """Have `unit` gathered when this returns, and the next ones on their way. Collective."""
+        if phase == BACKWARD:
+            first, self.fresh_backward = self.fresh_backward, False
+            self.needed.add(unit.index)
+        else:
+            first, self.fresh = self.fresh, False
+        event: Event = (phase, unit.index, first)
+        upcoming = None
+        if not self.order.repeats(event):
+            self._follow(unit, event)
+            upcoming = [self.by_index[i] for i in self.order.upcoming(self._prefetch)]
+        if phase != BACKWARD:
+            idle = unit.state is not State.SHARDED and not unit.running
+            if idle and unit.is_stale() and all(u.start == -1 for u in unit.uses):
+                unit.release()
+            if upcoming is not None and not self._keeps():
+                self._release_others(unit, upcoming)
+        self._gather(unit)
+        unit.wait()
+        unit.note_stream()
+        for other in upcoming or ():
+            self._gather(other)
+
+    def _gather(self, unit: Unit) -> None:
+        if unit.state is State.SHARDED:
+            unit.gather()
+        self.gathered[unit.index] = unit
+
+    def _follow(self, unit: Unit, event: Event) -> None:
+        if event[0] == BACKWARD and not event[2]:
+            self.pass_over(event)
+        self._note(event)
+        if not self.order.advance(event):
+            assert self.agreement is not None
+            self.agreement.check(f"the agreement to gather unit {unit.name!r}, which did not follow here before")
+
+    def _note(self, event: Event) -> None:
+        assert self.agreement is not None
+        phase, index, _ = event
+        self.agreement.note(phase * 1_000_003 + index + 17, self.by_index[index].event_texts[phase])
+
+    def pass_over(self, until: Event | None) -> None:
+        """A part of the model may be in the loss of some ranks only. Where the remembered order of a backward comes to
+        `until` (None: to its end), this rank takes part in the gathers on the way, for the ranks that need them."""
+        for event in self.order.between(until, len(self.by_index)):
+            unit = self.by_index[event[1]]
+            self._note(event)
+            self.order.advance(event)
+            self._gather(unit)
+            self.passed.add(unit.index)
+
+    def end_backward(self) -> None:
+        """The last node has run on this rank."""
+        if self.order.phase == BACKWARD and not self.fresh_backward:
+            self.pass_over(None)
+
+    # -- releasing ----------------------------------------------------------------------------------------------
+    def release(self, unit: Unit) -> None:
+        unit.release()
+        self.gathered.pop(unit.index, None)
+
+    def _release_others(self, unit: Unit, upcoming: list[Unit]) -> None:
+        if self.double_backward:
+            return
+        for other in list(self.gathered.values()):
+            if other is unit or other.running or other.uses or other.is_summoned or other in upcoming:
+                continue
+            self.release(other)
+
+    def release_unused(self) -> None:
+        """Release whatever no running forward and no begun backward needs."""
+        if self.double_backward:
+            return
+        for unit in list(self.gathered.values()):
+            if not unit.running and not unit.uses and not unit.is_summoned:
+                self.release(unit)
+
+    def release_whole(self) -> None:
+        """After a forward without gradients: nothing of it is needed later, except what is already on its way."""
+        for unit in list(self.gathered.values()):
+            if unit.state is State.FULL and not unit.running and not unit.uses and not self._keeps():
+                self.release(unit)
+
+    def release_behind(self, use: Use) -> None:
+        """Backward has come to `use`: release the units whose nodes have all run, since their forwards began after its
+        end."""
+        if self.double_backward or self._keeps_forward:
+            return
+        for unit in list(self.gathered.values()):
+            if unit is use.unit or unit.running or unit.held:
+                continue
+            if not unit.uses:
+                if unit.index in self.passed and unit.state is State.FULL:
+                    self.release(unit)
+            elif all(u.start >= use.end and u.task == use.task for u in unit.uses):
+                unit.uses.clear()
+                self.release(unit)
+
+    def end_nested(self, task: int) -> None:
+        """A backward inside the backward has ended."""
+        for unit in list(self.gathered.values()):
+            if any(u.task == task for u in unit.uses):
+                unit.uses = [u for u in unit.uses if u.task != task]
+                if not unit.uses and not unit.running and not self.double_backward and not unit.held:
+                    self.release(unit)
+
+    def values_changed(self) -> None:
+        """The shards were edited between steps: gathered copies, and graphs over them, are out of date."""
+        self.double_backward = False
+        for unit in self.gathered.values():
+            unit.uses.clear()
+        self.release_unused()
