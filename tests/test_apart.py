@@ -43,6 +43,21 @@ def trains(model):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
 
 
+def a_new_one_trains(**settings):
+    """Shard a new model, and compare a step of it with plain training."""
+    model = net()
+    torch_shard.shard(model, **{**small, **settings})
+    trains(model)
+
+
+def stepped(**settings):
+    """A sharded model after one step, and its engine."""
+    model = net()
+    engine = torch_shard.shard(model, **{**small, **settings})
+    step(model)
+    return model, engine
+
+
 LONELY = {
     "evaluation": lambda e, m: torch.no_grad()(m)(torch.ones(2, 4)),
     "forward": lambda e, m: m(torch.ones(2, 4)),
@@ -65,9 +80,7 @@ def lonely(rank, model, engine, what):
 @pytest.mark.parametrize("what", quick(LONELY, ["save"]))
 @ranks(2, timeout=40)
 def test_training_after_an_operation_that_one_rank_alone_ran_is_an_error_on_both_at_once(rank, what):
-    model = net()
-    engine = torch_shard.shard(model, **small)
-    step(model)
+    model, engine = stepped()
     lonely(rank, model, engine, what)
     begin = time.monotonic()
     with pytest.raises(ShardError, match="shard a new model") as caught:
@@ -82,9 +95,7 @@ def test_training_after_an_operation_that_one_rank_alone_ran_is_an_error_on_both
 
 @ranks(3, timeout=40)
 def test_all_other_ranks_hear_of_a_rank_that_gave_up(rank):
-    model = net()
-    engine = torch_shard.shard(model, **small)
-    step(model)
+    model, engine = stepped()
     lonely(rank, model, engine, "evaluation")
     begin = time.monotonic()
     with pytest.raises(ShardError, match="rank 0"):
@@ -149,9 +160,7 @@ def test_both_sides_of_a_comparison_still_name_the_first_difference(rank):
 @pytest.mark.parametrize("what", quick(LONELY, ["save"]))
 @ranks(2, timeout=40)
 def test_a_new_model_can_be_sharded_after_an_error_on_one_rank(rank, what):
-    model = net()
-    engine = torch_shard.shard(model, **small)
-    step(model)
+    model, engine = stepped()
     lonely(rank, model, engine, what)
     again = net()
     begin = time.monotonic()
@@ -171,13 +180,9 @@ def test_a_new_model_can_be_sharded_after_an_error_on_one_rank(rank, what):
 def test_a_new_model_over_a_subgroup_can_be_sharded_after_an_error_on_one_rank(rank):
     group = dist.new_group([0, 1], use_local_synchronization=True)
     for _ in range(2):
-        model = net()
-        engine = torch_shard.shard(model, mesh=group, **small)
-        step(model)
+        model, engine = stepped(mesh=group)
         lonely(rank, model, engine, "evaluation")
-    again = net()
-    torch_shard.shard(again, mesh=group, **small)
-    trains(again)
+    a_new_one_trains(mesh=group)
 
 
 @ranks(3, timeout=40)
@@ -185,9 +190,7 @@ def test_subgroups_that_overlap_can_be_sharded_over_in_turn(rank):
     pairs = [[0, 1], [0, 2], [1, 2]]
     for pair, group in [(pair, dist.new_group(pair)) for pair in pairs]:
         if rank in pair:
-            model = net()
-            torch_shard.shard(model, mesh=group, **small)
-            trains(model)
+            a_new_one_trains(mesh=group)
 
 
 @ranks(2)
@@ -195,9 +198,7 @@ def test_groups_that_one_rank_has_destroyed_are_made_anew_on_all(rank):
     engine = torch_shard.shard(net(), **small)
     if rank == 1:
         dist.destroy_process_group(engine._runtime.collectives.scalar.channel.group)
-    again = net()
-    torch_shard.shard(again, **small)
-    trains(again)
+    a_new_one_trains()
 
 
 @pytest.mark.exhaustive
@@ -210,17 +211,13 @@ def test_a_rank_that_tries_again_after_nobody_came_meets_the_other(rank):
                 torch_shard.shard(net(), mesh=group, **small)
         else:
             time.sleep(SHORT + 1)
-        model = net()
-        torch_shard.shard(model, mesh=group, **small)
-        trains(model)
+        a_new_one_trains(mesh=group)
 
 
 @pytest.mark.exhaustive
 @ranks(2, timeout=40)
 def test_a_rank_that_shards_while_the_other_trains_is_an_error_that_says_so(rank):
-    model = net()
-    torch_shard.shard(model, **small)
-    step(model)
+    model, _engine = stepped()
     dist.barrier()
     with pytest.raises(MissingRankError) as caught:
         if rank == 0:
@@ -231,9 +228,7 @@ def test_a_rank_that_shards_while_the_other_trains_is_an_error_that_says_so(rank
     # The one that gives up first finds the other's word; the other may find it withdrawn.
     assert rank == 0 or "rank 0 waits in shard()" in str(caught.value)
     dist.barrier()
-    again = net()
-    torch_shard.shard(again, **small)
-    trains(again)
+    a_new_one_trains()
 
 
 @pytest.mark.exhaustive
@@ -244,9 +239,7 @@ def test_all_ranks_that_wait_for_one_in_shard_give_up_together_and_can_come_back
         with pytest.raises(MissingRankError, match=r"for ranks \[2\]"):
             torch_shard.shard(net(), units=[nn.Linear], timeout=2.0 + rank)
     dist.barrier()
-    model = net()
-    torch_shard.shard(model, **small)
-    trains(model)
+    a_new_one_trains()
 
 
 @ranks(2)
@@ -297,9 +290,7 @@ def test_settings_that_differ_are_an_error_that_names_the_field_and_the_values(r
     shown = [re.escape(str(v)) for v in values]
     with pytest.raises(ConfigError, match=rf"^{field}.*ranks?.*{shown[0]}.*ranks?.*{shown[1]}"):
         torch_shard.shard(net(), timeout=SHORT, **{field: values[rank]})
-    model = net()
-    torch_shard.shard(model, **small)
-    trains(model)
+    a_new_one_trains()
 
 
 @ranks(2)
@@ -329,9 +320,7 @@ def test_a_config_or_model_of_the_wrong_type_is_an_error_that_names_the_argument
 @pytest.mark.parametrize("part", ["model", "layer"])
 @ranks(2)
 def test_a_state_dict_that_one_rank_alone_loads_is_an_error_in_the_next_forward(rank, part):
-    model = net()
-    engine = torch_shard.shard(model, **small)
-    step(model)
+    model, engine = stepped()
     state = {name: torch.ones(p.shape) for name, p in model.named_parameters()}
     if rank == 0:
         if part == "model":

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.run_python import run_python
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 
 
-def program(*arguments: object, folder: Path, expected: int = 0, path: tuple[Path, ...] = ()) -> str:
-    """Run Python; return what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), *(p for p in sys.path if p)])}
-        | {"OMP_NUM_THREADS": "1"},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == expected, done.stdout + done.stderr
-    return done.stdout
-
-
 def raw_torch(ranks: int, *arguments: object, folder: Path) -> str:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
-    return program(*launcher, EXAMPLES / "raw_torch.py", *arguments, folder=folder)
+    return run_python(*launcher, EXAMPLES / "raw_torch.py", *arguments, folder=folder, timeout=280).stdout
 
 
 def held_out_loss(printed: str) -> str:
@@ -51,9 +35,18 @@ def test_the_plain_example_saves_on_two_ranks_and_resumes_on_one(tmp_path):
     first = raw_torch(2, "--steps", 3, "--save", file, folder=tmp_path)
     assert "total (" in first and "full_shard over 2 ranks" in first  # the plan
     saved = torch.load(file, weights_only=True)
-    assert saved["step"] == 3
+    assert saved["schedule"]["last_epoch"] == 3
     assert all(type(value) is torch.Tensor for value in saved["model"].values())
     assert {entry["step"].item() for entry in saved["optimizer"]["state"].values()} == {3}
+
+    whole = sum(value.numel() * value.element_size() for value in saved["model"].values()) / 2**20
+    rows = re.findall(r"^rank (\d), MiB held/under DDP: (.*)$", first, flags=re.M)
+    assert [rank for rank, _ in rows] == ["0", "1"]
+    for _, figures in rows:
+        held = {kind: (float(mine), float(ddp)) for kind, mine, ddp in re.findall(r"(\w+) ([\d.]+)/([\d.]+)", figures)}
+        assert list(held) == ["parameters", "gradients", "optimizer"]
+        assert [ddp for _, ddp in held.values()] == pytest.approx([whole, whole, 2 * whole], abs=0.01)
+        assert all(mine == pytest.approx(ddp / 2, rel=0.02) for mine, ddp in held.values())
 
     # No further step: the model is the one that was saved, by its loss and by the text that it writes.
     same = raw_torch(1, "--steps", 3, "--resume", file, folder=tmp_path)
@@ -61,29 +54,18 @@ def test_the_plain_example_saves_on_two_ranks_and_resumes_on_one(tmp_path):
 
     more = raw_torch(1, "--steps", 4, "--resume", file, "--save", tmp_path / "next.pt", folder=tmp_path)
     resumed = torch.load(tmp_path / "next.pt", weights_only=True)
-    assert resumed["step"] == 4
+    assert resumed["schedule"]["last_epoch"] == 4
     # One step after three: the optimizer's state has gone on, not begun anew.
     assert {entry["step"].item() for entry in resumed["optimizer"]["state"].values()} == {4}
     assert float(held_out_loss(more)) < float(held_out_loss(first)) < 5.6  # ln 256 is 5.545
 
 
-@pytest.fixture
-def entry_point(tmp_path: Path) -> Path:
-    """A folder with the entry point alone, as installing the distribution would leave it."""
-    info = tmp_path / "entry" / "entry_of_lightning_shard-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: entry-of-lightning-shard\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(
-        "[torch.backends]\nentry_of_lightning_shard = lightning_shard._autoload:install\n"
-    )
-    return info.parent
-
-
 @pytest.mark.exhaustive
-def test_the_lightning_example_trains_reports_and_resumes_on_another_number_of_ranks(tmp_path, entry_point):
+def test_the_lightning_example_trains_reports_and_resumes_on_another_number_of_ranks(tmp_path):
     pytest.importorskip("lightning")
     # So few steps do not beat a table of byte pairs, and the example's exit code says so.
-    printed = program(EXAMPLES / "lightning_gpt.py", "--steps", 20, folder=tmp_path, expected=1, path=(entry_point,))
+    program = EXAMPLES / "lightning_gpt.py"
+    printed = run_python(program, "--steps", 20, folder=tmp_path, expected=1, timeout=280).stdout
     train, resume = printed.split("== resume: ")
     assert "== train: 2 rank(s), cpu, strategy 'shard'" in train
     assert "full_shard over 2 ranks" in train

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 import torch_shard
+from tests.logs import captured_log
 from tests.marks import exhaustive
 from tests.odd_model import Net, assert_same, batch, build, reference_grads
 from tests.ranks import ranks
@@ -196,6 +196,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, rank: 
         optimizer.zero_grad()
 
 
+def trained(rank: int, world_size: int) -> tuple[Net, torch_shard.Engine, torch.optim.Optimizer]:
+    """A sharded model and its optimizer after one step."""
+    model = build()
+    engine = torch_shard.shard(model, unit_bytes=256)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, 1, rank, world_size)
+    return model, engine, optimizer
+
+
 def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """A plain optimizer's state dict with names in place of numbers."""
     names = {id(p): n for n, p in model.named_parameters()}
@@ -270,10 +279,7 @@ def assert_close(engine: torch_shard.Engine, plain: nn.Module) -> None:
 
 @ranks(2)
 def test_optimizer_state_that_does_not_fit_is_listed(rank: int, world_size: int) -> None:
-    model = build()
-    engine = torch_shard.shard(model, unit_bytes=256)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    train(model, optimizer, 1, rank, world_size)
+    _model, engine, optimizer = trained(rank, world_size)
     good = engine.optim_state_dict(optimizer, rank0_only=False)
     bad = {"state": dict(good["state"]), "param_groups": [dict(good["param_groups"][0], lr=7.0)]}
     bad["state"]["head.bias"] = {**good["state"]["head.bias"], "exp_avg": torch.zeros(4)}
@@ -295,10 +301,7 @@ def test_optimizer_state_that_does_not_fit_is_listed(rank: int, world_size: int)
 def test_optimizer_state_that_lacks_a_parameter_is_listed_without_a_remedy_that_does_not_exist(
     rank: int, world_size: int
 ) -> None:
-    model = build()
-    engine = torch_shard.shard(model, unit_bytes=256)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    train(model, optimizer, 1, rank, world_size)
+    model, engine, optimizer = trained(rank, world_size)
     whole = engine.optim_state_dict(optimizer, rank0_only=False)
     without = {**whole, "state": {n: v for n, v in whole["state"].items() if n != "head.bias"}}
     with pytest.raises(StateDictError, match=r"missing: head\.bias \(state\)(.|\n)*\['head\.bias'\] = \{\}") as caught:
@@ -317,20 +320,11 @@ def test_optimizer_state_that_lacks_a_parameter_is_listed_without_a_remedy_that_
 
 @ranks(2)
 def test_a_parameter_that_starts_anew_beside_others_that_go_on_is_logged(rank: int, world_size: int) -> None:
-    model = build()
-    engine = torch_shard.shard(model, unit_bytes=256)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    train(model, optimizer, 1, rank, world_size)
+    model, engine, optimizer = trained(rank, world_size)
     state = engine.optim_state_dict(optimizer, rank0_only=False)
     del state["state"]["head.bias"]
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("torch_shard").addHandler(handler)
-    try:
+    with captured_log() as said:
         engine.load_optim_state_dict(torch.optim.AdamW(model.parameters()), state)
-    finally:
-        logging.getLogger("torch_shard").removeHandler(handler)
     assert rank or any("no state for" in line and "head.bias" in line for line in said), said
 
 

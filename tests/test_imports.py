@@ -5,20 +5,23 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-import re
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata, resources
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import torch_shard
+from tests.run_python import run_python
 from torch_shard import errors, versions
 
 pytestmark = pytest.mark.wheel
 
+# Required by the tests and tools of this repository alone, or by an extra of another extra.
+TOOLS = {"hatchling", "hypothesis", "mypy", "psutil", "pytest", "ruff", "torch-shard-engine"}
 PACKAGES = ["torch_shard", "lightning_shard", "accelerate_shard"]
 
 # What a build of torch without distributed lacks; `torch.distributed` then defines stubs only. Taken
@@ -39,32 +42,21 @@ assert not torch.distributed.is_available()
 """
 
 
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def test_the_packages_import_where_torch_has_no_distributed():
     code = WITHOUT_DISTRIBUTED + "".join(f"import {name}\n" for name in PACKAGES)
-    result = run_python(code)
-    assert result.returncode == 0, result.stderr
+    run_python("-c", code)
 
 
 def test_shard_says_that_torch_has_no_distributed():
     code = WITHOUT_DISTRIBUTED + "import torch_shard; torch_shard.shard(torch.nn.Linear(2, 2))"
-    result = run_python(code)
+    result = run_python("-c", code, expected=1)
     assert "UnavailableError" in result.stderr.splitlines()[-1], result.stderr
     assert "torch.distributed" in result.stderr.splitlines()[-1]
 
 
 def test_shard_says_that_a_launched_program_has_no_process_group():
     code = "import torch, torch_shard; torch_shard.shard(torch.nn.Linear(2, 2))"
-    result = run_python(code, WORLD_SIZE="2")  # as a launcher sets it
+    result = run_python("-c", code, expected=1, WORLD_SIZE="2")  # as a launcher sets it
     last = result.stderr.splitlines()[-1]
     assert "UnavailableError" in last, result.stderr
     assert "init_process_group" in last
@@ -72,15 +64,14 @@ def test_shard_says_that_a_launched_program_has_no_process_group():
 
 def test_a_program_without_a_launcher_is_one_rank_and_needs_no_process_group():
     code = "import torch, torch_shard; print(torch_shard.shard(torch.nn.Linear(2, 2)).world_size)"
-    result = run_python(code)
-    assert result.stdout.strip() == "1", result.stderr
+    assert run_python("-c", code).stdout.strip() == "1"
 
 
-def test_importing_torch_imports_neither_the_engine_nor_lightning():
-    result = run_python(
-        "import sys, torch; print([m for m in ('torch_shard', 'lightning', 'pytorch_lightning') if m in sys.modules])"
-    )
-    assert result.stdout.strip() == "[]", result.stderr
+def test_importing_torch_calls_the_entry_point_and_imports_neither_the_engine_nor_lightning():
+    code = "import sys, torch; print(*{name.partition('.')[0] for name in sys.modules})"
+    imported = set(run_python("-c", code).stdout.split())
+    assert {"torch", "lightning_shard"} <= imported
+    assert imported.isdisjoint({"torch_shard", "lightning", "pytorch_lightning"})
 
 
 def test_torch_finds_the_entry_point_of_the_lightning_front_end():
@@ -120,10 +111,25 @@ def test_every_error_says_when_it_is_raised_and_what_to_do():
 
 
 def test_the_requirements_are_the_floors_of_versions_py():
-    requirements = metadata.requires("torch-shard-engine")
-    floors = dict(re.findall(r"([\w-]+)>=([\d.]+)", "\n".join(requirements)))
-    assert {name: floors[name] for name in versions.FLOORS} == dict(versions.FLOORS)
+    required: dict[str, set[str]] = {}
+    for requirement in map(Requirement, metadata.requires("torch-shard-engine")):
+        if requirement.name not in TOOLS:
+            required.setdefault(requirement.name, set()).add(str(requirement.specifier))
+    assert required == {name: {f">={floor}"} for name, floor in versions.FLOORS.items()}
     assert metadata.metadata("torch-shard-engine")["Requires-Python"] == f">={versions.MIN_PYTHON}"
+
+
+def test_the_tests_ran_with_supported_versions_of_all_that_is_used():
+    assert set(versions.FLOORS) - set(versions.TESTED) == {"accelerate", "rich"}  # no front end, no report yet
+    for name, tested in versions.TESTED.items():
+        assert all(Version(version) >= Version(versions.FLOORS[name]) for version in tested), name
+
+
+def test_what_is_installed_is_supported():
+    found = {name: versions.installed(name) for name in versions.FLOORS}
+    assert found["torch"] == versions.TORCH_VERSION and found["packaging"] is not None
+    assert [name for name, v in found.items() if v is not None and v < Version(versions.FLOORS[name])] == []
+    assert versions.installed("no-such-distribution") is None
 
 
 def test_nightly_builds_count_as_the_version_they_lead_to():
@@ -142,7 +148,9 @@ def test_the_log_level_comes_from_the_environment_and_the_rank_is_in_the_line():
     code = "from torch_shard.log import logger; logger.warning('careful'); logger.info('by the way')"
     with ThreadPoolExecutor() as pool:
         quiet, first, verbose = pool.map(
-            lambda level, rank: run_python(code, TORCH_SHARD_LOG=level, RANK=rank), ("", "", "info"), ("1", "0", "1")
+            lambda level, rank: run_python("-c", code, TORCH_SHARD_LOG=level, RANK=rank),
+            ("", "", "info"),
+            ("1", "0", "1"),
         )
     assert quiet.stderr == ""
     assert "rank 0: careful" in first.stderr and "by the way" not in first.stderr
@@ -150,8 +158,7 @@ def test_the_log_level_comes_from_the_environment_and_the_rank_is_in_the_line():
 
 
 def test_an_unknown_log_level_is_said_and_does_no_harm():
-    result = run_python("import torch_shard.log", TORCH_SHARD_LOG="loud")
-    assert result.returncode == 0
+    result = run_python("-c", "import torch_shard.log", TORCH_SHARD_LOG="loud")
     assert "TORCH_SHARD_LOG='loud'" in result.stderr
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +14,12 @@ from tests.compat.harness import (
     Pair,
     average_grads,
     batch,
+    groups_by_name,
     loss_of,
     plain_backward,
     same_grads,
     same_params,
+    train_alike,
     train_both,
 )
 from tests.marks import exhaustive
@@ -34,14 +35,7 @@ def test_an_optimizer_built_before_sharding_trains_like_plain(rank, world_size, 
     plain = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
     torch_shard.shard(model, strategy=strategy, unit_bytes=500, timeout=20.0)
-    for step in range(3):
-        for m in (model, plain):
-            plain_backward(m, batch(rank, step))
-        average_grads(plain)
-        same_grads(model, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    train_alike(model, plain, optimizers, rank)
     same_params(model, plain)
 
 
@@ -56,13 +50,7 @@ def test_an_optimizer_that_has_stepped_before_sharding_trains_like_plain(rank, w
         optimizer.step()
         optimizer.zero_grad()
     torch_shard.shard(model, unit_bytes=500, timeout=20.0)
-    for step in range(2):
-        for m in (model, plain):
-            plain_backward(m, batch(rank, step))
-        average_grads(plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    train_alike(model, plain, optimizers, rank, steps=2)
     same_params(model, plain)
 
 
@@ -103,26 +91,12 @@ def test_blocks_compiled_before_sharding_train_like_plain(rank, world_size):
         model.blocks[i] = torch.compile(block, backend="aot_eager")
     torch_shard.shard(model, unit_bytes=500, timeout=20.0)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
-    for step in range(3):
-        for m in (model, plain):
-            plain_backward(m, batch(rank, step))
-        average_grads(plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
     # torch.compile puts a module of its own around each block, which shows in the names.
+    train_alike(model, plain, optimizers, rank, grads=False)
     ours = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters()}
     assert list(ours) == [name for name, _ in plain.named_parameters()]
     for name, p in plain.named_parameters():
         torch.testing.assert_close(ours[name].detach().full_tensor(), p.detach(), rtol=1e-9, atol=1e-10)
-
-
-def groups_by_name(model: nn.Module) -> list[dict[str, Any]]:
-    named = list(model.named_parameters())
-    plainly = [p for n, p in named if n.endswith("bias") or "norm" in n]
-    decayed = [p for n, p in named if not (n.endswith("bias") or "norm" in n)]
-    assert plainly and decayed
-    return [{"params": decayed, "weight_decay": 0.3}, {"params": plainly, "weight_decay": 0.0, "lr": 0.02}]
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])

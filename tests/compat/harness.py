@@ -236,3 +236,36 @@ def train_both(
         pair.step(run, make_batch(rank, step))
     pair.check()
     return pair
+
+
+def train_alike(
+    model: nn.Module,
+    plain: nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
+    rank: int,
+    *,
+    steps: int = 3,
+    grads: bool = True,
+) -> None:
+    """Train a sharded model and a plain copy of it with optimizers that are there already, which :class:`Pair` makes.
+
+    Gradients are compared at every step unless `grads` is False.
+    """
+    for step in range(steps):
+        for m in (model, plain):
+            plain_backward(m, batch(rank, step))
+        average_grads(plain)
+        if grads:
+            same_grads(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def groups_by_name(model: nn.Module) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer: weight decay for all but biases and norms, which have a rate of their own."""
+    named = list(model.named_parameters())
+    plainly = [p for n, p in named if n.endswith("bias") or "norm" in n]
+    decayed = [p for n, p in named if not (n.endswith("bias") or "norm" in n)]
+    assert plainly and decayed
+    return [{"params": decayed, "weight_decay": 0.3}, {"params": plainly, "weight_decay": 0.0, "lr": 0.02}]

@@ -9,7 +9,19 @@ import torch
 from torch import nn
 
 import torch_shard
-from tests.compat.harness import MLP, Pair, average_grads, batch, loss_of, plain_backward, same, same_params, train_both
+from tests.compat.harness import (
+    MLP,
+    Pair,
+    average_grads,
+    batch,
+    groups_by_name,
+    loss_of,
+    plain_backward,
+    same,
+    same_params,
+    train_alike,
+    train_both,
+)
 from tests.marks import quick
 from tests.ranks import ranks
 from torch_shard.errors import NeedsGatherError
@@ -103,20 +115,8 @@ def test_an_optimizer_built_before_sharding(rank, world_size):
     plain = copy.deepcopy(model)
     optimizers = [O.AdamW(m.parameters(), lr=0.01) for m in (model, plain)]
     torch_shard.shard(model, unit_bytes=500)
-    for step in range(3):
-        for m in (model, plain):
-            plain_backward(m, batch(rank, step))
-        average_grads(plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    train_alike(model, plain, optimizers, rank)
     same_params(model, plain)
-
-
-def groups_by_name(model):
-    decay = [p for n, p in model.named_parameters() if not n.endswith("bias") and "norm" not in n]
-    rest = [p for n, p in model.named_parameters() if n.endswith("bias") or "norm" in n]
-    return [{"params": decay, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0, "lr": 0.02}]
 
 
 def groups_by_ndim(model):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch
@@ -98,6 +99,22 @@ def net_class(namespace: str) -> Any:
     return Net
 
 
+def late_class(namespace: str, make: Callable[[], nn.Module]) -> Any:
+    """A Net that gets one more module, ``extra``, in ``configure_model``: on meta, and only once."""
+
+    class Late(net_class(namespace)):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = None
+
+        def configure_model(self) -> None:
+            if self.extra is None:
+                with torch.device("meta"):
+                    self.extra = make()
+
+    return Late
+
+
 def trainer(namespace: str, world_size: int, strategy: Any = "shard", **options: Any) -> Any:
     """A quiet CPU Trainer; on one device with ``strategy="auto"``."""
     quiet()
@@ -135,6 +152,7 @@ __all__ = [
     "assert_same_state",
     "both_namespaces",
     "either_namespace",
+    "late_class",
     "lightning_shard",
     "loader",
     "net_class",

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
 
 import torch_shard
 from lightning_shard._registry import strategy_class
-from tests.lightning.helpers import NAMESPACES, loader, net_class, trainer
+from tests.lightning.helpers import both_namespaces, late_class, loader, net_class, trainer
+from tests.logs import captured_log
 from tests.ranks import ranks
 from torch_shard import errors
-from torch_shard.log import logger
-
-both_namespaces = pytest.mark.parametrize("namespace", list(NAMESPACES))
 
 
 class Bare(nn.Module):
@@ -31,37 +25,10 @@ class Bare(nn.Module):
         return x + self.bias
 
 
-@contextlib.contextmanager
-def captured_log() -> Iterator[list[str]]:
-    """What the engine's logger says inside."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logger.removeHandler(handler)
-
-
-def late_class(namespace):
-    class Late(net_class(namespace)):
-        def __init__(self):
-            super().__init__()
-            self.extra = None
-
-        def configure_model(self):
-            if self.extra is None:
-                with torch.device("meta"):
-                    self.extra = Bare()
-
-    return Late
-
-
 @both_namespaces
 @ranks(1, 2)
 def test_sharding_that_fails_half_way_is_the_error_that_is_raised(world_size, namespace):
-    module = late_class(namespace)()
+    module = late_class(namespace, Bare)()
     with pytest.raises(errors.SetupError, match=r"extra\.bias was on the meta device"):
         trainer(namespace, world_size).fit(module, loader(world_size))
     assert torch_shard.engine_of(module) is None
@@ -72,12 +39,12 @@ def test_sharding_that_fails_half_way_is_the_error_that_is_raised(world_size, na
 def test_what_is_still_on_meta_does_not_hide_the_error(world_size, namespace):
     strategy = strategy_class(namespace)(ignore=["extra.*"])
     with pytest.raises(errors.SetupError, match=r"ignored parameter extra\.bias is on the meta device"):
-        trainer(namespace, world_size, strategy).fit(late_class(namespace)(), loader(world_size))
+        trainer(namespace, world_size, strategy).fit(late_class(namespace, Bare)(), loader(world_size))
 
 
 @ranks(2)
 def test_a_failure_before_anything_is_sharded_is_the_error_that_is_raised(rank, world_size):
-    class Differs(late_class("lightning")):
+    class Differs(late_class("lightning", Bare)):
         def configure_model(self):
             super().configure_model()
             if rank == 1:
@@ -106,7 +73,7 @@ def test_what_fails_in_teardown_after_an_error_is_logged_and_the_rest_of_teardow
 
     t = trainer("lightning", world_size, plugins=[Swap(), Files()])
     with captured_log() as messages, pytest.raises(errors.SetupError, match="was on the meta device"):
-        t.fit(late_class("lightning")(), loader(world_size))
+        t.fit(late_class("lightning", Bare)(), loader(world_size))
     if rank == 0:  # the other ranks log errors only
         assert any("ZeroDivisionError: reverting" in message for message in messages)
     assert closed == [True]

@@ -1,12 +1,9 @@
-"""``Trainer(strategy="shard")`` needs no import, starts its ranks, and costs nothing where Lightning is not used."""
+"""``Trainer(strategy="shard")`` needs no import, starts its ranks, and leaves torch and Lightning as they are otherwise."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import pytest
 import torch
 
 import lightning_shard
+from tests.run_python import run_python
 
 NAMES = ["shard", "shard_zero2", "shard_spawn", "shard_fork"]
 
@@ -60,30 +58,6 @@ if __name__ == "__main__":
 """
 
 
-def python(*arguments: object, folders: list[Path], **environment: str) -> subprocess.CompletedProcess[str]:
-    # In another folder: the working directory comes first in sys.path, and would hide the folders.
-    path = os.pathsep.join([*map(str, folders), *(p for p in sys.path if p)])
-    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, "-W", "ignore", *map(str, arguments)]
-    done = subprocess.run(
-        command, env=os.environ | environment, cwd=folders[0], capture_output=True, text=True, timeout=150
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
-
-
-@pytest.fixture
-def entry_point(tmp_path: Path) -> Path:
-    """A folder with the entry point alone, as installing the distribution would leave it."""
-    info = tmp_path / "entry" / "entry_of_lightning_shard-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: entry-of-lightning-shard\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(
-        "[torch.backends]\nentry_of_lightning_shard = lightning_shard._autoload:install\n"
-    )
-    return info.parent
-
-
 @pytest.fixture
 def small_lightning(tmp_path: Path) -> Path:
     """A folder with a package that has Lightning's names and registers as it does, but imports in no time."""
@@ -121,12 +95,14 @@ def same(found: list, wanted: list) -> None:
         torch.testing.assert_close(torch.tensor(found[2][name]), torch.tensor(value), msg=f"{name} differs")
 
 
-def test_a_script_trains_on_two_ranks_without_importing_anything_of_ours(tmp_path, entry_point, capsys):
+@pytest.mark.wheel
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_script_trains_on_two_ranks_without_importing_anything_of_ours(tmp_path, capsys, package):
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(imports="import pytorch_lightning as pl", runs=[("shard", 2)]))
-    (found,) = results(python(script, folders=[entry_point]).stdout)
+    script.write_text(SCRIPT.format(imports=f"import {package} as pl", runs=[("shard", 2)]))
+    (found,) = results(run_python(script, folder=tmp_path).stdout)
     assert found[0] == 2
-    same(found, single("pytorch_lightning", capsys))
+    same(found, single(package, capsys))
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.exhaustive)])
@@ -134,7 +110,7 @@ def test_ranks_are_started_by_multiprocessing_where_autoloading_is_off(tmp_path,
     script = tmp_path / "launch.py"
     imports = "import lightning.pytorch as pl, lightning_shard"
     script.write_text(SCRIPT.format(imports=imports, runs=[(f"shard_{method}", 2)]))
-    (found,) = results(python(script, folders=[tmp_path], TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout)
+    (found,) = results(run_python(script, folder=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout)
     assert found[0] == 2
     same(found, single("lightning.pytorch", capsys))
 
@@ -155,13 +131,7 @@ def test_both_namespaces_get_the_names_and_each_its_own_class():
     assert lightning_shard.ShardStrategy.__module__ == "lightning_shard.for_lightning"
 
 
-def test_importing_torch_imports_nothing_more(entry_point):
-    heavy = "{m.partition('.')[0] for m in sys.modules} & {'torch_shard', 'lightning', 'pytorch_lightning'}"
-    code = f"import torch, sys; assert 'lightning_shard' in sys.modules; assert not {heavy}, {heavy}"
-    python("-c", code, folders=[entry_point])
-
-
-def test_a_broken_front_end_breaks_neither_torch_nor_lightning(entry_point, small_lightning, tmp_path):
+def test_a_broken_front_end_breaks_neither_torch_nor_lightning(small_lightning, tmp_path):
     broken = tmp_path / "broken" / "lightning_shard"
     broken.mkdir(parents=True)
     for name in ("__init__.py", "_autoload.py"):
@@ -169,15 +139,15 @@ def test_a_broken_front_end_breaks_neither_torch_nor_lightning(entry_point, smal
         (broken / name).write_text(source.read_text())
     (broken / "_registry.py").write_text("raise ValueError('on purpose')\n")
     code = "import torch, pytorch_lightning.strategies as s; assert not s.StrategyRegistry"
-    done = python("-c", code, folders=[broken.parent, small_lightning, entry_point])
+    done = run_python("-c", code, folder=tmp_path, path=[broken.parent, small_lightning])
     assert "lightning_shard.ShardStrategy()" in done.stderr
 
 
-def test_a_reload_of_lightning_and_its_source_are_as_without_us(entry_point, small_lightning):
+def test_a_reload_of_lightning_and_its_source_are_as_without_us(small_lightning, tmp_path):
     code = (
         "import torch, importlib, inspect, pytorch_lightning.strategies as s\n"
         "assert 'StrategyRegistry' in inspect.getsource(s) and 'shard' in s.StrategyRegistry\n"
         "registry = importlib.reload(s).StrategyRegistry\n"
         "assert 'shard' in registry, registry\n"
     )
-    python("-c", code, folders=[small_lightning, entry_point])
+    run_python("-c", code, folder=tmp_path, path=[small_lightning])

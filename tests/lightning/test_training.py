@@ -18,6 +18,7 @@ from tests.lightning.helpers import (
     assert_same_state,
     both_namespaces,
     either_namespace,
+    late_class,
     loader,
     net_class,
     single,
@@ -223,16 +224,7 @@ def test_a_module_that_stays_sharded_is_recognised_by_the_next_run(world_size):
 
 @ranks(2)
 def test_configure_model_on_meta(world_size):
-    class Late(net_class("lightning")):
-        def __init__(self):
-            super().__init__()
-            self.extra = None
-
-        def configure_model(self):
-            if self.extra is None:
-                with torch.device("meta"):
-                    self.extra = nn.Linear(3, 3)
-
+    class Late(late_class("lightning", lambda: nn.Linear(3, 3))):
         def forward(self, x):
             return self.extra(super().forward(x))
 

@@ -1,0 +1,43 @@
+"""Runs a program in a Python process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def run_python(
+    *arguments: object,
+    folder: Path | None = None,
+    path: Iterable[Path] = (),
+    expected: int = 0,
+    timeout: float = 150.0,
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run this interpreter, and fail with all that was printed unless it exits with `expected`.
+
+    Args:
+        arguments: of the command line: ``"-c", code``, ``"-m", module`` or a script.
+        folder: the working directory. It needs to be another one than the checkout where `path` is to hide packages of
+            that: with ``-c`` and ``-m`` Python looks there first.
+        path: folders with packages that hide those of the same name.
+        expected: exit status.
+        timeout: in seconds.
+        environment: further variables.
+    """
+    # What this process finds (a checkout that is not installed, say), the other must find from any folder.
+    search = os.pathsep.join([*map(str, path), *(p for p in sys.path if p)])
+    variables = {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=os.environ | variables,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == expected, done.stdout + done.stderr
+    return done
