@@ -390,3 +390,27 @@ def test_a_model_synchronised_at_setup_goes_on_like_plain(rank, world_size):
     torch_shard.shard(model, unit_bytes=500, timeout=20.0)
     same_params(model, before)
     trains_like_plain(model, plain, rank, [0, 1])
+
+
+class Counts(nn.Module):
+    """Has a buffer that it replaces, not edits, in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + x.sum()
+        return x
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@ranks(2)
+def test_a_buffer_of_an_ignored_module_stays_the_ranks_own(rank, copied):
+    model = nn.Sequential(Counts(), nn.Linear(3, 3), Counts())
+    torch_shard.shard(model, ignore=[model[0]], timeout=20.0)
+    if copied:
+        model = copy.deepcopy(model)
+    for _ in range(3):
+        model(torch.full((2, 3), 1.0 + rank)).sum().backward()
+    assert model[0].seen.item() == 3 * 6 * (1 + rank)

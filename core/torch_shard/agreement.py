@@ -1,9 +1,10 @@
 """Do all ranks do the same thing? Small messages that find divergence before it can turn into wrong numbers.
 
-Each rank keeps a running hash of what it has done: which units it gathered, in which phase. Messages are fixed-size
-byte vectors, so that any two of them can pair in one all-reduce (MAX): sixteen bytes of hash and its complement, which
-agree on all ranks exactly when ``max(h) + max(255 - h) == 255``, then one byte per unit and per parameter for the end
-of a backward. On a difference the ranks exchange their histories, and all of them raise the same error.
+Each rank keeps a running hash of what it has done: which units of which engine it gathered, in which phase. Messages are
+byte vectors of one size for all engines over a set of process groups, so that any two of them can pair in one all-reduce
+(MAX): sixteen bytes of hash and its complement, which agree on all ranks exactly when ``max(h) + max(255 - h) == 255``,
+then one byte per unit and per parameter for the end of a backward. On a difference the ranks exchange their histories, and
+all of them raise the same error.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 
 from .collectives import Collectives
 from .errors import DivergenceError
+from .together import Together
 from .watch import Pending, caller_line
 
 if TYPE_CHECKING:
@@ -31,9 +33,9 @@ _MASK = (1 << 61) - 1
 class Agreement:
     """The sequence of one engine's operations on this rank, and its comparison with the other ranks'."""
 
-    def __init__(self, collectives: Collectives, width: int) -> None:
-        self.collectives = collectives
-        self.width = width
+    def __init__(self, collectives: Collectives, together: Together | None) -> None:
+        self.collectives, self.together = collectives, together
+        self.number = 0  # of the engine, among those over the same process groups
         self.hash = 0
         self.history: list[str] = []
         self.on_difference: Callable[[], None] = lambda: None
@@ -45,18 +47,19 @@ class Agreement:
             self.history.append(text)
 
     def check(self, what: str, payload: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Collective. Compare the sequences; returns `payload` (uint8, ``width``), reduced by MAX over the ranks."""
+        """Collective. Compare the sequences; returns `payload` (uint8), reduced by MAX over the ranks."""
         c = self.collectives
         if c.world == 1:
             return payload
         channel = c.control_channel
-        assert channel is not None
-        own = self.hash.to_bytes(8, "little")
+        assert channel is not None and self.together is not None
+        own = ((self.hash + self.number * 0x9E3779B97F4A7C15) & _MASK).to_bytes(8, "little")
         head = torch.tensor(list(own) + [255 - b for b in own], dtype=torch.uint8)
-        message = torch.zeros(16 + self.width, dtype=torch.uint8)
+        message = torch.zeros(16 + self.together.width, dtype=torch.uint8)
         message[:16] = head
+        size = 0 if payload is None else len(payload)
         if payload is not None:
-            message[16:] = payload
+            message[16 : 16 + size] = payload
         number = channel.count()
         work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=channel.group, async_op=True)
         Pending(c.watch, channel, number, what, work).wait()
@@ -65,22 +68,28 @@ class Agreement:
             self._explain(what)
         if payload is not None:  # the end of a step: the next one starts a new history
             self.hash, self.history = 0, []
-        return message[16:]
+        return message[16 : 16 + size]
 
     def _explain(self, what: str) -> None:
         self.on_difference()
-        mine: tuple[list[str], str, str] = (self.history, what, caller_line())
+        mine: tuple[list[str], str, str, int] = (self.history, what, caller_line(), self.number)
         before = ", ".join(self.history[-_SHOWN:]) or "nothing"
         own = f" Before it this rank had noted, since the last step: {before}."
         try:
             everyone: list[Any] = self.collectives.watch.exchange(what, mine, own)
         finally:
             self.hash, self.history = 0, []
-        steps = min(len(h) for h, _, _ in everyone)
-        first = next((i for i in range(steps) if len({h[i] for h, _, _ in everyone}) > 1), steps)
+        if len({number for *_, number in everyone}) > 1:
+            said = [f"rank {r} is in {at} of model {n} ({line})" for r, (_, at, line, n) in enumerate(everyone)]
+            raise DivergenceError(
+                f"the ranks ran different models, numbered in the order of shard(): {'; '.join(said)}. Every rank must run the "
+                "forwards, backwards and saves of several sharded models in the same order (iterate over a list, not a set)."
+            )
+        steps = min(len(h) for h, *_ in everyone)
+        first = next((i for i in range(steps) if len({h[i] for h, *_ in everyone}) > 1), steps)
         said = []
         loads = False
-        for rank, (history, at, line) in enumerate(everyone):
+        for rank, (history, at, line, _) in enumerate(everyone):
             now = history[first] if first < len(history) else f"nothing more before {at}"
             loads |= now.startswith(_LOADS)
             said.append(f"rank {rank}: {now} ({line})")

@@ -15,9 +15,9 @@ from .watch import Pending
 
 
 class BufferSync:
-    """Broadcasts the buffers of `root` from rank 0 of the mesh, one collective per dtype."""
+    """Broadcasts the buffers of `root` from rank 0 of the mesh, one collective per dtype. `ignored` are names in `root`."""
 
-    def __init__(self, root: nn.Module, collectives: Collectives, ignored: set[int]) -> None:
+    def __init__(self, root: nn.Module, collectives: Collectives, ignored: frozenset[str]) -> None:
         self.collectives, self.ignored = collectives, ignored
         self.due = True  # DDP's rule: before the first forward, and before each that follows one that reduces
 
@@ -38,7 +38,7 @@ class BufferSync:
         ), f"broadcasts {len(sizes)} buffers of {sum(n for n, _ in sizes)} elements"
 
     def _buffers(self, root: nn.Module) -> list[torch.Tensor]:
-        return [b for b in root.buffers() if id(b) not in self.ignored]
+        return [b for name, b in root.named_buffers() if name not in self.ignored]
 
 
 def broadcast_coalesced(collectives: Collectives, tensors: list[torch.Tensor], what: str, met: bool = False) -> None:

@@ -27,7 +27,9 @@ __all__ = [
 class ShardError(RuntimeError):
     """Base of every error raised by the engine.
 
-    Raised: only as one of its subclasses. Remedy: catch this one to handle all of them.
+    Raised: mostly as one of its subclasses; itself where none of them fits, such as for a gradient that is not
+    reduced yet or can't be sharded.
+    Remedy: as the message says; catch this one to handle all of them.
     """
 
 
@@ -100,8 +102,8 @@ class ShardPicklingError(ShardError, TypeError):
 
     Raised: by ``pickle``, ``torch.save`` and everything that uses them, since one rank would write
     only its own slice.
-    Remedy: ``engine.state_dict(form="full")`` on all ranks, then save the result on one of them;
-    for optimizers ``engine.optim_state_dict(optimizer)``.
+    Remedy: ``engine.state_dict(form="full")`` on all ranks, then save the result on one of them, with a
+    ``torch.distributed.barrier()`` behind it on all; for optimizers ``engine.optim_state_dict(optimizer)``.
     """
 
 
@@ -132,7 +134,8 @@ class MissingRankError(ShardError):
     called it, and the ranks that are missing with what they are doing instead. Typically a forward,
     a norm, ``full_tensor()`` or a save under ``if rank == 0:``, or ranks with different numbers of
     batches.
-    Remedy: call the named operation on all ranks. A larger ``timeout`` if a rank is only slow.
+    Remedy: call the named operation on all ranks. Behind work that one rank does alone for longer
+    (writing a checkpoint), a ``torch.distributed.barrier()`` on all ranks. Else a larger ``timeout``.
     """
 
 

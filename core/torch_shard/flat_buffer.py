@@ -128,9 +128,12 @@ class FlatBuffer:
         leaves, saved, by_python = self.leaves, [], False
         # A loop variable would be a reference, too; `_measure` counts the same way.
         for i, (uses, references) in enumerate(self.baseline):
-            if _use_count(leaves[i]) > uses:
+            more = _use_count(leaves[i]) > uses
+            if more:
                 saved.append((i, self.params[i]._version))
-            if sys.getrefcount(leaves[i]) > references:
+            # Autograd's first reference makes the tensor own its Python object, which adds one. A leaf that wants a
+            # gradient has that from the beginning.
+            if sys.getrefcount(leaves[i]) > references + (more and self.edges[i] is None):
                 by_python = True
         return storage > self.storage_baseline or bool(saved) or by_python, saved, by_python
 

@@ -84,7 +84,7 @@ def state_dict(
 
 def _refuse_inside(runtime: Runtime, what: str) -> None:
     for unit in runtime.units:
-        if unit.is_summoned or unit.__dict__.get("summons") or unit.running:
+        if unit.is_summoned or unit.summons or unit.running:
             raise UnitStateError(
                 f"rank {runtime.collectives.world_rank}: {what} inside a forward or engine.gathered() of unit "
                 f"{unit.name!r}; call it outside."

@@ -74,7 +74,7 @@ def gathered(
     solo = request.ranks is not None
     failed = True
     try:
-        runtime.__dict__["solo"] = runtime.__dict__.get("solo", 0) + solo
+        runtime.solo += solo
         _enter(runtime, units, request, entered)
         try:
             yield
@@ -83,7 +83,7 @@ def gathered(
             if request.write:
                 write_back(runtime, entered, request, failed)
     finally:
-        runtime.__dict__["solo"] -= solo
+        runtime.solo -= solo
         for summons in reversed(entered):
             _leave(runtime, summons)
 

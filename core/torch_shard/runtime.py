@@ -64,7 +64,8 @@ class Runtime:
         self.reductions = Reductions(collectives, self.note_issued)
         channel = collectives.gather_channel
         self.together = over(channel.groups) if channel is not None else None
-        self.number = 0  # among the engines over these groups
+        self.number = 0  # among the engines over these groups; 0: a copy that has not run yet
+        self.original = 0  # the number of the engine that this is a copy of
         self.checked = False  # held gradients were looked at before the running backward
         self.creating = False  # the running backward makes a graph of gradients, which reads gathered values
         self.registrations = Registrations()
@@ -74,21 +75,24 @@ class Runtime:
         self.units.append(unit)
         self.units.sort(key=lambda u: u.index)
         self.by_index[unit.index] = unit
-        if self.agreement is not None:
-            self.agreement.width = self._width()
 
     def ready(self) -> None:
-        self.agreement = self.schedule.agreement = Agreement(self.collectives, self._width())
+        if self.together is not None:
+            self.together.widen(1 + sum(2 + len(u.params) for u in self.units))
+        self.agreement = self.schedule.agreement = Agreement(self.collectives, self.together)
         # Ranks that have differed remember different orders.
         self.agreement.on_difference = self.schedule.order.forget
 
-    def _width(self) -> int:
-        return 1 + sum(2 + len(u.params) for u in self.units)
+    def number_as_new(self) -> None:
+        """Collective."""
+        if self.together is not None and self.agreement is not None:
+            self.number = self.agreement.number = self.together.number()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         other = Runtime(self.config, self.collectives)
         memo[id(self)] = other
         other.ready()
+        other.original = self.number or self.original
         if self.buffers is not None:
             other.buffers = copy.deepcopy(self.buffers, memo)
         other.registrations.ignored = self.registrations.ignored
@@ -172,8 +176,9 @@ class Runtime:
         trigger = Trigger(self, use)
         for tensor in found:
             tensor.register_hook(trigger)
-        if use.saved and (not found or (forward and by_python)):
-            # Nothing to hook, or a leaf was put aside for later: keep it until backward ends.
+        if use.saved and (not found or (forward and (by_python or _newer_nodes(found, use.end)))):
+            # Nothing to hook, a leaf was put aside for later, or a tensor made after the last one found has been handed out
+            # some other way, so that backward may come to it before any hook: keep it until backward ends.
             kept = copy.copy(use)
             kept.start = -1
             unit.uses.append(kept)
@@ -223,11 +228,11 @@ class Runtime:
         if self.collectives.world == 1:
             return
         self.session = self.schedule.fresh = True
-        if self.together is not None and not self.number:
-            self.number = self.together.number()
         assert self.agreement is not None
-        code = 1 + (1 if torch.is_grad_enabled() else 0)
-        self.agreement.note(code, "begins a " + PHASES[0 if torch.is_grad_enabled() else 1])
+        if self.together is not None and not self.number:
+            self.number = self.agreement.number = self.together.number_of_copy(self.original)
+        phase = FORWARD if torch.is_grad_enabled() else EVALUATION
+        self.agreement.note(1 + phase, f"begins a {PHASES[phase]}")
         self.agreement.check("the start of a forward")
 
     def demand(self, unit: Unit, phase: int) -> None:
@@ -414,3 +419,9 @@ class Runtime:
         """The shards were edited (an optimizer step, `p.mul_`): gathered copies and graphs over them are out of date."""
         if graph_task() == -1 and not self.depth:
             self.schedule.values_changed()
+
+
+def _newer_nodes(tensors: list[torch.Tensor], end: int) -> bool:
+    """Whether the graph got nodes after those of `tensors`; `end` is the next sequence number."""
+    newest = max(t.grad_fn._sequence_nr() for t in tensors if t.grad_fn is not None)  # type: ignore[attr-defined]
+    return bool(newest + 1 < end)

@@ -14,7 +14,7 @@ from .agreement import note_loads
 from .buffers import BufferSync, broadcast_coalesced
 from .collectives import Collectives, connect
 from .config import ShardConfig
-from .errors import ConfigError, SetupError, ShardError, UnavailableError
+from .errors import ConfigError, SetupError, UnavailableError
 from .flat_buffer import FlatBuffer
 from .groups import backend_of
 from .hooks import register
@@ -305,8 +305,9 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
         error = problem
     agree(c, model, plan, error)
     c.drop_spares()
-    _buffers(model, config, runtime, c, device, set())
+    _buffers(model, config, runtime, c, device)
     runtime.ready()
+    runtime.number_as_new()
     runtime.registrations.ignored = frozenset(plan.ignored)
     register(model, runtime, runtime.units)
     for unit, unit_plan in zip(runtime.units, plan.units, strict=True):
@@ -463,23 +464,17 @@ def _swap(original: nn.Parameter, flat: FlatBuffer, index: int, unit: Unit) -> N
             original.grad = ShardTensor(slice_full(grad, original._spec).clone(), original._spec)  # type: ignore[attr-defined]
 
 
-def _buffers(
-    model: nn.Module, config: ShardConfig, runtime: Runtime, c: Collectives, device: torch.device, ignored: set[int]
-) -> None:
+def _buffers(model: nn.Module, config: ShardConfig, runtime: Runtime, c: Collectives, device: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device and buffer.device.type == "cpu":
                 module._buffers[name] = buffer.to(device)
-    for entry in config.ignore:
-        if isinstance(entry, nn.Module):
-            ignored |= {id(b) for b in entry.buffers()}
-    buffers = [b for b in model.buffers() if id(b) not in ignored]
+    found = {id(b) for entry in config.ignore if isinstance(entry, nn.Module) for b in entry.buffers()}
+    ignored = frozenset(name for name, b in model.named_buffers(remove_duplicate=False) if id(b) in found)
+    buffers = [b for name, b in model.named_buffers() if name not in ignored]
     if not buffers or c.world == 1:
         return
     if config.sync_module_states:
         broadcast_coalesced(c, buffers, "the broadcast of buffers from rank 0")
     if config.broadcast_buffers:
         runtime.buffers = BufferSync(model, c, ignored)
-
-
-__all__ = ["ShardError", "build", "resolve_mesh"]

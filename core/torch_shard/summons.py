@@ -56,7 +56,7 @@ class Summons:
 
 def open_on(unit: Unit) -> list[Summons]:
     """The unit's running gathered(), innermost last."""
-    stack: list[Summons] = unit.__dict__.setdefault("summons", [])
+    stack: list[Summons] = unit.summons
     return stack
 
 

@@ -1,8 +1,10 @@
-"""Backwards that run through several engines: their collectives share process groups, so their order must be one.
+"""Several engines over one set of process groups: their operations must come in one order on all ranks.
 
-Each engine orders its own collectives. When one loss goes through two engines, their orders are mixed by the order of
-the graph, which may differ between ranks where a part of a model is in the loss of some ranks only. Then a gradient
-of one engine could meet a gradient of the other. What was issued is counted per process group, and compared at the end.
+Each engine orders its own collectives, but all of them share the groups. So that no collective of one engine pairs with
+one of another, each has a number, which is part of every sequence that the ranks compare, and control messages are of one
+size. When one loss goes through two engines, their reductions are mixed by the order of the graph, which may differ
+between ranks where a part of a model is in the loss of some ranks only: what was issued is counted per process group, and
+compared at the end.
 """
 
 from __future__ import annotations
@@ -14,18 +16,30 @@ _MASK = (1 << 61) - 1
 
 
 class Together:
-    """The backwards that run at present over one set of process groups."""
+    """The engines over one set of process groups, and those of their backwards that run at present."""
 
     def __init__(self) -> None:
         self._running: weakref.WeakSet[Any] = weakref.WeakSet()
         self._several = False
         self._issued: dict[str, int] = {}
         self._engines = 0
+        self._copies: dict[int, int] = {}
+        self.width = 0  # bytes of the largest engine's message at the end of a backward
+
+    def widen(self, width: int) -> None:
+        """There is an engine with messages of `width` bytes."""
+        self.width = max(self.width, width)
 
     def number(self) -> int:
-        """A number for an engine, given at its first forward: the same on all ranks."""
+        """A number for a new engine: the same on all ranks, since shard() is collective."""
         self._engines += 1
         return self._engines
+
+    def number_of_copy(self, original: int) -> int:
+        """A number for a deep copy of an engine. Copying is not collective, so it is given at the copy's first forward: two
+        copies of one model that ranks take in different order are not told apart."""
+        self._copies[original] = self._copies.get(original, 0) + 1
+        return original + 1_000_003 * self._copies[original]
 
     def begin(self, runtime: Any) -> None:
         if not self._running:

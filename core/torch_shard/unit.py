@@ -69,6 +69,7 @@ class Unit:
         self.streams: set[Any] = set()  # CUDA: those that compute with the gathered values
         self.checks = 2  # iterations in which an untracked edit of the gathered values is looked for
         self.summons: list[Any] = []  # see summons.py
+        self._flattened: list[nn.RNNBase] | None = None  # see _rnns
         self._modules: list[tuple[nn.Module, int]] | None = None  # see kept_tensors
         self.gather_text = f"the all-gather of unit {name!r}"
         self.reduce_text = f"the gradient reduction of unit {name!r}"
@@ -199,11 +200,10 @@ class Unit:
             return
         for flat in self.flats:
             flat.mirror()
-        rnns = []
         for module, attribute, flat, index in self.places:
-            slots = module._parameters
+            slots, param = module._parameters, flat.params[index]
             held: Any = slots.get(attribute)
-            if held is flat.params[index]:
+            if held is param:
                 slots[attribute] = flat.leaves[index]
             elif not self._stands_in(module, attribute, held):
                 self.installed -= 1
@@ -214,12 +214,10 @@ class Unit:
                     "another parameter than when the model was sharded. Replace layers before shard(), use "
                     "load_state_dict without assign=True, or close() the engine and shard again."
                 )
-            if isinstance(module, nn.RNNBase):
-                rnns.append(module)
-            if len(flat.params[index].__dict__) > _OWN_COUNT:
-                _copy_attributes(flat.params[index], flat.leaves[index])
-        for module in dict.fromkeys(rnns):
-            rebuild_flat_weights(module)
+            if len(param.__dict__) > _OWN_COUNT:
+                _copy_attributes(param, flat.leaves[index])
+        for rnn in self._rnns():
+            rebuild_flat_weights(rnn)
         for flat in self.flats:
             flat.note_versions()
 
@@ -233,16 +231,19 @@ class Unit:
             self.write_back_edits()
 
     def _restore(self) -> None:
-        rnns = []
         for module, attribute, flat, index in self.places:
-            if module._parameters.get(attribute) is flat.leaves[index]:
-                module._parameters[attribute] = flat.params[index]  # type: ignore[assignment]
+            slots: dict[str, Any] = module._parameters
+            if slots.get(attribute) is flat.leaves[index]:
+                slots[attribute] = flat.params[index]
                 if len(flat.leaves[index].__dict__) > 1:  # attributes that forward has set, beside `_place`
                     _copy_attributes(flat.leaves[index], flat.params[index])
-            if isinstance(module, nn.RNNBase):
-                rnns.append(module)
-        for module in dict.fromkeys(rnns):
-            rebuild_flat_weights(module)
+        for rnn in self._rnns():
+            rebuild_flat_weights(rnn)
+
+    def _rnns(self) -> list[nn.RNNBase]:
+        if self._flattened is None:
+            self._flattened = list(dict.fromkeys(m for m, *_ in self.places if isinstance(m, nn.RNNBase)))
+        return self._flattened
 
     def _stands_in(self, module: nn.Module, attribute: str, found: Any) -> bool:
         """torch.func.functional_call puts the caller's own tensors into the modules for one call: leave them there."""

@@ -33,15 +33,34 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()  # no public accessor exists (torch 2.11 to 2.13)
 
 
+# Packages that call the user's code and are called by it: their frames are not where the user's code waits.
+_FRAMEWORKS = frozenset(
+    (
+        "accelerate",
+        "accelerate_shard",
+        "lightning",
+        "lightning_fabric",
+        "lightning_shard",
+        "pytorch_lightning",
+        "transformers",
+    )
+)
+
+
 def caller_line() -> str:
-    """`file:line` of the innermost frame outside this package and torch: where the user's code waits."""
+    """`file:line` where the user's code waits: the innermost frame outside this package, torch, the training frameworks and
+    Python's library. Where there is none, a frame of a framework is better than none."""
     frame: Any = sys._getframe(1)
+    framework = ""
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.split(".", 1)[0] not in ("torch", "torch_shard", "contextlib"):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("torch", "torch_shard") and package not in sys.stdlib_module_names:
+            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            if package not in _FRAMEWORKS:
+                return line
+            framework = framework or line
         frame = frame.f_back
-    return "unknown line"
+    return framework or "unknown line"
 
 
 class Channel:
@@ -279,8 +298,9 @@ class Watch:
                 others.append(f"rank {rank} waits in no operation of the engine (it runs other code, or is gone)")
         return (
             f"rank {self.rank} waited {self.timeout:g} s in {pending.what} at {caller_line()}; {'; '.join(others)}. "
-            "The operation is collective: call it on every rank (look for code under `if rank == ...`), or raise "
-            "ShardConfig(timeout=...) if ranks may be that far apart."
+            "The operation is collective: call it on every rank (look for code under `if rank == ...`). Work that one rank "
+            "does alone for longer, such as writing a checkpoint, needs a torch.distributed.barrier() behind it, on every "
+            "rank; or raise ShardConfig(timeout=...)."
         )
 
 

@@ -40,15 +40,13 @@ def agree(runtime: Runtime, what: str, key: object = None, error: Exception | No
         DivergenceError: another rank does something else, or the same with another `key`.
     """
     c, agreement = runtime.collectives, runtime.agreement
-    if c.world == 1 or agreement is None or agreement.width == 0:
+    if c.world == 1 or agreement is None:
         if error is not None:
             raise error
         return
     # The failure first, by itself: a rank that failed may not know its key.
     agreement.note(zlib.crc32(what.encode()), what)
-    flag = torch.zeros(agreement.width, dtype=torch.uint8)
-    flag[0] = 0 if error is None else 1
-    answer = agreement.check(what, flag)
+    answer = agreement.check(what, torch.tensor([error is not None], dtype=torch.uint8))
     assert answer is not None
     if answer[0]:
         told = None if error is None else (type(error), str(error))

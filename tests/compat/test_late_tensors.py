@@ -1,0 +1,122 @@
+"""Tensors that a block makes after the one it returns, and hands out some other way: backward comes to them first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.compat.harness import train_both
+from tests.marks import exhaustive
+from tests.ranks import ranks
+from torch_shard.engine import engine_of
+from torch_shard.unit import State
+
+WIDTH = 5
+
+
+class Box:
+    __slots__ = ("value",)
+
+
+class Late(nn.Module):
+    """Returns a tensor, and adds to the loss by another way."""
+
+    def __init__(self, way: str, frozen: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.5), requires_grad=not frozen)
+        self.way = way
+        self.box = Box()
+        self.register_buffer("kept", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor, aux: list[torch.Tensor]) -> torch.Tensor:
+        y = torch.tanh(self.first(x)) * self.scale
+        late = (self.second(y) * self.scale).square().mean()
+        if self.way == "argument":
+            aux.append(late)
+        elif self.way == "private":
+            self._late = late
+        elif self.way == "buffer":
+            self.kept = late
+        elif self.way == "slots":
+            self.box.value = late
+        elif self.way == "in place":
+            aux[0].add_(late)
+        elif self.way == "on the output":
+            y.late = late
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self, way: str, frozen: bool) -> None:
+        super().__init__()
+        self.inp = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Late(way, frozen) for _ in range(3)])
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        total: Any = 0.0
+        for block in self.blocks:
+            given = x * 1.0
+            aux = [given] if self.way == "in place" else []
+            x = block(x, aux)
+            if self.way == "argument":
+                total = total + aux[0]
+            elif self.way == "private":
+                total = total + block._late
+            elif self.way == "buffer":
+                total = total + block.kept
+            elif self.way == "slots":
+                total = total + block.box.value
+            elif self.way == "in place":
+                total = total + given.sum()
+            elif self.way == "on the output":
+                total = total + x.late
+        return total + x.sin().mean()
+
+
+def _backward(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).backward()
+    for block in model.blocks:
+        block.kept = torch.zeros((), dtype=x.dtype)
+
+
+@pytest.mark.parametrize("frozen", [False, *exhaustive(True)])
+@pytest.mark.parametrize("way", ["argument", "private", "buffer", "slots", "in place", "on the output"])
+@ranks(2)
+def test_a_tensor_made_after_the_one_returned_trains_like_plain(rank, world_size, way, frozen):
+    train_both(lambda: Model(way, frozen), rank, world_size, run=_backward, unit_bytes=200, broadcast_buffers=False)
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+@ranks(2)
+def test_a_frozen_norm_is_released_after_use(rank, world_size, trainable):
+    """A part of a model that has low-rank adapters: autograd saves the frozen weights, which must not look like a user's."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(WIDTH).requires_grad_(trainable)
+            self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+            self.adapter = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.norm(x)
+            return x + self.base(y) + self.adapter(y)
+
+    gathered = []
+
+    def run(model: nn.Module, x: torch.Tensor) -> None:
+        loss = model(x).sum()
+        engine = engine_of(model)
+        gathered.append(0 if engine is None else sum(u.state is not State.SHARDED for u in engine.units))
+        loss.backward()
+
+    train_both(
+        lambda: nn.Sequential(*(Adapted() for _ in range(6))), rank, world_size, run=run, unit_bytes=100, prefetch=1
+    )
+    assert max(gathered) <= 2
