@@ -25,11 +25,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single" if at_least("2.13") else
 
 
 def _unowned_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as bytes, without a reference to its storage.
-
-    Gloo's worker thread lets go of a collective's tensors some time after `wait` has returned. The engine reads the
-    storage's use count to learn whether autograd saved something of it, and must not find Gloo there. The memory stays
-    valid: it is released only after `wait`.
+    """The tensor's memory as bytes, without a reference to its storage: Gloo's all-gather makes views of what it is given,
+    and its worker thread lets go of them some time after `wait` has returned. The engine reads the storage's use count to
+    learn whether autograd saved something of it, and must not find Gloo there. The memory stays valid: it is released only
+    after `wait`.
     """
     size = tensor.numel() * tensor.element_size()
     return torch.frombuffer((ctypes.c_char * size).from_address(tensor.data_ptr()), dtype=torch.uint8)
@@ -133,12 +132,17 @@ class Collectives:
     gather_channel: Channel | None = None
     reduce_channel: Channel | None = None
     control_channel: Channel | None = None
-    gloo: bool = True
+    backend: str = ""
     bytes_sent: int = 0
     gather_stream: Any = None
     reduce_stream: Any = None
     _spare: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
     _expected: Counter[Any] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        # Gloo does not know every dtype.
+        self._sends_bytes = self.backend == "gloo" and self.device.type == "cpu"
+        self._broadcasts = self._sends_bytes and 1 < self.size <= _BROADCASTS
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Collectives:
         return self  # groups and streams belong to the process, not to a model
@@ -169,24 +173,41 @@ class Collectives:
         return Pending(self.watch, channel, channel.issued, what, work, event, self.device)
 
     # -- parameters ---------------------------------------------------------------------------------------------
-    def all_gather(self, full: torch.Tensor, what: str) -> Pending:
-        """Fill `full` (1-D, ``size`` equal slots) from the slot that each rank has written. Call under `gathering()`."""
+    @property
+    def knows_references(self) -> bool:
+        """Whether use counts of gathered memory say who else holds it, at one moment and alike on all ranks: backends may
+        keep references to what they have sent, and let go of them when they like."""
+        return self.device.type == "cpu" and self.backend in ("gloo", "fake")
+
+    def payload(self, shard: torch.Tensor) -> torch.Tensor:
+        """A shard as gathers send it."""
+        return shard.view(torch.uint8) if self._sends_bytes else shard
+
+    def slots_of(self, full: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The bytes of the ranks' slots of a buffer, where gathers work on those. Kept with the buffer, so that Gloo, which
+        lets go of what it has sent some time after `wait` has returned, makes no difference to the buffer's use count."""
+        return full.view(torch.uint8).view(self.size, -1).unbind(0) if self._broadcasts else ()
+
+    def all_gather(
+        self, full: torch.Tensor, sent: torch.Tensor, what: str, slots: Sequence[torch.Tensor] = ()
+    ) -> Pending:
+        """Fill `full` (1-D, ``size`` equal slots) with what the ranks send: `sent`, the :meth:`payload` of a shard, which may
+        be the rank's own slot. `slots`: :meth:`slots_of` of `full`, where it is kept. Call under `gathering()`."""
         channel = self.gather_channel
         assert channel is not None and _all_gather is not None
         channel.count()
         self.bytes_sent += (self.size - 1) * (full.numel() // self.size) * full.element_size()
         if not full.numel():  # nothing but zero-element parameters
             return Pending(self.watch, channel, channel.issued, what, None)
-        buffer = full
-        if cpu := full.device.type == "cpu":
-            full = _unowned_bytes(full)
-        if self.gloo and cpu and self.size <= _BROADCASTS:
-            slots = zip(full.view(self.size, -1).unbind(0), self.watch.ranks, strict=True)
-            work: Any = _Works([dist.broadcast(s, src=r, group=channel.group, async_op=True) for s, r in slots])
+        if self._broadcasts:
+            slots = slots or self.slots_of(full)
+            slots[self.rank].copy_(sent)
+            pairs = zip(slots, self.watch.ranks, strict=True)
+            work: Any = _Works([dist.broadcast(s, src=r, group=channel.group, async_op=True) for s, r in pairs])
         else:
-            shard = full.numel() // self.size
-            work = _all_gather(full, full.narrow(0, self.rank * shard, shard), group=channel.group, async_op=True)
-        channel.groups.written[work] = buffer
+            into = _unowned_bytes(full) if self._sends_bytes else full
+            work = _all_gather(into, sent, group=channel.group, async_op=True)
+        channel.groups.written[work] = full
         return self._track(channel, what, work, self.gather_stream)
 
     # -- gradients ----------------------------------------------------------------------------------------------
@@ -248,7 +269,7 @@ class Collectives:
                 channel.groups.written[work] = grad
                 return Reduction(self, grad, grad, self._track(channel, what, work, self.reduce_stream), begun, streams)
             self.bytes_sent += nbytes * (self.size - 1) // self.size
-            if self.gloo:
+            if self.backend == "gloo":
                 # Gloo's reduce-scatter sends the bytes of an all-reduce; all-to-all and a local sum send half.
                 received = self.take(grad.numel(), grad.dtype)
                 work = dist.all_to_all_single(received, grad, group=channel.group, async_op=True)
@@ -295,11 +316,11 @@ class Reduction:
         self.pending.wait()
         if self.received is self.grad:  # all-reduce in place: the buffer itself is the result
             return self.grad
-        if not c.gloo:
+        if c.backend != "gloo":
+            c.give(self.grad)
             return self.received
         chunks = self.received.view(c.size, -1)
-        with outside_inference(), torch.no_grad():
-            out = torch.add(chunks[0], chunks[1]) if c.size == 2 else chunks.sum(dim=0)
+        out = torch.add(chunks[0], chunks[1]) if c.size == 2 else chunks.sum(dim=0)
         c.give(self.grad)
         c.give(self.received)
         return out
@@ -333,7 +354,7 @@ def connect(group: Any, device: torch.device, *, shard: bool, timeout: float, si
         gather_channel=channels["gather"],
         reduce_channel=channels["reduce"],
         control_channel=channels["control"],
-        gloo=not side,
+        backend=backend,
         gather_stream=streams[0],
         reduce_stream=streams[1],
     )

@@ -39,6 +39,7 @@ class FlatBuffer:
         else:
             self.full = shard
         self.nbytes = layout.numel * shard.element_size()
+        self.payload = collectives.payload(shard)
         self.params: list[ShardTensor] = []
         for index in range(len(layout.slots)):
             self.params.append(self._parameter(index))
@@ -46,6 +47,7 @@ class FlatBuffer:
             self.full.untyped_storage().resize_(self.nbytes)
         self.leaves: list[nn.Parameter] = [self._leaf(i) for i in range(len(layout.slots))]
         self.own = self.own_slot(self.full)
+        self.slots = collectives.slots_of(self.full)
         if self.sharded:
             self.full.untyped_storage().resize_(0)
         n = len(layout.slots)
@@ -79,18 +81,16 @@ class FlatBuffer:
 
     def mirror(self, force: bool = False) -> None:
         """Let the leaves require gradients exactly where the user's parameters do, now."""
-        changed, wanted = force, self.gradients.wanted
         with torch._C.DisableTorchFunctionSubclass():
-            for i, param in enumerate(self.params):
-                wanted[i] = wants = param.requires_grad
-                if wants != self.leaves[i].requires_grad:
-                    self.leaves[i].requires_grad_(wants)
-                    changed = True
-                if wants and self.edges[i] is None:
-                    self._arm(i)
-        if changed:
-            self.gradients.count_missing()
-            self._measure()
+            wanted = [param.requires_grad for param in self.params]
+        if not force and wanted == self.gradients.wanted == [leaf.requires_grad for leaf in self.leaves]:
+            return
+        for i, wants in enumerate(wanted):
+            self.leaves[i].requires_grad_(wants)
+            if wants and self.edges[i] is None:
+                self._arm(i)
+        self.gradients.want(wanted)
+        self._measure()
 
     def renew(self) -> None:
         """Leave the gathered buffer to whoever holds it, and point the leaves at a new, empty one."""
@@ -99,6 +99,7 @@ class FlatBuffer:
             for i, leaf in enumerate(self.leaves):
                 move(leaf, self.view(self.full, i))
             self.own = self.own_slot(self.full)
+            self.slots = self.collectives.slots_of(self.full)
             self.full.untyped_storage().resize_(0)
         self._measure()
 
@@ -108,7 +109,7 @@ class FlatBuffer:
         self.edges[i] = torch.autograd.graph.get_gradient_edge(leaf).node
         with torch._C.DisableTorchFunctionSubclass():
             self.params[i].register_hook(_Average(self, i))
-        leaf.register_post_accumulate_grad_hook(_GradHook(unit, self, i))
+        self.edges[i].register_prehook(_GradHook(unit, self, i))
         hooks = unit.tensor_hooks.get(self.layout.slots[i].name)
         if hooks:  # the dict itself, so that the handles that users hold still remove their hooks
             leaf._backward_hooks = hooks  # type: ignore[assignment]
@@ -175,12 +176,16 @@ class _Average:
 
 
 class _GradHook:
-    """Called by autograd when a leaf's gradient of this backward is complete."""
+    """Called by autograd, behind the user's hooks, when a leaf's gradient of this backward is complete; takes it, so that
+    nothing is accumulated in the leaf itself."""
 
     def __init__(self, unit: Unit, flat: FlatBuffer, index: int) -> None:
         self.unit, self.flat, self.index = weakref.ref(unit), weakref.ref(flat), index
 
-    def __call__(self, leaf: torch.Tensor) -> None:
+    def __call__(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[None, ...] | None:
         unit, flat = self.unit(), self.flat()
-        if unit is not None and flat is not None:
-            unit.runtime.on_grad(unit, flat, self.index, leaf)
+        if unit is None or flat is None:
+            return None
+        if grads[0] is not None:
+            unit.runtime.on_grad(unit, flat, self.index, grads[0])
+        return (None,)

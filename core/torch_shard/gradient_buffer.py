@@ -65,14 +65,18 @@ class GradientBuffer:
             self.check_held()
         n = len(self.params)
         self.arrived = [False] * n
-        self.count_missing()
+        self._count_missing()
         self.held_before = self.holds.copy()
         self.shown = [None] * n
         with torch._C.DisableTorchFunctionSubclass():
             self.frozen = [not p.requires_grad for p in self.params]
 
-    def count_missing(self) -> None:
-        """After a change of what is wanted."""
+    def want(self, wanted: list[bool]) -> None:
+        """Which leaves ask for a gradient from now on."""
+        self.wanted = wanted
+        self._count_missing()
+
+    def _count_missing(self) -> None:
         self.missing = sum(want and not seen for want, seen in zip(self.wanted, self.arrived, strict=True))
 
     def accept(self, index: int, grad: torch.Tensor) -> bool:
@@ -154,16 +158,16 @@ class GradientBuffer:
         return base
 
     def publish(self, used: list[int]) -> list[int]:
-        """Make the reduced slices the parameters' gradients, where `used` (by some rank); returns the indices of those."""
+        """Make the reduced slices the parameters' gradients, where `used` (by some rank); returns the indices of those. Call
+        without gradients and without ``__torch_function__``."""
         touched = [i for i, u in enumerate(used) if u]
         results, self.results = self.results, []
         if not touched or not results:
             return touched
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            for result in results:
-                pieces = result.split_with_sizes(self._pieces)
-                for i in touched:
-                    self._publish_one(self.params[i], pieces[self._piece_of[i]], result)
+        for result in results:
+            pieces = result.split_with_sizes(self._pieces)
+            for i in touched:
+                self._publish_one(self.params[i], pieces[self._piece_of[i]], result)
         return touched
 
     @staticmethod

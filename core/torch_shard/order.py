@@ -15,11 +15,13 @@ Event = tuple[int, int, bool]
 
 
 class GatherOrder:
-    """The events of one engine. Not collective: it only remembers."""
+    """The events of one engine. Not collective: it only remembers. `ahead`: how many units are prefetched."""
 
-    def __init__(self) -> None:
+    def __init__(self, ahead: int) -> None:
+        self.ahead = ahead
         self.last: tuple[Event | None, Event | None] = (None, None)
         self._successors: dict[tuple[Event | None, Event | None], Event] = {}
+        self._ahead: dict[tuple[Event | None, Event | None], list[int]] = {}  # what `upcoming` has found
 
     @property
     def phase(self) -> int | None:
@@ -35,14 +37,18 @@ class GatherOrder:
         known = self._successors.get(self.last) == event
         if not known:
             self._successors[self.last] = event
+            self._ahead.clear()
         self.last = (self.last[1], event)
         return known
 
-    def upcoming(self, count: int) -> list[int]:
-        """The next units of this phase, at most `count`; never those of the next forward or backward."""
-        found: list[int] = []
+    def upcoming(self) -> list[int]:
+        """The next units of this phase, at most ``ahead``; never those of the next forward or backward."""
         pair = self.last
-        while len(found) < count:
+        known = self._ahead.get(pair)
+        if known is not None:
+            return known
+        found = self._ahead[pair] = []
+        while len(found) < self.ahead:
             event = self._successors.get(pair)
             if event is None or event[0] != self.phase or event[2]:
                 break
@@ -69,3 +75,4 @@ class GatherOrder:
         """Learn anew."""
         self.last = (None, None)
         self._successors.clear()
+        self._ahead.clear()

@@ -140,11 +140,12 @@ class Reductions:
     @staticmethod
     def _publish(units: list[Unit], used: dict[int, list[int]]) -> None:
         called = []
-        for unit in units:
-            for flat in unit.flats:
-                touched = flat.gradients.publish(used[id(flat)])
-                if unit.post_hooks:
-                    called += [(unit, flat, i) for i in touched]
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for unit in units:
+                for flat in unit.flats:
+                    touched = flat.gradients.publish(used[id(flat)])
+                    if unit.post_hooks:
+                        called += [(unit, flat, i) for i in touched]
         for unit, flat, i in called:
             for hook in list(unit.post_hooks.get(flat.layout.slots[i].name, {}).values()):
                 hook(flat.params[i])

@@ -27,7 +27,6 @@ from .collectives import Collectives
 from .config import ShardConfig
 from .errors import ShardError, ShardPicklingError, UnitStateError
 from .flat_buffer import FlatBuffer
-from .leaf import own_grad, set_own_grad
 from .on_demand import OnDemand
 from .order import BACKWARD, EVALUATION, FORWARD, PHASES
 from .outputs import own_memory, tensors_in
@@ -314,19 +313,16 @@ class Runtime:
         self.end = weakref.ref(end, lambda _: self._abandon())
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def on_grad(self, unit: Unit, flat: FlatBuffer, index: int, leaf: torch.Tensor) -> None:
-        """A leaf's gradient is complete: move it into the unit's buffer and free it."""
-        self.arm()
+    def on_grad(self, unit: Unit, flat: FlatBuffer, index: int, grad: torch.Tensor) -> None:
+        """A leaf's gradient is complete: move it into the unit's buffer."""
+        if graph_task() not in self.tasks:
+            self.arm()
         # A unit that this use saved nothing of is not waited for: it may be on its way for an earlier use.
         if unit.state is State.GATHERING and not unit.uses:
             raise UnitStateError(
                 f"rank {self.collectives.world_rank}: a gradient of {flat.layout.slots[index].name} arrived while unit "
                 f"{unit.name!r} was still being gathered; backward reached it without its trigger."
             )
-        grad = own_grad(leaf)
-        if grad is None:
-            return
-        set_own_grad(leaf, None)
         if grad.is_sparse or grad.requires_grad:
             self._refuse(flat.layout.slots[index].name, grad)
         gradients = flat.gradients

@@ -25,7 +25,7 @@ class Schedule:
 
     def __init__(self, config: ShardConfig, by_index: dict[int, Unit]) -> None:
         self.by_index = by_index
-        self.order = GatherOrder()
+        self.order = GatherOrder(config.prefetch)
         self.agreement: Agreement | None = None
         self.gathered: dict[int, Unit] = {}  # units that are whole, or on their way, by index
         self.fresh = False  # no unit has been gathered yet in this forward
@@ -33,7 +33,6 @@ class Schedule:
         self.passed: set[int] = set()  # units gathered in this backward for other ranks' sake
         self.needed: set[int] = set()  # units whose backward has begun on this rank
         self.double_backward = False  # a graph of gradients exists that reads gathered values: nothing is released
-        self._prefetch = config.prefetch
         self._keeps_forward = config.strategy == "shard_grad_op"
 
     def _keeps(self) -> bool:
@@ -56,7 +55,7 @@ class Schedule:
         upcoming = None
         if not self.order.repeats(event):
             self._follow(unit, event)
-            upcoming = [self.by_index[i] for i in self.order.upcoming(self._prefetch)]
+            upcoming = [self.by_index[i] for i in self.order.upcoming()]
         if phase != BACKWARD:
             idle = unit.state is not State.SHARDED and not unit.running
             if idle and unit.is_stale() and all(u.start == -1 for u in unit.uses):

@@ -97,8 +97,8 @@ class Unit:
     def references(self) -> tuple[bool, list[tuple[int, int, int]], bool]:
         """Who holds gathered values beside the engine: anyone; which parameters autograd has saved (flat, index, version);
         whether a Python object (`self.kept = self.weight`) holds a leaf."""
-        # All ranks must come to one answer, so on CUDA, where NCCL keeps references for a while, it is always yes.
-        anyone, by_python = self.collectives.device.type != "cpu", False
+        # All ranks must come to one answer: where use counts don't tell, it is always yes.
+        anyone, by_python = not self.collectives.knows_references, False
         saved = []
         with torch._C.DisableTorchFunctionSubclass():
             for number, flat in enumerate(self.flats):
@@ -141,8 +141,7 @@ class Unit:
                 storage = flat.full.untyped_storage()
                 if storage.nbytes() != flat.nbytes:  # kept where an abandoned gather may still write
                     storage.resize_(flat.nbytes)
-                flat.own.copy_(flat.shard)
-                self.pending.append(c.all_gather(flat.full, self.gather_text))
+                self.pending.append(c.all_gather(flat.full, flat.payload, self.gather_text, flat.slots))
                 flat.fresh_version = flat.shard._version
         self.state = State.GATHERING
 

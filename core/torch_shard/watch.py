@@ -116,11 +116,11 @@ class Pending:
     def wait(self) -> None:
         work = self.work
         if work is not None:
-            if self.ordered or self.event is not None or work.is_completed():
-                work.wait()  # raises what it failed with; NCCL's only orders the current stream
-            else:
-                self.watch.wait(self)
             groups = self.channel.groups
+            if self.ordered or self.event is not None:
+                work.wait()  # NCCL's only orders the current stream
+            elif self.watch.polls or groups.broken or not _ends(work, self.watch.first_tick):
+                self.watch.wait(self)
             groups.written.pop(work, None)
             if groups.unfinished.get(self.channel.name) is work:
                 del groups.unfinished[self.channel.name]  # it holds tensors
@@ -142,6 +142,7 @@ class Watch:
     def __init__(self, rank: int, size: int, ranks: list[int], timeout: float, key: str) -> None:
         self.rank, self.size, self.ranks, self.timeout, self.key = rank, size, ranks, timeout, key
         self.channels: dict[str, Channel] = {}
+        self.first_tick = timedelta(seconds=min(FIRST_TICK, timeout))
         self.polls = False  # NCCL: see _bounded_wait and meet
 
     def _post(self, channel: str, number: int, what: str) -> None:
@@ -166,9 +167,10 @@ class Watch:
         return posts
 
     def wait(self, pending: Pending) -> None:
+        """For a collective that has not ended in the first tick, or that failed."""
         work = pending.work
         pending.channel.check()
-        if _bounded_wait(work, min(FIRST_TICK, self.timeout), pending, self.rank):
+        if self.polls and _bounded_wait(work, self.first_tick.total_seconds(), pending, self.rank):
             return
         groups = pending.channel.groups
         deadline = time.monotonic() + self.timeout - FIRST_TICK
@@ -306,6 +308,15 @@ class Watch:
 
 def _named(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+def _ends(work: Any, within: timedelta) -> bool:
+    """Whether a collective of Gloo's ends well in this time: all that most waits need."""
+    try:
+        work.wait(within)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _bounded_wait(work: Any, seconds: float, pending: Pending, rank: int) -> bool:

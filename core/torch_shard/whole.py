@@ -108,8 +108,9 @@ def _gathered(flat: FlatBuffer, dtype: torch.dtype, what: str, fill: Callable[[t
     with torch.inference_mode(False), torch.no_grad():
         with c.gathering() if moves else contextlib.nullcontext():
             full = torch.empty(flat.layout.numel, dtype=dtype, device=c.device)
-            fill(flat.own_slot(full))
-            pending = c.all_gather(full, what) if moves else None
+            own = flat.own_slot(full)
+            fill(own)
+            pending = c.all_gather(full, c.payload(own), what) if moves else None
         if pending is not None:
             pending.wait()
     return full
