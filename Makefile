@@ -25,8 +25,8 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
 help:
 	@echo "make demo       train a small GPT, sharded over all GPUs or two CPU ranks"
-	@echo "make test       all tests, then those marked 'wheel' against the built wheel"
-	@echo "make test-all   the same with the exhaustive sets"
+	@echo "make test       the tests, then those marked 'wheel' against the built wheel"
+	@echo "make test-all   the same, with the exhaustive sets of the tests"
 	@echo "make lint       ruff and mypy            make format   apply ruff's formatting"
 	@echo "make bench      the short benchmarks     make docs     write docs/reference"
 	@echo "Variables: PYTHON, TORCH, PIP_ARGS, ARGS (see the top of the Makefile)"

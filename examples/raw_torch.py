@@ -45,8 +45,7 @@ if args.resume:
     schedule.load_state_dict(saved["schedule"])
 
 context = model.config.context
-first = schedule.last_epoch  # the steps taken so far
-began = time.perf_counter()
+first, began = schedule.last_epoch, time.perf_counter()  # the steps taken so far, and the time
 for step in range(first, args.steps):
     optimizer.zero_grad()  # not after the step: what follows the loop counts the last gradients
     tokens, targets = text.batch(step, rank, per_rank, context)
@@ -74,6 +73,7 @@ if args.save:  # both calls are collective; rank 0 has the result
     state = {"model": engine.state_dict(), "optimizer": engine.optim_state_dict(optimizer)}
     if rank == 0:
         torch.save({**state, "schedule": schedule.state_dict()}, args.save)
+    dist.barrier()  # however long that took: what follows gathers, and waits 30 s for rank 0
 prompt = torch.tensor([list(b"def ")], device=device)
 say(bytes(model.generate(prompt, 200)[0].tolist()).decode(errors="replace"))
 dist.destroy_process_group()

@@ -74,8 +74,8 @@ def check(plugin: Any, private: Private) -> None:
     """
     if isinstance(plugin, private.MixedPrecision) and getattr(plugin, "scaler", None) is not None:
         raise private.MisconfigurationException(
-            "precision='16-mixed' is not supported by ShardStrategy yet: its gradient scaler decides on each rank's "
-            "own slice. Use precision='bf16-mixed', which needs no scaler, or '32-true'."
+            "precision='16-mixed' is not supported by ShardStrategy yet: its gradient scaler has not been tested with "
+            "sharded gradients on GPUs. Use precision='bf16-mixed', which needs no scaler, or '32-true'."
         )
     if isinstance(plugin, private.refused_precision):
         raise private.MisconfigurationException(

@@ -6,6 +6,8 @@ import copy
 import os
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from tests.ranks import ranks, run
 from torch_shard import groups
 from torch_shard.agreement import NoteLoad, forget_loads
 from torch_shard.errors import ConfigError, DivergenceError, MissingRankError, SetupError, ShardError
-from torch_shard.watch import default_store
+from torch_shard.watch import caller_line, default_store
 
 SHORT = 3.0  # seconds that a rank waits for a partner in these tests
 small = {"units": [nn.Linear], "timeout": SHORT}
@@ -89,6 +91,7 @@ def test_training_after_an_operation_that_one_rank_alone_ran_is_an_error_on_both
     assert time.monotonic() - begin < SHORT + 1
     assert "rank 0 waited 3 s" in str(caught.value), "what rank 0 had been doing"
     assert __file__ in str(caught.value)
+    assert "needs a torch.distributed.barrier() behind it" in str(caught.value)
     with pytest.raises(DivergenceError, match="earlier error"):
         step(model)
 
@@ -152,6 +155,43 @@ def test_both_sides_of_a_comparison_still_name_the_first_difference(rank):
             with torch.no_grad():
                 model(torch.ones(2, 4))
     step(model)  # no rank was left alone, so the engine goes on
+
+
+@pytest.mark.exhaustive
+@ranks(2, timeout=40)
+def test_a_barrier_lets_one_rank_write_a_checkpoint_for_longer_than_the_timeout(rank, tmp_path):
+    model, engine = stepped(timeout=2.0)
+    state = engine.state_dict()
+    if rank == 0:
+        time.sleep(4.0)
+        torch.save(state, tmp_path / "model.pt")
+    dist.barrier()
+    trains(model)
+
+
+# -- the line that a message names --------------------------------------------------------------------------------------
+
+
+def function_of(module):
+    """A function that calls its argument, of a module of that name."""
+    return eval(compile("lambda function: function()", f"<{module}>", "eval"), {"__name__": module})
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["lightning.pytorch.core.module", "pytorch_lightning.loops", "transformers.trainer", "contextlib", "torch.nn"],
+)
+def test_a_message_names_the_users_line_and_not_a_frameworks(module):
+    assert function_of(module)(caller_line).startswith(f"{__file__}:")
+    users = partial(function_of("train"), partial(function_of(module), caller_line))
+    assert function_of(module)(users) == "<train>:1"
+
+
+def test_where_there_is_no_line_of_the_users_a_message_names_the_innermost_one_of_a_framework():
+    inner, outer = function_of("lightning.pytorch.core.module"), function_of("lightning.fabric.launchers")
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(outer, partial(inner, caller_line)).result() == "<lightning.pytorch.core.module>:1"
+        assert pool.submit(caller_line).result() == "unknown line"
 
 
 # -- sharding a new model -----------------------------------------------------------------------------------------------

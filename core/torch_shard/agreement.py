@@ -20,7 +20,7 @@ from torch import nn
 from .collectives import Collectives
 from .errors import DivergenceError
 from .together import Together
-from .watch import Pending, caller_line
+from .watch import blocking, caller_line
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -51,8 +51,7 @@ class Agreement:
         c = self.collectives
         if c.world == 1:
             return payload
-        channel = c.control_channel
-        assert channel is not None and self.together is not None
+        assert self.together is not None
         own = ((self.hash + self.number * 0x9E3779B97F4A7C15) & _MASK).to_bytes(8, "little")
         head = torch.tensor(list(own) + [255 - b for b in own], dtype=torch.uint8)
         message = torch.zeros(16 + self.together.width, dtype=torch.uint8)
@@ -60,9 +59,7 @@ class Agreement:
         size = 0 if payload is None else len(payload)
         if payload is not None:
             message[16 : 16 + size] = payload
-        number = channel.count()
-        work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=channel.group, async_op=True)
-        Pending(c.watch, channel, number, what, work).wait()
+        blocking(c.watch, "control", what, dist.all_reduce, message, op=dist.ReduceOp.MAX)
         h = message[:16].tolist()
         if any(a + b != 255 for a, b in zip(h[:8], h[8:], strict=True)):
             self._explain(what)

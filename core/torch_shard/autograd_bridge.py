@@ -3,7 +3,7 @@
 `loss.backward(inputs=[...])` hands plain Python objects to autograd's C++ engine, which would find that a sharded
 parameter is no leaf of the graph and do nothing, without a word. No hook of torch sees that call, so
 `torch.autograd.backward` is wrapped once, for the life of the process; without sharded inputs it passes straight through.
-`torch.autograd.grad` needs no wrapper: it honours `__torch_function__`. Tested on torch 2.11 to 2.13.
+`torch.autograd.grad` needs no wrapper: it honours `__torch_function__`. Tested on torch 2.13.
 """
 
 from __future__ import annotations

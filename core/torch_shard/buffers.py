@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .collectives import Collectives
-from .watch import Pending
+from .watch import blocking
 
 
 class BufferSync:
@@ -47,8 +47,6 @@ def broadcast_coalesced(collectives: Collectives, tensors: list[torch.Tensor], w
     c = collectives
     if c.world == 1:
         return
-    channel = c.reduce_channel
-    assert channel is not None
     source = c.watch.ranks[0]
     if not met:
         c.watch.meet(what)
@@ -62,11 +60,9 @@ def broadcast_coalesced(collectives: Collectives, tensors: list[torch.Tensor], w
             flat = (
                 group[0].detach().view(-1) if alone else torch.cat([t.detach().reshape(-1).to(c.device) for t in group])
             )
-            number = channel.count()
             # Bytes, so that every dtype a model may hold can travel.
             raw = flat.view(torch.uint8) if flat.dtype is not torch.bool else flat.to(torch.uint8)
-            work = dist.broadcast(raw, src=source, group=channel.group, async_op=True)
-            Pending(c.watch, channel, number, what, work, ordered=c.watch.polls).wait()
+            blocking(c.watch, "reduce", what, dist.broadcast, raw, src=source, ordered=c.watch.polls)
             c.bytes_sent += raw.numel() if c.world_rank == 0 else 0
             if flat.dtype is torch.bool:
                 flat, alone = raw.to(torch.bool), False

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .groups import backend_of, groups_for
 from .log import logger
 from .versions import at_least
-from .watch import POLL, Channel, Pending, Watch
+from .watch import POLL, Channel, Pending, Watch, blocking
 
 # torch 2.13 renamed the single-tensor collectives and warns about the old names; 2.11 and 2.12 lack the new ones.
 _all_gather = getattr(dist, "all_gather_single" if at_least("2.13") else "all_gather_into_tensor", None)
@@ -85,20 +85,16 @@ class ScalarComm:
     rank: int
 
     def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:
-        _blocking(self.watch, self.channel, what, dist.all_reduce, tensor, op=_OPS[op])
+        self.watch.meet(what)
+        blocking(self.watch, "scalar", what, dist.all_reduce, tensor, op=_OPS[op], ordered=self.watch.polls)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         out = tensor.new_empty((self.size, *tensor.shape))
-        _blocking(self.watch, self.channel, what, _all_gather, out.view(-1), tensor.contiguous().view(-1))
+        parts = out.view(-1), tensor.contiguous().view(-1)
+        self.watch.meet(what)
+        blocking(self.watch, "scalar", what, _all_gather, *parts, ordered=self.watch.polls)
         return out
-
-
-def _blocking(watch: Watch, channel: Channel, what: str, function: Any, *args: Any, **kwargs: Any) -> None:
-    watch.meet(what)
-    number = channel.count()
-    work = function(*args, group=channel.group, async_op=True, **kwargs)
-    Pending(watch, channel, number, what, work, ordered=watch.polls).wait()
 
 
 def join(stream: Any, others: Iterable[Any]) -> None:

@@ -203,7 +203,7 @@ class Engine:
 
         Returns:
             The module's own dict: names, global shapes, strides and dtypes as before sharding, in new memory.
-            ``torch.save`` it on rank 0.
+            ``torch.save`` it on rank 0, with a ``torch.distributed.barrier()`` behind it on all ranks.
 
         Raises:
             ConfigError: another `form`.

@@ -20,7 +20,7 @@ from .shard_tensor import ShardSpec, ShardTensor
 if TYPE_CHECKING:
     from .unit import Unit
 
-# References that C++ holds to a tensor, autograd's included; undocumented (torch 2.11 to 2.13).
+# References that C++ holds to a tensor, autograd's included; undocumented (torch 2.13).
 _use_count: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 

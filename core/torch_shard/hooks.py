@@ -15,7 +15,7 @@ from .unit import Unit
 
 
 # torch.compiler.disable without importing the compiler here (which is loaded by the first optimizer anyway). Private;
-# torch 2.11 to 2.13.
+# torch 2.13.
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _uncompiled(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)

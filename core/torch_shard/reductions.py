@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 # Reductions in flight: each holds two buffers of its unit's size. Above this many, backward pauses for the oldest, but
 # not for long: a rank that leaves a parameter unused issues its reductions at the end of backward only, and until then
-# it may need a gather from this one.
-_IN_FLIGHT = 1
+# it may need a gather from this one. On a GPU one more, else its queue would run empty while the host waits.
+_IN_FLIGHT, _IN_FLIGHT_ON_STREAMS = 1, 2
 PAUSE = 0.2  # seconds
 _NO_PAUSE_FOR = 100  # backwards without a pause, once one was in vain because of such a rank
 
@@ -70,9 +70,10 @@ class Reductions:
             reduction = gradients.start_reduction(unit.reduce_text)
             if reduction is not None:
                 self._in_flight.append((gradients, reduction))
+        limit = _IN_FLIGHT if self.collectives.reduce_stream is None else _IN_FLIGHT_ON_STREAMS
         while self._in_flight:
             oldest = self._in_flight[0][1]
-            few = len(self._in_flight) <= _IN_FLIGHT
+            few = len(self._in_flight) <= limit
             if few and self.collectives.reduce_stream is not None:
                 break  # else the peak of GPU memory would depend on who was faster
             if not oldest.done():

@@ -27,7 +27,7 @@ from .runtime import Runtime
 from .shard_tensor import ShardTensor
 from .unit import Unit, adopt, rebuild_flat_weights
 from .versions import check_torch
-from .watch import Pending
+from .watch import blocking
 
 _PARAMETER_TYPES = (nn.Parameter, torch.Tensor)
 
@@ -153,6 +153,9 @@ def _drop_derived(model: nn.Module) -> None:
                 module.__dict__[name] = kept.detach()
 
 
+_SETUP = "the set-up of a sharded model (shard)"  # the operation, for messages
+
+
 def agree(
     c: Collectives, model: nn.Module, plan: Plan | None, error: Exception | None, config: ShardConfig | None = None
 ) -> None:
@@ -164,18 +167,13 @@ def agree(
         if error is not None:
             raise error
         return
-    channel = c.control_channel
-    assert channel is not None
-    what = "the set-up of a sharded model (shard)"
     equal = {} if config is None else {field: f"{field} is {getattr(config, field)!r}" for field in _EQUAL}
     equal["the kind of device"] = f"the model is on {c.device.type}"
     digest = plan.digest() if plan is not None else 0
     digest ^= zlib.crc32("\n".join(equal.values()).encode())
     head = list(digest.to_bytes(8, "little"))
     vector = torch.tensor([*head, *(255 - b for b in head), 1 if error is not None else 0], dtype=torch.uint8)
-    number = channel.count()
-    work = dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=channel.group, async_op=True)
-    Pending(c.watch, channel, number, what, work).wait()
+    blocking(c.watch, "control", _SETUP, dist.all_reduce, vector, op=dist.ReduceOp.MAX)
     answer = vector.tolist()
     failed = bool(answer[16])
     differs = any(a + b != 255 for a, b in zip(answer[:8], answer[8:16], strict=True))
@@ -194,7 +192,7 @@ def agree(
         equal,
         lines + (plan.lines() if plan is not None else []),
     )
-    everyone = c.watch.exchange(what, mine, listen=error is None)
+    everyone = c.watch.exchange(_SETUP, mine, listen=error is None)
     if error is not None:
         raise error
     if failed:
@@ -400,11 +398,7 @@ def _units_on_meta(
     here = [params[n].device.type != "meta" for n in names]
     real = torch.tensor([*here, *(h and c.world_rank == 0 for h in here)], dtype=torch.uint8)
     if c.world > 1 and len(real):
-        channel = c.control_channel
-        assert channel is not None
-        number = channel.count()
-        work = dist.all_reduce(real, op=dist.ReduceOp.MAX, group=channel.group, async_op=True)
-        Pending(c.watch, channel, number, "the set-up of a sharded model (shard)", work).wait()
+        blocking(c.watch, "control", _SETUP, dist.all_reduce, real, op=dist.ReduceOp.MAX)
     answer = [bool(r) for r in real.tolist()]
     somewhere = dict(zip(names, answer[: len(names)], strict=True))
     on_first = dict(zip(names, answer[len(names) :], strict=True))

@@ -154,8 +154,8 @@ class ShardTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardPicklingError(
             f"rank {self._spec.rank}: pickling (torch.save) the sharded {self._spec.name} would save one rank's slice. "
-            'Save engine.state_dict(form="full") instead, called on all ranks; for optimizers '
-            "engine.optim_state_dict(optimizer)."
+            'Save engine.state_dict(form="full") instead, and for optimizers engine.optim_state_dict(optimizer), called on '
+            "all ranks; put a torch.distributed.barrier() behind what one rank writes."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

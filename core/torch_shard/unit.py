@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from .collectives import Collectives, join, outside_inference
 from .errors import ReplacedParameterError, ShardError, UnitStateError
 from .flat_buffer import FlatBuffer
-from .leaf import data_taken, own_grad, set_own_grad
+from .leaf import data_taken
 from .order import PHASES
 from .outputs import may_hold_tensors, tensors_in
 from .registrations import inside_functional_call
@@ -317,11 +317,7 @@ class Unit:
                 memo[id(mine)] = its
         runtime = copy.deepcopy(self.runtime, memo)
         for mine, its in zip(self.params, other.params, strict=True):
-            adopt(its, mine)
-            with torch._C.DisableTorchFunctionSubclass():
-                grad: Any = own_grad(mine)
-                if grad is not None:
-                    set_own_grad(its, ShardTensor(grad._local.clone(), its._spec))
+            adopt(its, mine)  # without `.grad`, as nn.Parameter is copied
         for flat, twin in zip(self.flats, other.flats, strict=True):
             for i in range(len(twin.params)):
                 twin.params[i] = memo[id(flat.params[i])]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .runtime import Runtime
     from .unit import Unit
 
-graph_task = torch._C._current_graph_task_id  # -1 outside backward; no public accessor (torch 2.11 to 2.13)
+graph_task = torch._C._current_graph_task_id  # -1 outside backward; no public accessor (torch 2.13)
 sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 

@@ -30,7 +30,7 @@ POLL = 0.0002  # seconds between looks at a collective of NCCL's
 
 def default_store() -> Any:
     """The store that the default process group was made with: works where collectives would wait."""
-    return dist.distributed_c10d._get_default_store()  # no public accessor exists (torch 2.11 to 2.13)
+    return dist.distributed_c10d._get_default_store()  # no public accessor exists (torch 2.13)
 
 
 # Packages that call the user's code and are called by it: their frames are not where the user's code waits.
@@ -211,10 +211,7 @@ class Watch:
         the device has to do before it.
         """
         if self.polls:
-            channel = self.channels["meet"]
-            number = channel.count()
-            work = dist.all_reduce(torch.zeros(1), group=channel.group, async_op=True)
-            Pending(self, channel, number, what, work).wait()
+            blocking(self, "meet", what, dist.all_reduce, torch.zeros(1))
 
     def exchange(self, what: str, value: Any, own: str = "", listen: bool = True) -> list[Any]:
         """What every rank has to say, by rank, where an error must be explained. Collective.
@@ -308,6 +305,17 @@ class Watch:
 
 def _named(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+def blocking(
+    watch: Watch, name: str, what: str, function: Any, *args: Any, ordered: bool = False, **kwargs: Any
+) -> None:
+    """Run a collective of torch.distributed's in the channel `name`, and wait for it with a limit. Collective. `ordered`:
+    see :class:`Pending`."""
+    channel = watch.channels[name]
+    number = channel.count()
+    work = function(*args, group=channel.group, async_op=True, **kwargs)
+    Pending(watch, channel, number, what, work, ordered=ordered).wait()
 
 
 def _ends(work: Any, within: timedelta) -> bool:

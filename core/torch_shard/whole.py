@@ -20,7 +20,7 @@ from .leaf import own_grad, set_own_grad
 from .runtime import Runtime
 from .shard_tensor import ShardTensor
 from .unit import State, Unit
-from .watch import Pending
+from .watch import blocking
 
 # -- together or not at all -------------------------------------------------------------------------------------------
 
@@ -150,10 +150,9 @@ def refill(runtime: Runtime, unit: Unit) -> bool:
 def send_slices(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tensor, source: int, what: str) -> None:
     """Cut `full` (on rank `source` only, any device) and give each rank its part in `into`. Collective."""
     c = flat.collectives
-    channel = c.reduce_channel
     if not into.numel():
         return
-    if c.world == 1 or channel is None:
+    if c.world == 1:
         assert full is not None
         into.copy_(flat.own_slot(full))
         return
@@ -161,15 +160,13 @@ def send_slices(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tensor,
     with torch.no_grad():
         raw = _bytes(into) if into.is_contiguous() else _bytes(into.contiguous())
         whole = _bytes(full.to(into.device)) if me and full is not None else None
-        number = channel.count()
         if c.size == 1:
             if whole is not None:
                 raw.copy_(whole)
-            work = dist.broadcast(raw, src=c.watch.ranks[source], group=channel.group, async_op=True)
+            blocking(c.watch, "reduce", what, dist.broadcast, raw, src=c.watch.ranks[source])
         else:
             parts = None if whole is None else list(whole.view(c.size, -1).unbind(0))
-            work = dist.scatter(raw, parts, src=c.watch.ranks[source], group=channel.group, async_op=True)
-        Pending(c.watch, channel, number, what, work).wait()
+            blocking(c.watch, "reduce", what, dist.scatter, raw, parts, src=c.watch.ranks[source])
         if me:
             c.bytes_sent += raw.numel() * (c.world - 1)
 
@@ -177,12 +174,9 @@ def send_slices(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tensor,
 def send_bytes(runtime: Runtime, values: torch.Tensor, source: int, what: str) -> torch.Tensor:
     """Broadcast a small uint8 CPU tensor from rank `source`; returns it. Collective."""
     c = runtime.collectives
-    channel = c.control_channel
-    if c.world == 1 or channel is None:
+    if c.world == 1:
         return values
-    number = channel.count()
-    work = dist.broadcast(values, src=c.watch.ranks[source], group=channel.group, async_op=True)
-    Pending(c.watch, channel, number, what, work).wait()
+    blocking(c.watch, "control", what, dist.broadcast, values, src=c.watch.ranks[source])
     return values
 
 

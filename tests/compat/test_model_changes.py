@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -354,3 +355,20 @@ def test_zero_grad(rank, world_size, of, set_to_none):
         if not set_to_none:
             same_grads(pair.model, pair.plain)
     pair.check()
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
+@ranks(2)
+def test_a_deepcopy_between_micro_batches_has_no_gradients_as_in_plain_torch(rank, world_size, strategy):
+    pair = Pair(MLP, rank, world_size, strategy=strategy)
+    copies = []
+    for model in (pair.model, pair.plain):
+        with pair.engine.no_sync() if model is pair.model else contextlib.nullcontext():
+            plain_backward(model, batch(rank, 0))
+        copies.append(copy.deepcopy(model))
+        assert all(p.grad is None for p in copies[-1].parameters())
+    for ours, theirs in ((pair.model, pair.plain), copies):
+        for model in (ours, theirs):
+            plain_backward(model, batch(rank, 1))
+        average_grads(theirs)
+        same_grads(ours, theirs)

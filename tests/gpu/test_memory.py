@@ -1,4 +1,4 @@
-"""Memory on the GPU: the same in every step, and of a few units at a time however many there are."""
+"""Memory on the GPU: the same in every step (over NCCL exactly), and of a few units at a time however many there are."""
 
 from __future__ import annotations
 
@@ -34,22 +34,20 @@ def peaks(rank: int, device: torch.device, steps: int, **settings: Any) -> list[
     return found
 
 
-def check_equal_peaks(rank: int, device: torch.device, strategy: str) -> None:
+@strategies
+@ranks(1, 2, backend="nccl", timeout=300)
+def test_peak_memory_over_nccl_is_the_same_in_every_step(rank, device, strategy):
+    """With one rank nothing is gathered: then this is about gradient buffers."""
     first, *others = peaks(rank, device, 10, strategy=strategy)  # the first step makes the optimizer's state
     assert len(set(others)) == 1, (first, others)
 
 
 @strategies
-@ranks(1, 2, backend="nccl", timeout=300)
-def test_peak_memory_over_nccl_is_the_same_in_every_step(rank, device, strategy):
-    """With one rank nothing is gathered: then this is about gradient buffers."""
-    check_equal_peaks(rank, device, strategy)
-
-
-@strategies
 @ranks(2, 3, timeout=300)
-def test_peak_memory_of_ranks_that_share_a_gpu_is_the_same_in_every_step(rank, device, strategy):
-    check_equal_peaks(rank, device, strategy)
+def test_peak_memory_of_ranks_that_share_a_gpu_is_about_the_same_in_every_step(rank, device, strategy):
+    """Over Gloo a reduction ends when the other rank's host is there, so which buffers meet is a matter of timing."""
+    first, *others = peaks(rank, device, 10, strategy=strategy)
+    assert max(others) <= 1.05 * min(others), (first, others)
 
 
 BLOCKS = 24

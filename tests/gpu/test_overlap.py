@@ -1,8 +1,10 @@
-"""Communication runs beside compute, and the host does not wait for the device."""
+"""Communication runs beside compute, and the host runs ahead of the device."""
 
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,19 +106,65 @@ def test_gradients_are_reduced_while_the_next_unit_computes(rank, device, tmp_pa
     assert len(beside) > 0.6 * len(reductions), f"{len(beside)} of {len(reductions)} reductions ran beside compute"
 
 
-@ranks(1, 2, backend="nccl", timeout=240)
-def test_the_host_never_waits_for_the_device_in_a_step(rank, device):
+def warmed_up(rank: int, device: torch.device) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
+    """A sharded GPT, its engine and its optimizer, after some steps: the first look for edits of gathered values, which
+    is a wait."""
     torch.manual_seed(0)
     model = GPT(width=48).to(device)
     engine = torch_shard.shard(model, units=[Block], timeout=60.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    batches = [tokens(rank, step, device) for step in range(8)]
-    for x in batches[:5]:  # the first steps look for edits of gathered values, which is a wait
-        train_step(model, optimizer, x, engine)
+    for step in range(5):
+        train_step(model, optimizer, tokens(rank, step, device), engine)
     torch.cuda.synchronize(device)
+    return model, engine, optimizer
+
+
+@ranks(1, 2, backend="nccl", timeout=240)
+def test_no_call_in_a_step_synchronises_with_the_device(rank, device):
+    model, engine, optimizer = warmed_up(rank, device)
+    batches = [tokens(rank, step, device) for step in range(3)]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for x in batches[5:]:
+        for x in batches:
             train_step(model, optimizer, x, engine)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def assert_runs_ahead(device: torch.device, what: Callable[[], Any]) -> Any:
+    """Call `what` while the device is busy with something else for 0.3 s or more: the call must return before that.
+
+    The debug mode above sees calls that block, but not a host that asks an event again and again.
+    """
+    torch.cuda.synchronize(device)
+    dist.all_reduce(torch.zeros(1))  # on the CPU: the ranks begin together
+    begin = time.perf_counter()
+    torch.cuda._sleep(600_000_000)  # cycles, of at most 2 GHz
+    result = what()
+    host = time.perf_counter() - begin
+    torch.cuda.synchronize(device)
+    busy = time.perf_counter() - begin
+    assert busy > 0.25, "the device was not busy for long enough to show anything"
+    assert host < 0.6 * busy, f"the host came back after {host:.3f} s, the device after {busy:.3f} s"
+    return result
+
+
+@ranks(1, 2, backend="nccl", timeout=240)
+def test_the_host_runs_ahead_of_a_busy_device_in_forward_clipping_and_step(rank, device):
+    model, engine, optimizer = warmed_up(rank, device)
+    for step in range(3):
+        x = tokens(rank, 5 + step, device)
+        loss = assert_runs_ahead(device, lambda x=x: model(x).square().mean())
+        loss.backward()
+        assert_runs_ahead(device, lambda: engine.clip_grad_norm_(1.0))
+        assert_runs_ahead(device, optimizer.step)
+        optimizer.zero_grad()
+
+
+@ranks(1, backend="nccl", timeout=240)
+def test_the_host_of_one_rank_runs_ahead_of_a_busy_device_in_a_whole_step(rank, device):
+    """With more ranks backward follows the device on purpose: two reductions in flight at most (`wait_for_own_part`)."""
+    model, engine, optimizer = warmed_up(rank, device)
+    for step in range(3):
+        x = tokens(rank, 5 + step, device)
+        assert_runs_ahead(device, lambda x=x: train_step(model, optimizer, x, engine))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.compat.harness import batch, train_both
+from tests.compat.harness import batch, plain_backward, train_both
 from tests.gpu.models import GPT, tokens
 from tests.ranks import ranks
 
@@ -110,6 +110,68 @@ def test_training_on_a_stream_of_the_users_is_like_plain(rank, world_size, devic
     with torch.cuda.stream(stream):
         train_gpt_like_plain(rank, world_size, device, Delay(), strategy=strategy)
     torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def scribble(device: torch.device) -> None:
+    """Take what is free of the current stream's memory, and write to it at once."""
+    taken = [torch.full((n,), float("nan"), dtype=torch.float64, device=device) for n in range(32, 4096, 32)]
+    del taken
+
+
+@strategies
+@ranks(1, 2, backend="nccl", timeout=240)
+def test_training_on_another_stream_than_the_model_was_sharded_on_is_like_plain(rank, world_size, device, strategy):
+    """Buffers were made on the default stream. What is allocated there right after backward must not get memory that the
+    other stream, which is far behind the host, still uses."""
+    default, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+
+    def run(model: nn.Module, x: torch.Tensor) -> None:
+        stream.wait_stream(default)
+        with torch.cuda.stream(stream):
+            plain_backward(model, x)
+        scribble(device)
+        default.wait_stream(stream)  # as the user must, before the optimizer's step
+
+    train_gpt_like_plain(rank, world_size, device, Delay(), strategy=strategy, run=run)
+
+
+class Towers(nn.Module):
+    """Two towers, each on a stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(5, 7), Delay(), nn.Linear(7, 6)) for _ in range(2))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, streams: list[torch.cuda.Stream]) -> torch.Tensor:
+        current = torch.cuda.current_stream(x.device)
+        outputs = []
+        for tower, stream in zip(self.towers, streams, strict=True):
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                outputs.append(tower(x))
+        for output, stream in zip(outputs, streams, strict=True):
+            current.wait_stream(stream)
+            output.record_stream(current)
+        return self.head(outputs[0] * outputs[1])
+
+
+@strategies
+@pytest.mark.parametrize("unit_bytes", [100, 1 << 20], ids=["small units", "one unit"])
+@ranks(1, 2, backend="nccl", timeout=240)
+def test_two_towers_on_two_streams_train_like_plain(rank, world_size, device, strategy, unit_bytes):
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    train_both(
+        lambda: Towers().to(device),
+        rank,
+        world_size,
+        run=lambda model, x: plain_backward(model, x, streams),
+        make_batch=lambda rank, step: batch(rank, step).to(device),
+        steps=4,
+        strategy=strategy,
+        unit_bytes=unit_bytes,
+        timeout=60.0,
+    )
 
 
 # -- modules that are special on GPUs -------------------------------------------------------------------------------------

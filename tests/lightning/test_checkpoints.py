@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import time
 from typing import Any
 
 import numpy
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 from lightning_shard.for_lightning import ShardStrategy
-from tests.lightning.helpers import assert_same_state, either_namespace, loader, net_class, single, trainer
+from tests.lightning.helpers import BATCHES, assert_same_state, either_namespace, loader, net_class, single, trainer
 from tests.marks import exhaustive
 from tests.ranks import ranks, run
+from torch_shard import ShardConfig
 from torch_shard.errors import ShardError, StateDictError
 
 
@@ -212,6 +214,31 @@ def test_asynchronous_checkpoints_are_complete_when_the_run_ends(rank, world_siz
     trainer("lightning", world_size, **options).fit(module, loader(world_size))
     if rank == 0:  # the rank that writes
         equal(torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"], module.state_dict())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("asynchronous", [False, True])
+@ranks(2)
+def test_ranks_wait_for_a_save_that_takes_longer_than_the_engines_timeout(world_size, tmp_path, asynchronous):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+
+    class Slow(TorchCheckpointIO):
+        seconds = 4.0
+
+        def save_checkpoint(self, *args, **options):
+            time.sleep(self.seconds)
+            self.seconds = 0.0
+            super().save_checkpoint(*args, **options)
+
+    files = AsyncCheckpointIO(Slow()) if asynchronous else Slow()
+    saves = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=BATCHES // 2)  # the first while training
+    options = {"plugins": [files], "callbacks": [saves], "enable_checkpointing": True}
+    t = trainer("lightning", world_size, ShardStrategy(ShardConfig(timeout=2.0), unshard_at_end=False), **options)
+    module = adamw()
+    t.fit(module, loader(world_size))
+    t.test(module, loader(world_size), verbose=False)
+    assert list(tmp_path.iterdir())
 
 
 @ranks(2)

@@ -33,6 +33,33 @@ def test_precisions_train_like_a_single_device(world_size, precision):
         torch.testing.assert_close(module.state_dict()[name], value, rtol=0.05, atol=0.02)
 
 
+@ranks(2)
+def test_a_gradient_scaler_of_the_users_skips_a_step_on_all_ranks_when_one_rank_overflows(rank, world_size):
+    class Scales(net_class("lightning")):
+        def __init__(self, overflows):
+            super().__init__()
+            self.automatic_optimization = False
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+            self.overflows = overflows
+
+        def training_step(self, batch, index):
+            optimizer = self.optimizers().optimizer
+            loss = self.scaler.scale(self.loss(batch))
+            self.manual_backward(loss * float("inf") if index == 2 and self.overflows else loss)
+            self.scaler.unscale_(optimizer)
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            self.scaler.step(optimizer)
+            self.scaler.update()
+            optimizer.zero_grad()
+            self.seen.append(self.scaler.get_scale())
+
+    expected, module = Scales(True), Scales(rank == 1)
+    single("lightning").fit(expected, loader(1))
+    trainer("lightning", world_size).fit(module, loader(world_size))
+    assert module.seen == expected.seen == [256.0, 512.0, 256.0, 256.0, 512.0, 512.0]
+    assert_same_state(module.state_dict(), expected.state_dict())
+
+
 def test_float16_with_a_scaler_is_refused_with_the_remedy():
     with pytest.raises(MisconfigurationException, match="bf16-mixed"):
         trainer("lightning", 1, plugins=[MixedPrecision("16-mixed", "cpu")])

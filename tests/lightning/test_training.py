@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ import lightning_shard
 import torch_shard
 from lightning_shard.precision import ShardedClipping
 from tests.lightning.helpers import (
+    BATCHES,
     NAMESPACES,
     assert_same_state,
     both_namespaces,
@@ -24,6 +26,7 @@ from tests.lightning.helpers import (
     single,
     trainer,
 )
+from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard import ShardConfig, ShardError, ShardTensor
 
@@ -104,6 +107,75 @@ def test_clipping_in_configure_gradient_clipping_sees_the_global_norm(world_size
     reference = Clips()
     single("lightning").fit(reference, loader(1))
     assert module.seen == pytest.approx(reference.seen, rel=1e-5)
+
+
+def compile_all(net: Any) -> None:
+    net.compile(backend="eager")
+
+
+def compile_blocks(net: Any) -> None:
+    for block in net.blocks:
+        block.compile(backend="eager")
+
+
+def wrap_blocks(net: Any) -> None:
+    net.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in net.blocks)
+
+
+@pytest.mark.parametrize("how", [compile_all, compile_blocks, wrap_blocks])
+@ranks(2)
+def test_compiling_in_configure_model_trains_like_a_single_device(world_size, how):
+    class Compiled(net_class("lightning")):
+        compiled = False
+
+        def configure_model(self):
+            if not self.compiled:
+                self.compiled = True
+                how(self)
+
+    compare("lightning", world_size, Compiled)
+
+
+@pytest.mark.parametrize("forward", [False, True])
+@ranks(2)
+def test_a_step_that_returns_none_on_all_ranks_is_lightnings_own_error(world_size, forward):
+    class Skips(net_class("lightning")):
+        skip = True
+
+        def training_step(self, batch, index):
+            if index == 2 and self.skip:
+                _ = self.loss(batch) if forward else None
+                return None
+            return super().training_step(batch, index)
+
+    module = Skips()
+    with pytest.raises(RuntimeError, match="returning None in distributed training is not supported"):
+        trainer("lightning", world_size).fit(module, loader(world_size))
+    module.skip = False
+    trainer("lightning", world_size).fit(module, loader(world_size))
+    assert torch_shard.engine_of(module) is None
+
+
+@pytest.mark.parametrize("p", [2.0, *exhaustive(1.0, "inf")])
+@ranks(2)
+def test_grad_norm_before_the_optimizer_step_is_that_of_a_single_device(world_size, p):
+    from lightning.pytorch.utilities import grad_norm
+
+    class Norms(net_class("lightning")):
+        def on_before_optimizer_step(self, optimizer):
+            norms = grad_norm(self, norm_type=p)
+            self.log_dict(norms)
+            self.seen.append({name: float(norm) for name, norm in norms.items()})
+
+    module, t = compare("lightning", world_size, Norms)
+    expected = Norms()
+    plain = single("lightning")
+    plain.fit(expected, loader(1))
+    assert len(module.seen) == BATCHES and f"grad_{p}_norm_total" in module.seen[0]
+    for found, wanted in zip(module.seen, expected.seen, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5)
+    for name, value in module.seen[-1].items():
+        assert float(t.callback_metrics[name]) == pytest.approx(value)
 
 
 def gan_class(namespace: str) -> Any:
@@ -307,9 +379,12 @@ def test_an_exception_on_one_rank_is_an_error_on_the_others_and_teardown_does_no
 
     strategy = lightning_shard.ShardStrategy(ShardConfig(timeout=2.0))
     started = time.monotonic()
-    with pytest.raises(ZeroDivisionError if rank == 1 else ShardError):
+    with pytest.raises(ZeroDivisionError if rank == 1 else ShardError) as caught:
         trainer("lightning", world_size, strategy).fit(Fails(), loader(world_size))
     assert time.monotonic() - started < 15
+    if rank == 0:  # a line of the step or the call of fit, none of Lightning
+        assert re.search(r"at \S*tests/lightning/\w+\.py:\d+", str(caught.value)), caught.value
+        assert "/core/module.py" not in str(caught.value)
 
 
 @ranks(2)
