@@ -7,10 +7,12 @@ One process plays one rank of many. The engine's work per layer and step is
 
     step under the engine - the same step of the plain model - the group's own cost
 
-where a step is zero_grad, forward and backward, times are CPU seconds of this process (medians),
-and the group's own cost is that of calling exactly the collectives of that step again, alone.
-(The fake group copies the input into each rank's place of an all-gather's output; with 1024 ranks
-that is most of a step.) The optimizer's step and clipping are timed apart.
+where a step is zero_grad, forward and backward, times are CPU seconds of this process, and the group's
+own cost is that of calling exactly the collectives of that step again, alone. The three take turns,
+and what counts is the median of the differences within a turn, so that a machine whose speed
+drifts does not show; each engine runs in several processes, in turns with the others. (The fake
+group copies the input into each rank's place of an all-gather's output; with 1024 ranks that is
+most of a step.) The optimizer's step and clipping are timed apart.
 """
 
 from __future__ import annotations
@@ -63,24 +65,52 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
+def cpu(function: Callable[[], Any]) -> float:
+    """Return the CPU seconds of one call."""
+    start = time.process_time()
+    function()
+    return time.process_time() - start
+
+
 def median_cpu(function: Callable[[], Any], repeat: int, before: Callable[[], Any] = int) -> float:
     """Return the median CPU seconds of `function`; `before` runs ahead of each call, untimed."""
     times = []
     gc.collect()
     for _ in range(repeat):
         before()
-        start = time.process_time()
-        function()
-        times.append(time.process_time() - start)
+        times.append(cpu(function))
     return statistics.median(times)
 
 
 def overhead(name: str, repeat: int) -> dict[str, float]:
     """Return medians in seconds for one engine; the process group exists."""
+    forward_backward, clip, optimizer = prepare(name)
+    plain, _, _ = prepare("alone")
+    counter = CollectiveCounter(keep_replays=True)
+    with counter:
+        forward_backward()
+
+    def group() -> None:
+        for call in counter.calls:
+            call.replay()
+
+    gc.collect()
+    turns = [(cpu(forward_backward), cpu(plain), cpu(group)) for _ in range(repeat)]
+    return {
+        "own": statistics.median(step - layer - sent for step, layer, sent in turns),
+        "plain": statistics.median(layer for _, layer, _ in turns),
+        "group": statistics.median(sent for *_, sent in turns),
+        "clip": median_cpu(lambda: clip(1.0), repeat, before=forward_backward),
+        "optimizer": median_cpu(optimizer.step, repeat, before=forward_backward),
+        "calls": len(counter.calls),
+    }
+
+
+def prepare(name: str) -> tuple[Callable[[], None], Callable[[float], Any], torch.optim.Optimizer]:
+    """Return a step's forward and backward under an engine, its clipping and its optimizer, all warm."""
     torch.manual_seed(0)
     plain = Stack()
-    device = torch.device("cpu")
-    model, clip = wrap(name, plain, plain.layers, device)
+    model, clip = wrap(name, plain, plain.layers, torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x = torch.randn(8, WIDTH)
 
@@ -92,21 +122,7 @@ def overhead(name: str, repeat: int) -> dict[str, float]:
         forward_backward()
         clip(1.0)
         optimizer.step()
-    counter = CollectiveCounter(keep_replays=True)
-    with counter:
-        forward_backward()
-
-    def group() -> None:
-        for call in counter.calls:
-            call.replay()
-
-    return {
-        "step": median_cpu(forward_backward, repeat),
-        "group": median_cpu(group, repeat) if counter.calls else 0.0,
-        "clip": median_cpu(lambda: clip(1.0), repeat, before=forward_backward),
-        "optimizer": median_cpu(optimizer.step, repeat, before=forward_backward),
-        "calls": len(counter.calls),
-    }
+    return forward_backward, clip, optimizer
 
 
 def set_up(name: str) -> dict[str, float]:
@@ -174,6 +190,7 @@ def main() -> None:
     parser.add_argument("--engines", default="ours,fsdp2,fsdp1")
     parser.add_argument("--ranks", help="comma-separated; default 8,64,1024, short: 8")
     parser.add_argument("--repeat", type=int, default=30)
+    parser.add_argument("--passes", type=int, default=5, help="processes for each engine")
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--what", choices=["overhead", "set_up"], help="one of the two only")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
@@ -181,29 +198,36 @@ def main() -> None:
     if args.engine:
         args.ranks = int(args.ranks)
         return measure(args)
-    repeat = 10 if args.short else args.repeat
+    repeat, passes = (10, 1) if args.short else (args.repeat, args.passes)
     ranks = [int(n) for n in (args.ranks or ("8" if args.short else "8,64,1024")).split(",")]
     engines = args.engines.split(",")
     print(
         f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} CPU cores, {date.today()}\n"
     )
     if args.what != "set_up":
-        print(f"{LAYERS} layers of {WIDTH * (WIDTH + 3)} parameters, medians of {repeat}, CPU time\n")
         print(
-            "| ranks | engine | engine µs per layer and step | group's own µs per layer | "
+            f"{LAYERS} layers of {WIDTH * (WIDTH + 3)} parameters, CPU time, medians of {repeat} steps in each of {passes} "
+            "processes\n"
+        )
+        print(
+            "| ranks | engine | engine µs per layer and step: median, all processes | group's own µs per layer | "
             "collectives per step | clip ms | AdamW step ms |"
         )
         print("| --- | --- | --- | --- | --- | --- | --- |")
-        plain = child("overhead", "alone", 1, repeat)
         micro = 1e6 / LAYERS
-        row = f"| | no engine | ({plain['step'] * micro:.0f} for the layer itself) | 0 | 0 "
+        plain = child("overhead", "alone", 1, repeat)
+        row = f"| | no engine | ({plain['plain'] * micro:.0f} for the layer itself) | 0 | 0 "
         print(f"{row}| {plain['clip'] * 1e3:.1f} | {plain['optimizer'] * 1e3:.1f} |")
         for world in ranks:
+            runs: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
+            for _ in range(passes):
+                for name in engines:
+                    runs[name].append(child("overhead", name, world, repeat))
             for name in engines:
-                t = child("overhead", name, world, repeat)
-                own = t["step"] - plain["step"] - t["group"]
+                t = {key: statistics.median(run[key] for run in runs[name]) for key in runs[name][0]}
+                each = ", ".join(f"{run['own'] * micro:.0f}" for run in runs[name])
                 print(
-                    f"| {world} | {LABELS[name]} | **{own * micro:.0f}** | "
+                    f"| {world} | {LABELS[name]} | **{t['own'] * micro:.0f}** ({each}) | "
                     f"{t['group'] * micro:.0f} | {t['calls']:.0f} | {t['clip'] * 1e3:.1f} | "
                     f"{t['optimizer'] * 1e3:.1f} |",
                     flush=True,

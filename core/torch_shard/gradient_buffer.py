@@ -18,6 +18,9 @@ from .shard_tensor import ShardTensor
 # them all. A larger one is copied at once, so that the memory that autograd gave it is free again.
 _SMALL = 1 << 18  # bytes
 
+# Marks of a parameter in a backward; 0: nobody asked for its gradient.
+WANTED, SEEN = 1, 2
+
 
 class GradientBuffer:
     """A flat buffer's gradients. `layout`, `dtype` and `params` are the flat buffer's own."""
@@ -157,10 +160,15 @@ class GradientBuffer:
                 base = flat
         return base
 
-    def publish(self, used: list[int]) -> list[int]:
-        """Make the reduced slices the parameters' gradients, where `used` (by some rank); returns the indices of those. Call
-        without gradients and without ``__torch_function__``."""
-        touched = [i for i, u in enumerate(used) if u]
+    def marks(self) -> list[int]:
+        """What the ranks compare at the end of a backward, for each parameter; the largest mark of any rank counts."""
+        states = zip(self.wanted, self.arrived, self.holds, strict=True)
+        return [SEEN if arrived or held else want for want, arrived, held in states]
+
+    def publish(self, marks: list[int]) -> list[int]:
+        """Make the reduced slices the parameters' gradients, where the ranks' `marks` say that there is one; returns the
+        indices of those. Call without gradients and without ``__torch_function__``."""
+        touched = [i for i, mark in enumerate(marks) if mark == SEEN]
         results, self.results = self.results, []
         if not touched or not results:
             return touched

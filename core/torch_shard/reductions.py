@@ -17,7 +17,7 @@ import torch
 from .agreement import Agreement
 from .collectives import Collectives, Reduction
 from .errors import ShardError
-from .gradient_buffer import GradientBuffer
+from .gradient_buffer import WANTED, GradientBuffer
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -102,23 +102,23 @@ class Reductions:
             marks.append(unit.rounds + unreduced)
             marks.append(unit.index not in idle)
             for flat in unit.flats:
-                marks += [a or h for a, h in zip(flat.gradients.arrived, flat.gradients.holds, strict=True)]
+                marks += flat.gradients.marks()
         agreed = agreement.check("the end of backward", torch.tensor(marks, dtype=torch.uint8))
         assert agreed is not None
         answer, at = agreed.tolist(), 1
         if not answer[0]:
             self._no_pause = 0  # a partner was slow for once
         rounds: dict[int, int] = {}
-        used: dict[int, list[int]] = {}
+        marked: dict[int, list[int]] = {}
         needless = False
         for unit in units:
             rounds[unit.index] = answer[at]
             needless |= not answer[at + 1]
             at += 2
             for flat in unit.flats:
-                used[id(flat)] = answer[at : at + len(flat.params)]
+                marked[id(flat)] = answer[at : at + len(flat.params)]
                 at += len(flat.params)
-        self._note_incomplete(used)
+        self._note_incomplete(marked)
         for unit in self._order:  # first what other ranks have issued before they came here
             if unit.rounds < min(1, rounds[unit.index]):
                 self._issue(unit)
@@ -127,24 +127,23 @@ class Reductions:
                 self._issue(unit)
         while self._in_flight:
             self._collect_oldest()
-        self._publish(units, used)
+        self._publish(units, marked)
         return needless
 
-    def _note_incomplete(self, used: dict[int, list[int]]) -> None:
+    def _note_incomplete(self, marked: dict[int, list[int]]) -> None:
         for unit in self._used:
-            pairs = [zip(f.gradients.wanted, used[id(f)], strict=True) for f in unit.flats]
-            if any(want and not seen for pair in pairs for want, seen in pair):
+            if any(WANTED in marked[id(flat)] for flat in unit.flats):
                 self._incomplete.add(unit.index)
             else:
                 self._incomplete.discard(unit.index)
 
     @staticmethod
-    def _publish(units: list[Unit], used: dict[int, list[int]]) -> None:
+    def _publish(units: list[Unit], marked: dict[int, list[int]]) -> None:
         called = []
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for unit in units:
                 for flat in unit.flats:
-                    touched = flat.gradients.publish(used[id(flat)])
+                    touched = flat.gradients.publish(marked[id(flat)])
                     if unit.post_hooks:
                         called += [(unit, flat, i) for i in touched]
         for unit, flat, i in called:
