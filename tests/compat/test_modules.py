@@ -13,6 +13,7 @@ import torch_shard
 from tests.compat.harness import MLP, Pair, average_grads, batch, loss_of, plain_backward, same, same_grads, train_both
 from tests.marks import exhaustive
 from tests.ranks import ranks
+from torch_shard.unit import State
 
 
 class Recurrent(nn.Module):
@@ -456,3 +457,37 @@ def test_lazy_modules_are_sharded_once_they_have_parameters(rank, world_size):
         return model
 
     train_both(build, rank, world_size, unit_bytes=100)
+
+
+# -- branches -----------------------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Evaluation goes through one branch, training through the other, or through both."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Linear(5, 7)
+        self.left, self.right = (nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7)) for _ in range(2))
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x, branches):
+        x = self.inp(x)
+        return self.head(x + sum(getattr(self, name)(x) for name in branches))
+
+
+@ranks(2)
+def test_what_was_remembered_of_another_branch_does_no_harm(rank, world_size):
+    pair = Pair(Branches, rank, world_size, units=[nn.Linear], prefetch=2)
+    units = pair.engine.units
+
+    def run(model, x, branches):
+        loss_of(model(x, branches)).backward()
+
+    sequence = [["left"], ["right"], ["right"], ["left", "right"], ["right", "left"], ["left"], ["left", "right"]]
+    for step, branches in enumerate(sequence):
+        with torch.no_grad():
+            same(*pair.each(lambda m, x: m(x, ["left"]), batch(rank, 50 + step)), "evaluation")
+        pair.step(run, batch(rank, step), branches)
+        assert all(u.state is State.SHARDED for u in units), "still gathered after a step"
+    pair.check()
