@@ -83,6 +83,7 @@ def state_dict(
 
 
 def _refuse_inside(runtime: Runtime, what: str) -> None:
+    runtime.on_demand.check_copies()
     for unit in runtime.units:
         if unit.is_summoned or unit.summons or unit.running:
             raise UnitStateError(

@@ -8,19 +8,16 @@ import torch
 
 from .errors import UnitStateError
 from .outputs import tensors_in
+from .shard_functions import creates, exposes_memory
+from .shard_spec import gather_error
 from .shard_tensor import ShardTensor
-from .use import Use, sequence_number
+from .unit import State
+from .use import Use, graph_task, sequence_number
 from .watch import caller_line
 
 if TYPE_CHECKING:
     from .runtime import Runtime
     from .unit import Unit
-
-_LAYERS = {
-    "linear", "bilinear", "embedding", "embedding_bag", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
-    "conv_transpose2d", "conv_transpose3d", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm",
-    "multi_head_attention_forward", "prelu", "lstm", "gru", "rnn_tanh", "rnn_relu",
-}  # fmt: skip
 
 
 class OnDemand:
@@ -40,19 +37,25 @@ class OnDemand:
             return unit.leaf_of(param)
         runtime = self.runtime
         inside, recording = runtime.in_forward, torch.is_grad_enabled()
+        name = getattr(func, "__name__", "")
         # Without gradients slices will do, except that what the unit's own forward computes with must be edited itself.
-        if inside and local_ok and not recording and not unit.installed:
+        # Before and after a forward the gathered values go as soon as the function has returned.
+        slices_only = local_ok or (not inside and exposes_memory(name))
+        if slices_only and not recording and not unit.installed:
             return None
-        differentiable = recording and param.requires_grad and not _creates(func)
+        differentiable = recording and param.requires_grad and not creates(name)
         # User hooks see a gradient once, whole: what reaches the leaf and what reaches the slice must not be two.
         hooked = differentiable and bool(unit.leaf_of(param)._backward_hooks)
         # Replicated parameters are at hand: what records a gradient uses the leaf, whose gradient is averaged.
         replicated = not unit.sharded and differentiable
-        if not (inside or hooked or replicated) and (local_ok or not (recording or _is_layer(func))):
+        if local_ok and not (inside or hooked or replicated):
             return None
+        if runtime.agreement is None:
+            # In set-up, which lets a model on meta initialise slices, and whole parameters where that raises this.
+            raise gather_error([param._spec], name)
         start = sequence_number()
-        at_hand = (replicated and not inside) or (unit.installed and not recording)
-        if not (local_ok and at_hand):
+        at_hand = local_ok and ((replicated and not inside) or (unit.installed and not recording))
+        if not (at_hand or (not inside and not recording and self._is_whole(unit, param))):
             runtime.demand(unit, runtime.phase())
         for flat in unit.flats:
             flat.mirror()
@@ -62,11 +65,29 @@ class OnDemand:
         self._uses.append(Use(unit, start))
         return unit.leaf_of(param)
 
+    def _is_whole(self, unit: Unit, param: ShardTensor) -> bool:
+        """Whether an operation that records nothing, outside any forward, finds the unit gathered. Not collective.
+
+        In backward it is, for whoever computes with a weight in a hook of its module: an event of its own would only
+        disturb the order of gathers that the ranks share.
+        """
+        if not unit.sharded:
+            return True
+        if graph_task() == -1 or unit.state is State.SHARDED:
+            return False
+        unit.wait()
+        unit.note_stream()
+        if unit.is_stale():  # and may not be gathered anew: backward of the unit needs the values that forward had
+            raise UnitStateError(
+                f"rank {self.runtime.collectives.world_rank}: {param._spec.name} is computed with in backward, after unit "
+                f"{unit.name!r} was changed in it (by an optimizer in a hook, perhaps). Compute with it before the change, "
+                "or after backward."
+            )
+        return True
+
     def done(self, unit: Unit, result: Any, copies: list[torch.Tensor], name: str) -> None:
         """After the operation that :meth:`leaf` was asked for, also when it raised."""
-        if copies:
-            line = caller_line()
-            self._copies += [(c, c._version, name, line) for c in copies if not c.requires_grad]
+        self.watch_copies(copies, name)
         if unit.is_summoned or not self._uses:
             return
         use = self._uses.pop()
@@ -80,6 +101,12 @@ class OnDemand:
         else:
             self.runtime.between_forwards()
 
+    def watch_copies(self, copies: list[torch.Tensor], name: str) -> None:
+        """An edit of one of these, which stand in for views of `name`, shall be an error."""
+        if copies:
+            line = caller_line()
+            self._copies += [(c, c._version, name, line) for c in copies if not c.requires_grad]
+
     def check_copies(self) -> None:
         """Raise if a copy that stands in for a view was edited."""
         if not self._copies:
@@ -92,13 +119,3 @@ class OnDemand:
                     "edited. It is a copy, because the gathered memory is released, so the edit would be lost. Edit the "
                     "parameter itself (weight.mul_(mask)), or the view inside engine.gathered(write=True) between steps."
                 )
-
-
-def _creates(func: Any) -> bool:
-    """Whether the function only takes shape and dtype from its operand (`zeros_like`, `new_empty`)."""
-    name = getattr(func, "__name__", "")
-    return name.endswith("_like") or name.startswith("new_")
-
-
-def _is_layer(func: Any) -> bool:
-    return getattr(func, "__name__", "") in _LAYERS

@@ -1,7 +1,8 @@
 """The engine sees every optimizer step that changes its parameters, whoever calls it.
 
 Gathered copies and graphs over them are out of date after a step, so they are dropped. The optimizer itself steps on
-ShardTensors: what it does element by element happens on this rank's slices, anything else raises.
+ShardTensors: what it does element by element happens on this rank's slices, anything else raises. State that it made
+before the model was sharded, or that it was given from a plain checkpoint, is sharded when it steps.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ class StepWatch:
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             alive = reference()
+            if alive is None:
+                return
             # A closure may reduce them yet.
-            if alive is not None and alive.holds_gradients() and not _closure(args, kwargs):
+            if alive.holds_gradients() and not _closure(args, kwargs):
                 _refuse_unreduced(optimizer, alive)
+            _shard_state(optimizer, alive)
 
         self._handles = [
             torch_optimizer.register_optimizer_step_pre_hook(before),
@@ -71,6 +75,42 @@ def _refuse_unreduced(optimizer: Any, runtime: Runtime) -> None:
                     f"rank {p._spec.rank}: optimizer.step() with a gradient of {p._spec.name} that is not reduced, because every "
                     "backward since zero_grad() ran under no_sync(). Run the last backward, with its forward, outside."
                 )
+
+
+def _shard_state(optimizer: Any, runtime: Runtime) -> None:
+    """Replace whole plain tensors in the state of this runtime's parameters by this rank's slices of them. Looked for in
+    every step: state comes with `load_state_dict` at any time, and looking costs little beside a step. Not collective."""
+    state = getattr(optimizer, "state", None)
+    if not state:
+        return
+    scalars: list[tuple[ShardTensor, Any, str]] = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            own = state.get(p) if isinstance(p, ShardTensor) else None
+            if not isinstance(own, dict):
+                continue
+            for key, value in own.items():
+                # Counters are whole on every rank.
+                if type(value) is not torch.Tensor or key == "step" or value.shape != p._spec.shape:
+                    continue
+                unit = p._unit_ref() if p._unit_ref is not None else None
+                if unit is None or unit.runtime is not runtime:
+                    break
+                if value.dim():
+                    own[key] = _slice(value, p)  # the key stays, so the dict may be gone through
+                else:
+                    scalars.append((p, own, key))
+    if scalars:
+        # Next to a 0-dim parameter its own moments look like counters. Where others have slices under that name, so has it.
+        dicts = [own for own in state.values() if isinstance(own, dict)]
+        sliced = {k for own in dicts for k, v in own.items() if type(v) is ShardTensor and v._spec.shape}
+        for p, own, key in scalars:
+            if key in sliced:
+                own[key] = _slice(own[key], p)
+
+
+def _slice(value: torch.Tensor, param: ShardTensor) -> ShardTensor:
+    return ShardTensor.from_full(value.to(param._local.device), param._spec)
 
 
 def _steps(optimizer: Any, runtime: Runtime) -> bool:

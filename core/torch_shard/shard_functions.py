@@ -1,8 +1,9 @@
 """What ``__torch_function__`` of a ShardTensor does: the level at which whole functions are seen.
 
-- Assignments to ``.data`` and ``.grad`` and registrations of hooks are intercepted.
+- Assignments to ``.data`` and ``.grad`` and registrations of hooks are intercepted (:mod:`.shard_attributes`).
 - *On demand*: the parameter's unit is asked, function by function, whether the gathered parameter
   shall take the ShardTensor's place; it is told whether local arithmetic would do.
+- What was computed from parameters on slices (`self.temp.exp()`) is made whole where it needs to be.
 - Operations on slices cannot give a plain tensor its gradient: they raise.
 
 Below this level is :mod:`.shard_ops`, which has the last word on what slices can do.
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import NeedsGatherError
-from .leaf import own_grad, set_own_grad
+from .shard_attributes import HANDLERS
 from .shard_autograd import (
     NORMS,
     Whole,
@@ -26,13 +27,13 @@ from .shard_autograd import (
     reduces_to_scalar,
     shared_gradient,
 )
-from .shard_ops import ELEMENTWISE, FOREACH, FUSED, RANDOM
+from .shard_ops import ELEMENTWISE, FOREACH, FUSED, RANDOM, alias
 from .shard_spec import same_cut, slice_full
 
 if TYPE_CHECKING:
     from .shard_tensor import ShardTensor
 
-__all__ = ["GETTERS", "call", "is_local"]
+__all__ = ["GETTERS", "call", "creates", "exposes_memory", "is_local"]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -66,8 +67,11 @@ GETTERS = frozenset(
 # Never substituted, also where compute runs on the gathered parameter: an alias must keep the right to be gathered
 # itself (`F.linear(x, w.detach())`), flags belong to the user's object, `new_tensor` reads no element.
 _OWN = _names(
-    "__set__:requires_grad detach detach_ requires_grad_ retain_grad backward new_tensor is_pinned __repr__ __reduce_ex__"
+    "__set__:requires_grad detach detach_ requires_grad_ retain_grad backward new_tensor is_pinned __repr__ __reduce_ex__ "
+    "result_type"
 )
+# Elements come from the first operand alone; from the other shape, dtype and device.
+_FORMS = _names("to type_as view_as expand_as reshape_as")
 
 _CONVERSIONS = _names(
     "to type type_as half float double bfloat16 int long short bool byte char cfloat cdouble cpu cuda xpu contiguous "
@@ -102,6 +106,18 @@ _DENIED = _names(
     "numpy tolist data_ptr untyped_storage storage _typed_storage __array__ __dlpack__ share_memory_ set_ resize_ "
     "resize_as_ apply_ map_ map2_ __cuda_array_interface__ _make_subclass"
 )
+_RESHAPED_IN_PLACE = _names("t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_")
+
+
+def creates(name: str) -> bool:
+    """Return whether a function only takes shape and dtype from its operand (`zeros_like`, `new_empty`)."""
+    return name.endswith("_like") or name.startswith("new_")
+
+
+def exposes_memory(name: str) -> bool:
+    """Return whether a gathered parameter that is released right after the function must not stand in for it: the
+    address or memory that it hands out would be gone, or the parameter itself gets another shape."""
+    return name in _RESHAPED_IN_PLACE or (name in _DENIED and name != "tolist")
 
 
 def call(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -111,6 +127,9 @@ def call(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[
         return special(cls, func, args, kwargs)
     name = _name(func)
     if name in _OWN:
+        with _NoTorchFunction():
+            return func(*args, **kwargs)
+    if name in _FORMS and args and type(args[0]) is not cls:
         with _NoTorchFunction():
             return func(*args, **kwargs)
     tensors: list[Any] = []
@@ -144,9 +163,9 @@ def _run(
     """Run on the slices."""
     if name in _DENIED or name.removeprefix("__get__:") in _DENIED:
         raise function_needs_gather(cls, name, tensors)
-    derived = torch.is_grad_enabled() and any(type(t) is cls and _is_derived(t) for t in tensors)
-    if derived and not is_local(cls, name, args, kwargs, tensors):
-        return _on_wholes(cls, func, args, kwargs, tensors)
+    derived, of_parameter = _descent(cls, tensors)
+    if derived and not _slices_will_do(cls, name, args, kwargs, tensors):
+        return _on_wholes(cls, func, name, args, kwargs, tensors)
     with _NoTorchFunction():
         if torch.is_grad_enabled() and len(tensors) > 1:
             for t in tensors:
@@ -161,26 +180,78 @@ def _run(
         if name == "__setitem__" and _is_masked_fill(cls, args):
             target, mask, value = args
             return target.masked_fill_(mask, value.to(target.dtype) if isinstance(value, torch.Tensor) else value)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if of_parameter and not name.endswith("_") and not creates(name):
+            _note_origin(cls, name, args, kwargs, tensors, result)
+        return result
 
 
 _SCALARS = NORMS | _EXTREMES | _DIMS_SECOND
 
 
+# Gradients and optimizer state are cut like parameters and have no unit either, but nobody computes an output with
+# them: they stay on slices. What an output may be computed with is remembered to come from a parameter.
 def _is_derived(t: Any) -> bool:
-    """Computed from parameters, with a gradient: ``p * mask``, or a meta-learner's ``p - lr * grad``."""
+    """Computed from parameters: ``temp.exp()``, ``p * 2``, or a meta-learner's ``p - lr * grad``."""
+    if "_origin" in t.__dict__:
+        return True
+    if not torch.is_grad_enabled():
+        return False
     with _NoTorchFunction():
         return t.grad_fn is not None
 
 
+def _descent(cls: type[ShardTensor], tensors: list[Any]) -> tuple[bool, bool]:
+    """Whether any was computed from parameters, and whether any was so or is one. Every step of an optimizer asks, for
+    each operand: hence no calls."""
+    derived = of_parameter = False
+    recording = torch.is_grad_enabled()
+    for t in tensors:
+        if type(t) is cls:
+            attributes = t.__dict__
+            if "_origin" in attributes:
+                return True, True
+            of_parameter = of_parameter or attributes["_unit_ref"] is not None
+            derived = derived or (recording and _is_derived(t))
+    return derived, of_parameter
+
+
+def _note_origin(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any], result: Any) -> None:
+    """Remember of new ShardTensors which unit the parameter belongs to that they were computed from."""
+    results: Any = [result] if type(result) is cls else result if isinstance(result, (list, tuple)) else ()
+    for new, operands in zip(results, _meeting(name, args, kwargs, tensors), strict=False):
+        if type(new) is not cls or new._unit_ref is not None or any(new is t for t in operands):
+            continue
+        for t in operands:
+            if type(t) is cls and (t._unit_ref is not None or "_origin" in t.__dict__):
+                new.__dict__["_origin"] = t._unit_ref if t._unit_ref is not None else t.__dict__["_origin"]
+                break
+
+
 def _on_wholes(
-    cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
+    cls: type[ShardTensor], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
 ) -> Any:
     """Run on the gathered forms of what was computed from parameters, as for the parameters themselves. Collective."""
+    target = _target(name, args, kwargs)
+    if type(target) is cls and _is_derived(target) and not name.startswith("__i"):
+        # It would edit the gathered form. (`t += x` gives the name to the result.)
+        raise function_needs_gather(cls, name, tensors, "in place needs the whole of what was computed from it")
     with _NoTorchFunction():
-        wholes = {id(t): Whole.apply(t) for t in tensors if type(t) is cls and t.grad_fn is not None}
+        wholes = {id(t): Whole.apply(t) for t in tensors if type(t) is cls and _is_derived(t)}
+    units = [t.__dict__["_origin"]() for t in tensors if type(t) is cls and "_origin" in t.__dict__]
     args = tuple(_substitute(value, wholes) for value in args)
-    return func(*args, **{key: _substitute(value, wholes) for key, value in kwargs.items()})
+    result = func(*args, **{key: _substitute(value, wholes) for key, value in kwargs.items()})
+    unit = next((unit for unit in units if unit is not None), None)
+    if unit is not None and not any(whole.requires_grad for whole in wholes.values()):
+        copies: list[torch.Tensor] = []
+        result = _own_memory(result, list(wholes.values()), copies)
+        if copies:  # `(p * 2)[0].zero_()` would be lost
+            unit.runtime.on_demand.watch_copies(copies, f"what was computed from {_names_of(cls, tensors)}")
+    return result
+
+
+def _names_of(cls: type[ShardTensor], tensors: list[Any]) -> str:
+    return " and ".join(dict.fromkeys(t._spec.name for t in tensors if type(t) is cls))
 
 
 # -- local arithmetic or not --------------------------------------------------------------------------------------
@@ -231,8 +302,8 @@ def _fits(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: li
     assert spec is not None
     if name == "where" and len(tensors) + sum(not isinstance(a, torch.Tensor) for a in args) < 3 and not kwargs:
         return False  # where(condition) gives indices
-    written = "out" in kwargs or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-    if written and type(kwargs.get("out", args[0] if args else None)) is not cls and name != "__invert__":
+    target = _target(name, args, kwargs)
+    if target is not None and type(target) is not cls:
         return False
     gradients = torch.is_grad_enabled()
     for t in tensors:
@@ -247,6 +318,68 @@ def _fits(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: li
             except RuntimeError:
                 return True  # plain torch rejects it: so will the local operation, without a gather
     return True
+
+
+def _target(name: str, args: Any, kwargs: Any) -> Any:
+    """What a function writes to: a tensor, or a list of them; None for one that makes its result."""
+    if "out" in kwargs:
+        return kwargs["out"]
+    in_place = name.endswith("_") and not name.endswith("__")
+    if in_place or name == "__setitem__" or (name.startswith("__i") and name in _DUNDER and name != "__invert__"):
+        return args[0] if args else None
+    return None
+
+
+def _slices_will_do(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
+    """Whether each rank's slices give each rank what the whole would give it."""
+    if name in _ARITHMETIC and name != "where":
+        spec = None
+        for t in tensors:  # an optimizer's arithmetic, nearly always: all cut alike, nothing plain
+            if type(t) is not cls or (spec is not None and t._spec is not spec):
+                break
+            spec = t._spec
+        else:
+            return True
+    return is_local(cls, name, args, kwargs, tensors) and not _may_differ(cls, name, args, kwargs, tensors)
+
+
+def _meeting(name: str, args: Any, kwargs: Any, tensors: list[Any]) -> list[list[Any]]:
+    """The operands that are combined with each other: all, or for functions of lists those at one position."""
+    if name not in _LISTS:
+        return [tensors]
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
+    return [[t for t in items if isinstance(t, torch.Tensor)] for items in zip(*lists, strict=False)]
+
+
+def _may_differ(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
+    """Whether parameters, or what was computed from them, meet something that each rank may have its own of: an input, a
+    mask, random numbers. On slices the ranks' results would be mixed into one; each must have its own, and where there
+    are gradients, their average.
+
+    What is written to a sharded tensor has one value for all ranks anyhow, and whoever combines it with a gradient or
+    optimizer state works on sharded values: neither is asked to communicate. A 0-dim tensor without a gradient counts
+    as a number, such as an optimizer's learning rate, except in backward, where it comes from a rank's own gradient.
+    """
+    target = _target(name, args, kwargs)
+    if name in _FORMS or type(target) is cls or isinstance(target, (list, tuple)):
+        return False
+    if torch.is_grad_enabled():
+        with _NoTorchFunction():
+            trains = any(type(t) is cls and t.requires_grad for t in tensors)
+        if trains:
+            return name in RANDOM or any(type(t) is not cls for t in tensors)
+    return name in RANDOM or any(_mixes(cls, operands) for operands in _meeting(name, args, kwargs, tensors))
+
+
+def _mixes(cls: type[ShardTensor], operands: list[Any]) -> bool:
+    """Whether there is a plain tensor among them, and all others are parameters or were computed from such."""
+    sharded = [t for t in operands if type(t) is cls]
+    if not 0 < len(sharded) < len(operands):
+        return False
+    numbers = torch._C._current_graph_task_id() == -1
+    return any(type(t) is not cls and (t.dim() or not numbers) for t in operands) and all(
+        t._unit_ref is not None or _is_derived(t) for t in sharded
+    )
 
 
 # -- on demand ----------------------------------------------------------------------------------------------------
@@ -270,7 +403,7 @@ def _on_demand(
             if unit is None:
                 continue
             if local_ok is None:
-                local_ok = is_local(cls, name, args, kwargs, tensors) and not _may_differ(cls, name, tensors)
+                local_ok = _slices_will_do(cls, name, args, kwargs, tensors)
             leaf = unit.on_demand(t, func, local_ok)
             if leaf is None:
                 continue
@@ -294,17 +427,7 @@ def _on_demand(
         return result
     finally:
         for unit in reversed(asked):
-            unit.on_demand_done(result, copies, " and ".join(t._spec.name for t in originals))
-
-
-def _may_differ(cls: type[ShardTensor], name: str, tensors: list[Any]) -> bool:
-    """Whether a parameter meets something each rank may have its own of (a mask, random numbers), so that the ranks'
-    gradients have to be averaged."""
-    if not torch.is_grad_enabled():
-        return False
-    with _NoTorchFunction():
-        trains = any(type(t) is cls and t.requires_grad for t in tensors)
-    return trains and (name in RANDOM or any(type(t) is not cls for t in tensors))
+            unit.on_demand_done(result, copies, _names_of(cls, originals))
 
 
 def _own_memory(result: Any, leaves: list[Any], copies: list[torch.Tensor]) -> Any:
@@ -316,9 +439,16 @@ def _own_memory(result: Any, leaves: list[Any], copies: list[torch.Tensor]) -> A
     if type(result) is torch.Tensor and result.numel() and result.layout is torch.strided:
         storage = result.untyped_storage()._cdata
         if any(leaf.untyped_storage()._cdata == storage for leaf in leaves):
-            copies.append(result.clone())
+            copies.append(_copy(result))
             return copies[-1]
     return result
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    if not torch.is_inference_mode_enabled():
+        return tensor.clone()
+    with torch.inference_mode(False), torch.no_grad():  # an inference tensor would not show whether it was edited
+        return tensor.clone()
 
 
 def _substitute(value: Any, leaves: dict[int, Any]) -> Any:
@@ -332,178 +462,4 @@ def _substitute(value: Any, leaves: dict[int, Any]) -> Any:
     return value
 
 
-def _summoned_leaf(t: Any) -> Any:
-    """The whole parameter, where ``engine.gathered`` holds it, else None."""
-    unit = t._unit_ref() if t._unit_ref is not None else None
-    if unit is not None and unit.is_summoned:
-        return unit.leaf_of(t)
-    return None
-
-
-# -- attributes and hooks -----------------------------------------------------------------------------------------
-
-
-def get_grad(param: ShardTensor) -> Any:
-    """``param.grad``."""
-    leaf = _summoned_leaf(param)
-    if leaf is not None and leaf.grad is not None:
-        return leaf.grad
-    with _NoTorchFunction():
-        grad = own_grad(param)
-        cls = type(param)
-        if grad is not None and type(grad) is not cls:
-            # A derivative that autograd made as a plain expanded scalar.
-            grad = cls.from_full(grad, param._spec)
-            set_own_grad(param, grad)
-    return grad
-
-
-def set_grad(param: ShardTensor, value: Any) -> None:
-    """``param.grad = value``."""
-    leaf = _summoned_leaf(param)
-    if leaf is not None and leaf.grad is not None:
-        leaf.grad = value
-        if value is not None:
-            return
-    with _NoTorchFunction():
-        set_own_grad(param, _as_grad(type(param), param, value) if isinstance(value, torch.Tensor) else value)
-
-
-def _get_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
-    return get_grad(args[0])
-
-
-def _set_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> None:
-    param, value = args
-    if type(param) is cls:
-        set_grad(param, value)
-    elif type(value) is cls:
-        raise function_needs_gather(cls, ".grad of a plain tensor, assigned", [value])
-    else:
-        func(param, value)
-
-
-def _del_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> None:
-    set_grad(args[0], None)
-
-
-def _get_data(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
-    leaf = _summoned_leaf(args[0])
-    if leaf is not None:
-        return leaf.data
-    source = args[0]
-    return cls._wrap(source._local, source._spec, source._unit_ref)
-
-
-def _set_data(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> None:
-    target, value = args
-    if type(target) is not cls:
-        raise function_needs_gather(cls, ".data of a plain tensor, assigned", [value])
-    leaf = _summoned_leaf(target)
-    if leaf is not None and isinstance(value, torch.Tensor) and type(value) is not cls:
-        if value.shape == leaf.shape and value.dtype == leaf.dtype and value.device == leaf.device:
-            leaf.data.copy_(value)
-            return
-    elif leaf is not None and value is target:
-        return
-    _assign_data(cls, target, value)
-
-
-def _may_assign_data(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> bool:
-    """Asked by Module.to() and its like: yes, so that it assigns to `.data`, which knows what fits, instead of putting
-    another parameter into the module; nor shall it swap the new tensor in."""
-    if type(args[1]) is cls:
-        args[1]._converted = True
-    return True
-
-
-def _assign_data(cls: type[ShardTensor], param: ShardTensor, value: Any) -> None:
-    """``param.data = value``: copy a whole plain tensor's slice, or an equally cut ShardTensor, into the slice.
-
-    Raises:
-        NeedsGatherError: another shape, dtype, device or cut. Not collective.
-    """
-    spec, local = param._spec, param._local
-    problem = ""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"Variable data has to be a tensor, but got {type(value).__name__}")
-    if value.dtype != local.dtype or value.device != local.device:
-        problem = f"{value.dtype} on {value.device} in place of {local.dtype} on {local.device}"
-    elif value.shape != spec.shape:
-        problem = f"shape {tuple(value.shape)} in place of {tuple(spec.shape)}"
-    elif type(value) is cls and not same_cut(spec, value._spec):
-        problem = "a tensor cut differently between the ranks"
-    if problem:
-        raise NeedsGatherError(
-            f"rank {spec.rank}: .data of the sharded {spec.name} was assigned (by Module.to(), half() or float(), perhaps) "
-            f"{problem}. Assign the whole tensor with shape, dtype and device unchanged; convert a model "
-            "before shard(), or engine.close() it, convert, and shard again."
-        )
-    with torch.no_grad():
-        new = value._local if type(value) is cls else slice_full(value.detach(), spec)
-        if new.data_ptr() != local.data_ptr() or new is not local:
-            local.copy_(new)
-
-
-def _as_grad(cls: type[ShardTensor], param: ShardTensor, value: Any) -> ShardTensor:
-    """Return what ``param.grad = value`` stores: a ShardTensor cut like `param`.
-
-    Raises:
-        NeedsGatherError: another shape or cut. Not collective.
-    """
-    spec = param._spec
-    if type(value) is cls:
-        if same_cut(spec, value._spec):
-            return value
-        problem = "a tensor cut differently between the ranks"
-    elif value.shape == spec.shape:
-        return cls.from_full(value, spec)
-    else:
-        problem = f"shape {tuple(value.shape)} in place of {tuple(spec.shape)}"
-    raise NeedsGatherError(
-        f"rank {spec.rank}: assignment to .grad of the sharded {spec.name}: {problem}. Assign None, a whole plain "
-        "tensor, or a gradient of this very parameter."
-    )
-
-
-def _register_hook(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
-    param = args[0]
-    unit = param._unit_ref() if param._unit_ref is not None else None
-    hook = args[1] if len(args) > 1 else kwargs["hook"]
-    with _NoTorchFunction():
-        if unit is None or not param.requires_grad:
-            return func(param, hook)
-        if func is not _T.register_hook:
-            return unit.register_post_accumulate_hook(param, hook)
-        # Compute gives its gradient to the leaf, local arithmetic (an L2 term in the loss) to the ShardTensor.
-        return _Handles([unit.register_grad_hook(param, hook), func(param, hook)])
-
-
-class _Handles:
-    """Several removable handles as one."""
-
-    def __init__(self, handles: list[Any]) -> None:
-        self.handles = handles
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def __enter__(self) -> _Handles:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.remove()
-
-
-_SPECIAL: dict[Any, Callable[[Any, Any, Any, Any], Any]] = {
-    _T.grad.__get__: _get_grad,
-    _T.grad.__set__: _set_grad,
-    _T.grad.__delete__: _del_grad,
-    _T.data.__get__: _get_data,
-    _T.data.__set__: _set_data,
-    _T.register_hook: _register_hook,
-    _T.register_post_accumulate_grad_hook: _register_hook,
-    torch.autograd.grad: autograd_grad,
-    torch._has_compatible_shallow_copy_type: _may_assign_data,  # type: ignore[attr-defined]
-}
+_SPECIAL: dict[Any, Callable[[Any, Any, Any, Any], Any]] = {**HANDLERS, torch.autograd.grad: autograd_grad}

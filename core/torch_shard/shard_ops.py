@@ -19,7 +19,7 @@ from .shard_spec import ShardSpec, broadcast_slice, gather_error, same_cut, slic
 if TYPE_CHECKING:
     from .shard_tensor import ShardTensor
 
-__all__ = ["ELEMENTWISE", "FOREACH", "FUSED", "RANDOM", "dispatch", "needs_gather"]
+__all__ = ["ELEMENTWISE", "FOREACH", "FUSED", "RANDOM", "alias", "dispatch", "needs_gather"]
 
 _UNARY = """
 abs absolute acos acosh angle asin asinh atan atanh bitwise_not ceil conj_physical cos cosh deg2rad
@@ -80,6 +80,11 @@ def dispatch(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: d
         handler = _HANDLERS.get(base)
         if handler is not None:
             return handler(cls, func, args, kwargs)
+        if torch.is_inference_mode_enabled():
+            # Without autograd functions that are made of others (`to`, `view_as`) arrive as they are.
+            result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
     raise needs_gather(cls, func, args, kwargs)
 
 
@@ -158,6 +163,14 @@ def _local(cls: type[ShardTensor], value: Any, spec: ShardSpec, func: Any) -> An
 # -- aliases and new tensors --------------------------------------------------------------------------------------
 
 
+def alias(cls: type[ShardTensor], source: Any) -> ShardTensor:
+    """Return another ShardTensor of the same slice: a parameter's may be gathered, too."""
+    result = cls._wrap(source._local, source._spec, source._unit_ref)
+    if "_origin" in source.__dict__:  # see shard_functions
+        result._origin = source._origin  # type: ignore[attr-defined]
+    return result
+
+
 def _alias(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
     source = args[0]
     if func._opname == "detach_":
@@ -165,8 +178,8 @@ def _alias(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
     if torch.is_inference_mode_enabled() and not source.is_inference():
         # An alias of an ordinary tensor is one too: it shares the version counter, which inference tensors lack.
         with torch.inference_mode(False):
-            return cls._wrap(source._local, source._spec, source._unit_ref)
-    return cls._wrap(source._local, source._spec, source._unit_ref)
+            return alias(cls, source)
+    return alias(cls, source)
 
 
 def _same_shape(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
@@ -199,8 +212,8 @@ def _random(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
     target = args[0]
     if type(target) is not cls:
         raise needs_gather(cls, func, args, kwargs, "cannot be written into a plain tensor from local slices")
-    if len(args) > 1 and type(args[1]) is cls:  # bernoulli_(probabilities)
-        raise needs_gather(cls, func, args, kwargs)
+    if not func._opname.endswith("_") or (len(args) > 1 and type(args[1]) is cls):
+        raise needs_gather(cls, func, args, kwargs)  # torch.bernoulli(probabilities), bernoulli_(probabilities)
     # The whole parameter is drawn on each rank: the same seed then gives what plain torch gives, and
     # the generators of all ranks stay in step.
     local, spec = target._local, target._spec

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import shard_functions, shard_ops
+from . import shard_attributes, shard_functions, shard_ops
 from .errors import ShardPicklingError
 from .layout import Box
 from .leaf import own_grad, set_own_grad
@@ -81,15 +81,15 @@ class ShardTensor(torch.Tensor):
     @property
     def grad(self) -> Any:  # type: ignore[override]
         """The gradient: a ShardTensor, cut alike, or None."""
-        return shard_functions.get_grad(self)
+        return shard_attributes.get_grad(self)
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        shard_functions.set_grad(self, value)
+        shard_attributes.set_grad(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        shard_functions.set_grad(self, None)
+        shard_attributes.set_grad(self, None)
 
     # -- the two dispatch mechanisms ------------------------------------------------------------------------------
     @classmethod

@@ -22,9 +22,10 @@ from tests.compat.harness import (
     train_alike,
     train_both,
 )
-from tests.marks import quick
+from tests.marks import exhaustive, quick
 from tests.ranks import ranks
 from torch_shard.errors import NeedsGatherError
+from torch_shard.shard_tensor import ShardTensor
 
 O = torch.optim
 OPTIMIZERS = {
@@ -61,17 +62,26 @@ QUICK = [
 ]
 
 
-@pytest.mark.parametrize("name", quick(OPTIMIZERS, QUICK))
-@ranks(2)
-def test_an_optimizer_steps_as_on_the_plain_model(rank, world_size, name):
-    pair = train_both(MLP, rank, world_size, optimizer=lambda m: OPTIMIZERS[name](m.parameters()), steps=4)
-    for p, q in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
-        ours, theirs = pair.optimizer.state[p], pair.plain_optimizer.state[q]
+COUNTERS = {"step", "mu_product", "eta", "mu"}
+
+
+def same_state(model, plain, optimizer, plain_optimizer):
+    """Assert that the state agrees, and that each rank has slices of all but the counters. Collective."""
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        ours, theirs = optimizer.state[p], plain_optimizer.state[q]
         assert ours.keys() == theirs.keys()
         for key, value in theirs.items():
             if isinstance(value, torch.Tensor):
                 assert ours[key].shape == value.shape
+                assert (type(ours[key]) is ShardTensor) == (key not in COUNTERS), key
                 same(ours[key], value, key)
+
+
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, QUICK))
+@ranks(2)
+def test_an_optimizer_steps_as_on_the_plain_model(rank, world_size, name):
+    pair = train_both(MLP, rank, world_size, optimizer=lambda m: OPTIMIZERS[name](m.parameters()), steps=4)
+    same_state(pair.model, pair.plain, pair.optimizer, pair.plain_optimizer)
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS"])
@@ -117,6 +127,80 @@ def test_an_optimizer_built_before_sharding(rank, world_size):
     torch_shard.shard(model, unit_bytes=500)
     train_alike(model, plain, optimizers, rank)
     same_params(model, plain)
+
+
+class WithScalar(nn.Module):
+    """Has a 0-dim parameter, whose moments look like counters, and a transposed one."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp, self.scale = MLP(), nn.Parameter(torch.tensor(1.5))
+        self.turned = nn.Parameter(torch.randn(3, 5).t())
+
+    def forward(self, x):
+        return self.mlp(x) * self.scale + x @ self.turned
+
+
+STATEFUL = ["SGD momentum", "SGD for-loop", "Adam amsgrad", "AdamW foreach", "AdamW fused", "Adagrad", "NAdam", "ASGD"]
+
+
+def train_once(models, optimizers, x):
+    """One step of each; the gradients of plain models are averaged."""
+    for model, optimizer in zip(models, optimizers, strict=True):
+        plain_backward(model, x)
+        if not isinstance(next(model.parameters()), ShardTensor):
+            average_grads(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", quick(STATEFUL, ["SGD momentum", "Adam amsgrad", "AdamW fused", "NAdam"]))
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard")])
+@ranks(2, exhaustive=(3,))
+def test_an_optimizer_that_stepped_before_sharding_goes_on(rank, world_size, name, strategy):
+    torch.manual_seed(0)
+    model = WithScalar().double()
+    plain = copy.deepcopy(model)
+    optimizers = [OPTIMIZERS[name](m.parameters()) for m in (model, plain)]
+    for step in range(20, 22):
+        train_once((model, plain), optimizers, batch(rank, step))
+    torch_shard.shard(model, unit_bytes=500, strategy=strategy)
+    train_alike(model, plain, optimizers, rank)
+    same_params(model, plain)
+    same_state(model, plain, *optimizers)
+
+
+@pytest.mark.parametrize("name", quick(STATEFUL, ["SGD momentum", "Adam amsgrad"]))
+@ranks(2)
+def test_a_plain_checkpoints_state_loads_into_the_optimizer_of_a_sharded_model(rank, world_size, name):
+    torch.manual_seed(0)
+    plain = WithScalar().double()
+    plain_optimizer = OPTIMIZERS[name](plain.parameters())
+    for step in range(20, 22):
+        train_once([plain], [plain_optimizer], batch(rank, step))
+    model = copy.deepcopy(plain)
+    torch_shard.shard(model, unit_bytes=500)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for start in (0, 5):  # into an optimizer without state, and into one that has stepped
+        checkpoint = plain_optimizer.state_dict()
+        for o in (optimizer, plain_optimizer):
+            o.load_state_dict(copy.deepcopy(checkpoint))
+        for step in range(start, start + 2):
+            train_once((model, plain), (optimizer, plain_optimizer), batch(rank, step))
+    same_params(model, plain)
+    same_state(model, plain, optimizer, plain_optimizer)
+
+
+@ranks(2)
+def test_state_of_another_shape_is_refused_and_left_as_it_is(rank, world_size):
+    pair = Pair(MLP, rank, world_size, optimizer=lambda m: O.SGD(m.parameters(), lr=0.1, momentum=0.9, foreach=False))
+    state = pair.optimizer.state[pair.model.inp.weight]
+    state["momentum_buffer"] = odd = torch.ones(2, 7, 5, dtype=torch.float64)
+    plain_backward(pair.model, batch(rank, 0))
+    with pytest.raises(NeedsGatherError, match=r"inp\.weight"):
+        pair.optimizer.step()
+    assert state["momentum_buffer"] is odd
+    pair.check()
 
 
 def groups_by_ndim(model):
