@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import NeedsGatherError
 from .shard_attributes import HANDLERS
 from .shard_autograd import (
     NORMS,
@@ -27,8 +26,8 @@ from .shard_autograd import (
     reduces_to_scalar,
     shared_gradient,
 )
-from .shard_ops import ELEMENTWISE, FOREACH, FUSED, RANDOM, alias
-from .shard_spec import same_cut, slice_full
+from .shard_ops import ELEMENTWISE, FOREACH, FUSED, RANDOM
+from .shard_spec import same_cut
 
 if TYPE_CHECKING:
     from .shard_tensor import ShardTensor
