@@ -136,6 +136,9 @@ class Collectives:
     _expected: Counter[Any] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
+        # Whether use counts of gathered memory say who else holds it, at one moment and alike on all ranks: backends may
+        # keep references to what they have sent, and let go of them when they like.
+        self.knows_references = self.device.type == "cpu" and self.backend in ("gloo", "fake")
         # Gloo does not know every dtype.
         self._sends_bytes = self.backend == "gloo" and self.device.type == "cpu"
         self._broadcasts = self._sends_bytes and 1 < self.size <= _BROADCASTS
@@ -169,12 +172,6 @@ class Collectives:
         return Pending(self.watch, channel, channel.issued, what, work, event, self.device)
 
     # -- parameters ---------------------------------------------------------------------------------------------
-    @property
-    def knows_references(self) -> bool:
-        """Whether use counts of gathered memory say who else holds it, at one moment and alike on all ranks: backends may
-        keep references to what they have sent, and let go of them when they like."""
-        return self.device.type == "cpu" and self.backend in ("gloo", "fake")
-
     def payload(self, shard: torch.Tensor) -> torch.Tensor:
         """A shard as gathers send it."""
         return shard.view(torch.uint8) if self._sends_bytes else shard

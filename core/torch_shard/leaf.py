@@ -71,10 +71,6 @@ def show_as_plain(leaves: list[nn.Parameter], plain: bool) -> None:
         leaf.__class__ = nn.Parameter if plain else Leaf
 
 
-def data_taken(leaf: nn.Parameter) -> bool:
-    return getattr(leaf, "data_taken", False)
-
-
 def is_view(leaf: torch.Tensor, view: torch.Tensor) -> bool:
     """Whether `leaf` is the same part of the same memory."""
     return (

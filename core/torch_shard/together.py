@@ -19,7 +19,7 @@ class Together:
     """The engines over one set of process groups, and those of their backwards that run at present."""
 
     def __init__(self) -> None:
-        self._running: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._running: set[int] = set()  # ids of the runtimes
         self._several = False
         self._issued: dict[str, int] = {}
         self._engines = 0
@@ -44,7 +44,7 @@ class Together:
     def begin(self, runtime: Any) -> None:
         if not self._running:
             self._several, self._issued = False, {}
-        self._running.add(runtime)
+        self._running.add(id(runtime))
         self._several |= len(self._running) > 1
 
     def note(self, kind: str, engine: int, unit: int) -> None:
@@ -54,7 +54,7 @@ class Together:
 
     def end(self, runtime: Any) -> int | None:
         """What has been issued, once the last of several backwards ends; None where there is nothing to compare."""
-        self._running.discard(runtime)
+        self._running.discard(id(runtime))
         if self._running or not self._several:
             return None
         self._several = False

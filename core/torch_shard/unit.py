@@ -28,7 +28,6 @@ from torch.utils.hooks import RemovableHandle
 from .collectives import Collectives, join, outside_inference
 from .errors import ReplacedParameterError, ShardError, UnitStateError
 from .flat_buffer import FlatBuffer
-from .leaf import data_taken
 from .order import PHASES
 from .outputs import may_hold_tensors, tensors_in
 from .registrations import inside_functional_call
@@ -257,7 +256,7 @@ class Unit:
         if self.state is not State.FULL:
             return
         edited = [flat for flat in self.flats if flat.versions != [leaf._version for leaf in flat.leaves]]
-        taken = any(data_taken(leaf) for flat in self.flats for leaf in flat.leaves)
+        taken = any([getattr(leaf, "data_taken", False) for flat in self.flats for leaf in flat.leaves])  # noqa: C419 (hot)
         if taken:
             for flat in self.flats:
                 flat.check_places()
