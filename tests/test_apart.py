@@ -96,6 +96,7 @@ def test_training_after_an_operation_that_one_rank_alone_ran_is_an_error_on_both
         step(model)
 
 
+@pytest.mark.exhaustive
 @ranks(3, timeout=40)
 def test_all_other_ranks_hear_of_a_rank_that_gave_up(rank):
     model, engine = stepped()
@@ -197,7 +198,8 @@ def test_where_there_is_no_line_of_the_users_a_message_names_the_innermost_one_o
 # -- sharding a new model -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", quick(LONELY, ["save"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("what", LONELY)
 @ranks(2, timeout=40)
 def test_a_new_model_can_be_sharded_after_an_error_on_one_rank(rank, what):
     model, engine = stepped()

@@ -53,6 +53,7 @@ def test_an_optimizer_that_has_stepped_before_sharding_trains_like_plain(rank, w
     same_params(model, plain)
 
 
+@pytest.mark.exhaustive
 @ranks(3)
 def test_blocks_compiled_after_sharding_train_like_plain(rank, world_size):
     pair = Pair(lambda: MLP(blocks=2), rank, world_size)

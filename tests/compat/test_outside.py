@@ -385,6 +385,7 @@ def test_tensor_hooks_compute_with_weights_of_any_layer(rank, world_size, on, la
     pair.check()
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_hook_that_uses_a_weight_on_one_rank_only_is_an_error_or_right(rank, world_size):
     pair = Pair(Layers, rank, world_size, unit_bytes=100, timeout=5.0)

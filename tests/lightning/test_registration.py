@@ -125,7 +125,8 @@ def test_a_script_trains_on_two_ranks_without_importing_anything_of_ours(tmp_pat
         same(found, wanted)
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_ranks_are_started_by_multiprocessing_where_autoloading_is_off(tmp_path, method):
     script = tmp_path / "launch.py"
     imports = "import lightning.pytorch as pl, lightning_shard"
