@@ -158,7 +158,7 @@ class _EndsAsTheTimeIsUp:
 
 
 def _wait(work: _EndsAsTheTimeIsUp) -> None:
-    channel = torch_shard.shard(nn.Linear(3, 3))._runtime.collectives.control_channel
+    channel = torch_shard.shard(nn.Linear(3, 3))._runtime.collectives.watch.channels["control"]
     Pending(Watch(0, 2, [0, 1], 5.0, "a test"), channel, 1, "a gather", work).wait()
     assert work.waits == 3
 

@@ -3,7 +3,7 @@
 Each rank keeps a running hash of what it has done: which units of which engine it gathered, in which phase. Messages are
 byte vectors of one size for all engines over a set of process groups, so that any two of them can pair in one all-reduce
 (MAX): sixteen bytes of hash and its complement, which agree on all ranks exactly when ``max(h) + max(255 - h) == 255``,
-then one byte per unit and per parameter for the end of a backward. On a difference the ranks exchange their histories, and
+then a few bytes for the end of a backward. On a difference the ranks exchange their histories, and
 all of them raise the same error.
 """
 
@@ -53,8 +53,8 @@ class Agreement:
             return payload
         assert self.together is not None
         own = ((self.hash + self.number * 0x9E3779B97F4A7C15) & _MASK).to_bytes(8, "little")
-        head = torch.tensor(list(own) + [255 - b for b in own], dtype=torch.uint8)
-        message = torch.zeros(16 + self.together.width, dtype=torch.uint8)
+        head = torch.tensor(list(own) + [255 - b for b in own], dtype=torch.uint8, device="cpu")
+        message = torch.zeros(16 + self.together.width, dtype=torch.uint8, device="cpu")
         message[:16] = head
         size = 0 if payload is None else len(payload)
         if payload is not None:

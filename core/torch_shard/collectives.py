@@ -127,7 +127,6 @@ class Collectives:
     scalar: ScalarComm | SingleComm
     gather_channel: Channel | None = None
     reduce_channel: Channel | None = None
-    control_channel: Channel | None = None
     backend: str = ""
     bytes_sent: int = 0
     gather_stream: Any = None
@@ -346,7 +345,6 @@ def connect(group: Any, device: torch.device, *, shard: bool, timeout: float, si
         scalar=ScalarComm(channels["scalar"], watch, world, rank) if shard else SingleComm(),
         gather_channel=channels["gather"],
         reduce_channel=channels["reduce"],
-        control_channel=channels["control"],
         backend=backend,
         gather_stream=streams[0],
         reduce_stream=streams[1],

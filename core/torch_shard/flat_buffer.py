@@ -52,6 +52,7 @@ class FlatBuffer:
             self.full.untyped_storage().resize_(0)
         n = len(layout.slots)
         self.edges: list[Any] = [None] * n  # keeps each leaf's AccumulateGrad alive: constant use counts
+        self._averages = [False] * n
         self.baseline: list[tuple[int, int]] = [(0, 0)] * n
         self.storage_baseline = 0
         self.versions = [0] * n
@@ -107,12 +108,24 @@ class FlatBuffer:
         leaf, unit = self.leaves[i], self.unit()
         assert unit is not None
         self.edges[i] = torch.autograd.graph.get_gradient_edge(leaf).node
-        with torch._C.DisableTorchFunctionSubclass():
-            self.params[i].register_hook(_Average(self, i))
         self.edges[i].register_prehook(_GradHook(unit, self, i))
+        if not self._averages[i]:
+            self._averages[i] = True
+            with torch._C.DisableTorchFunctionSubclass():
+                self.params[i].register_hook(_Average(self, i))
         hooks = unit.tensor_hooks.get(self.layout.slots[i].name)
         if hooks:  # the dict itself, so that the handles that users hold still remove their hooks
             leaf._backward_hooks = hooks  # type: ignore[assignment]
+
+    def put_back(self, i: int) -> None:
+        """Point a leaf at its place again, to which the user gave other memory (``.data = ``). Where that had another dtype,
+        autograd has dropped the leaf's gradient node, and the hook with it."""
+        move(self.leaves[i], self.view(self.full, i).data)
+        if self.edges[i] is not None:
+            self.edges[i] = None
+            if self.leaves[i].requires_grad:
+                self._arm(i)
+            self._measure()
 
     def _measure(self) -> None:
         storage = self.full.untyped_storage()
@@ -144,7 +157,7 @@ class FlatBuffer:
             view = self.view(self.full, i)
             if not is_view(leaf, view):
                 given = f"shape {tuple(leaf.shape)}, {leaf.dtype}, {leaf.device}"
-                move(leaf, view.data)
+                self.put_back(i)
                 raise UnitStateError(
                     f"rank {self.collectives.world_rank}: .data of {self.layout.slots[i].name} was assigned another tensor "
                     f"inside a forward ({given}, not shape {tuple(leaf.shape)}, {leaf.dtype}, {leaf.device}). Assign one that "

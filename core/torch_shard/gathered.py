@@ -19,6 +19,7 @@ from torch import nn
 
 from .collectives import Collectives
 from .errors import ConfigError, ShardError, UnitStateError
+from .flat_buffer import FlatBuffer
 from .leaf import is_view, move, set_own_grad, show_as_plain
 from .runtime import Runtime
 from .shard_tensor import ShardTensor
@@ -270,6 +271,8 @@ def _install(summons: Summons) -> None:
     unit.is_summoned = True  # first: uninstall() must not take edits for edits of a forward
     if summons.overlay:
         unit.uninstall()
+    for flat in unit.flats:
+        flat.mirror()  # of the leaves themselves: copies must not get their hooks
     summons.covered = [flat.leaves for flat in unit.flats]
     _set_leaves(unit, summons.leaves)
     for flat in unit.flats:
@@ -332,16 +335,21 @@ def _leave(runtime: Runtime, summons: Summons) -> None:
     if summons.shared:
         return
     if summons.here:
+        moved: list[tuple[FlatBuffer, int]] = []  # leaves of the engine's own
         for flat, leaves, buffer in zip(unit.flats, summons.leaves, summons.buffers, strict=True):
             for i, leaf in enumerate(leaves):
                 view = flat.view(buffer, i)
                 if not is_view(leaf, view):
                     move(leaf, view.data)
+                    if summons.in_place:
+                        moved.append((flat, i))
         for flat, values in zip(unit.flats, summons.backup, strict=False):
             with torch.no_grad():
                 flat.shard.copy_(values)
         unit.uninstall()
         _set_leaves(unit, summons.covered)
+        for flat, i in moved:
+            flat.put_back(i)
         if summons.overlay:
             unit.install()
         else:

@@ -7,16 +7,12 @@ from typing import Any
 
 import torch
 
-from .collectives import Collectives, Reduction, join
+from .collectives import Collectives, Reduction
 from .errors import ShardError
 from .layout import FlatLayout
 from .leaf import own_grad, set_own_grad
 from .shard_spec import slot_view
 from .shard_tensor import ShardTensor
-
-# Up to this size a gradient's copy costs more as a call than in bytes: it waits for its unit's others, and one call copies
-# them all. A larger one is copied at once, so that the memory that autograd gave it is free again.
-_SMALL = 1 << 18  # bytes
 
 # Marks of a parameter in a backward; 0: nobody asked for its gradient.
 WANTED, SEEN = 1, 2
@@ -41,12 +37,10 @@ class GradientBuffer:
         # Under no_sync(): what `.grad` showed for each held gradient, and its version.
         self.shown: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * n
         self.results: list[torch.Tensor] = []  # reduced slices waiting to be published as .grad
-        self._waiting: dict[int, torch.Tensor] = {}  # small gradients not yet copied to `flat`
         self._streams: set[Any] = set()  # CUDA: those on which gradients arrived
-        # As a tensor: torch takes several microseconds to make one of a Python number.
-        self._scale = torch.tensor(1.0 / collectives.world, dtype=dtype) if collectives.world > 1 else None
-        itemsize = dtype.itemsize
-        self._small = [slot.numel * itemsize <= _SMALL for slot in layout.slots]
+        # As a tensor: torch takes several microseconds to make one of a Python number. On the CPU and without dimensions it
+        # counts as a number: its dtype neither rounds it to that of the gradients nor decides on that of the result.
+        self._scale = torch.tensor(1.0 / collectives.world, dtype=torch.float64, device="cpu")
         self._gaps = layout.gaps()
         self._pieces, self._piece_of = layout.pieces(collectives.rank)
 
@@ -83,22 +77,18 @@ class GradientBuffer:
         self.missing = sum(want and not seen for want, seen in zip(self.wanted, self.arrived, strict=True))
 
     def accept(self, index: int, grad: torch.Tensor) -> bool:
-        """Take a leaf's gradient, divided by the number of ranks; True if it was the last one missing."""
+        """Add a leaf's gradient, divided by the number of ranks; True if it was the last one missing. Copied at once: its
+        memory may be used again, by autograd or by the function that it comes from."""
         flat = self._open()
         if self.collectives.reduce_stream is not None:
             self._streams.add(torch.cuda.current_stream(flat.device))
-        if not self.holds[index] and self._small[index]:
-            self._waiting[index] = grad
+        into = slot_view(flat, self.layout.slots[index])
+        if self.holds[index]:
+            into.add_(grad, alpha=1.0 / self.collectives.world)
+        elif self.collectives.world == 1:
+            into.copy_(grad)
         else:
-            if index in self._waiting:  # a second one, of a nested backward
-                self._copy_waiting()
-            into = slot_view(flat, self.layout.slots[index])
-            if self.holds[index]:
-                into.add_(grad, alpha=1.0 / self.collectives.world)
-            elif self._scale is None:
-                into.copy_(grad)
-            else:
-                torch.mul(grad, self._scale, out=into)
+            torch.mul(grad, self._scale, out=into)
         self.holds[index] = True
         if self.arrived[index]:
             return False
@@ -106,26 +96,10 @@ class GradientBuffer:
         self.missing -= self.wanted[index]
         return self.missing == 0
 
-    def _copy_waiting(self) -> None:
-        if not self._waiting:
-            return
-        flat, slots = self._open(), self.layout.slots
-        if self._streams:
-            join(torch.cuda.current_stream(flat.device), self._streams)
-        views = [slot_view(flat, slots[i]) for i in self._waiting]
-        torch._foreach_copy_(views, list(self._waiting.values()))
-        if self._scale is not None:
-            if len(views) == len(slots):
-                flat.mul_(self._scale)
-            else:
-                torch._foreach_mul_(views, self._scale)
-        self._waiting = {}
-
     # -- through the reduction ----------------------------------------------------------------------------------
     def start_reduction(self, what: str) -> Reduction | None:
         """Send the buffer off. With one rank in all there is nothing to send: its slice is published as is."""
         grad = self._open()
-        self._copy_waiting()
         self.flat = None
         for start, stop in self._gaps:
             grad[start:stop].zero_()
@@ -195,7 +169,6 @@ class GradientBuffer:
         It shows this rank's own, unreduced gradient (its slice), which the reduction replaces."""
         if self.flat is None:
             return
-        self._copy_waiting()
         start, stop = self.layout.rank_range(self.collectives.rank)
         own = self.flat[start:stop].split_with_sizes(self._pieces)
         with torch._C.DisableTorchFunctionSubclass():
@@ -263,6 +236,8 @@ class GradientBuffer:
                     grad._lost = self.lost = True
         if self.flat is not None:
             self.collectives.give(self.flat)
-        self.flat, self.results, self._waiting = None, [], {}
+        self.flat, self.results = None, []
+        self._streams = set()
         self.holds = [False] * len(self.holds)
         self.arrived = [False] * len(self.arrived)
+        self._count_missing()

@@ -32,6 +32,13 @@ class Leaf(nn.Parameter):
         if flat is not None:
             flat.params[self._place[1]].grad = value  # type: ignore[index]
 
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """As on the user's parameter: nothing is accumulated in the leaf."""
+        flat = self._place[0]() if self._place is not None else None
+        if flat is None:
+            return super().register_post_accumulate_grad_hook(hook)
+        return flat.unit().register_post_accumulate_hook(flat.params[self._place[1]], hook)  # type: ignore[index]
+
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         self.data_taken = True

@@ -94,7 +94,7 @@ def _shard_state(optimizer: Any, runtime: Runtime) -> None:
                 if type(value) is not torch.Tensor or key == "step" or value.shape != p._spec.shape:
                     continue
                 unit = p._unit_ref() if p._unit_ref is not None else None
-                if unit is None or unit.runtime is not runtime:
+                if unit is None or unit.runtime is not runtime or unit.is_summoned:
                     break
                 if value.dim():
                     own[key] = _slice(value, p)  # the key stays, so the dict may be gone through

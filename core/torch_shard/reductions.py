@@ -156,4 +156,5 @@ class Reductions:
             with contextlib.suppress(ShardError):
                 reduction.pending.settle(PAUSE)
         self._in_flight.clear()
+        self._order, self._used = [], []
         self.collectives.forget_ended()

@@ -1,4 +1,4 @@
-"""What forwards and backwards ask of units: hooks, the end of a backward, and what stays for it.
+"""A sharded model's forwards and backwards, as its hooks see them.
 
 Forward.   A pre-hook on a unit's trigger modules gathers it and installs its leaves; the forward hook puts the sharded
            parameters back. A unit is released when *another* unit's forward begins: a unit with several triggers is
@@ -83,7 +83,7 @@ class Runtime:
         self.agreement.on_difference = self.schedule.order.forget
 
     def number_as_new(self) -> None:
-        """Collective."""
+        """On all ranks in one order."""
         if self.together is not None and self.agreement is not None:
             self.number = self.agreement.number = self.together.number()
 
@@ -179,9 +179,7 @@ class Runtime:
         if use.saved and (not found or (forward and (by_python or _newer_nodes(found, use.end)))):
             # Nothing to hook, a leaf was put aside for later, or a tensor made after the last one found has been handed out
             # some other way, so that backward may come to it before any hook: keep it until backward ends.
-            kept = copy.copy(use)
-            kept.start = -1
-            unit.uses.append(kept)
+            unit.kept.append(use)
 
     @property
     def in_forward(self) -> bool:
@@ -206,6 +204,8 @@ class Runtime:
 
     def check_registrations(self) -> None:
         """Raise if a parameter was added since sharding."""
+        for unit in self.units:
+            unit.forget_modules()
         leaves = [leaf for u in self.units for f in u.flats for leaf in f.leaves]
         self.registrations.check(self, leaves)
 
@@ -298,7 +298,7 @@ class Runtime:
             return
         for unit in self.units:
             unit.rounds = 0
-            for use in unit.uses:
+            for use in (*unit.uses, *unit.kept):
                 use.check()
             for flat in unit.flats:
                 flat.gradients.begin_backward(self.checked)
@@ -307,7 +307,9 @@ class Runtime:
         self.creating = torch.is_grad_enabled()
         self.schedule.double_backward |= self.creating
         self.syncing = self.forward_sync
-        self.reductions.begin(self.forward_order.values())
+        # Replicated units are gathered by nobody, so the ranks have not agreed on the order in which they were used.
+        sharded = self.collectives.size > 1
+        self.reductions.begin(self.forward_order.values() if sharded else self.units)
         if self.together is not None:
             self.together.begin(self)
         end = EndOfBackward(self)
@@ -319,7 +321,7 @@ class Runtime:
         if graph_task() not in self.tasks:
             self.arm()
         # A unit that this use saved nothing of is not waited for: it may be on its way for an earlier use.
-        if unit.state is State.GATHERING and not unit.uses:
+        if unit.state is State.GATHERING and not unit.uses and not unit.kept:
             raise UnitStateError(
                 f"rank {self.collectives.world_rank}: a gradient of {flat.layout.slots[index].name} arrived while unit "
                 f"{unit.name!r} was still being gathered; backward reached it without its trigger."
@@ -344,9 +346,6 @@ class Runtime:
             "create_graph=True), whose results have one."
         )
 
-    def end_nested(self, task: int) -> None:
-        self.schedule.end_nested(task)
-
     def end_backward(self) -> None:
         """The last node has run: compare with the other ranks, reduce what is left, publish `.grad`."""
         schedule = self.schedule
@@ -370,6 +369,7 @@ class Runtime:
         for unit in self.units:
             unit.held = False
             unit.uses.clear()
+            unit.kept.clear()
         schedule.release_unused()
         self.collectives.drop_spares()  # memory between steps counts; a backward takes them up again
         if self.syncing:
@@ -398,6 +398,7 @@ class Runtime:
         self.schedule.double_backward = False
         for unit in self.units:
             unit.uses.clear()
+            unit.kept.clear()
             unit.held = False
             for flat in unit.flats:
                 flat.gradients.forget()
@@ -408,6 +409,7 @@ class Runtime:
                 if unit.state is State.GATHERING:
                     # Its gather may never end; the memory stays, since the collective may still write to it.
                     unit.pending, unit.state = [], State.SHARDED
+        self.collectives.drop_spares()
         self.forward_order.clear()
         self.session = False
 
@@ -420,5 +422,6 @@ class Runtime:
 
 def _newer_nodes(tensors: list[torch.Tensor], end: int) -> bool:
     """Whether the graph got nodes after those of `tensors`; `end` is the next sequence number."""
-    newest = max(t.grad_fn._sequence_nr() for t in tensors if t.grad_fn is not None)  # type: ignore[attr-defined]
-    return bool(newest + 1 < end)
+    numbers = [t.grad_fn._sequence_nr() for t in tensors if t.grad_fn is not None]  # type: ignore[attr-defined]
+    # A view of something that was edited gets a node when its `grad_fn` is read, here.
+    return bool(max((n for n in numbers if n < end), default=-1) + 1 < end)

@@ -57,8 +57,8 @@ class Schedule:
             self._follow(unit, event)
             upcoming = [self.by_index[i] for i in self.order.upcoming()]
         if phase != BACKWARD:
-            idle = unit.state is not State.SHARDED and not unit.running
-            if idle and unit.is_stale() and all(u.start == -1 for u in unit.uses):
+            idle = unit.state is not State.SHARDED and not unit.running and not unit.uses
+            if idle and unit.is_stale():
                 unit.release()
             if upcoming is not None and not self._keeps():
                 self._release_others(unit, upcoming)
@@ -69,7 +69,7 @@ class Schedule:
             self._gather(other)
 
     def _gather(self, unit: Unit) -> None:
-        if unit.state is State.SHARDED:
+        if unit.state is State.SHARDED or unit.refill:
             unit.gather()
         self.gathered[unit.index] = unit
 
@@ -103,6 +103,10 @@ class Schedule:
 
     # -- releasing ----------------------------------------------------------------------------------------------
     def release(self, unit: Unit) -> None:
+        """Release a unit, or where something that this rank put aside may still need it, take part in its next gather."""
+        if unit.kept:
+            unit.refill = True
+            return
         unit.release()
         self.gathered.pop(unit.index, None)
 
@@ -156,4 +160,5 @@ class Schedule:
         self.double_backward = False
         for unit in self.gathered.values():
             unit.uses.clear()
+            unit.kept.clear()
         self.release_unused()

@@ -24,7 +24,7 @@ from .materialise import Materialiser, one_random_state
 from .plan import ParamInfo, Plan, UnitPlan
 from .planner import make_plan
 from .runtime import Runtime
-from .shard_tensor import ShardTensor
+from .shard_tensor import ShardTensor, slice_full
 from .unit import Unit, adopt, rebuild_flat_weights
 from .versions import check_torch
 from .watch import blocking
@@ -453,8 +453,6 @@ def _swap(original: nn.Parameter, flat: FlatBuffer, index: int, unit: Unit) -> N
     flat.params[index] = original  # type: ignore[call-overload]
     if grad is not None:
         with torch._C.DisableTorchFunctionSubclass():
-            from .shard_tensor import slice_full
-
             original.grad = ShardTensor(slice_full(grad, original._spec).clone(), original._spec)  # type: ignore[attr-defined]
 
 

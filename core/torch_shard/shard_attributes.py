@@ -98,7 +98,7 @@ def _set_data(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> None
 def _may_assign_data(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> bool:
     """Asked by Module.to() and its like: yes, so that it assigns to `.data`, which knows what fits, instead of putting
     another parameter into the module; nor shall it swap the new tensor in."""
-    if type(args[1]) is cls:
+    if type(args[1]) is cls and args[1] is not args[0]:
         args[1]._converted = True
     return True
 

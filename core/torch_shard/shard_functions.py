@@ -180,7 +180,7 @@ def _run(
             target, mask, value = args
             return target.masked_fill_(mask, value.to(target.dtype) if isinstance(value, torch.Tensor) else value)
         result = func(*args, **kwargs)
-        if of_parameter and not name.endswith("_") and not creates(name):
+        if of_parameter and _target(name, args, kwargs) is None and not creates(name):
             _note_origin(cls, name, args, kwargs, tensors, result)
         return result
 
@@ -221,10 +221,11 @@ def _note_origin(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tens
     for new, operands in zip(results, _meeting(name, args, kwargs, tensors), strict=False):
         if type(new) is not cls or new._unit_ref is not None or any(new is t for t in operands):
             continue
-        for t in operands:
-            if type(t) is cls and (t._unit_ref is not None or "_origin" in t.__dict__):
-                new.__dict__["_origin"] = t._unit_ref if t._unit_ref is not None else t.__dict__["_origin"]
-                break
+        sharded = [t for t in operands if type(t) is cls]
+        # With a gradient or optimizer state among them, it is an update.
+        if sharded and all(t._unit_ref is not None or "_origin" in t.__dict__ for t in sharded):
+            first = sharded[0]
+            new.__dict__["_origin"] = first._unit_ref if first._unit_ref is not None else first.__dict__["_origin"]
 
 
 def _on_wholes(

@@ -10,7 +10,7 @@ Life of a buffer (one per dtype and trainability)::
     SHARDED --gather()--> GATHERING --wait()--> FULL --release()--> SHARDED
 
 With one rank to a shard group `full` *is* the shard: always FULL, nothing moves.
-The unit knows how; the runtime decides when.
+The unit knows how; Schedule and Reductions decide when.
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ class Unit:
         self.is_summoned = False  # inside engine.gathered
         self.held = False  # recomputed in backward before its own trigger: see Runtime
         self.uses: list[Any] = []  # uses whose backward has begun
+        # Uses that backward may come back to past any trigger. That is this rank's own affair: other ranks may have released
+        # the unit, so that they gather it anew, and then this one takes part (`refill`).
+        self.kept: list[Any] = []
+        self.refill = False
         self.rounds = 0  # reductions issued in this backward
         self.streams: set[Any] = set()  # CUDA: those that compute with the gathered values
         self.checks = 2  # iterations in which an untracked edit of the gathered values is looked for
@@ -119,15 +123,21 @@ class Unit:
                     found += [t for t in tensors_in(value) if t.requires_grad and not t.is_leaf]
         return found
 
+    def forget_modules(self) -> None:
+        """A module may have been added to the triggers since :meth:`kept_tensors` looked for them."""
+        self._modules = None
+
     @property
     def full_bytes(self) -> int:
         return sum(f.nbytes for f in self.flats)
 
     # -- gather and release -------------------------------------------------------------------------------------
     def gather(self) -> None:
-        """Start the gather; SHARDED only. Collective."""
-        if self.state is not State.SHARDED:
+        """Start the gather; SHARDED, or FULL where the same values may come once more (`refill`). Collective."""
+        if self.state is not State.SHARDED and not self.refill:
             return
+        self.wait()
+        self.refill = False
         c = self.collectives
         self.runtime.note_issued("gather", self)
         if c.gather_stream is not None and c.is_capturing():
@@ -138,7 +148,9 @@ class Unit:
         with outside_inference(), c.gathering():
             for flat in self.flats:
                 storage = flat.full.untyped_storage()
-                if storage.nbytes() != flat.nbytes:  # kept where an abandoned gather may still write
+                if (
+                    storage.nbytes() != flat.nbytes
+                ):  # it stays where an abandoned gather may still write, and in a refill
                     storage.resize_(flat.nbytes)
                 self.pending.append(c.all_gather(flat.full, flat.payload, self.gather_text, flat.slots))
                 flat.fresh_version = flat.shard._version
@@ -176,6 +188,7 @@ class Unit:
         if not self.sharded or self.state is State.SHARDED:
             return
         self.wait()
+        self.refill = False
         with self.collectives.gathering():
             # Hazard: the next allocation may reuse this memory on the gather stream while compute still reads it;
             # `gathering()` has made that stream wait for what the current one was given, which may be another one.
@@ -338,7 +351,10 @@ def _first_attribute(module: nn.Module) -> int:
 
 
 _OWN_COUNT = 4  # attributes that every sharded parameter has: `_local`, `_spec`, `_unit_ref`, `_is_param`
-_OWN_ATTRIBUTES = {"_local", "_spec", "_unit_ref", "_flat", "_unreduced", "_is_param", "_place", "data_taken"}
+_OWN_ATTRIBUTES = {
+    "_local", "_spec", "_unit_ref", "_flat", "_unreduced", "_lost", "_origin", "_converted", "_is_param", "_place",
+    "data_taken",
+}  # fmt: skip
 
 
 def adopt(param: Any, original: Any) -> None:

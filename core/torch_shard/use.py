@@ -75,4 +75,4 @@ class EndOfNested:
         self.runtime, self.task = runtime, task
 
     def __call__(self) -> None:
-        self.runtime.end_nested(self.task)
+        self.runtime.schedule.end_nested(self.task)

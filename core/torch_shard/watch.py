@@ -117,7 +117,7 @@ class Pending:
         work = self.work
         if work is not None:
             groups = self.channel.groups
-            if self.ordered or self.event is not None:
+            if self.ordered or self.event is not None or (groups.broken and work.is_completed()):
                 work.wait()  # NCCL's only orders the current stream
             elif self.watch.polls or groups.broken or not _ends(work, self.watch.first_tick):
                 self.watch.wait(self)
@@ -211,7 +211,7 @@ class Watch:
         the device has to do before it.
         """
         if self.polls:
-            blocking(self, "meet", what, dist.all_reduce, torch.zeros(1))
+            blocking(self, "meet", what, dist.all_reduce, torch.zeros(1, device="cpu"))
 
     def exchange(self, what: str, value: Any, own: str = "", listen: bool = True) -> list[Any]:
         """What every rank has to say, by rank, where an error must be explained. Collective.

@@ -133,7 +133,7 @@ def gathered_values(runtime: Runtime, unit: Unit) -> Iterator[None]:
 
 def refill(runtime: Runtime, unit: Unit) -> bool:
     """Start a gather of the current values, prefetched or not; returns whether a running backward needs them after."""
-    keep = bool(unit.uses) and unit.state is not State.SHARDED
+    keep = bool(unit.uses or unit.kept) and unit.state is not State.SHARDED
     if unit.state is not State.SHARDED:
         # It may have been gathered before an edit of the shards, or be on its way: ranks need not agree on that.
         unit.wait()
