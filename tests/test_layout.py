@@ -1,5 +1,6 @@
 """FlatLayout: every element of every parameter has one owner and one place."""
 
+import itertools
 import math
 
 import pytest
@@ -70,6 +71,23 @@ def test_parameters_are_aligned_do_not_overlap_and_padding_is_small(params, item
     assert layout.shard_numel * itemsize % ALIGNMENT == 0
     padding = (layout.numel - sum(slot.numel for slot in layout.slots)) * itemsize
     assert padding <= ALIGNMENT * world_size + (ALIGNMENT - 1) * len(params)
+
+
+@given(metas(), st.sampled_from(ITEMSIZES), worlds, st.data())
+@FEW
+def test_pieces_split_a_shard_into_the_slices_and_gaps_are_what_is_left(params, itemsize, world_size, data):
+    layout = FlatLayout.build(params, itemsize, world_size)
+    rank = data.draw(st.integers(0, world_size - 1))
+    sizes, number = layout.pieces(rank)
+    starts = [0, *itertools.accumulate(sizes)]
+    assert starts[-1] == layout.shard_numel and sizes[-1] == 0
+    for index, piece in enumerate(number):
+        start, stop = layout.local_range(index, rank)
+        assert sizes[piece] == stop - start
+        assert start == stop or starts[piece] == start
+    assert sum(stop - start for start, stop in layout.gaps()) == layout.numel - sum(s.numel for s in layout.slots)
+    for start, stop in layout.gaps():
+        assert start < stop and not any(s.numel and s.offset < stop and start < s.stop for s in layout.slots)
 
 
 @given(metas(least=1, most=1), st.data())
