@@ -73,7 +73,7 @@ class OnDemand:
         """
         if not unit.sharded:
             return True
-        if graph_task() == -1 or unit.state is State.SHARDED:
+        if graph_task() == -1 or unit.state is State.SHARDED or unit.refill:  # with `refill`, others may have to gather
             return False
         unit.wait()
         unit.note_stream()

@@ -148,9 +148,9 @@ class Unit:
         with outside_inference(), c.gathering():
             for flat in self.flats:
                 storage = flat.full.untyped_storage()
-                if (
-                    storage.nbytes() != flat.nbytes
-                ):  # it stays where an abandoned gather may still write, and in a refill
+                # The memory is there where an abandoned gather may still write to it, and in a refill. Hazard: compute may
+                # read while a refill writes; it writes what is there already, since an edited unit is released first.
+                if storage.nbytes() != flat.nbytes:
                     storage.resize_(flat.nbytes)
                 self.pending.append(c.all_gather(flat.full, flat.payload, self.gather_text, flat.slots))
                 flat.fresh_version = flat.shard._version
