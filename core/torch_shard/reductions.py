@@ -39,9 +39,8 @@ class Reductions:
         self._order: list[Unit] = []
         self._in_flight: list[tuple[GradientBuffer, Reduction]] = []
         self._no_pause = 0
-        self._incomplete: set[int] = (
-            set()
-        )  # units with a parameter that the last backward had no gradient of on any rank
+        # Indices of units with a parameter that the last backward had no gradient of, on any rank.
+        self._incomplete: set[int] = set()
 
     def begin(self, forward_order: Iterable[Unit]) -> None:
         """A backward begins; `forward_order` has the units that forward used, the latest last."""
