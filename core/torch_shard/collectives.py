@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -63,6 +63,7 @@ class SingleComm:
 
     size: int = 1
     rank: int = 0
+    refused: Callable[[str], str] | None = None  # see ScalarComm
 
     def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:
         return tensor
@@ -83,6 +84,8 @@ class ScalarComm:
     watch: Watch
     size: int
     rank: int
+    # Called with the message of an error about an operation that slices can't do; returns what to say instead.
+    refused: Callable[[str], str] | None = None
 
     def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:
         self.watch.meet(what)

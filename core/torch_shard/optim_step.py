@@ -1,47 +1,50 @@
 """The engine sees every optimizer step that changes its parameters, whoever calls it.
 
-Gathered copies and graphs over them are out of date after a step, so they are dropped. The optimizer itself steps on
-ShardTensors: what it does element by element happens on this rank's slices, anything else raises. State that it made
-before the model was sharded, or that it was given from a plain checkpoint, is sharded when it steps.
+Gathered copies and graphs over them are out of date after a step, so they are dropped. What the step's arithmetic works on
+is decided here: flat tensors (:mod:`.flat_step`), whole matrices at their owner, or the ShardTensors themselves.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from .errors import ShardError
-from .leaf import own_grad
+from .errors import ConfigError
+from .flat_step import FlatStep
+from .optim import is_torchs, kind_of
 from .shard_tensor import ShardTensor
+from .stand_in import StandIn, Work, stand_in
+from .step_checks import Trial, check_class, check_units, own_units, refuse_unreduced, shard_state
 
 if TYPE_CHECKING:
     from .runtime import Runtime
 
+_HOOK = tuple[tuple[Any, ...], dict[str, Any]]
+
 
 class StepWatch:
-    """Follows torch's global optimizer step hook for one runtime; closed with its engine."""
+    """Follows torch's global optimizer step hooks for one runtime; closed with its engine."""
 
     def __init__(self, runtime: Runtime) -> None:
-        reference = weakref.ref(runtime)
+        self._runtime = weakref.ref(runtime)
+        self._works: weakref.WeakKeyDictionary[Any, Work] = weakref.WeakKeyDictionary()
+        self._trials: weakref.WeakKeyDictionary[Any, Trial] = weakref.WeakKeyDictionary()
+        own = weakref.ref(self)
+
+        def before(optimizer: Any, args: Any, kwargs: Any) -> _HOOK | None:
+            alive = own()
+            return None if alive is None else alive.before(optimizer, args, kwargs, sys._getframe(1))
 
         def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-            alive = reference()
-            if alive is not None and _steps(optimizer, alive):
-                alive.parameters_changed()
-                if alive.holds_gradients() and _closure(args, kwargs):
-                    _refuse_unreduced(optimizer, alive)
-
-        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-            alive = reference()
-            if alive is None:
-                return
-            # A closure may reduce them yet.
-            if alive.holds_gradients() and not _closure(args, kwargs):
-                _refuse_unreduced(optimizer, alive)
-            _shard_state(optimizer, alive)
+            alive = own()
+            if alive is not None:
+                alive.after(optimizer, sys._getframe(1))
 
         self._handles = [
             torch_optimizer.register_optimizer_step_pre_hook(before),
@@ -54,63 +57,136 @@ class StepWatch:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+        self._works.clear()
+        self._trials.clear()
+
+    # -- around a step ------------------------------------------------------------------------------------------
+    def before(self, optimizer: Any, args: Any, kwargs: Any, frame: Any) -> _HOOK | None:
+        """A step is about to be called, from `frame`, with `args`; returns what it shall be given instead."""
+        runtime = self._runtime()
+        if runtime is None or isinstance(optimizer, StandIn) or not self._holds(optimizer, runtime):
+            return None
+        check_class(optimizer, runtime.collectives.world_rank)
+        if not _closure(args, kwargs):
+            refuse_unreduced(optimizer, runtime)
+        kind = kind_of(type(optimizer)) or _kind_of_function(type(optimizer), frame.f_locals.get("func"))
+        if kind == "elementwise":
+            return self._exchange(optimizer, args, kwargs, runtime)
+        return self._as_it_is(optimizer, args, kwargs, runtime, frame)
+
+    def after(self, optimizer: Any, frame: Any) -> None:
+        """The step has ended."""
+        runtime = self._runtime()
+        if runtime is None or isinstance(optimizer, StandIn) or not self._holds(optimizer, runtime):
+            return
+        work = self._works.get(optimizer)
+        if work is not None:
+            work.close()
+        trial = self._trials.get(optimizer)
+        if trial is not None and trial.frame is frame:
+            trial.end()
+            runtime.collectives.scalar.refused = None
+        runtime.parameters_changed()
+
+    def _holds(self, optimizer: Any, runtime: Runtime) -> bool:
+        return optimizer in self._works or _steps(optimizer, runtime)
+
+    def _exchange(self, optimizer: Any, args: Any, kwargs: Any, runtime: Runtime) -> _HOOK:
+        work = self._works.get(optimizer)
+        if work is None:
+            work = self._works[optimizer] = FlatStep(optimizer, runtime)
+        other, session = stand_in(optimizer, work)
+        args, kwargs = _replaced(args, kwargs, session.around)
+        return (other, *args[1:]), kwargs
+
+    def _as_it_is(self, optimizer: Any, args: Any, kwargs: Any, runtime: Runtime, frame: Any) -> _HOOK | None:
+        """An optimizer that the engine does not know is given the ShardTensors."""
+        check_units(optimizer, own_units(optimizer, runtime))
+        shard_state(optimizer, runtime)
+        _hook_bases(type(optimizer))
+        trial = self._trials.setdefault(optimizer, Trial(optimizer))
+        if not trial.runs():
+            trial.begin(frame)
+            runtime.collectives.scalar.refused = trial.explain
+
+        def around(closure: Callable[[], Any]) -> Callable[[], Any]:
+            def run() -> Any:
+                result = closure()
+                refuse_unreduced(optimizer, runtime)
+                shard_state(optimizer, runtime)
+                return result
+
+            return run
+
+        return _replaced(args, kwargs, around)
+
+    # -- optimizers that torch's hooks don't see -----------------------------------------------------------------
+    def attach(self, optimizer: Any) -> None:
+        """See :meth:`torch_shard.Engine.attach`."""
+        for name in ("param_groups", "step"):
+            if not hasattr(optimizer, name):
+                raise ConfigError(f"attach: {type(optimizer).__name__} has no {name}, so it is not an optimizer.")
+        function = type(optimizer).step
+        if getattr(function, "hooked", False) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            return
+        step = optimizer.step
+
+        def attached(*args: Any, **kwargs: Any) -> Any:
+            func = function  # under the name that torch's wrapper has for it
+            replaced = self.before(optimizer, (optimizer, *args), kwargs, sys._getframe())
+            if replaced is None:
+                result = step(*args, **kwargs)
+            elif replaced[0][0] is optimizer:
+                result = step(*replaced[0][1:], **replaced[1])
+            else:
+                result = func(*replaced[0], **replaced[1])
+            self.after(optimizer, sys._getframe())
+            return result
+
+        optimizer.step = attached
+
+
+def _kind_of_function(cls: type, function: Any) -> str | None:
+    """The kind of one of torch's own ``step`` functions, which a subclass has inherited or calls by ``super().step()``;
+    `function` is what torch's wrapper (``Optimizer.profile_hook_step``, torch 2.11 to 2.13) will call."""
+    if function is None:
+        return None
+    plain = inspect.unwrap(function)
+    for base in cls.__mro__:
+        if is_torchs(base) and kind_of(base) is not None and inspect.unwrap(base.step) is plain:  # type: ignore[attr-defined]
+            same = getattr(cls, "_init_group", None) is getattr(base, "_init_group", None)
+            return kind_of(base) if same else None
+    return None
+
+
+def _hook_bases(cls: type) -> None:
+    """torch calls hooks for the classes of which there was an optimizer: let it do so for those that this one's ``step`` may
+    call by ``super()``."""
+    for base in cls.__mro__[1:]:
+        step = base.__dict__.get("step")
+        if (
+            step is not None
+            and is_torchs(base)
+            and base is not torch.optim.Optimizer
+            and not getattr(step, "hooked", False)
+        ):
+            hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
+            hooked.hooked = True
+            base.step = hooked  # type: ignore[attr-defined]
 
 
 def _closure(args: Any, kwargs: Any) -> Any:
     return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
 
-def _refuse_unreduced(optimizer: Any, runtime: Runtime) -> None:
-    """Each rank would step its slice with a gradient of its own."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if not isinstance(p, ShardTensor):
-                continue
-            with torch._C.DisableTorchFunctionSubclass():
-                grad: Any = own_grad(p)
-            unreduced = getattr(grad, "_unreduced", False)
-            unit = p._unit_ref() if unreduced and p._unit_ref is not None else None
-            if unit is not None and unit.runtime is runtime and grad._local.count_nonzero():
-                raise ShardError(
-                    f"rank {p._spec.rank}: optimizer.step() with a gradient of {p._spec.name} that is not reduced, because every "
-                    "backward since zero_grad() ran under no_sync(). Run the last backward, with its forward, outside."
-                )
-
-
-def _shard_state(optimizer: Any, runtime: Runtime) -> None:
-    """Replace whole plain tensors in the state of this runtime's parameters by this rank's slices of them. Looked for in
-    every step: state comes with `load_state_dict` at any time, and looking costs little beside a step. Not collective."""
-    state = getattr(optimizer, "state", None)
-    if not state:
-        return
-    scalars: list[tuple[ShardTensor, Any, str]] = []
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            own = state.get(p) if isinstance(p, ShardTensor) else None
-            if not isinstance(own, dict):
-                continue
-            for key, value in own.items():
-                # Counters are whole on every rank.
-                if type(value) is not torch.Tensor or key == "step" or value.shape != p._spec.shape:
-                    continue
-                unit = p._unit_ref() if p._unit_ref is not None else None
-                if unit is None or unit.runtime is not runtime or unit.is_summoned:
-                    break
-                if value.dim():
-                    own[key] = _slice(value, p)  # the key stays, so the dict may be gone through
-                else:
-                    scalars.append((p, own, key))
-    if scalars:
-        # Next to a 0-dim parameter its own moments look like counters. Where others have slices under that name, so has it.
-        dicts = [own for own in state.values() if isinstance(own, dict)]
-        sliced = {k for own in dicts for k, v in own.items() if type(v) is ShardTensor and v._spec.shape}
-        for p, own, key in scalars:
-            if key in sliced:
-                own[key] = _slice(own[key], p)
-
-
-def _slice(value: torch.Tensor, param: ShardTensor) -> ShardTensor:
-    return ShardTensor.from_full(value.to(param._local.device), param._spec)
+def _replaced(args: Any, kwargs: Any, around: Callable[[Any], Any]) -> _HOOK:
+    """The arguments of a step with its closure, if there is one, replaced."""
+    closure = _closure(args, kwargs)
+    if closure is None:
+        return args, kwargs
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": around(closure)}
+    return (args[0], around(closure), *args[2:]), kwargs
 
 
 def _steps(optimizer: Any, runtime: Runtime) -> bool:

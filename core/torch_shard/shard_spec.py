@@ -82,10 +82,12 @@ def gather_error(specs: Sequence[ShardSpec], what: str, why: str = "needs the wh
     """Make the error for an operation `what` on the parameters of `specs` that slices cannot answer."""
     names = ", ".join(dict.fromkeys(spec.name for spec in specs)) or "tensor"
     rank = specs[0].rank if specs else "?"
-    return NeedsGatherError(
+    message = (
         f"rank {rank}: {what} on the sharded {names} {why}. Use `with engine.gathered(parameter):` around it "
         "(with write=True to change the parameter)."
     )
+    explain = getattr(specs[0].comm, "refused", None) if specs else None
+    return NeedsGatherError(message if explain is None else explain(message))
 
 
 def same_cut(a: ShardSpec, b: ShardSpec) -> bool:

@@ -1,0 +1,96 @@
+"""Which optimizers step how on a sharded model.
+
+Three kinds, by the exact class (a subclass may do anything, so it is of no kind until it is registered):
+
+- ``"elementwise"``: every element of a parameter is updated from the same element of its gradient and state, and from
+  options of the group. Steps on one flat plain tensor per unit and parameter group: torch.optim's SGD, Adam, AdamW, NAdam,
+  RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD.
+- ``"matrix"``: the update of a parameter needs all of it. Each parameter is updated whole, on the rank that owns it:
+  torch.optim's Muon and Adafactor, transformers' Adafactor.
+- no kind: the optimizer is given the ShardTensors as they are. What it does element by element, and its norms, are right;
+  anything else is an error at its first step, before a parameter has changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from .errors import ConfigError
+
+__all__ = ["Kind", "kind_of", "register"]
+
+Kind = Literal["elementwise", "matrix"]
+
+_ATTRIBUTE = "_torch_shard_kind"
+_ELEMENTWISE = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+    "Lion",
+]
+_MATRIX = ("Muon", "Adafactor")
+# Classes of packages that need not be installed, by module and name.
+_BY_NAME: dict[tuple[str, str], Kind] = {
+    ("transformers.optimization", "Adafactor"): "matrix",
+    ("apex.optimizers.fused_adam", "FusedAdam"): "elementwise",
+    ("apex.optimizers.fused_sgd", "FusedSGD"): "elementwise",
+    ("apex.optimizers.fused_adagrad", "FusedAdagrad"): "elementwise",
+}
+
+
+def register(cls: type, kind: Kind) -> type:
+    """Declare how an optimizer class of your own steps. Not collective; do it on all ranks, before the first step.
+
+    ``step()`` is then called with plain 1-D pieces of parameters (``"elementwise"``) or with this rank's whole parameters
+    (``"matrix"``) in ``self.param_groups`` and their entries in ``self.state``; everything else of the optimizer is its own.
+    It must
+
+    - update each parameter from its own ``.grad``, ``self.state[p]`` and the group's options, and nothing else:
+      no sums over several parameters;
+    - for ``"elementwise"``: keep, in ``self.state[p]``, tensors shaped like ``p``, 0-dim tensors and Python values, and
+      not look at a parameter's shape or number of elements;
+    - loop over ``self.param_groups`` after its closure has run.
+
+    What it writes to a group's options or to its own attributes is kept.
+
+    Args:
+        cls: the class itself; its subclasses are not registered with it.
+        kind: ``"elementwise"`` or ``"matrix"``.
+
+    Returns:
+        `cls`, so that it can be used as a decorator with ``functools.partial``.
+
+    Raises:
+        ConfigError: not an optimizer class, or another `kind`.
+    """
+    if not isinstance(cls, type) or not callable(getattr(cls, "step", None)):
+        raise ConfigError(f"register: {cls!r} is not an optimizer class with a step() method.")
+    if kind not in ("elementwise", "matrix"):
+        raise ConfigError(f"register: kind must be 'elementwise' or 'matrix', not {kind!r}.")
+    setattr(cls, _ATTRIBUTE, kind)
+    return cls
+
+
+def kind_of(cls: type) -> Kind | None:
+    """The kind of an optimizer class, or None. Not collective."""
+    own: Any = cls.__dict__.get(_ATTRIBUTE)
+    if own is not None:
+        return own  # type: ignore[no-any-return]
+    if is_torchs(cls):
+        return "elementwise" if cls.__name__ in _ELEMENTWISE else "matrix" if cls.__name__ in _MATRIX else None
+    return _BY_NAME.get((cls.__module__, cls.__qualname__))
+
+
+def is_torchs(cls: type) -> bool:
+    """Whether `cls` is one of torch.optim's own classes."""
+    return getattr(torch.optim, cls.__name__, None) is cls

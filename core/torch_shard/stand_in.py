@@ -1,0 +1,117 @@
+"""What an optimizer's ``step`` gets as ``self`` while it works on other tensors than the user's.
+
+torch's global pre-hooks may replace a step's arguments, ``self`` included, and run right before the class's own ``step``.
+So the optimizer that the user has, its groups and its state are never exchanged: closures, hooks, schedulers and exceptions
+find it as it always is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+__all__ = ["Groups", "StandIn", "Work", "stand_in"]
+
+
+class Work(Protocol):
+    """What a step works on."""
+
+    def open(self) -> None:
+        """Take parameters, gradients, options and state as they are now; called when ``step`` first asks for them, and
+        again after each closure."""
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups to go through."""
+
+    def before(self, number: int) -> None:
+        """A group is about to be worked on."""
+
+    def after(self, number: int) -> None:
+        """It has been worked on."""
+
+    @property
+    def state(self) -> Any:
+        """Stands for the optimizer's ``state``."""
+
+    def close(self) -> None:
+        """The step has ended: the user's view is brought up to date. May be called more than once."""
+
+
+class StandIn:
+    """Shares the optimizer's attributes, but for the groups and the state."""
+
+    __slots__ = ("_session",)
+    _session: Session
+
+    @property
+    def param_groups(self) -> Groups:
+        return self._session.groups()
+
+    @property
+    def state(self) -> Any:
+        return self._session.state()
+
+    def _accelerator_graph_capture_health_check(self) -> None:
+        # torch's check reads the options, ahead of the closure.
+        self._session.health_check()
+
+
+class Session:
+    """One step."""
+
+    def __init__(self, optimizer: Any, work: Work) -> None:
+        self.optimizer, self.work = optimizer, work
+        self.fresh: Groups | None = None
+
+    def groups(self) -> Groups:
+        if self.fresh is None:
+            self.work.open()
+            self.fresh = Groups(self.work)
+        return self.fresh
+
+    def state(self) -> Any:
+        self.groups()
+        return self.work.state
+
+    def health_check(self) -> None:
+        check = getattr(type(self.optimizer), "_accelerator_graph_capture_health_check", None)
+        if check is not None:
+            check(self.optimizer)
+
+    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, after which everything is looked at anew."""
+
+        def run() -> Any:
+            result = closure()
+            self.fresh = None
+            return result
+
+        return run
+
+
+class Groups(list[dict[str, Any]]):
+    """The groups that a step goes through; after the last one the step's work is done."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work.groups())
+        self.work = work
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for number, group in enumerate(super().__iter__()):
+            self.work.before(number)
+            yield group
+            self.work.after(number)
+        self.work.close()
+
+
+def stand_in(optimizer: Any, work: Work) -> tuple[Any, Session]:
+    """Make the object that takes `optimizer`'s place in its ``step``."""
+    cls = type(optimizer)
+    kind = type(
+        cls.__name__, (StandIn, cls), {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    )
+    other: Any = object.__new__(kind)
+    other.__dict__ = optimizer.__dict__
+    session = Session(optimizer, work)
+    other._session = session
+    return other, session
