@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-__all__ = ["ENGINES", "LABELS", "Runner", "build", "full_parameters", "wrap"]
+__all__ = ["ENGINES", "LABELS", "Runner", "build", "decay_groups", "full_parameters", "wrap", "wrap_from_meta"]
 
 LABELS = {
     "alone": "one rank alone, no communication",
@@ -80,6 +80,46 @@ def wrap(
         raise ValueError(f"engine {name!r}: expected one of {', '.join(ENGINES)}")
     # A DDP or FSDP2 model has ordinary parameters, or DTensors that torch's function knows.
     return model, lambda limit: nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+
+def wrap_from_meta(
+    name: str, model: nn.Module, blocks: Iterable[nn.Module], fill: Callable[[nn.Module], None]
+) -> nn.Module:
+    """Put `model`, built on meta, under an engine on the CPU; `fill` initialises one module's own parameters."""
+    blocks = list(blocks)
+    if name == "ours":
+        import torch_shard
+
+        torch_shard.shard(model, init_fn=fill, sync_module_states=False)
+        return model
+    if name == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        def materialise(module: nn.Module) -> None:
+            module.to_empty(device="cpu", recurse=False)
+            fill(module)
+
+        policy = ModuleWrapPolicy({type(block) for block in blocks})
+        cpu = torch.device("cpu")
+        return FSDP(model, use_orig_params=True, auto_wrap_policy=policy, device_id=cpu, param_init_fn=materialise)
+    model, _ = wrap(name, model, blocks, torch.device("cpu"))
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        fill(module)
+    return model
+
+
+def decay_groups(parameters: Iterable[Tensor], dims: Iterable[int]) -> list[dict[str, Any]]:
+    """Return an optimizer's usual two groups: matrices decay, the rest does not.
+
+    `dims` are those of the plain model's parameters; FSDP1's are flat once they are sharded.
+    """
+    pairs = list(zip(parameters, dims, strict=True))
+    return [
+        {"params": [p for p, dim in pairs if dim >= 2], "weight_decay": 0.1},
+        {"params": [p for p, dim in pairs if dim < 2], "weight_decay": 0.0},
+    ]
 
 
 def build(name: str, config: Any, device: torch.device, lr: float) -> Runner:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import errors
+from . import errors, optim
 from .config import ShardConfig
 from .engine import Engine, engine_of, shard
 from .errors import ShardError
@@ -21,5 +21,6 @@ __all__ = [
     "engine_of",
     "errors",
     "make_plan",
+    "optim",
     "shard",
 ]

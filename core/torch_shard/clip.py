@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from .errors import NonFiniteError
+from .flat_blocks import grad_of
 from .flat_buffer import FlatBuffer
-from .leaf import own_grad
 from .runtime import Runtime
 from .shard_tensor import ShardTensor
 from .whole import reduced_grad_of
 
+_flat, _spec = map(operator.attrgetter, ("_flat", "_spec"))
 _PIECE = 1 << 16  # elements
 
 
@@ -32,20 +34,23 @@ class _Gradients:
         self.slices: dict[int, list[torch.Tensor]] = {}  # per comm, memory to norm and scale
         self.tensors: dict[int, list[list[torch.Tensor]]] = {}  # per comm, the slice (or none) of each, without padding
         self.plain: list[torch.Tensor] = []
+        if runtime.in_backward is not None:
+            runtime.in_backward.refuse_clipping()
         self.padded: list[tuple[FlatBuffer, torch.Tensor]] = []
         self.dtypes: list[torch.dtype] = []
         covered: set[int] = set()
         for unit in runtime.units:
             for flat in unit.flats:
-                if padding and flat.params and all(id(p) in chosen for p in flat.params):
-                    base = _one_piece(flat)
+                if padding and flat.params and all(map(chosen.__contains__, map(id, flat.params))):
+                    with torch._C.DisableTorchFunctionSubclass():
+                        base = _one_piece(flat)
                     if base is not None:
                         comm = flat.params[0]._spec.comm
                         self._open(comm)
                         self.slices[id(comm)].append(base)
                         self.dtypes.append(base.dtype)
                         self.padded.append((flat, base))
-                        covered.update(id(p) for p in flat.params)
+                        covered.update(map(id, flat.params))
         for number, p in chosen.items():
             if number in covered:
                 continue
@@ -76,24 +81,15 @@ class _Gradients:
 
 def _one_piece(flat: FlatBuffer) -> torch.Tensor | None:
     """The 1-D tensor that all gradients of `flat` are slices of, as the reduction left them."""
-    base: torch.Tensor | None = None
-    first = flat.layout.rank_range(flat.collectives.rank)[0]
-    address = size = 0
-    with torch._C.DisableTorchFunctionSubclass():
-        for param, slot in zip(flat.params, flat.layout.slots, strict=True):
-            grad: Any = own_grad(param)
-            found = getattr(grad, "_flat", None)
-            if found is None or (base is not None and found is not base):
-                return None
-            if base is None:
-                base, size = found, found.element_size()
-                address = found.data_ptr() - first * size
-            spec, local = param._spec, grad._local
-            if local.numel() != spec.length:
-                return None
-            if spec.length and local.data_ptr() != address + (slot.offset + spec.start) * size:
-                return None  # replaced by the user
-    return base
+    try:
+        grads = list(map(grad_of, flat.params))
+        found = list(map(_flat, grads))
+        # A gradient of the reduction's has its parameter's own spec; one that was assigned by hand has another.
+        own = all(map(operator.is_, map(_spec, grads), map(_spec, flat.params)))
+    except AttributeError:
+        return None
+    base: torch.Tensor = found[0]
+    return base if own and all(other is base for other in found) else None
 
 
 def clip_grad_norm_(
@@ -185,7 +181,9 @@ def _norm(tensors: Sequence[torch.Tensor], p: float, dtype: torch.dtype, device:
             norms += torch._foreach_norm(group, p, dtype=dtype)
         else:
             norms += [torch.linalg.vector_norm(t, p).to(dtype) for t in group]
-    return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), p)
+    if len(groups) > 1:
+        norms = [n.to(device) for n in norms]
+    return torch.linalg.vector_norm(torch.stack(norms).to(device), p)
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -210,16 +208,15 @@ def _scale(grads: _Gradients, factor: torch.Tensor) -> None:
         by_device.setdefault(tensor.device, []).append(tensor)
     for device, tensors in by_device.items():
         torch._foreach_mul_(tensors, factor.to(device))
-    # Zero times NaN: the padding must stay zero for the next norm.
-    _clear_padding(grads)
+    # Zero times NaN: the padding must stay zero for the next norm. A GPU is not waited for to know whether it is.
+    if factor.device.type != "cpu" or factor.isnan():
+        _clear_padding(grads)
 
 
 def _clear_padding(grads: _Gradients) -> None:
-    for flat, base in grads.padded:
-        first, last = flat.layout.rank_range(flat.collectives.rank)
-        for start, stop in flat.layout.gaps():
-            if start < last and stop > first:
-                base[max(start, first) - first : min(stop, last) - first].zero_()
+    gaps = [base[start:stop] for flat, base in grads.padded for start, stop in flat.gaps]
+    if gaps:
+        torch._foreach_zero_(gaps)
 
 
 def clip_grad_value_(runtime: Runtime, parameters: Iterable[torch.Tensor], clip_value: float) -> None:

@@ -151,8 +151,50 @@ class Engine:
 
     def _chosen(self, parameters: torch.Tensor | Iterable[torch.Tensor] | None) -> list[torch.Tensor]:
         if parameters is None:
-            return list(self.model.parameters())
+            # Not model.parameters(), which goes through all modules.
+            return [p for unit in self.units for p in unit.params] + self._ignored()
         return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+    def _ignored(self) -> list[torch.Tensor]:
+        """The parameters that are not sharded, as far as they are still there."""
+        found: list[torch.Tensor] = []
+        for name in self.plan.ignored:
+            with contextlib.suppress(AttributeError):
+                found.append(self.model.get_parameter(name))
+        return found
+
+    # -- optimizers -----------------------------------------------------------------------------------------------
+    def attach(self, optimizer: Any) -> None:
+        """Have the engine see the steps of an optimizer that torch's step hooks don't see. Not collective.
+
+        They see every ``torch.optim.Optimizer`` whose ``__init__`` has run, so that only optimizers which skip that, or are of
+        another class altogether, need this. It replaces the object's ``step``.
+
+        Args:
+            optimizer: an object with ``param_groups``, ``state`` and ``step``.
+
+        Raises:
+            ConfigError: it has none of those.
+        """
+        self._watch.attach(optimizer)
+
+    def step_in_backward(self, optimizer: Any) -> None:
+        """Have `optimizer` step during every backward from now on: each unit as soon as its gradients are reduced.
+
+        Gradients are freed at once, so that a rank holds those of two units at most; in exchange, every backward is a step.
+        ``optimizer.step()`` may stay where it is: it finds no gradients but those of parameters that are not the engine's.
+        The user's step hooks are not called. Learning rates count as they are when backward runs. If the ranks turn out to
+        have done different things, some units have been updated already. Call on all ranks; not collective.
+
+        Args:
+            optimizer: of an element-wise class (:mod:`torch_shard.optim`); None ends it.
+
+        Raises:
+            ConfigError: an optimizer of another kind.
+            ShardError: by the next backward, under :meth:`no_sync` or with ``torch.amp.GradScaler``; and by
+                :meth:`clip_grad_norm_`, :meth:`clip_grad_value_` and ``torch.nn.utils``' functions of these names.
+        """
+        self._watch.step_in_backward(optimizer)
 
     # -- whole parameters ---------------------------------------------------------------------------------------
     def gathered(

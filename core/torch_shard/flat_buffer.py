@@ -57,6 +57,12 @@ class FlatBuffer:
         self.storage_baseline = 0
         self.versions = [0] * n
         self.fresh_version = -1  # the shard's when it was gathered
+        first, last = layout.rank_range(collectives.rank)
+        self.gaps = [  # the shard's padding
+            (max(start, first) - first, min(stop, last) - first)
+            for start, stop in layout.gaps()
+            if start < last and stop > first
+        ]
         self.gradients = GradientBuffer(layout, dtype, self.params, collectives)
         self.mirror(force=True)
 

@@ -10,6 +10,7 @@ import itertools
 import operator
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +51,9 @@ class _State(dict[Any, Any]):
 class _Group:
     """One of the user's groups."""
 
-    def __init__(self, params: list[Any], twice: set[int], runtime: Runtime, optimizer: Any) -> None:
+    def __init__(
+        self, params: list[Any], twice: set[int], runtime: Runtime, optimizer: Any, only: FlatBuffer | None
+    ) -> None:
         self.params = params
         # Those that are not the engine's, and those that are listed more than once, to be stepped as often.
         self.rest: list[Any] = []
@@ -65,7 +68,11 @@ class _Group:
                 continue
             self.units[unit.index] = unit
             flat, _ = unit.find(p)
+            if only is not None and flat is not only:
+                continue
             by_flat.setdefault(id(flat), (flat, []))[1].append(p)
+        if only is not None:
+            self.rest = []
         self.blocks = [Block(flat, own) for flat, own in by_flat.values()]
         self.on_cpu = all(b.flat.shard.device.type == "cpu" for b in self.blocks)
         dtypes = {b.flat.dtype for b in self.blocks} | {p.dtype for p in self.rest}
@@ -106,10 +113,11 @@ class _Working:
 class FlatStep:
     """The steps of one optimizer; see :class:`~torch_shard.stand_in.Work`."""
 
-    def __init__(self, optimizer: Any, runtime: Runtime) -> None:
+    def __init__(self, optimizer: Any, runtime: Runtime, only: FlatBuffer | None = None) -> None:
+        """`only`: step nothing but this flat buffer's parameters."""
         # What is kept must not keep the optimizer itself, by which it is found.
         self._optimizer: Any = weakref.ref(optimizer)
-        self.runtime = runtime
+        self.runtime, self._only = runtime, only
         self._torchs = is_torchs(type(optimizer))
         self._groups: list[_Group] = []
         self._ways: list[tuple[bool, int]] = []
@@ -141,7 +149,9 @@ class FlatStep:
             if not same:
                 counts = Counter(id(p) for group in groups for p in group["params"])
                 twice = {number for number, count in counts.items() if count > 1}
-                self._groups = [_Group(list(group["params"]), twice, self.runtime, optimizer) for group in groups]
+                self._groups = [
+                    _Group(list(group["params"]), twice, self.runtime, optimizer, self._only) for group in groups
+                ]
             check_units(optimizer, {unit.index: unit for own in self._groups for unit in own.units.values()}.values())
             ways = [own.way(group, self._torchs) for own, group in zip(self._groups, groups, strict=True)]
             if not (same and ways == self._ways and self._is_as_left(state)):
@@ -149,7 +159,8 @@ class FlatStep:
                 self._arrange(optimizer)
             self._working = []
             for own, group, (fuse, _) in zip(self._groups, groups, ways, strict=True):
-                self._add(own, group, fuse)
+                if own.blocks or self._only is None:
+                    self._add(own, group, fuse)
 
     def _same_parameters(self, groups: list[dict[str, Any]]) -> bool:
         return len(groups) == len(self._groups) and all(
@@ -171,9 +182,13 @@ class FlatStep:
         firsts = map(results.__getitem__, self._block_of)
         if not (all(map(operator.is_, results, firsts)) and all(map(operator.is_, specs, self._specs))):
             return False
-        if len(state) != len(self._keys) or not all(map(operator.is_, state, self._keys)):
-            return False
-        if not all(map(operator.is_, state.values(), self._entries)):
+        if self._only is None:
+            entries: Iterable[Any] = state.values()
+            if len(state) != len(self._keys) or not all(map(operator.is_, state, self._keys)):
+                return False
+        else:
+            entries = map(state.get, self._keys)
+        if not all(map(operator.is_, entries, self._entries)):
             return False
         values = list(itertools.chain.from_iterable(map(dict.values, self._entries)))
         if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
@@ -222,7 +237,8 @@ class FlatStep:
 
     def _note(self, state: Any) -> None:
         blocks = [block for own in self._groups for block in own.blocks]
-        self._keys, self._entries = list(state), list(state.values())
+        self._keys = [p for p in (state if self._only is None else self._params + self._absent) if p in state]
+        self._entries = [state[p] for p in self._keys]
         self._values = [value for entries in self._entries for value in entries.values()]
         self._counters = [counter for block in blocks for counter in block.counters]
         self._versions = [version for block in blocks for version in block.versions]
@@ -244,6 +260,10 @@ class FlatStep:
             self._working.append(_Working(own, group, options, pieces[:taken], last=False))
             pieces = pieces[taken:]
         self._working.append(_Working(own, group, options, pieces, last=True))
+
+    def held(self) -> list[ShardTensor]:
+        """The parameters that have a gradient."""
+        return [p for own in self._groups for block in own.blocks for p in block.stepped]
 
     # -- for the optimizer, and after it --------------------------------------------------------------------------
     def groups(self) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from .errors import ConfigError
 from .flat_step import FlatStep
+from .in_backward import InBackward
 from .optim import is_torchs, kind_of
 from .shard_tensor import ShardTensor
 from .stand_in import StandIn, Work, stand_in
@@ -89,7 +90,8 @@ class StepWatch:
         runtime.parameters_changed()
 
     def _holds(self, optimizer: Any, runtime: Runtime) -> bool:
-        return optimizer in self._works or _steps(optimizer, runtime)
+        # An engine that is closed has none.
+        return bool(runtime.units) and (optimizer in self._works or _steps(optimizer, runtime))
 
     def _exchange(self, optimizer: Any, args: Any, kwargs: Any, runtime: Runtime) -> _HOOK:
         work = self._works.get(optimizer)
@@ -119,6 +121,25 @@ class StepWatch:
             return run
 
         return _replaced(args, kwargs, around)
+
+    # -- during backward --------------------------------------------------------------------------------------------
+    def step_in_backward(self, optimizer: Any) -> None:
+        """See :meth:`torch_shard.Engine.step_in_backward`."""
+        runtime = self._runtime()
+        assert runtime is not None
+        if optimizer is None:
+            runtime.in_backward = runtime.reductions.on_published = None
+            return
+        kind = kind_of(type(optimizer))
+        if kind != "elementwise":
+            raise ConfigError(
+                f"step_in_backward: {type(optimizer).__qualname__} is not known to step element by element, so it can't step "
+                "on a part of the model; use one of torch.optim's classes, or declare it: torch_shard.optim.register."
+            )
+        check_class(optimizer, runtime.collectives.world_rank)
+        own_units(optimizer, runtime)
+        runtime.in_backward = InBackward(optimizer, runtime)
+        runtime.reductions.on_published = runtime.in_backward.step
 
     # -- optimizers that torch's hooks don't see -----------------------------------------------------------------
     def attach(self, optimizer: Any) -> None:

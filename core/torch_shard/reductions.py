@@ -20,6 +20,7 @@ from .errors import ShardError
 from .gradient_buffer import WANTED, GradientBuffer
 
 if TYPE_CHECKING:
+    from .flat_buffer import FlatBuffer
     from .unit import Unit
 
 # Reductions in flight: each holds two buffers of its unit's size. Above this many, backward pauses for the oldest, but
@@ -41,6 +42,10 @@ class Reductions:
         self._no_pause = 0
         # Indices of units with a parameter that the last backward had no gradient of, on any rank.
         self._incomplete: set[int] = set()
+        # Called with gradients as soon as they are published; without it they are published at the end of a backward.
+        self.on_published: Callable[[GradientBuffer], None] | None = None
+        self._units: dict[int, tuple[Unit, FlatBuffer]] = {}  # by gradient buffer
+        self._marked: dict[int, list[int]] | None = None  # what the ranks have agreed on, once they have
 
     def begin(self, forward_order: Iterable[Unit]) -> None:
         """A backward begins; `forward_order` has the units that forward used, the latest last."""
@@ -67,8 +72,12 @@ class Reductions:
             if not gradients.wants_any:
                 continue
             reduction = gradients.start_reduction(unit.reduce_text)
+            if self.on_published is not None:
+                self._units[id(gradients)] = unit, flat
             if reduction is not None:
                 self._in_flight.append((gradients, reduction))
+            elif self.on_published is not None:
+                self._publish_now(gradients)
         limit = _IN_FLIGHT if self.collectives.reduce_stream is None else _IN_FLIGHT_ON_STREAMS
         while self._in_flight:
             oldest = self._in_flight[0][1]
@@ -87,6 +96,16 @@ class Reductions:
     def _collect_oldest(self) -> None:
         gradients, reduction = self._in_flight.pop(0)
         gradients.collect(reduction.finish())
+        if self.on_published is not None:
+            self._publish_now(gradients)
+
+    def _publish_now(self, gradients: GradientBuffer) -> None:
+        unit, flat = self._units[id(gradients)]
+        # Before the end of backward only complete units are reduced: all ranks have what this one has.
+        marks = gradients.marks() if self._marked is None else self._marked[id(flat)]
+        self._publish([(unit, flat)], {id(flat): marks})
+        assert self.on_published is not None
+        self.on_published(gradients)
 
     def flush(self, units: list[Unit], agreement: Agreement, idle: set[int]) -> bool:
         """At the end of backward: reduce what is left, publish every `.grad`, and run the hooks on them. Collective.
@@ -118,6 +137,7 @@ class Reductions:
                 marked[id(flat)] = answer[at : at + len(flat.params)]
                 at += len(flat.params)
         self._note_incomplete(marked)
+        self._marked = marked
         for unit in self._order:  # first what other ranks have issued before they came here
             if unit.rounds < min(1, rounds[unit.index]):
                 self._issue(unit)
@@ -126,7 +146,9 @@ class Reductions:
                 self._issue(unit)
         while self._in_flight:
             self._collect_oldest()
-        self._publish(units, marked)
+        if self.on_published is None:
+            self._publish([(unit, flat) for unit in units for flat in unit.flats], marked)
+        self._marked = None
         return needless
 
     def _note_incomplete(self, marked: dict[int, list[int]]) -> None:
@@ -137,14 +159,13 @@ class Reductions:
                 self._incomplete.discard(unit.index)
 
     @staticmethod
-    def _publish(units: list[Unit], marked: dict[int, list[int]]) -> None:
+    def _publish(flats: list[tuple[Unit, FlatBuffer]], marked: dict[int, list[int]]) -> None:
         called = []
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            for unit in units:
-                for flat in unit.flats:
-                    touched = flat.gradients.publish(marked[id(flat)])
-                    if unit.post_hooks:
-                        called += [(unit, flat, i) for i in touched]
+            for unit, flat in flats:
+                touched = flat.gradients.publish(marked[id(flat)])
+                if unit.post_hooks:
+                    called += [(unit, flat, i) for i in touched]
         for unit, flat, i in called:
             for hook in list(unit.post_hooks.get(flat.layout.slots[i].name, {}).values()):
                 hook(flat.params[i])
@@ -155,5 +176,6 @@ class Reductions:
             with contextlib.suppress(ShardError):
                 reduction.pending.settle(PAUSE)
         self._in_flight.clear()
+        self._marked = None
         self._order, self._used = [], []
         self.collectives.forget_ended()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -36,6 +36,9 @@ from .schedule import Schedule
 from .together import over
 from .unit import State, Unit
 from .use import Check, EndOfBackward, EndOfNested, Trigger, Use, graph_task, sequence_number
+
+if TYPE_CHECKING:
+    from .in_backward import InBackward
 
 
 class Runtime:
@@ -68,6 +71,7 @@ class Runtime:
         self.checked = False  # held gradients were looked at before the running backward
         self.creating = False  # the running backward makes a graph of gradients, which reads gathered values
         self.registrations = Registrations()
+        self.in_backward: InBackward | None = None  # the optimizer that steps during backward
 
     def add(self, unit: Unit) -> None:
         unit.runtime = self
@@ -296,6 +300,8 @@ class Runtime:
                 self.tasks.add(task)
                 torch.autograd.Variable._execution_engine.queue_callback(EndOfNested(self, task))
             return
+        if self.in_backward is not None:
+            self.in_backward.begin(self.forward_sync)
         for unit in self.units:
             unit.rounds = 0
             for use in (*unit.uses, *unit.kept):
@@ -357,6 +363,9 @@ class Runtime:
                 assert self.agreement is not None
                 if self.reductions.flush(self.units, self.agreement, schedule.passed - schedule.needed):
                     schedule.order.forget()  # no rank needs it in backward any more: learn the order anew
+                if self.in_backward is not None:
+                    self.in_backward.end()
+                    schedule.values_changed()
             else:
                 for unit in self.units:
                     for flat in unit.flats:

@@ -42,6 +42,10 @@ def get_grad(param: ShardTensor) -> Any:
             # A derivative that autograd made as a plain expanded scalar.
             grad = cls.from_full(grad, param._spec)
             set_own_grad(param, grad)
+    if grad is None and param._unit_ref is not None:
+        in_backward = getattr(getattr(param._unit_ref(), "runtime", None), "in_backward", None)
+        if in_backward is not None:
+            in_backward.check_reader()
     return grad
 
 

@@ -115,19 +115,6 @@ def test_gradients_in_low_precision_are_divided_by_the_number_of_ranks_exactly(r
 
 
 @ranks(2)
-def test_an_optimizer_steps_inside_gathered(rank, world_size):
-    pair = Pair(MLP, rank, world_size, optimizer=lambda m: torch.optim.Adam(m.parameters(), lr=0.01, foreach=False))
-    for step in range(3):
-        pair.backward(plain_backward, batch(rank, step))
-        with pair.engine.gathered(write=True, grads=True):
-            pair.optimizer.step()
-        pair.plain_optimizer.step()
-        pair.optimizer.zero_grad()
-        pair.plain_optimizer.zero_grad()
-    pair.check()
-
-
-@ranks(2)
 def test_a_hook_registered_on_a_parameter_inside_forward_is_called(rank, world_size):
     class Registers(Block):
         called = 0
