@@ -183,7 +183,8 @@ class Engine:
 
         Gradients are freed at once, so that a rank holds those of two units at most; in exchange, every backward is a step.
         ``optimizer.step()`` may stay where it is: it finds no gradients but those of parameters that are not the engine's.
-        The user's step hooks are not called. Learning rates count as they are when backward runs. If the ranks turn out to
+        The user's step hooks are not called; hooks on accumulated gradients are, before the step, but not at one moment on all
+        ranks, so that they must not communicate (`p.grad.norm()` does). Learning rates count as they are when backward runs. If the ranks turn out to
         have done different things, some units have been updated already. Call on all ranks; not collective.
 
         Args:

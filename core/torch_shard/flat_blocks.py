@@ -263,7 +263,7 @@ class Block:
         first = run.pieces[0].state
         if not first and not any(state.get(self.params[i]) for i in run.members):
             return
-        entries = [state[self.params[i]] for i in run.members]  # makes them where there is none
+        entries = [state.setdefault(self.params[i], {}) for i in run.members]
         for own in entries:
             for key in [k for k in own if k not in first]:
                 del own[key]

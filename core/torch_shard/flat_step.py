@@ -10,7 +10,7 @@ import itertools
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,12 +40,17 @@ _FUSED_DTYPES = frozenset({torch.float32, torch.float64})
 class _State(dict[Any, Any]):
     """The state of what the step works on; that of parameters which are not the engine's is the optimizer's own."""
 
-    def __init__(self, own: Any, items: Any = ()) -> None:
-        super().__init__(items)
-        self.own = own
+    def __init__(self, own: Any, pieces: Sequence[Piece] = ()) -> None:
+        # One without state is not in here: some optimizers ask.
+        super().__init__((piece.param, piece.state) for piece in pieces if piece.state)
+        self._own = own
+        self._bare = {id(piece.param) for piece in pieces if not piece.state}
 
     def __missing__(self, key: Any) -> Any:
-        return self.own[key]
+        if id(key) not in self._bare:
+            return self._own[key]
+        self[key] = made = {}  # type: ignore[var-annotated]
+        return made
 
 
 class _Group:
@@ -108,6 +113,7 @@ class _Working:
         self.options = {**options, "params": params + own.rest if last else params}
         self.given = self.options.copy()
         self.made = [value for piece in pieces for value in piece.state.values()]
+        self.bare = [piece for piece in pieces if not piece.state]
 
 
 class FlatStep:
@@ -232,7 +238,7 @@ class FlatStep:
             for piece in pieces:
                 piece.param.grad = piece.grad if piece.grad is not None else block.part(piece)
         self._regular = all(block.is_regular for block, _ in blocks) and all(type(o) is dict for o in state.values())
-        self.state = _State(state, [(piece.param, piece.state) for piece in self._pieces])
+        self.state = _State(state, self._pieces)
         self._note(state)
 
     def _note(self, state: Any) -> None:
@@ -286,6 +292,8 @@ class FlatStep:
     def _finish(self, work: _Working) -> None:
         """One group has been stepped; or it has not, in which case there is nothing new to be found."""
         optimizer, blocks = self._optimizer(), work.own.blocks
+        for piece in work.bare:
+            piece.state = self.state.get(piece.param, piece.state)
         made = [value for piece in work.pieces for value in piece.state.values()]
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             if len(made) != len(work.made) or not all(map(operator.is_, made, work.made)):

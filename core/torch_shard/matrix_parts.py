@@ -1,0 +1,232 @@
+"""Whole matrices at their owners: one part of a step, from slices and back.
+
+A *part* is what one group has in one unit (or in several small ones). Its way, on two ranks that own a matrix each::
+
+    rank 0                              rank 1
+    shard  [ A A A A B ]                shard  [ B B B C C ]      values; the gradients are cut alike
+           |       |                            |
+           |       +---- B's slices ------->  B whole              ``send``: values and gradients, one message
+         A whole                              B whole              ``build``; the optimizer steps on them
+           |       +<--- B's slice ---------  |
+    shard  [ A A A A B ]                shard  [ B B B C C ]      ``reply``, ``collect``: new values, one message
+
+A rank sends about ``3 Psi / N`` bytes a step, for ``Psi`` bytes of parameters on ``N`` ranks: a value and a gradient for
+each element that it holds and another one owns, and a value for each that it owns and another one holds. All sizes follow
+from the layout, so the ranks need not tell them. Messages are bytes, because parameters may have several dtypes, and
+because Gloo knows few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .collectives import Collectives, Exchange
+from .flat_buffer import FlatBuffer
+from .shard_tensor import ShardTensor
+
+__all__ = ["Entry", "Part"]
+
+_ALIGN = 16  # bytes; each rank's chunk of a message begins at a multiple
+
+
+class Entry:
+    """A parameter that takes part: who owns it, and which of its elements, in memory order, each rank holds."""
+
+    __slots__ = ("flat", "held", "itemsize", "mine", "name", "numel", "owner", "param")
+
+    def __init__(self, param: ShardTensor, flat: FlatBuffer, owner: int) -> None:
+        self.param, self.flat, self.owner = param, flat, owner
+        spec = param._spec
+        self.name, self.numel = spec.name, spec.numel
+        self.itemsize = param._local.element_size()
+        ranks = flat.layout.owners(spec.index)
+        self.held = {rank: flat.layout.owned(spec.index, rank) for rank in ranks}
+        self.mine = (spec.start, spec.stop)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+    @property
+    def moves(self) -> bool:
+        """Whether another rank than the owner holds something of it."""
+        return any(rank != self.owner for rank in self.held)
+
+    def length(self, rank: int) -> int:
+        start, stop = self.held.get(rank, (0, 0))
+        return stop - start
+
+    def shaped(self, memory: torch.Tensor) -> torch.Tensor:
+        """1-D memory of all elements, in the parameter's shape and strides."""
+        spec = self.param._spec
+        return memory.as_strided(tuple(spec.shape), spec.stride, memory.storage_offset())
+
+
+class Whole:
+    """A parameter that this rank owns, as the optimizer gets it."""
+
+    __slots__ = ("entry", "memory", "value")
+
+    def __init__(self, entry: Entry, memory: torch.Tensor, grad: torch.Tensor) -> None:
+        self.entry, self.memory = entry, memory
+        self.value = entry.shaped(memory)
+        self.value.grad = entry.shaped(grad)
+
+    def settle(self) -> None:
+        """Where the optimizer has given the tensor other memory (``p.data = ...``), bring what is there back."""
+        own = self.entry.shaped(self.memory)
+        if self.value.data_ptr() != own.data_ptr() or self.value.stride() != own.stride():
+            own.copy_(self.value)
+
+
+class Part:
+    """What is exchanged at once; made anew when gradients come or go."""
+
+    def __init__(self, entries: Sequence[Entry], collectives: Collectives, text: str) -> None:
+        self.entries, self.c, self.text = list(entries), collectives, text
+        me = collectives.rank
+        self.owned = [entry for entry in entries if entry.owner == me]
+        # Large items first: then each segment of a message is aligned for its dtype.
+        ordered = sorted((e for e in entries if e.moves), key=lambda e: -e.itemsize)
+        ranks = range(collectives.size)
+        self._to = [[e for e in ordered if e.owner == rank and rank != me and e.length(me)] for rank in ranks]
+        self._from = [[e for e in ordered if e.owner == me and rank != me and e.length(rank)] for rank in ranks]
+        self._sizes_to = [_padded(sum(2 * e.length(me) * e.itemsize for e in to)) for to in self._to]
+        self._sizes_from = [
+            _padded(sum(2 * e.length(rank) * e.itemsize for e in own)) for rank, own in enumerate(self._from)
+        ]
+        self._back_to = [
+            _padded(sum(e.length(rank) * e.itemsize for e in own)) + _ALIGN * (rank != me)
+            for rank, own in enumerate(self._from)
+        ]
+        self._back_from = [
+            _padded(sum(e.length(me) * e.itemsize for e in to)) + _ALIGN * (rank != me)
+            for rank, to in enumerate(self._to)
+        ]
+        self.wholes: list[Whole] = []
+        self._coming: Exchange | None = None
+        self._returning: Exchange | None = None
+
+    # -- to the owners ------------------------------------------------------------------------------------------
+    def send(self) -> None:
+        """Start sending slices of values and gradients to the owners. Collective."""
+        if self.c.size == 1:
+            return
+        chunks: list[torch.Tensor] = []
+        for to, size in zip(self._to, self._sizes_to, strict=True):
+            slices = [t for e in to for t in (e.param._local, e.param.grad._local)]
+            chunks += self._filled(slices, size)
+        sent = self._joined(chunks)
+        self._coming = self.c.all_to_all(sent, self._sizes_to, self._sizes_from, f"{self.text}: slices to their owners")
+
+    def build(self) -> list[torch.Tensor]:
+        """Wait for the slices; returns what this rank owns: plain tensors with their gradients."""
+        pieces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        if self._coming is not None:
+            received = self._coming.finish()
+            at = 0
+            for rank, (own, size) in enumerate(zip(self._from, self._sizes_from, strict=True)):
+                end = at
+                for e in own:
+                    value, end = _segment(received, end, e.length(rank), e)
+                    grad, end = _segment(received, end, e.length(rank), e)
+                    pieces[id(e), rank] = value, grad
+                at += size
+            self._coming = None
+        self.wholes = [self._whole(e, pieces) for e in self.owned]
+        return [whole.value for whole in self.wholes]
+
+    def _whole(self, e: Entry, pieces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]) -> Whole:
+        local: torch.Tensor = e.param._local
+        grad: torch.Tensor = e.param.grad._local
+        if not e.moves:
+            # All of it is here: the optimizer steps on the shard itself. Its gradient it may use as it likes, except on one
+            # rank alone, where there is no other copy of anything.
+            return Whole(e, local, grad if self.c.size == 1 else grad.clone())
+        pairs = [pieces.get((id(e), rank), (local, grad)) for rank in e.held]  # a rank's own slices are not sent
+        return Whole(e, torch.cat([value for value, _ in pairs]), torch.cat([g for _, g in pairs]))
+
+    # -- and back -----------------------------------------------------------------------------------------------
+    def reply(self, left: bool) -> None:
+        """Start sending the new values to those that hold slices of them; `left`: together with the word that this rank's
+        step has ended early. Collective."""
+        for whole in self.wholes:
+            whole.settle()
+        if self.c.size == 1:
+            self.wholes = []
+            return
+        memory = {id(whole.entry): whole.memory for whole in self.wholes}
+        chunks: list[torch.Tensor] = []
+        for rank, (own, size) in enumerate(zip(self._from, self._back_to, strict=True)):
+            if not size:
+                continue
+            chunks += self._filled([memory[id(e)][slice(*e.held[rank])] for e in own], size - _ALIGN)
+            chunks.append(torch.full((_ALIGN,), left, dtype=torch.uint8, device=self.c.device))
+        sent = self._joined(chunks)
+        self._returning = self.c.all_to_all(sent, self._back_to, self._back_from, f"{self.text}: new values")
+        mine = [
+            (e.param._local, memory[id(e)][slice(*e.mine)]) for e in self.owned if e.moves and e.length(self.c.rank)
+        ]
+        _copy(mine)
+        self.wholes = []
+
+    def collect(self) -> dict[int, torch.Tensor]:
+        """Wait for the new values, and write them to the shards. Returns, by rank, whether it left (a 1-element tensor)."""
+        if self._returning is None:
+            return {}
+        received = self._returning.finish()
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        left: dict[int, torch.Tensor] = {}
+        at = 0
+        for rank, (to, size) in enumerate(zip(self._to, self._back_from, strict=True)):
+            end = at
+            for e in to:
+                value, end = _segment(received, end, e.length(self.c.rank), e)
+                pairs.append((e.param._local, value))
+            at += size
+            if size:
+                left[rank] = received[at - 1 : at]
+        _copy(pairs)
+        self._returning = None
+        return left
+
+    def under_way(self) -> Iterator[Exchange]:
+        """Exchanges that nobody has waited for; they are forgotten."""
+        for exchange in (self._coming, self._returning):
+            if exchange is not None:
+                yield exchange
+        self._coming = self._returning = None
+        self.wholes = []
+
+    # -- messages -----------------------------------------------------------------------------------------------
+    def _filled(self, slices: Iterable[torch.Tensor], size: int) -> list[torch.Tensor]:
+        """The bytes of `slices`, and what lacks of `size`."""
+        parts = [t.view(torch.uint8) for t in slices]
+        lacking = size - sum(t.numel() for t in parts)
+        return [*parts, torch.zeros(lacking, dtype=torch.uint8, device=self.c.device)] if lacking else parts
+
+    def _joined(self, chunks: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(chunks) if chunks else torch.empty(0, dtype=torch.uint8, device=self.c.device)
+
+
+def _segment(message: torch.Tensor, at: int, length: int, e: Entry) -> tuple[torch.Tensor, int]:
+    """`length` elements of a message, from byte `at`; and where they end."""
+    end = at + length * e.itemsize
+    return message[at:end].view(e.param._local.dtype), end
+
+
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    by_dtype: dict[torch.dtype, tuple[list[Any], list[Any]]] = {}
+    for into, value in pairs:
+        lists = by_dtype.setdefault(into.dtype, ([], []))
+        lists[0].append(into)
+        lists[1].append(value)
+    for intos, values in by_dtype.values():
+        torch._foreach_copy_(intos, values)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN

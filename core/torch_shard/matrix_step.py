@@ -1,0 +1,376 @@
+"""The steps of optimizers that need whole matrices: each parameter is updated by the rank that owns it.
+
+Gradients are averaged and cut already, as for any other optimizer. In a step each rank sends the slices of parameters and
+gradients to their owners, steps on what it owns, and sends new values back (:mod:`.matrix_parts`). That goes part by part:
+while one is worked on, the next one's slices come in and the last one's values go out, so that two or three units are whole
+at a time, and no second copy of gradients or state exists. State is the optimizer's own: whole tensors, at the owner only.
+
+The optimizer goes through one group for each part. Each begins with the options of the user's group, so that a ``step`` that
+counts in them (``group["k"] += 1``) counts once, however many parts there are.
+
+An exception in the arithmetic of one rank (a matrix without a decomposition, say) must not leave the others waiting. That
+rank takes part in the exchanges that remain, without stepping, and says so in them: at the end of the step the others raise
+too. Asking all ranks before each part goes back would cost a message and a wait for each.
+
+Sources: Muon with matrices at their owners, arXiv 2502.16982; DION's reference code, arXiv 2504.05295; Distributed Shampoo,
+arXiv 2309.06497.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import weakref
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import ShardError
+from .matrix_parts import Entry, Part
+from .owned_state import give_owners, settle
+from .shard_tensor import ShardTensor
+from .step_checks import check_units, refuse_unreduced, several_engines
+from .unit import Unit
+from .whole import agree
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+__all__ = ["MatrixStep"]
+
+_SMALL = 4 << 20  # bytes of values; units below are exchanged together, for a message has its price
+
+
+class _State(dict[Any, Any]):
+    """The state of what the step works on; that of parameters which are not the engine's is the optimizer's own."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.own = own
+        self.params: dict[Any, Any] = {}  # by whole tensor, the user's parameter
+
+    def __missing__(self, key: Any) -> Any:
+        entries = self[key] = self.own[self.params.get(key, key)]
+        return entries
+
+    def show(self, whole: Any, param: Any) -> None:
+        self.params[whole] = param
+        if param in self.own:
+            self[whole] = self.own[param]
+
+    def keep(self, whole: Any) -> None:
+        """The step is through with it: the optimizer's state is brought up to date."""
+        param = self.params.pop(whole)
+        if whole in self:
+            entries = self.pop(whole)
+            if self.own.get(param) is not entries:
+                self.own[param] = entries
+        elif param in self.own:
+            del self.own[param]
+
+
+class _Working:
+    """One group of a step: what one of the user's groups has in one part."""
+
+    def __init__(self, group: dict[str, Any], part: Part, params: list[Any], rest: list[Any]) -> None:
+        self.group, self.part, self.rest = group, part, rest
+        self.listed = params  # the user's, in the user's order; more than once where they are so there
+        options = {key: value for key, value in group.items() if key != "params"}
+        self.options = {**options, "params": []}
+        self.given = options
+
+    def write_back(self) -> None:
+        """Options that the optimizer has set."""
+        for key, value in self.options.items():
+            if key != "params" and self.given.get(key, self) is not value:
+                self.group[key] = self.given[key] = value
+
+
+class MatrixStep:
+    """The steps of one optimizer; see :class:`~torch_shard.stand_in.Work`."""
+
+    def __init__(self, optimizer: Any, runtime: Runtime) -> None:
+        self._optimizer: Any = weakref.ref(optimizer)  # by which this is found
+        self.runtime = runtime
+        self._name = type(optimizer).__name__
+        self._groups: list[list[Any]] = []
+        self._params: list[ShardTensor] = []  # those that are the engine's, each once
+        self._units: list[Unit] = []
+        self._made: tuple[Any, ...] = ()  # what the parts were made for
+        self._parts: list[list[tuple[Part, list[Any]]]] = []
+        self._entries: dict[int, Any] = {}  # state as the last step has left it, by position in `_params`
+        self.state = _State({})
+        self._working: list[_Working] = []
+        self._at = -1  # the group that is worked on; -1: the parameters are as the last pass has left them
+        self._passes = 0
+        self._left = False
+        self._said: list[tuple[int, torch.Tensor]] = []  # by rank, whether it left its step
+        self._error: Exception | None = None
+        # A part's values as they were sent back, until it has been seen that this optimizer changes them before that.
+        self._unchanged: list[tuple[torch.Tensor, torch.Tensor]] | None = []
+        self._changes = False
+
+    # -- before the arithmetic ------------------------------------------------------------------------------------
+    def open(self) -> None:
+        self._abandon()
+        self._hear()
+        optimizer, what = self._optimizer(), f"{self._name}.step()"
+        error: Exception | None = None
+        present: list[bool] = []
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            try:
+                refuse_unreduced(optimizer, self.runtime)
+                self._look(optimizer)
+                check_units(optimizer, self._units)
+                present = [_has_gradient(p) for p in self._params]
+            except Exception as problem:  # the other ranks must hear of it
+                error = problem
+            agree(self.runtime, what, None, error)
+            if self._compare(what, present, not self._is_as_left(optimizer.state)):
+                settle(self.runtime, optimizer, self._params, what)
+            owners = give_owners(self.runtime, optimizer, [p for p, has in zip(self._params, present, strict=True) if has])
+            made = (tuple(present), tuple(map(owners.get, (p._spec.name for p in self._params))))
+            if made != self._made:
+                self._arrange(optimizer, present, owners)
+                self._made = made
+            self.state = _State(optimizer.state)
+            self._working = []
+            for group, parts in zip(optimizer.param_groups, self._parts, strict=True):
+                rest = [p for p in group["params"] if not self._is_ours(p)]
+                for n, (part, params) in enumerate(parts):
+                    last = n + 1 == len(parts)
+                    self._working.append(_Working(group, part, params, rest if last else []))
+        self._passes, self._unchanged = 0, None if self._changes else []
+
+    def _is_ours(self, p: Any) -> bool:
+        unit = p._unit_ref() if type(p) is ShardTensor and p._unit_ref is not None else None
+        return unit is not None and unit.runtime is self.runtime
+
+    def _look(self, optimizer: Any) -> None:
+        """Take the groups as they are."""
+        groups = optimizer.param_groups
+        if len(groups) == len(self._groups) and all(
+            len(held) == len(group["params"]) and all(map(operator.is_, held, group["params"]))
+            for held, group in zip(self._groups, groups, strict=True)
+        ):
+            return
+        params: dict[int, ShardTensor] = {}
+        units: dict[int, Unit] = {}
+        for group in groups:
+            for p in group["params"]:
+                unit = p._unit_ref() if type(p) is ShardTensor and p._unit_ref is not None else None
+                if unit is None:
+                    continue
+                if unit.runtime is not self.runtime:
+                    raise several_engines(optimizer, p, self.runtime)
+                params[id(p)], units[unit.index] = p, unit
+        self._groups = [list(group["params"]) for group in groups]
+        self._params, self._units = list(params.values()), list(units.values())
+        self._made, self._entries = (), {-1: None}  # unlike any state
+
+    def _is_as_left(self, state: Any) -> bool:
+        found = {i: state[p] for i, p in enumerate(self._params) if p in state}
+        return (
+            found.keys() == self._entries.keys()
+            and all(map(operator.is_, found.values(), self._entries.values()))
+            and not any(type(v) is ShardTensor for own in found.values() if type(own) is dict for v in own.values())
+        )
+
+    def _compare(self, what: str, present: list[bool], changed: bool) -> bool:
+        """Whether all ranks are about to do the same, and whether state has changed on any. Collective.
+
+        Raises:
+            DivergenceError: on all ranks, before anything has changed.
+        """
+        c, agreement = self.runtime.collectives, self.runtime.agreement
+        if c.world == 1 or agreement is None:
+            return changed
+        absent = [p._spec.name for p, has in zip(self._params, present, strict=True) if not has]
+        text = f"steps {self._name} over {len(present)} parameters"
+        if absent:
+            few = ", ".join(absent[:3]) + (", ..." if len(absent) > 3 else "")
+            text += f", {len(absent)} of them without a gradient: {few}"
+        sizes = [len(group) for group in self._groups]
+        agreement.note(zlib.crc32(repr((text, sizes)).encode() + bytes(present)), text)
+        answer = agreement.check(what, torch.tensor([changed], dtype=torch.uint8, device="cpu"))
+        assert answer is not None
+        return bool(answer[0])
+
+    def _arrange(self, optimizer: Any, present: list[bool], owners: dict[str, int]) -> None:
+        """Divide the step into parts."""
+        steps = {id(p) for p, has in zip(self._params, present, strict=True) if has}
+        c = self.runtime.collectives
+        self._parts = []
+        for group in optimizer.param_groups:
+            by_unit: dict[int, list[Any]] = {}
+            for p in group["params"]:
+                if id(p) in steps:
+                    by_unit.setdefault(p._unit_ref().index, []).append(p)
+            runs: list[list[Any]] = [[]]
+            size = 0
+            for _, params in sorted(by_unit.items()):
+                more = sum(p.numel() * p.element_size() for p in params)
+                if c.size > 1 and runs[-1] and size + more > _SMALL:
+                    runs.append([])
+                    size = 0
+                runs[-1] += params
+                size += more
+            self._parts.append([(self._part(params, owners), params) for params in runs])
+
+    def _part(self, params: list[Any], owners: dict[str, int]) -> Part:
+        entries = []
+        for p in {id(p): p for p in params}.values():
+            flat, _ = p._unit_ref().find(p)
+            entries.append(Entry(p, flat, owners[p._spec.name]))
+        names = list(dict.fromkeys(repr(p._unit_ref().name) for p in params))
+        some = f"unit {names[0]}" if len(names) == 1 else f"units {names[0]} to {names[-1]}" if names else "no unit"
+        return Part(entries, self.runtime.collectives, f"{self._name}.step() on {some}")
+
+    # -- for the optimizer ----------------------------------------------------------------------------------------
+    def groups(self) -> list[dict[str, Any]]:
+        return [work.options for work in self._working]
+
+    def before(self, number: int) -> None:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            if number == 0:
+                self._passes += 1
+                self._left = False
+                self._working[0].part.send()
+            if number + 1 < len(self._working):
+                self._working[number + 1].part.send()
+            self._at = number
+            work = self._working[number]
+            values = work.part.build()
+            wholes = {id(entry.param): value for entry, value in zip(work.part.owned, values, strict=True)}
+            work.options["params"] = [wholes[id(p)] for p in work.listed if id(p) in wholes] + work.rest
+            for entry, value in zip(work.part.owned, values, strict=True):
+                self.state.show(value, entry.param)
+            for p in work.rest:
+                self.state.show(p, p)
+
+    def after(self, number: int) -> None:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            work = self._working[number]
+            work.options["params"] = []
+            for whole in list(self.state.params):
+                self.state.keep(whole)
+            self._note_changes(work.part)
+            work.part.reply(self._left)
+            if number:
+                self._collect(number - 1)
+            work.write_back()
+
+    def leave(self, number: int) -> None:
+        """The optimizer has left its loop early, with an exception perhaps. Never raises: that would hide it."""
+        self._left = True
+        try:
+            for following in range(number, len(self._working)):
+                if following > number:
+                    self.before(following)
+                self.after(following)
+            self._finish()
+        except Exception as error:
+            self._error = error
+
+    def close(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        if self._at == len(self._working) - 1 >= 0:
+            self._finish()
+            self._hear_at_once()
+        self._refuse_other_ways()
+
+    # -- after it -------------------------------------------------------------------------------------------------
+    def _collect(self, number: int) -> None:
+        part = self._working[number].part
+        self._said += part.collect().items()
+        stepped = [entry.param for entry in part.entries]
+        if stepped:
+            # Autograd's view of them: a graph that has saved one must not be run any more.
+            torch.autograd.graph.increment_version(stepped)
+
+    def _finish(self) -> None:
+        """Bring in the last part's values."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            self._collect(len(self._working) - 1)
+            self._at = -1
+            state = self._optimizer().state
+            self._entries = {i: state[p] for i, p in enumerate(self._params) if p in state}
+
+    def _hear_at_once(self) -> None:
+        # On a GPU the host would wait for the whole step.
+        if self.runtime.collectives.device.type == "cpu":
+            self._hear()
+
+    def _hear(self) -> None:
+        """Has a rank left its step?"""
+        said, self._said = self._said, []
+        ranks = sorted({rank for rank, left in said if left.item()})
+        if ranks and not self._left:
+            raise ShardError(
+                f"rank {self.runtime.collectives.world_rank}: {self._name}.step() ended early on rank(s) "
+                f"{', '.join(map(str, ranks))}, see the error there. Parameters that they own may be as before the step, the others "
+                "are stepped; go on from a checkpoint."
+            )
+
+    def _abandon(self) -> None:
+        """A step that has failed within an exchange: nothing may still be on its way when the next one begins."""
+        if self._at < 0:
+            return
+        self._at = -1
+        for work in self._working:
+            for exchange in work.part.under_way():
+                with contextlib.suppress(ShardError):
+                    exchange.finish()
+        self._working = []
+        self._entries = {-1: None}
+
+    # -- ways of stepping that would change nothing ---------------------------------------------------------------
+    def _note_changes(self, part: Part) -> None:
+        """Keep one part's values, until some were seen to change between `before` and `after`."""
+        if self._changes or self._unchanged is None:
+            return
+        rank = self.runtime.collectives.rank
+        moving = [whole for whole in part.wholes if whole.entry.moves]
+        for whole in moving:
+            start, stop = whole.entry.mine
+            here = whole.memory[start:stop].view(torch.uint8)
+            if whole.entry.length(rank) and not torch.equal(here, whole.entry.param._local.view(torch.uint8)):
+                self._changes, self._unchanged = True, None
+                return
+        if not self._unchanged:
+            self._unchanged = [(whole.memory, whole.memory.clone()) for whole in moving]
+
+    def _refuse_other_ways(self) -> None:
+        """Raise where a step has worked on parameters outside its loop over the groups, when they were on their way."""
+        kept, self._unchanged = self._unchanged, None
+        if self._working and not self._passes and any(work.part.entries for work in self._working):
+            self._working = []
+            raise self._other_way("did not go through self.param_groups")
+        for value, sent in kept or ():
+            if not torch.equal(value.view(torch.uint8), sent.view(torch.uint8)):
+                raise self._other_way("changed parameters after it had gone on to the next group")
+        if self._at < 0 and self._passes:
+            self._unchanged = kept  # the step itself may not have ended yet
+
+    def _other_way(self, what: str) -> ShardError:
+        return ShardError(
+            f"rank {self.runtime.collectives.world_rank}: {self._name}.step() {what}. An optimizer of kind 'matrix' has whole "
+            "parameters in the body of `for group in self.param_groups:` only, and must update a group's parameters there. "
+            "No parameter was changed."
+        )
+
+
+def _has_gradient(param: ShardTensor) -> bool:
+    grad = param.grad
+    if grad is None:
+        return False
+    if grad._local.dtype != param._local.dtype:
+        spec = param._spec
+        raise ShardError(
+            f"rank {spec.rank}: the gradient of {spec.name} is {grad._local.dtype}, the parameter {param._local.dtype}; a step on "
+            "whole matrices needs the same. Nothing was changed."
+        )
+    return True

@@ -1,0 +1,284 @@
+"""State of optimizers that step on whole matrices: plain whole tensors, on the owner of each parameter and nowhere else.
+
+State may also come from elsewhere: from before sharding or a plain ``load_state_dict`` (whole, on every rank), from an
+optimizer that stepped on slices before, or from this rank's own ``state_dict()`` (at the owner). One rule brings it in: a
+parameter's owner is a rank that has its state.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .errors import ShardError
+from .optim import kind_of
+from .owners import Item, assign, choose, loads_of, work_of
+from .runtime import Runtime
+from .shard_tensor import ShardTensor
+from .watch import blocking
+from .whole import agree
+
+__all__ = ["collect", "copied", "give_owners", "is_matrix", "settle", "tensors_of"]
+
+_NONE, _WHOLE, _SLICES = 0, 1, 2  # what a rank has of a parameter's state
+
+
+def is_matrix(runtime: Runtime, optimizer: Any) -> bool:
+    """Whether the state of this optimizer belongs to the owners. Not collective."""
+    return kind_of(type(optimizer)) == "matrix" or optimizer in runtime.owners
+
+
+def everyone(runtime: Runtime, mine: Sequence[int], what: str) -> list[list[int]]:
+    """What each rank says, by rank: as many numbers below 256 as every other. Collective."""
+    c = runtime.collectives
+    table = torch.zeros(c.world, len(mine), dtype=torch.uint8, device="cpu")
+    table[c.world_rank] = torch.tensor(list(mine), dtype=torch.uint8)
+    if c.world > 1 and len(mine):
+        blocking(c.watch, "control", what, dist.all_reduce, table, op=dist.ReduceOp.MAX)
+    found: list[list[int]] = table.tolist()
+    return found
+
+
+# -- owners -----------------------------------------------------------------------------------------------------------
+
+
+def give_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor]) -> dict[str, int]:
+    """Give those that have none an owner; the same on all ranks where `params` are. Returns all owners by name."""
+    c = runtime.collectives
+    owners = runtime.owners.of(optimizer)
+    new = [p for p in params if p._spec.name not in owners]
+    if not new:
+        return owners
+    linear = type(optimizer).__name__ == "Adafactor"
+    work = {
+        p._spec.name: work_of(p._spec.shape, linear)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if isinstance(p, ShardTensor)
+    }
+    items = []
+    for p in new:
+        spec = p._spec
+        held = [0] * c.size
+        for rank in spec.layout.owners(spec.index):
+            start, stop = spec.layout.owned(spec.index, rank)
+            held[rank] = stop - start
+        unit = p._unit_ref() if p._unit_ref is not None else None
+        items.append(Item(work[spec.name], unit.index if unit is not None else 0, tuple(held)))
+    for p, rank in zip(new, assign(items, c.size, loads_of(work, owners, c.size)), strict=True):
+        owners[p._spec.name] = rank
+    return owners
+
+
+def settle(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor], what: str) -> None:
+    """Bring state to the owners: they keep or get it whole, the others drop theirs. Collective.
+
+    Args:
+        runtime: of the parameters.
+        optimizer: whose ``state`` is changed.
+        params: all that it holds, in one order on all ranks.
+        what: for messages.
+
+    Raises:
+        ShardError: on all ranks, before anything has changed: some ranks have slices of a state that others don't have.
+    """
+    c = runtime.collectives
+    state = optimizer.state
+    table = everyone(runtime, [_kind(state.get(p)) for p in params], what)
+    if c.size == 1:  # each rank has everything, and keeps it
+        table = [table[c.world_rank]]
+    owners = runtime.owners.of(optimizer)
+    sliced: list[ShardTensor] = []
+    free: list[ShardTensor] = []
+    chosen: dict[str, int] = {}
+    for i, p in enumerate(params):
+        kinds = [row[i] for row in table]
+        if _SLICES in kinds and min(kinds) != _SLICES:
+            raise ShardError(
+                f"rank {c.world_rank}: {what}: ranks {[r for r, k in enumerate(kinds) if k == _SLICES]} have slices of the "
+                f"state of {p._spec.name}, the others have none. Load state on every rank, or drop it "
+                "(`optimizer.state.pop(parameter)`) on every rank. Nothing was changed."
+            )
+        if _SLICES in kinds:
+            sliced.append(p)
+        holders = [rank for rank, kind in enumerate(kinds) if kind != _NONE]
+        owner = choose(holders, owners.get(p._spec.name), c.size)
+        if owner is not None:
+            chosen[p._spec.name] = owner
+        elif holders:
+            free.append(p)
+    keys = [(p._spec.name, [str(k) for k, v in state[p].items() if isinstance(v, ShardTensor)]) for p in sliced]
+    agree(runtime, what, keys)
+    owners.update(chosen)
+    give_owners(runtime, optimizer, free)
+    for p in sliced:
+        own = state[p]
+        for key, value in own.items():  # the key stays, so the dict may be gone through
+            if isinstance(value, ShardTensor):
+                whole = value.detach().full_tensor()
+                if owners[p._spec.name] == c.rank:
+                    own[key] = whole
+    for p in params:
+        if p in state and owners.get(p._spec.name, c.rank) != c.rank:
+            del state[p]
+
+
+def _kind(entries: Any) -> int:
+    if not entries:
+        return _NONE
+    values = entries.values() if isinstance(entries, Mapping) else ()
+    return _SLICES if any(isinstance(value, ShardTensor) for value in values) else _WHOLE
+
+
+# -- saving -----------------------------------------------------------------------------------------------------------
+
+
+class _Sent:
+    """Stands for a tensor in a description that is sent ahead of it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+        self.stride = tensor.stride()
+        self.nbytes = tensor.numel() * tensor.element_size()
+
+
+def collect(
+    runtime: Runtime, state: MutableMapping[int, Any], count: int, wanted: bool, what: str
+) -> MutableMapping[int, Any]:
+    """State of which only some ranks have entries, from the first of those to all. Collective.
+
+    Args:
+        runtime: whose ranks.
+        state: this rank's, by the number of the parameter, below `count`.
+        count: how many parameters there are.
+        wanted: whether this rank shall have the result, on the CPU; it takes part in any case, and holds one parameter's state
+            at a time.
+        what: for messages.
+
+    Returns:
+        `state` itself where all ranks have entries for the same parameters; else a new dict in the order of the numbers.
+    """
+    c = runtime.collectives
+    if c.world == 1 or c.backend == "fake":
+        return state
+    table = everyone(runtime, [int(bool(state.get(number))) for number in range(count)], what)
+    source = {}
+    for number, kinds in enumerate(zip(*table, strict=True)):
+        if 0 < sum(kinds) < c.world:
+            source[number] = kinds.index(1)
+    if not source:
+        return state
+    complete = dict(state)
+    for rank in sorted(set(source.values())):
+        mine = {
+            number: _described(state[number]) if rank == c.world_rank else None
+            for number, owner in source.items()
+            if owner == rank
+        }
+        described: dict[int, Any] = _broadcast_object(runtime, mine, rank, what)
+        for number, description in described.items():
+            tensors = tensors_of(state[number]) if rank == c.world_rank else []
+            received = _broadcast_tensors(runtime, tensors, _sent_in(description), rank, wanted, what)
+            complete[number] = _filled_in(description, iter(received)) if wanted else {}
+    return dict(sorted(complete.items(), key=lambda item: (not isinstance(item[0], int), str(item[0]).zfill(12))))
+
+
+def _broadcast_object(runtime: Runtime, value: Any, source: int, what: str) -> Any:
+    """Its own ranks' objects, so unpickling them is safe. Collective."""
+    c = runtime.collectives
+    raw = bytearray(pickle.dumps(value)) if c.world_rank == source else bytearray(8)
+    size = torch.tensor([len(raw)], dtype=torch.int64, device="cpu")
+    blocking(c.watch, "control", what, dist.broadcast, size, src=c.watch.ranks[source])
+    data = torch.frombuffer(raw, dtype=torch.uint8) if c.world_rank == source else torch.empty(0)
+    if c.world_rank != source:
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+    blocking(c.watch, "control", what, dist.broadcast, data, src=c.watch.ranks[source])
+    return value if c.world_rank == source else pickle.loads(data.numpy().tobytes())
+
+
+def _broadcast_tensors(
+    runtime: Runtime, tensors: list[torch.Tensor], sent: list[_Sent], source: int, wanted: bool, what: str
+) -> list[torch.Tensor]:
+    """One parameter's tensors in one message. Collective."""
+    c = runtime.collectives
+    total = sum(_aligned(s.nbytes) for s in sent)
+    if not total:
+        return [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="cpu") for s in sent]
+    message = torch.zeros(total, dtype=torch.uint8, device=c.device)
+    at = 0
+    for tensor, s in zip(tensors, sent, strict=False):  # none elsewhere than at the source
+        message[at : at + s.nbytes].copy_(_bytes(tensor))
+        at += _aligned(s.nbytes)
+    blocking(c.watch, "reduce", what, dist.broadcast, message, src=c.watch.ranks[source])
+    if c.world_rank == source:
+        c.bytes_sent += total * (c.world - 1)
+    if not wanted:
+        return []
+    message = message.cpu()
+    found, at = [], 0
+    for s in sent:
+        memory = message[at : at + s.nbytes].view(s.dtype)
+        found.append(memory.as_strided(s.shape, s.stride, memory.storage_offset()).clone())
+        at += _aligned(s.nbytes)
+    return found
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory without gaps, of the tensor's own strides where those have none."""
+    return tensor.detach().clone()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    dense = _dense(tensor)
+    return dense.as_strided((dense.numel(),), (1,), dense.storage_offset()).view(torch.uint8)
+
+
+# -- values that hold tensors -----------------------------------------------------------------------------------------
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested dicts, lists and tuples, in order: what an optimizer may keep under one key."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    children = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for child in children for tensor in tensors_of(child)]
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    """`value` with new containers, in which `change` was called with each tensor or stand-in."""
+    if isinstance(value, (torch.Tensor, _Sent)):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _mapped(child, change) for key, child in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(child, change) for child in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(child, change) for child in value)
+    return value
+
+
+def copied(value: Any) -> Any:
+    """With each plain tensor cloned; ShardTensors stay."""
+    return _mapped(value, lambda t: t if isinstance(t, ShardTensor) else t.detach().clone())
+
+
+def _described(value: Any) -> Any:
+    return _mapped(value, lambda t: _Sent(_dense(t)))
+
+
+def _sent_in(value: Any) -> list[_Sent]:
+    found: list[_Sent] = []
+    _mapped(value, found.append)
+    return found
+
+
+def _filled_in(value: Any, tensors: Any) -> Any:
+    return _mapped(value, lambda _: next(tensors))
