@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .errors import NonFiniteError
-from .flat_blocks import grad_of
 from .flat_buffer import FlatBuffer
+from .flat_runs import grad_of
 from .runtime import Runtime
 from .shard_tensor import ShardTensor
 from .whole import reduced_grad_of

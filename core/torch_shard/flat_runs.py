@@ -1,0 +1,475 @@
+"""Which flat tensors an element-wise optimizer steps on, for one parameter group.
+
+Neighbours in one unit's shard whose gradients come from one reduction and whose state agrees in keys and counters are a
+*segment*, one plain 1-D tensor for the optimizer::
+
+    shard      [ w0 w0 w0 w1 w1 . w2 | b0 b1 b2 ]      this rank's slot of a unit, parameters of two groups
+    segments   [ ----- segment ----- ][- segment]
+    state      [  exp_avg of the run ]                 ``optimizer.state[w1]["exp_avg"]`` is a ShardTensor over its part
+
+A *run* is one large segment, or all small ones together: those are copied into one tensor for the step, and back, which
+costs less than to call the kernels for each. What the optimizer is given are the run's *pieces*: one, except where kernels
+take several passes over their operands.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .errors import NeedsGatherError, ShardError
+from .flat_buffer import FlatBuffer
+from .shard_spec import same_cut
+from .shard_tensor import ShardTensor
+
+__all__ = ["Piece", "Runs", "grad_of"]
+
+SMALL = 1 << 14
+"""Segments of fewer elements are worked on together..."""
+TOGETHER = 1 << 20
+"""...up to this many elements in all, so that copies of values and gradients stay small."""
+
+_NONE, _HERE, _OTHER = 0, 1, 2  # a parameter's gradient: none; in its unit's reduced slice; the user's own
+_flat, _spec, _version = map(operator.attrgetter, ("_flat", "_spec", "_version"))
+grad_of: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+"""``.grad`` as autograd keeps it; to be called with ``__torch_function__`` disabled."""
+
+
+class Piece:
+    """What the optimizer sees as one parameter."""
+
+    __slots__ = ("grads", "param", "sizes", "state", "values")
+
+    def __init__(self, values: list[torch.Tensor]) -> None:
+        self.values = values  # in the shards
+        self.sizes = [v.numel() for v in values]
+        self.param = values[0] if len(values) == 1 else torch.cat(values)
+        self.grads: list[torch.Tensor] = list(values)  # one for each, set before each step
+        self.state: dict[str, Any] = {}
+
+    def load(self) -> None:
+        """Before the arithmetic."""
+        if len(self.values) == 1:
+            self.param.grad = self.grads[0]
+        else:
+            torch.cat(self.values, out=self.param)
+            self.param.grad = torch.cat(self.grads)
+
+    def store(self) -> None:
+        """After it."""
+        if len(self.values) > 1:
+            torch._foreach_copy_(self.values, self.param.split_with_sizes(self.sizes))
+
+    def drop(self) -> None:
+        """Let go of the gradients."""
+        self.param.grad = None
+        self.grads = self.values.copy()
+
+
+class _Segment:
+    def __init__(self, shard: int, start: int, stop: int, grad: torch.Tensor | None) -> None:
+        self.shard, self.start, self.stop = shard, start, stop
+        self.grad = grad  # None: where the shard's reduced slice has it
+        self.offset = 0  # in the run
+        self.members: list[int] = []
+
+
+class _Run:
+    """Parameters that take the same step. `members` are their numbers; some may have no elements on this rank."""
+
+    def __init__(self, segments: list[_Segment], kind: Any) -> None:
+        self.segments, self.kind = segments, kind
+        self.members = [i for segment in segments for i in segment.members]
+        self.length = 0
+        self.places: dict[int, int] = {}  # of a member: where its segment begins in the run, less where in the shard
+        for segment in segments:
+            segment.offset = self.length
+            self.places.update((i, self.length - segment.start) for i in segment.members)
+            self.length += segment.stop - segment.start
+        self.pieces: list[Piece] = []
+
+
+class Runs:
+    """The sharded parameters of one group."""
+
+    def __init__(self, listed: Sequence[Any], found: Sequence[tuple[FlatBuffer, Sequence[ShardTensor]]]) -> None:
+        """`listed`: the group's parameters in the user's order; `found`: the sharded ones by flat buffer."""
+        self.flats = [flat for flat, _ in found]
+        self.params: list[ShardTensor] = []
+        self.shard_of: list[int] = []  # of each parameter: the number of its flat buffer
+        for number, (_, params) in enumerate(found):
+            self.params += sorted(params, key=lambda p: p._spec.index)
+            self.shard_of += [number] * len(params)
+        numbers = {id(p): i for i, p in enumerate(self.params)}
+        self._listed = [numbers[id(p)] for p in listed if id(p) in numbers]
+        self.specs = [p._spec for p in self.params]
+        self.ranges = [
+            self.flats[n].layout.local_range(spec.index, self.flats[n].collectives.rank)
+            for n, spec in zip(self.shard_of, self.specs, strict=True)
+        ]
+        self.pieces: list[Piece] = []
+        self.stepped: list[ShardTensor] = []
+        self.followers: list[torch.Tensor] = []  # counters that are not stepped themselves
+        self.leaders: list[torch.Tensor] = []  # for each the one that is
+        self._runs: list[_Run] = []
+        # As the last step has left it. `regular`: all gradients came from reductions.
+        self._regular, self._split = False, -1
+        self._present: list[ShardTensor] = []
+        self._present_specs: list[Any] = []
+        self._firsts: list[int] = []  # of each present parameter: the position of the first one in its shard
+        self._absent: list[ShardTensor] = []
+        # For each shard: that position, the sizes of the parts into which its reduced slice is cut, and whose they are.
+        self._cuts: list[tuple[int, list[int], list[tuple[Piece, int] | None]]] = []
+        self._entries: list[dict[str, Any] | None] = []
+        self._values: list[Any] = []
+        self._counters: list[torch.Tensor] = []
+        self._versions: list[int] = []
+
+    # -- before a step --------------------------------------------------------------------------------------------
+    def is_as_left(self, state: Any, split: int) -> bool:
+        """Whether nothing but the gradients is new; these are taken then. `split`: elements of a piece, 0 for any number."""
+        if not self._regular or split != self._split:
+            return False
+        # In C as far as possible: this is done for each parameter in each step.
+        try:
+            grads = list(map(grad_of, self._present))
+            results = list(map(_flat, grads))
+            specs = map(_spec, grads)
+        except AttributeError:  # None, or not the reduction's
+            return False
+        firsts = map(results.__getitem__, self._firsts)
+        if not (all(map(operator.is_, results, firsts)) and all(map(operator.is_, specs, self._present_specs))):
+            return False
+        if not all(map(operator.is_, map(grad_of, self._absent), itertools.repeat(None))):
+            return False
+        if not all(map(operator.is_, map(state.get, self.params), self._entries)):
+            return False
+        values = [value for own in self._entries if own for value in own.values()]
+        if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
+            return False
+        if list(map(_version, self._counters)) != self._versions:
+            return False
+        self._point(results)
+        return True
+
+    def _point(self, results: Sequence[torch.Tensor]) -> None:
+        for first, sizes, owners in self._cuts:
+            for owner, grad in zip(owners, results[first].split_with_sizes(sizes), strict=True):
+                if owner is not None:
+                    owner[0].grads[owner[1]] = grad
+        for piece in self.pieces:
+            piece.load()
+
+    def arrange(self, state: Any, split: int) -> None:
+        """Take everything as it is now, and divide it into runs anew."""
+        pattern, results = self._gradients()
+        kinds = {
+            i: (self.flats[self.shard_of[i]].dtype, _signature(p, state.get(p)))
+            for i, p in enumerate(self.params)
+            if pattern[i]
+        }
+        segments, empty = self._segments(pattern, kinds)
+        self._runs = _runs(segments, kinds)
+        for i in empty:  # their counters go with those of others, so that all ranks agree
+            run = next((run for run in self._runs if run.kind == kinds[i]), None)
+            if run is None:
+                segment = _Segment(self.shard_of[i], 0, 0, None if pattern[i] == _HERE else self._shard(i)[0:0])
+                run = _Run([segment], kinds[i])
+                self._runs.append(run)
+            run.members.append(i)
+        for run in self._runs:
+            self._cut(run, state, split)
+        self.pieces = [piece for run in self._runs for piece in run.pieces]
+        self.stepped = [self.params[i] for run in self._runs for i in run.members]
+        self._regular, self._split = _OTHER not in pattern, split
+        present = [i for i, kind in enumerate(pattern) if kind == _HERE]
+        self._present = [self.params[i] for i in present]
+        self._present_specs = [self.specs[i] for i in present]
+        self._absent = [self.params[i] for i, kind in enumerate(pattern) if kind == _NONE]
+        first: dict[int, int] = {}
+        self._firsts = [first.setdefault(self.shard_of[i], n) for n, i in enumerate(present)]
+        self._cuts = [(n, *self._cut_of(shard)) for shard, n in first.items()]
+        self._point({n: results[shard] for shard, n in first.items()})  # type: ignore[arg-type]
+        self._pair(state)
+        self._note(state)
+
+    def _shard(self, i: int) -> torch.Tensor:
+        return self.flats[self.shard_of[i]].shard
+
+    def _gradients(self) -> tuple[list[int], dict[int, torch.Tensor]]:
+        """Of what kind each parameter's gradient is, and the reduced slice of each shard."""
+        pattern: list[int] = []
+        results: dict[int, torch.Tensor] = {}
+        for p, spec, shard in zip(self.params, self.specs, self.shard_of, strict=True):
+            grad = grad_of(p)
+            if grad is None:
+                pattern.append(_NONE)
+                continue
+            own = grad.__dict__
+            found = own.get("_flat")
+            if found is not None and own["_spec"] is spec and results.setdefault(shard, found) is found:
+                pattern.append(_HERE)
+            else:
+                pattern.append(_OTHER)
+        return pattern, results
+
+    # -- runs -----------------------------------------------------------------------------------------------------
+    def _segments(self, pattern: list[int], kinds: dict[int, Any]) -> tuple[list[_Segment], list[int]]:
+        """Parameters with neighbours that may be stepped together; and those that this rank holds nothing of."""
+        segments: list[_Segment] = []
+        empty: list[int] = []
+        last = -1  # the slot that the open segment ends with
+        for i, kind in kinds.items():
+            start, stop = self.ranges[i]
+            if start == stop:
+                empty.append(i)
+                continue
+            segment, slot, other = segments[-1] if segments else None, self.specs[i].index, pattern[i] == _OTHER
+            # Between neighbours in the layout lies nothing but padding.
+            if (
+                segment is None
+                or other
+                or segment.grad is not None
+                or segment.shard != self.shard_of[i]
+                or slot != last + 1
+                or kinds[segment.members[0]] != kind
+            ):
+                grad: Any = self.params[i].grad if other else None
+                segment = _Segment(self.shard_of[i], start, stop, grad._local if other else None)
+                segments.append(segment)
+            segment.members.append(i)
+            segment.stop = stop
+            last = slot
+        return segments, empty
+
+    def _cut(self, run: _Run, state: Any, split: int) -> None:
+        """Into pieces, with their state."""
+        entries = state.get(self.params[run.members[0]]) or {}
+        bases = self._bases(run, state) if entries else {}
+        shards = [self.flats[segment.shard].shard[segment.start : segment.stop] for segment in run.segments]
+        if len(shards) > 1 or not split or run.length <= split:
+            parts = [(0, run.length, shards)]
+        else:
+            ends = [min(start + split, run.length) for start in range(0, run.length, split)]
+            parts = [(a, b, [shards[0][a:b]]) for a, b in zip([0, *ends], ends, strict=False)]
+        for start, stop, values in parts:
+            piece = Piece(values)
+            if run.segments[0].grad is not None:
+                piece.grads = [run.segments[0].grad[start:stop]]
+            for key, value in entries.items():
+                if key in bases:
+                    piece.state[key] = bases[key][start:stop]
+                else:  # a kernel counts once for each tensor that it is given
+                    piece.state[key] = value.clone() if start and isinstance(value, torch.Tensor) else value
+            run.pieces.append(piece)
+
+    def _cut_of(self, shard: int) -> tuple[list[int], list[tuple[Piece, int] | None]]:
+        """How a shard's reduced slice is cut so that each gradient is one part."""
+        wanted: list[tuple[int, int, tuple[Piece, int]]] = []
+        for run in self._runs:
+            for n, segment in enumerate(run.segments):
+                if segment.shard != shard or segment.grad is not None:
+                    continue
+                if len(run.segments) > 1:
+                    wanted.append((segment.start, segment.stop, (run.pieces[0], n)))
+                    continue
+                start = segment.start
+                for piece in run.pieces:
+                    wanted.append((start, start + piece.sizes[0], (piece, 0)))
+                    start += piece.sizes[0]
+        sizes: list[int] = []
+        owners: list[tuple[Piece, int] | None] = []
+        end = 0
+        for start, stop, owner in sorted(wanted, key=lambda part: part[:2]):
+            if start > end:
+                sizes.append(start - end)
+                owners.append(None)
+            sizes.append(stop - start)
+            owners.append(owner)
+            end = stop
+        rest = self.flats[shard].layout.shard_numel - end
+        return [*sizes, rest], [*owners, None]
+
+    # -- state ----------------------------------------------------------------------------------------------------
+    def _bases(self, run: _Run, state: Any) -> dict[str, torch.Tensor]:
+        """The run's state as one tensor for each key; copied together where it is not."""
+        bases: dict[str, torch.Tensor] = {}
+        for key, value in state[self.params[run.members[0]]].items():
+            if type(value) is not ShardTensor:
+                continue
+            values = [state[self.params[i]][key] for i in run.members]
+            base = self._common(run, values)
+            if base is None:
+                base = torch.zeros(run.length, dtype=value.dtype, device=value.device)
+                for i, v in zip(run.members, values, strict=True):
+                    part = self._part(run, base, i)
+                    part.copy_(v._local)
+                    v._local, v._flat = part, base
+            bases[key] = base
+        return bases
+
+    def _common(self, run: _Run, values: list[Any]) -> torch.Tensor | None:
+        """The memory of which the values are the parts that belong to the run, or None."""
+        base = values[0].__dict__.get("_flat")
+        if base is None:
+            return None
+        begin = None  # of the run in the base
+        for i, v in zip(run.members, values, strict=True):
+            if v.__dict__.get("_flat") is not base:
+                return None
+            start, stop = self.ranges[i]
+            if start < stop:
+                at = v._local.storage_offset() - base.storage_offset() - start - run.places[i]
+                if begin not in (None, at):
+                    return None
+                begin = at
+        begin = begin or 0
+        if begin < 0 or begin + run.length > base.numel():
+            return None
+        whole: torch.Tensor = base[begin : begin + run.length]
+        return whole
+
+    def _part(self, run: _Run, base: torch.Tensor, i: int) -> torch.Tensor:
+        start, stop = self.ranges[i]
+        if start == stop:
+            return base[0:0]
+        place = run.places[i]
+        return base[start + place : stop + place]
+
+    def _pair(self, state: Any) -> None:
+        """Find the counters. The optimizer steps those of a run's first member, the others follow."""
+        self._counters, self.followers, self.leaders = [], [], []
+        for run in self._runs:
+            first: dict[str, torch.Tensor] = {}
+            for n, i in enumerate(run.members):
+                for key, value in (state.get(self.params[i]) or {}).items():
+                    if type(value) is ShardTensor or not isinstance(value, torch.Tensor):
+                        continue
+                    self._counters.append(value)
+                    if n:
+                        self.followers.append(value)
+                        self.leaders.append(first[key])
+                    else:
+                        first[key] = value
+
+    def _note(self, state: Any) -> None:
+        self._entries = [state.get(p) for p in self.params]
+        self._values = [value for own in self._entries if own for value in own.values()]
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """Counters are as the step has left them."""
+        self._versions = list(map(_version, self._counters))
+
+    # -- after a step ---------------------------------------------------------------------------------------------
+    def publish(self, state: Any) -> None:
+        """Put state that the optimizer has made, replaced or removed where the user finds it."""
+        # In the order in which torch makes it, and the same on all ranks: users go through it with collective operations.
+        made = {i for run in self._runs if run.pieces[0].state for i in run.members}
+        for i in self._listed:
+            if i in made:
+                state.setdefault(self.params[i], {})
+        for run in self._runs:
+            self._publish(run, state)
+        self._pair(state)
+        self._note(state)
+
+    def _publish(self, run: _Run, state: Any) -> None:
+        first = run.pieces[0].state
+        if not first and not any(state.get(self.params[i]) for i in run.members):
+            return
+        if any(piece.state.keys() != first.keys() for piece in run.pieces):
+            return  # an exception while the state was made
+        entries = [state.setdefault(self.params[i], {}) for i in run.members]
+        for own in entries:
+            for key in [k for k in own if k not in first]:
+                del own[key]
+        for key, value in first.items():
+            if not isinstance(value, torch.Tensor):
+                for own in entries:
+                    own[key] = value
+            elif value.dim() == 0:
+                self._publish_counter(key, value, entries)
+            else:
+                self._publish_elements(run, key, entries)
+
+    @staticmethod
+    def _publish_counter(key: str, value: torch.Tensor, entries: list[dict[str, Any]]) -> None:
+        for n, own in enumerate(entries):
+            held = own.get(key)
+            if n == 0:
+                own[key] = value
+            elif isinstance(held, torch.Tensor) and held.dtype == value.dtype and not held.dim():
+                held.copy_(value)
+            else:
+                own[key] = value.clone()
+
+    def _publish_elements(self, run: _Run, key: str, entries: list[dict[str, Any]]) -> None:
+        parts = [piece.state[key] for piece in run.pieces]
+        if any(part.shape != piece.param.shape for part, piece in zip(parts, run.pieces, strict=True)):
+            spec = self.specs[run.members[0]]
+            raise ShardError(
+                f"rank {spec.rank}: state {key!r} of {spec.name} is not shaped like the parameter, which the state of an "
+                "optimizer that steps element by element must be; register it with kind='matrix', if it needs whole parameters."
+            )
+        base = parts[0].detach() if len(parts) == 1 else torch.cat(parts)
+        if len(parts) > 1:
+            for piece, part in zip(run.pieces, base.split([part.numel() for part in parts]), strict=True):
+                piece.state[key] = part
+        for i, own in zip(run.members, entries, strict=True):
+            held, part = own.get(key), self._part(run, base, i)
+            if type(held) is ShardTensor and held.dtype == part.dtype:
+                held._local = part  # whoever holds it still sees the state
+            else:
+                own[key] = held = ShardTensor._wrap(part, self.specs[i])
+            held._flat = base  # type: ignore[attr-defined]
+
+
+def _runs(segments: list[_Segment], kinds: dict[int, Any]) -> list[_Run]:
+    """Each large segment is a run; the small ones of a kind are one together."""
+    runs: list[_Run] = []
+    small: dict[Any, list[_Segment]] = {}
+    count = 0
+    for segment in segments:
+        kind, length = kinds[segment.members[0]], segment.stop - segment.start
+        if segment.grad is None and length < SMALL and count + length <= TOGETHER:
+            small.setdefault(kind, []).append(segment)
+            count += length
+        else:
+            runs.append(_Run([segment], kind))
+    return runs + [_Run(found, kind) for kind, found in small.items()]
+
+
+def _signature(param: ShardTensor, entries: Any) -> Any:
+    """What parameters of one run must agree in; raises where a flat step can't take the state."""
+    if not entries:
+        return None
+    found: list[tuple[Any, ...]] = []
+    for key, value in entries.items():
+        if type(value) is ShardTensor:
+            if not same_cut(value._spec, param._spec):
+                raise _unusable(param, key, "is a sharded tensor that is cut differently")
+            found.append((key, "elements", value.dtype))
+        elif isinstance(value, torch.Tensor):
+            if value.dim():
+                raise _unusable(
+                    param, key, f"has shape {tuple(value.shape)} where the parameter has {tuple(param.shape)}"
+                )
+            found.append((key, value.dtype, value.item()))
+        elif value is None or isinstance(value, (bool, int, float, complex, str)):
+            found.append((key, type(value), value))
+        else:
+            raise _unusable(param, key, f"is a {type(value).__name__}")
+    return tuple(found)
+
+
+def _unusable(param: ShardTensor, key: str, what: str) -> NeedsGatherError:
+    return NeedsGatherError(
+        f"rank {param._spec.rank}: optimizer state {key!r} of {param._spec.name} {what}, which a step on slices can't use; "
+        "nothing was changed. Drop it (`optimizer.state.pop(parameter)`), load state that fits, or change the parameter inside "
+        "`with engine.gathered(parameter, write=True)`."
+    )
