@@ -100,6 +100,16 @@ def pages() -> tuple[Page, ...]:
             (Entry(f"{core}/shard_tensor.py", "ShardTensor", "torch_shard.ShardTensor"),),
         ),
         Page(
+            "optim.md",
+            "Optimizers",
+            "How an optimizer steps on a sharded model depends on its kind. `torch.optim`'s own classes have theirs; others are "
+            "declared. [Design](../design.md#optimizer-steps) says what happens in a step.",
+            (
+                Entry(f"{core}/optim.py", "register", "torch_shard.optim.register"),
+                Entry(f"{core}/optim.py", "kind_of", "torch_shard.optim.kind_of"),
+            ),
+        ),
+        Page(
             "errors.md",
             "Errors",
             "Every error of the engine. [Troubleshooting](../troubleshooting.md) shows their messages.",

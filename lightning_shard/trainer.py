@@ -149,6 +149,8 @@ class TrainerStrategyMixin(RanksMixin):
         if fitting:
             # Only then: the optimizers of an earlier fit stay through validate, test and predict.
             self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                self.engine.attach(self._unwrapped(optimizer))
         self.setup_precision_plugin()
 
     def _refuse(self, trainer: Any) -> None:

@@ -51,17 +51,14 @@ _BY_NAME: dict[tuple[str, str], Kind] = {
 def register(cls: type, kind: Kind) -> type:
     """Declare how an optimizer class of your own steps. Not collective; do it on all ranks, before the first step.
 
-    ``step()`` is then called with plain 1-D pieces of parameters (``"elementwise"``) or with this rank's whole parameters
-    (``"matrix"``) in ``self.param_groups`` and their entries in ``self.state``; everything else of the optimizer is its own.
-    It must
+    ``step()`` then finds plain tensors in ``self.param_groups``, and theirs in ``self.state``: 1-D pieces of parameters
+    (``"elementwise"``), or the whole parameters that this rank owns (``"matrix"``). All else of the optimizer is its own,
+    and what it writes to a group's options or to its attributes is kept. It must
 
-    - update each parameter from its own ``.grad``, ``self.state[p]`` and the group's options, and nothing else:
-      no sums over several parameters;
-    - for ``"elementwise"``: keep, in ``self.state[p]``, tensors shaped like ``p``, 0-dim tensors and Python values, and
-      not look at a parameter's shape or number of elements;
-    - loop over ``self.param_groups`` after its closure has run.
-
-    What it writes to a group's options or to its own attributes is kept.
+    - update each parameter from its own ``.grad``, ``self.state[p]`` and the group's options alone: no sums over several;
+    - for ``"elementwise"``: keep tensors shaped like ``p``, 0-dim tensors and Python values in ``self.state[p]``, and look
+      neither at a parameter's shape nor at its number of elements;
+    - loop over ``self.param_groups`` once, after its closure has run.
 
     Args:
         cls: the class itself; its subclasses are not registered with it.

@@ -18,6 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 from .errors import ConfigError
 from .flat_step import FlatStep
 from .in_backward import InBackward
+from .matrix_step import MatrixStep
 from .optim import is_torchs, kind_of
 from .shard_tensor import ShardTensor
 from .stand_in import StandIn, Work, stand_in
@@ -68,11 +69,13 @@ class StepWatch:
         if runtime is None or isinstance(optimizer, StandIn) or not self._holds(optimizer, runtime):
             return None
         check_class(optimizer, runtime.collectives.world_rank)
+        kind = kind_of(type(optimizer)) or _kind_of_function(type(optimizer), frame.f_locals.get("func"))
+        if kind == "matrix":  # refuses on all ranks together
+            return self._exchange(optimizer, args, kwargs, runtime, MatrixStep)
         if not _closure(args, kwargs):
             refuse_unreduced(optimizer, runtime)
-        kind = kind_of(type(optimizer)) or _kind_of_function(type(optimizer), frame.f_locals.get("func"))
         if kind == "elementwise":
-            return self._exchange(optimizer, args, kwargs, runtime)
+            return self._exchange(optimizer, args, kwargs, runtime, FlatStep)
         return self._as_it_is(optimizer, args, kwargs, runtime, frame)
 
     def after(self, optimizer: Any, frame: Any) -> None:
@@ -93,10 +96,12 @@ class StepWatch:
         # An engine that is closed has none.
         return bool(runtime.units) and (optimizer in self._works or _steps(optimizer, runtime))
 
-    def _exchange(self, optimizer: Any, args: Any, kwargs: Any, runtime: Runtime) -> _HOOK:
+    def _exchange(
+        self, optimizer: Any, args: Any, kwargs: Any, runtime: Runtime, kind: type[FlatStep] | type[MatrixStep]
+    ) -> _HOOK:
         work = self._works.get(optimizer)
-        if work is None:
-            work = self._works[optimizer] = FlatStep(optimizer, runtime)
+        if type(work) is not kind:
+            work = self._works[optimizer] = kind(optimizer, runtime)
         other, session = stand_in(optimizer, work)
         args, kwargs = _replaced(args, kwargs, session.around)
         return (other, *args[1:]), kwargs
@@ -104,7 +109,10 @@ class StepWatch:
     def _as_it_is(self, optimizer: Any, args: Any, kwargs: Any, runtime: Runtime, frame: Any) -> _HOOK | None:
         """An optimizer that the engine does not know is given the ShardTensors."""
         check_units(optimizer, own_units(optimizer, runtime))
-        shard_state(optimizer, runtime)
+        # State that is whole at its owner belongs to a base class's step, which this one's calls.
+        owned = isinstance(self._works.get(optimizer), MatrixStep)
+        if not owned:
+            shard_state(optimizer, runtime)
         _hook_bases(type(optimizer))
         trial = self._trials.setdefault(optimizer, Trial(optimizer))
         if not trial.runs():
@@ -115,7 +123,8 @@ class StepWatch:
             def run() -> Any:
                 result = closure()
                 refuse_unreduced(optimizer, runtime)
-                shard_state(optimizer, runtime)
+                if not owned:
+                    shard_state(optimizer, runtime)
                 return result
 
             return run
@@ -151,6 +160,8 @@ class StepWatch:
         if getattr(function, "hooked", False) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
             return
         step = optimizer.step
+        if getattr(step, "watch", None) is self:
+            return
 
         def attached(*args: Any, **kwargs: Any) -> Any:
             func = function  # under the name that torch's wrapper has for it
@@ -164,6 +175,7 @@ class StepWatch:
             self.after(optimizer, sys._getframe())
             return result
 
+        attached.watch = self  # type: ignore[attr-defined]
         optimizer.step = attached
 
 

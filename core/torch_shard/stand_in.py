@@ -29,6 +29,9 @@ class Work(Protocol):
     def after(self, number: int) -> None:
         """It has been worked on."""
 
+    def leave(self, number: int) -> None:
+        """The optimizer won't go on: it has left its loop in this group, by an exception or otherwise. Must not raise."""
+
     @property
     def state(self) -> Any:
         """Stands for the optimizer's ``state``."""
@@ -99,7 +102,11 @@ class Groups(list[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for number, group in enumerate(super().__iter__()):
             self.work.before(number)
-            yield group
+            try:
+                yield group
+            except GeneratorExit:  # the loop has dropped its iterator
+                self.work.leave(number)
+                raise
             self.work.after(number)
         self.work.close()
 
@@ -111,7 +118,7 @@ def stand_in(optimizer: Any, work: Work) -> tuple[Any, Session]:
         cls.__name__, (StandIn, cls), {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     )
     other: Any = object.__new__(kind)
-    other.__dict__ = optimizer.__dict__
+    object.__setattr__(other, "__dict__", optimizer.__dict__)  # past a __setattr__ of its own
     session = Session(optimizer, work)
-    other._session = session
+    object.__setattr__(other, "_session", session)
     return other, session
