@@ -78,6 +78,7 @@ demo: $(STAMP)
 bench: $(STAMP)
 	$(RUN) bench/train.py --short $(ARGS)
 	$(RUN) bench/overhead.py --short
+	$(RUN) bench/optim.py --short
 
 docs: $(STAMP)
 	$(RUN) docs/make_reference.py

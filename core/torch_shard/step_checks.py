@@ -45,8 +45,8 @@ def check_class(optimizer: Any, rank: int) -> None:
     name = f"rank {rank}: {cls.__module__}.{cls.__qualname__}"
     if isinstance(optimizer, torch.optim.LBFGS):
         raise NeedsGatherError(
-            f"{name} works on all parameters as one vector, which no rank has. Call its step inside `with "
-            "engine.gathered(write=True):` on a model that fits on each rank, or use another optimizer. Nothing was changed."
+            f"{name} works on all parameters as one vector, which no rank has. Use another optimizer; an update of your own from "
+            "whole parameters and gradients goes inside `with engine.gathered(write=True, grads=True):`. Nothing was changed."
         )
     for module, part, why in _REFUSED:
         if cls.__module__.split(".")[0] == module and part in cls.__qualname__:
