@@ -27,33 +27,48 @@ class _Gradients:
     for all of them (padding is zero): one kernel instead of one for each parameter.
     """
 
-    def __init__(self, runtime: Runtime, parameters: Iterable[torch.Tensor], padding: bool = True) -> None:
-        """`padding`: whether zeros between the slices make no difference."""
-        chosen = {id(p): p for p in parameters}  # a tied parameter counts once
+    def __init__(
+        self,
+        runtime: Runtime,
+        parameters: Iterable[torch.Tensor] | None,
+        ignored: Iterable[torch.Tensor] = (),
+        padding: bool = True,
+    ) -> None:
+        """`parameters`: None for all that are sharded, and those `ignored`. `padding`: whether zeros between the slices make
+        no difference."""
         self.comms: dict[int, Any] = {}
         self.slices: dict[int, list[torch.Tensor]] = {}  # per comm, memory to norm and scale
         self.tensors: dict[int, list[list[torch.Tensor]]] = {}  # per comm, the slice (or none) of each, without padding
         self.plain: list[torch.Tensor] = []
-        if runtime.in_backward is not None:
-            runtime.in_backward.refuse_clipping()
         self.padded: list[tuple[FlatBuffer, torch.Tensor]] = []
         self.dtypes: list[torch.dtype] = []
-        covered: set[int] = set()
-        for unit in runtime.units:
-            for flat in unit.flats:
-                if padding and flat.params and all(map(chosen.__contains__, map(id, flat.params))):
-                    with torch._C.DisableTorchFunctionSubclass():
-                        base = _one_piece(flat)
-                    if base is not None:
-                        comm = flat.params[0]._spec.comm
-                        self._open(comm)
-                        self.slices[id(comm)].append(base)
-                        self.dtypes.append(base.dtype)
-                        self.padded.append((flat, base))
-                        covered.update(map(id, flat.params))
-        for number, p in chosen.items():
-            if number in covered:
-                continue
+        if runtime.in_backward is not None:
+            runtime.in_backward.refuse_clipping()
+        chosen = None if parameters is None else {id(p): p for p in parameters}  # a tied parameter counts once
+        rest: list[torch.Tensor] = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for flat in [flat for unit in runtime.units for flat in unit.flats if flat.params]:
+                if chosen is not None and not all(map(chosen.__contains__, map(id, flat.params))):
+                    continue
+                base = _one_piece(flat) if padding else None
+                if base is not None:
+                    self._add_piece(flat, base)
+                elif chosen is None:
+                    rest += flat.params
+                if base is not None and chosen is not None:
+                    for p in flat.params:
+                        del chosen[id(p)]
+        self._add([*rest, *ignored] if chosen is None else chosen.values())
+
+    def _add_piece(self, flat: FlatBuffer, base: torch.Tensor) -> None:
+        comm = flat.params[0]._spec.comm
+        self._open(comm)
+        self.slices[id(comm)].append(base)
+        self.dtypes.append(base.dtype)
+        self.padded.append((flat, base))
+
+    def _add(self, parameters: Iterable[torch.Tensor]) -> None:
+        for p in parameters:
             grad = reduced_grad_of(p)
             if isinstance(p, ShardTensor):
                 self._open(p._spec.comm)
@@ -71,9 +86,9 @@ class _Gradients:
 
     def _open(self, comm: Any) -> None:
         # Also without a gradient: whether there is one may differ between ranks, the collective may not.
-        self.comms.setdefault(id(comm), comm)
-        self.slices.setdefault(id(comm), [])
-        self.tensors.setdefault(id(comm), [])
+        if id(comm) not in self.comms:
+            self.comms[id(comm)] = comm
+            self.slices[id(comm)], self.tensors[id(comm)] = [], []
 
     def everything(self) -> list[torch.Tensor]:
         return [s for slices in self.slices.values() for s in slices] + self.plain
@@ -94,10 +109,11 @@ def _one_piece(flat: FlatBuffer) -> torch.Tensor | None:
 
 def clip_grad_norm_(
     runtime: Runtime,
-    parameters: Iterable[torch.Tensor],
+    parameters: Iterable[torch.Tensor] | None,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    ignored: Iterable[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Scale gradients so that their global norm is at most `max_norm`. Collective.
 
@@ -105,7 +121,7 @@ def clip_grad_norm_(
 
     Args:
         runtime: of the engine.
-        parameters: which; plain (ignored) ones count once, with rank 0's norm.
+        parameters: which; None for all that are sharded, and the `ignored` ones. Plain ones count once, with rank 0's norm.
         max_norm: the limit.
         norm_type: any p, ``inf`` and 0 included.
         error_if_nonfinite: wait for the norm and raise where it is NaN or infinite.
@@ -118,8 +134,7 @@ def clip_grad_norm_(
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
     with torch.no_grad():
-        chosen = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        grads = _Gradients(runtime, chosen, padding=norm_type > 0)
+        grads = _Gradients(runtime, parameters, ignored, padding=norm_type > 0)
         total = _total_norm(runtime, grads, norm_type)
         if error_if_nonfinite and not math.isfinite(total.item()):
             raise NonFiniteError(
@@ -136,7 +151,7 @@ def clip_grad_norm_(
 def _total_norm(runtime: Runtime, grads: _Gradients, p: float) -> torch.Tensor:
     device = runtime.collectives.device
     result = torch.float32
-    for i, dtype in enumerate(grads.dtypes):
+    for i, dtype in enumerate(dict.fromkeys(grads.dtypes)):
         dtype = dtype if not dtype.is_complex else dtype.to_real()
         result = dtype if i == 0 else torch.promote_types(result, dtype)
     # Slices of a rank are summed in at least fp32: half precision would round once more for each rank.
@@ -219,11 +234,16 @@ def _clear_padding(grads: _Gradients) -> None:
         torch._foreach_zero_(gaps)
 
 
-def clip_grad_value_(runtime: Runtime, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+def clip_grad_value_(
+    runtime: Runtime,
+    parameters: Iterable[torch.Tensor] | None,
+    clip_value: float,
+    ignored: Iterable[torch.Tensor] = (),
+) -> None:
     """Limit each element of the gradients to ``[-clip_value, clip_value]``. Local, not collective."""
     value = float(clip_value)
     with torch.no_grad():
-        grads = _Gradients(runtime, [parameters] if isinstance(parameters, torch.Tensor) else parameters)
+        grads = _Gradients(runtime, parameters, ignored)
         groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for tensor in grads.everything():
             groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)

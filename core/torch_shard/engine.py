@@ -17,8 +17,10 @@ from .config import ShardConfig
 from .errors import ConfigError, ShardError
 from .hooks import unregister
 from .optim_step import StepWatch
+from .owned_state import tensors_of
 from .plan import Plan
 from .runtime import Runtime
+from .shard_tensor import ShardTensor
 from .unit import Unit
 
 _ATTRIBUTE = "_torch_shard_engine"
@@ -137,8 +139,8 @@ class Engine:
             NonFiniteError: on all ranks, before anything has changed.
             ShardError: the gradients are not reduced yet, because the last backward ran under :meth:`no_sync`.
         """
-        chosen = self._chosen(parameters)
-        return clip.clip_grad_norm_(self._runtime, chosen, max_norm, norm_type, error_if_nonfinite)
+        chosen = _listed(parameters)
+        return clip.clip_grad_norm_(self._runtime, chosen, max_norm, norm_type, error_if_nonfinite, self._ignored())
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Limit each element of the gradients to ``[-clip_value, clip_value]``. Not collective.
@@ -146,14 +148,7 @@ class Engine:
         Raises:
             ShardError: the gradients are not reduced yet, because the last backward ran under :meth:`no_sync`.
         """
-        chosen = self._chosen(parameters)
-        clip.clip_grad_value_(self._runtime, chosen, clip_value)
-
-    def _chosen(self, parameters: torch.Tensor | Iterable[torch.Tensor] | None) -> list[torch.Tensor]:
-        if parameters is None:
-            # Not model.parameters(), which goes through all modules.
-            return [p for unit in self.units for p in unit.params] + self._ignored()
-        return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        clip.clip_grad_value_(self._runtime, _listed(parameters), clip_value, self._ignored())
 
     def _ignored(self) -> list[torch.Tensor]:
         """The parameters that are not sharded, as far as they are still there."""
@@ -183,9 +178,10 @@ class Engine:
 
         Gradients are freed at once, so that a rank holds those of two units at most; in exchange, every backward is a step.
         ``optimizer.step()`` may stay where it is: it finds no gradients but those of parameters that are not the engine's.
-        The user's step hooks are not called; hooks on accumulated gradients are, before the step, but not at one moment on all
-        ranks, so that they must not communicate (`p.grad.norm()` does). Learning rates count as they are when backward runs. If the ranks turn out to
-        have done different things, some units have been updated already. Call on all ranks; not collective.
+        The user's step hooks are not called; hooks on accumulated gradients are, before the step, but not at one moment on
+        all ranks, so that they must not communicate (`p.grad.norm()` does). Learning rates count as they are when backward
+        runs. If the ranks turn out to have done different things, some units have been updated already. Call on all ranks;
+        not collective.
 
         Args:
             optimizer: of an element-wise class (:mod:`torch_shard.optim`); None ends it.
@@ -276,6 +272,9 @@ class Engine:
     def optim_state_dict(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = True) -> dict[str, Any]:
         """Whole optimizer state by parameter name, on the CPU. Collective.
 
+        Of optimizers that step on whole matrices (:mod:`torch_shard.optim`) each rank has some parameters' state, which
+        ``optimizer.state_dict()`` gives; this is all of it.
+
         Args:
             optimizer: any that holds parameters of this model.
             rank0_only: other ranks get an empty dict.
@@ -322,10 +321,9 @@ class Engine:
                         gradients += local.numel() * local.element_size() if local is not None else 0
         if optimizer is not None:
             for entries in optimizer.state.values():
-                for value in entries.values():
-                    local = getattr(value, "_local", value)
-                    if isinstance(local, torch.Tensor):
-                        state += local.numel() * local.element_size()
+                for value in tensors_of(entries):
+                    mine = value._local if isinstance(value, ShardTensor) else value
+                    state += mine.numel() * mine.element_size()
         full = sum(u.full_bytes for u in self._runtime.schedule.gathered.values())
         return {"parameters": parameters, "gradients": gradients, "optimizer": state, "gathered": full}
 
@@ -357,6 +355,12 @@ class Engine:
         memo[id(self)] = other
         other.__init__(model, runtime, self.plan, self.config)  # type: ignore[misc]
         return other
+
+
+def _listed(parameters: torch.Tensor | Iterable[torch.Tensor] | None) -> list[torch.Tensor] | None:
+    if parameters is None:
+        return None
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
 def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = None, **overrides: Any) -> Engine:
