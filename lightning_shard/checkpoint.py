@@ -92,9 +92,16 @@ def make_plain(optimizer: Any, state: Mapping[str, Any]) -> None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for number, entries in state["state"].items():
         param = params[number]
+        own = optimizer.state.pop(param, {})  # and back: in the order of the numbers, whoever had it
         for key, value in entries.items():
-            is_step = key == "step" or not isinstance(value, torch.Tensor)
-            optimizer.state[param][key] = value if is_step else value.to(param.device)
+            own[key] = value if key == "step" else _moved(value, param.device)
+        optimizer.state[param] = own
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return type(value)(_moved(child, device) for child in value) if type(value) in (list, tuple) else value
 
 
 def _is_sharded(optimizer: Any) -> bool:

@@ -51,7 +51,9 @@ def test_the_reference_knows_every_public_name(generator):
 
     titles = {entry.title for page in generator.pages() for entry in page.entries}
     missing = [
-        n for n in torch_shard.__all__ if n not in ("__version__", "errors", "optim") and f"torch_shard.{n}" not in titles
+        n
+        for n in torch_shard.__all__
+        if n not in ("__version__", "errors", "optim") and f"torch_shard.{n}" not in titles
     ]
     assert [n for n in missing if not hasattr(errors, n)] == []
     assert [n for n in torch_shard.optim.__all__ if n != "Kind" and f"torch_shard.optim.{n}" not in titles] == []

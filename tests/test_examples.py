@@ -14,9 +14,9 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 
 
-def raw_torch(ranks: int, *arguments: object, folder: Path) -> str:
+def raw_torch(ranks: int, *arguments: object, folder: Path, program: str = "raw_torch.py") -> str:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
-    return run_python(*launcher, EXAMPLES / "raw_torch.py", *arguments, folder=folder, timeout=280).stdout
+    return run_python(*launcher, EXAMPLES / program, *arguments, folder=folder, timeout=280).stdout
 
 
 def held_out_loss(printed: str) -> str:
@@ -58,6 +58,30 @@ def test_the_plain_example_saves_on_two_ranks_and_resumes_on_one(tmp_path):
     # One step after three: the optimizer's state has gone on, not begun anew.
     assert {entry["step"].item() for entry in resumed["optimizer"]["state"].values()} == {4}
     assert float(held_out_loss(more)) < float(held_out_loss(first)) < 5.6  # ln 256 is 5.545
+
+
+def test_the_muon_example_is_under_100_lines():
+    assert len((EXAMPLES / "muon.py").read_text().splitlines()) < 100
+
+
+@pytest.mark.exhaustive
+def test_the_muon_example_saves_on_two_ranks_and_resumes_on_one(tmp_path):
+    file = tmp_path / "muon.pt"
+    first = raw_torch(2, "--steps", 30, "--save", file, folder=tmp_path, program="muon.py")
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\d\.\d+)", first, flags=re.M)]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    owned = re.findall(r"^rank (\d) owns (\d+) of 16 matrices, ([\d.]+) MiB", first, flags=re.M)
+    assert [rank for rank, _, _ in owned] == ["0", "1"] and sum(int(count) for _, count, _ in owned) == 16
+    assert float(owned[0][2]) == pytest.approx(float(owned[1][2]), rel=0.1)
+    saved = torch.load(file, weights_only=True)
+    assert len(saved["muon"]["state"]) == 16
+    assert {entry["step"].item() for entry in saved["adamw"]["state"].values()} == {30}
+
+    # No further step: the model is the one that was saved.
+    same = raw_torch(1, "--steps", 30, "--resume", file, folder=tmp_path, program="muon.py")
+    assert same[same.index("held-out loss") :] == first[first.index("held-out loss") :]
+    more = raw_torch(3, "--steps", 40, "--resume", file, folder=tmp_path, program="muon.py")
+    assert "step 40: loss" in more and "step 30" not in more
 
 
 @pytest.mark.exhaustive

@@ -277,39 +277,31 @@ class Collectives:
             return Reduction(self, grad, received, self._track(channel, what, work, self.reduce_stream), begun, streams)
 
     # -- whole matrices -----------------------------------------------------------------------------------------
-    def all_to_all(self, sent: torch.Tensor, sent_sizes: list[int], received_sizes: list[int], what: str) -> Exchange:
-        """Send each rank its part of `sent` (1-D, bytes); the sizes are those of the parts, in bytes, by rank. Every rank
-        knows all sizes, so none are exchanged."""
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: list[int],
+        sent_sizes: list[int],
+        what: str,
+    ) -> Pending:
+        """Send each rank its part of `sent` and fill `received` with theirs: 1-D, bytes; the sizes are those of the parts, by
+        rank. Every rank knows all sizes, so none are exchanged."""
         channel = self.reduce_channel
         assert channel is not None
         channel.count()
         self.bytes_sent += sum(sent_sizes) - sent_sizes[self.rank]
-        # No rank answers in a fake group, and what was in the memory before is no answer.
-        new = torch.zeros if self.backend == "fake" else torch.empty
-        with outside_inference():
-            received = new(sum(received_sizes), dtype=torch.uint8, device=sent.device)
+        if self.backend == "fake":
+            received.zero_()  # no rank answers, and what was in the memory before is no answer
         with self._on(self.reduce_stream):
             work = dist.all_to_all_single(
                 received, sent, received_sizes, sent_sizes, group=channel.group, async_op=True
             )
             channel.groups.written[work] = (sent, received)
-            return Exchange(received, self._track(channel, what, work, self.reduce_stream))
+            return self._track(channel, what, work, self.reduce_stream)
 
     def close(self) -> None:
         self.drop_spares()
-
-
-@dataclass(eq=False)
-class Exchange:
-    """An all-to-all in flight; what it keeps is memory that the device may still write to."""
-
-    received: torch.Tensor
-    pending: Pending
-
-    def finish(self) -> torch.Tensor:
-        """What the ranks have sent, one after the other."""
-        self.pending.wait()
-        return self.received
 
 
 @dataclass(eq=False)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import owned_state
 from .agreement import NoteLoad
 from .errors import StateDictError, UnitStateError
 from .flat_buffer import FlatBuffer
@@ -303,8 +304,11 @@ def optim_state_dict(
     order = {id(flat): n for n, flat in enumerate(flats.values())}
     chosen = sorted(jobs, key=lambda j: (order[j[0]], j[1], j[2]))
     key = [(order[j[0]], j[1], j[2], sorted(jobs[j])) for j in chosen] + [(n, k) for n, k, _ in rest]
-    agree(runtime, what, key, error)
+    agree(runtime, what, (len(numbers), key), error)
     wanted = not rank0_only or runtime.collectives.world_rank == 0
+    known = owned_state.collect(runtime, taken["state"], len(numbers), wanted, what)
+    if known is not taken["state"]:  # in the order of the parameters, and with what other ranks own
+        state = {names.get(id(numbers[n] if isinstance(n, int) else n), ""): dict(own) for n, own in known.items()}
     for job in chosen:
         flat = flats[job[0]]
         slices = [jobs[job].get(i) for i in range(len(flat.params))]
@@ -319,10 +323,8 @@ def optim_state_dict(
         return {}
     for entries in state.values():
         for entry, value in entries.items():
-            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                entries[entry] = value.cpu()
-            elif isinstance(value, torch.Tensor) and not isinstance(value, ShardTensor) and value.dim() == 0:
-                entries[entry] = value.clone()
+            # A snapshot: the next step changes what is whole here.
+            entries[entry] = owned_state.copied(value, "cpu")
     groups = []
     for group, live in zip(taken["param_groups"], optimizer.param_groups, strict=True):
         groups.append({**group, "params": [names[id(p)] for p in live["params"]]})
@@ -346,19 +348,26 @@ def load_optim_state_dict(
     trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     try:
         names = _names(runtime, optimizer, model)
-        error = _describe(runtime, what, *_compare(optimizer, names, state_dict))
+        error = _describe(runtime, what, *_compare(runtime, optimizer, names, state_dict))
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     agree(runtime, what, sorted(state_dict["state"]) if error is None else None, error)
+    elsewhere = owned_state.elsewhere(runtime, optimizer, names, state_dict["state"])
     # torch leaves a parameter that was never used out of the state, so this may be meant, and may be a loss.
     bare = [n for i, n in names.items() if i in trained and n not in state_dict["state"]] if state_dict["state"] else []
     if bare:
         logger.warning("%s: no state for %s while others have some: they start anew", what, ", ".join(bare))
-    load_by_name(optimizer, names, state_dict)
+    load_by_name(optimizer, names, state_dict, elsewhere)
 
 
-def load_by_name(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state_dict: Mapping[str, Any]) -> None:
-    """Load a checked dict; `names` by id of the parameters. Local."""
+def load_by_name(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    state_dict: Mapping[str, Any],
+    elsewhere: Mapping[int, bool] | None = None,
+) -> None:
+    """Load a checked dict; `names` by id of the parameters, `elsewhere` of those whose state is whole at one rank. Local."""
+    elsewhere = elsewhere or {}
     # torch's form: numbers for names, in the optimizer's own order.
     state: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
@@ -368,7 +377,10 @@ def load_by_name(optimizer: torch.optim.Optimizer, names: Mapping[int, str], sta
         groups.append({**saved, "params": list(range(number, number + count))})
         for p in group["params"]:
             entries = state_dict["state"].get(names[id(p)])
-            if entries:
+            if entries and id(p) in elsewhere:
+                if not elsewhere[id(p)]:
+                    state[number] = owned_state.copied(entries)  # torch may keep what it is given
+            elif entries:
                 state[number] = {key: _loaded(p, key, value) for key, value in entries.items()}
             number += 1
         if "param_names" in saved:
@@ -391,7 +403,7 @@ def _is_scalar(param: torch.Tensor, key: str, value: torch.Tensor) -> bool:
 
 
 def _compare(
-    optimizer: torch.optim.Optimizer, names: dict[int, str], given: Mapping[str, Any]
+    runtime: Runtime, optimizer: torch.optim.Optimizer, names: dict[int, str], given: Mapping[str, Any]
 ) -> tuple[list[str], list[str], list[str]]:
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
         return [], [], ['the dict has no "state" and "param_groups" (ranks other than 0 need the dict too)']
@@ -426,16 +438,18 @@ def _compare(
             if isinstance(value, ShardTensor):
                 if not isinstance(param, ShardTensor) or not same_cut(value._spec, param._spec):
                     problems.append(f"{name}: {key} is a sharded tensor of another cut")
-            elif isinstance(value, torch.Tensor) and not _shape_fits(optimizer, param, key, value):
+            elif isinstance(value, torch.Tensor) and not _shape_fits(runtime, optimizer, param, key, value):
                 problems.append(f"{name}: {key} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}")
     return missing, unexpected, problems
 
 
-def _shape_fits(optimizer: torch.optim.Optimizer, param: torch.Tensor, key: str, value: torch.Tensor) -> bool:
+def _shape_fits(
+    runtime: Runtime, optimizer: torch.optim.Optimizer, param: torch.Tensor, key: str, value: torch.Tensor
+) -> bool:
     if value.shape == param.shape or value.numel() <= 1:
         return True
     existing = optimizer.state.get(param, {}).get(key)
     if isinstance(existing, torch.Tensor):
         return existing.shape == value.shape
-    # Factored state (Adafactor) has fewer dimensions than its parameter.
-    return value.dim() < param.dim()
+    # Factored state (Adafactor) has fewer dimensions than its parameter; that of other matrix optimizers has any shape.
+    return value.dim() < param.dim() or owned_state.is_matrix(runtime, optimizer)

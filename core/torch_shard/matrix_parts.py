@@ -23,13 +23,64 @@ from typing import Any
 
 import torch
 
-from .collectives import Collectives, Exchange
+from .collectives import Collectives, outside_inference
 from .flat_buffer import FlatBuffer
 from .shard_tensor import ShardTensor
+from .watch import Pending
 
-__all__ = ["Entry", "Part"]
+__all__ = ["Entry", "Part", "Spares"]
 
 _ALIGN = 16  # bytes; each rank's chunk of a message begins at a multiple
+
+
+class Spares:
+    """Memory for messages, used again and again within a step: new memory costs as much time as the copy into it (the CUDA
+    caching allocator does this by itself, and knows which stream has used it)."""
+
+    _KEPT = 4
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._spare: list[torch.Tensor] = []
+
+    def take(self, size: int) -> torch.Tensor:
+        """1-D, `size` bytes."""
+        for i, memory in enumerate(self._spare):
+            if size <= memory.numel() <= 2 * size:
+                return self._spare.pop(i)[:size]
+        with outside_inference():
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def give(self, memory: torch.Tensor) -> None:
+        if self.device.type == "cpu" and memory.numel():
+            base = memory._base
+            self._spare = [*self._spare, memory if base is None else base][-self._KEPT :]
+
+    def drop(self) -> None:
+        self._spare = []
+
+
+class Exchange:
+    """A message to each rank and one from each, in flight. Collective."""
+
+    def __init__(
+        self, c: Collectives, spares: Spares, chunks: Sequence[torch.Tensor], to: list[int], come: list[int], what: str
+    ) -> None:
+        self._spares = spares
+        self._sent, self._received = spares.take(sum(to)), spares.take(sum(come))
+        if chunks:
+            torch.cat(list(chunks), out=self._sent)
+        self._pending: Pending = c.all_to_all(self._received, self._sent, come, to, what)
+
+    def finish(self) -> torch.Tensor:
+        """What the ranks have sent, one after the other; given back with :meth:`end`."""
+        self._pending.wait()
+        self._spares.give(self._sent)
+        return self._received
+
+    def end(self) -> None:
+        """What has come is not needed any more."""
+        self._spares.give(self._received)
 
 
 class Entry:
@@ -85,8 +136,8 @@ class Whole:
 class Part:
     """What is exchanged at once; made anew when gradients come or go."""
 
-    def __init__(self, entries: Sequence[Entry], collectives: Collectives, text: str) -> None:
-        self.entries, self.c, self.text = list(entries), collectives, text
+    def __init__(self, entries: Sequence[Entry], collectives: Collectives, spares: Spares, text: str) -> None:
+        self.entries, self.c, self.spares, self.text = list(entries), collectives, spares, text
         me = collectives.rank
         self.owned = [entry for entry in entries if entry.owner == me]
         # Large items first: then each segment of a message is aligned for its dtype.
@@ -119,8 +170,8 @@ class Part:
         for to, size in zip(self._to, self._sizes_to, strict=True):
             slices = [t for e in to for t in (e.param._local, e.param.grad._local)]
             chunks += self._filled(slices, size)
-        sent = self._joined(chunks)
-        self._coming = self.c.all_to_all(sent, self._sizes_to, self._sizes_from, f"{self.text}: slices to their owners")
+        what = f"{self.text}: slices to their owners"
+        self._coming = Exchange(self.c, self.spares, chunks, self._sizes_to, self._sizes_from, what)
 
     def build(self) -> list[torch.Tensor]:
         """Wait for the slices; returns what this rank owns: plain tensors with their gradients."""
@@ -135,17 +186,17 @@ class Part:
                     grad, end = _segment(received, end, e.length(rank), e)
                     pieces[id(e), rank] = value, grad
                 at += size
-            self._coming = None
         self.wholes = [self._whole(e, pieces) for e in self.owned]
+        if self._coming is not None:
+            self._coming.end()
+            self._coming = None
         return [whole.value for whole in self.wholes]
 
     def _whole(self, e: Entry, pieces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]) -> Whole:
         local: torch.Tensor = e.param._local
         grad: torch.Tensor = e.param.grad._local
         if not e.moves:
-            # All of it is here: the optimizer steps on the shard itself. Its gradient it may use as it likes, except on one
-            # rank alone, where there is no other copy of anything.
-            return Whole(e, local, grad if self.c.size == 1 else grad.clone())
+            return Whole(e, local, grad)  # all of it is here: the optimizer steps on the shard itself
         pairs = [pieces.get((id(e), rank), (local, grad)) for rank in e.held]  # a rank's own slices are not sent
         return Whole(e, torch.cat([value for value, _ in pairs]), torch.cat([g for _, g in pairs]))
 
@@ -153,8 +204,6 @@ class Part:
     def reply(self, left: bool) -> None:
         """Start sending the new values to those that hold slices of them; `left`: together with the word that this rank's
         step has ended early. Collective."""
-        for whole in self.wholes:
-            whole.settle()
         if self.c.size == 1:
             self.wholes = []
             return
@@ -165,8 +214,8 @@ class Part:
                 continue
             chunks += self._filled([memory[id(e)][slice(*e.held[rank])] for e in own], size - _ALIGN)
             chunks.append(torch.full((_ALIGN,), left, dtype=torch.uint8, device=self.c.device))
-        sent = self._joined(chunks)
-        self._returning = self.c.all_to_all(sent, self._back_to, self._back_from, f"{self.text}: new values")
+        what = f"{self.text}: new values"
+        self._returning = Exchange(self.c, self.spares, chunks, self._back_to, self._back_from, what)
         mine = [
             (e.param._local, memory[id(e)][slice(*e.mine)]) for e in self.owned if e.moves and e.length(self.c.rank)
         ]
@@ -188,8 +237,9 @@ class Part:
                 pairs.append((e.param._local, value))
             at += size
             if size:
-                left[rank] = received[at - 1 : at]
+                left[rank] = received[at - 1 : at].clone()
         _copy(pairs)
+        self._returning.end()
         self._returning = None
         return left
 
@@ -207,9 +257,6 @@ class Part:
         parts = [t.view(torch.uint8) for t in slices]
         lacking = size - sum(t.numel() for t in parts)
         return [*parts, torch.zeros(lacking, dtype=torch.uint8, device=self.c.device)] if lacking else parts
-
-    def _joined(self, chunks: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat(chunks) if chunks else torch.empty(0, dtype=torch.uint8, device=self.c.device)
 
 
 def _segment(message: torch.Tensor, at: int, length: int, e: Entry) -> tuple[torch.Tensor, int]:

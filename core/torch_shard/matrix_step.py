@@ -2,7 +2,7 @@
 
 Gradients are averaged and cut already, as for any other optimizer. In a step each rank sends the slices of parameters and
 gradients to their owners, steps on what it owns, and sends new values back (:mod:`.matrix_parts`). That goes part by part:
-while one is worked on, the next one's slices come in and the last one's values go out, so that two or three units are whole
+while one is worked on, the next one's slices come in and the last one's values go out, so that a few units' bytes are whole
 at a time, and no second copy of gradients or state exists. State is the optimizer's own: whole tensors, at the owner only.
 
 The optimizer goes through one group for each part. Each begins with the options of the user's group, so that a ``step`` that
@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import ShardError
-from .matrix_parts import Entry, Part
-from .owned_state import give_owners, settle
+from .matrix_parts import Entry, Part, Spares
+from .owned_state import give_owners, settle, stages_of
 from .shard_tensor import ShardTensor
 from .step_checks import check_units, refuse_unreduced, several_engines
 from .unit import Unit
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from .runtime import Runtime
 
 __all__ = ["MatrixStep"]
-
-_SMALL = 4 << 20  # bytes of values; units below are exchanged together, for a message has its price
 
 
 class _State(dict[Any, Any]):
@@ -102,6 +100,7 @@ class MatrixStep:
         self._entries: dict[int, Any] = {}  # state as the last step has left it, by position in `_params`
         self.state = _State({})
         self._working: list[_Working] = []
+        self._spares = Spares(runtime.collectives.device)
         self._at = -1  # the group that is worked on; -1: the parameters are as the last pass has left them
         self._passes = 0
         self._left = False
@@ -114,12 +113,12 @@ class MatrixStep:
     # -- before the arithmetic ------------------------------------------------------------------------------------
     def open(self) -> None:
         self._abandon()
-        self._hear()
         optimizer, what = self._optimizer(), f"{self._name}.step()"
         error: Exception | None = None
         present: list[bool] = []
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             try:
+                self._hear()
                 refuse_unreduced(optimizer, self.runtime)
                 self._look(optimizer)
                 check_units(optimizer, self._units)
@@ -129,7 +128,9 @@ class MatrixStep:
             agree(self.runtime, what, None, error)
             if self._compare(what, present, not self._is_as_left(optimizer.state)):
                 settle(self.runtime, optimizer, self._params, what)
-            owners = give_owners(self.runtime, optimizer, [p for p, has in zip(self._params, present, strict=True) if has])
+            owners = give_owners(
+                self.runtime, optimizer, [p for p, has in zip(self._params, present, strict=True) if has]
+            )
             made = (tuple(present), tuple(map(owners.get, (p._spec.name for p in self._params))))
             if made != self._made:
                 self._arrange(optimizer, present, owners)
@@ -203,20 +204,13 @@ class MatrixStep:
         c = self.runtime.collectives
         self._parts = []
         for group in optimizer.param_groups:
-            by_unit: dict[int, list[Any]] = {}
-            for p in group["params"]:
-                if id(p) in steps:
-                    by_unit.setdefault(p._unit_ref().index, []).append(p)
-            runs: list[list[Any]] = [[]]
-            size = 0
-            for _, params in sorted(by_unit.items()):
-                more = sum(p.numel() * p.element_size() for p in params)
-                if c.size > 1 and runs[-1] and size + more > _SMALL:
-                    runs.append([])
-                    size = 0
-                runs[-1] += params
-                size += more
-            self._parts.append([(self._part(params, owners), params) for params in runs])
+            params = [p for p in group["params"] if id(p) in steps]
+            stages = stages_of(params, c.size) if c.size > 1 else {}
+            runs: dict[int, list[Any]] = {}
+            for p in params:
+                runs.setdefault(stages.get(id(p), 0), []).append(p)
+            found = [params for _, params in sorted(runs.items())] or [[]]
+            self._parts.append([(self._part(params, owners), params) for params in found])
 
     def _part(self, params: list[Any], owners: dict[str, int]) -> Part:
         entries = []
@@ -225,7 +219,7 @@ class MatrixStep:
             entries.append(Entry(p, flat, owners[p._spec.name]))
         names = list(dict.fromkeys(repr(p._unit_ref().name) for p in params))
         some = f"unit {names[0]}" if len(names) == 1 else f"units {names[0]} to {names[-1]}" if names else "no unit"
-        return Part(entries, self.runtime.collectives, f"{self._name}.step() on {some}")
+        return Part(entries, self.runtime.collectives, self._spares, f"{self._name}.step() on {some}")
 
     # -- for the optimizer ----------------------------------------------------------------------------------------
     def groups(self) -> list[dict[str, Any]]:
@@ -255,6 +249,8 @@ class MatrixStep:
             work.options["params"] = []
             for whole in list(self.state.params):
                 self.state.keep(whole)
+            for made in work.part.wholes:
+                made.settle()
             self._note_changes(work.part)
             work.part.reply(self._left)
             if number:
@@ -272,6 +268,7 @@ class MatrixStep:
             self._finish()
         except Exception as error:
             self._error = error
+        self._said = []  # what the others say is no news to a rank that has left
 
     def close(self) -> None:
         error, self._error = self._error, None
@@ -295,6 +292,7 @@ class MatrixStep:
         """Bring in the last part's values."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._collect(len(self._working) - 1)
+            self._spares.drop()
             self._at = -1
             state = self._optimizer().state
             self._entries = {i: state[p] for i, p in enumerate(self._params) if p in state}
@@ -311,8 +309,8 @@ class MatrixStep:
         if ranks and not self._left:
             raise ShardError(
                 f"rank {self.runtime.collectives.world_rank}: {self._name}.step() ended early on rank(s) "
-                f"{', '.join(map(str, ranks))}, see the error there. Parameters that they own may be as before the step, the others "
-                "are stepped; go on from a checkpoint."
+                f"{', '.join(map(str, ranks))}, see the error there. Parameters that they own may be as before the step, "
+                "the others are stepped; go on from a checkpoint."
             )
 
     def _abandon(self) -> None:
@@ -326,6 +324,7 @@ class MatrixStep:
                     exchange.finish()
         self._working = []
         self._entries = {-1: None}
+        self._spares.drop()
 
     # -- ways of stepping that would change nothing ---------------------------------------------------------------
     def _note_changes(self, part: Part) -> None:
@@ -359,7 +358,7 @@ class MatrixStep:
         return ShardError(
             f"rank {self.runtime.collectives.world_rank}: {self._name}.step() {what}. An optimizer of kind 'matrix' has whole "
             "parameters in the body of `for group in self.param_groups:` only, and must update a group's parameters there. "
-            "No parameter was changed."
+            "What it does elsewhere is lost, so go on from a checkpoint."
         )
 
 
@@ -370,7 +369,7 @@ def _has_gradient(param: ShardTensor) -> bool:
     if grad._local.dtype != param._local.dtype:
         spec = param._spec
         raise ShardError(
-            f"rank {spec.rank}: the gradient of {spec.name} is {grad._local.dtype}, the parameter {param._local.dtype}; a step on "
-            "whole matrices needs the same. Nothing was changed."
+            f"rank {spec.rank}: the gradient of {spec.name} is {grad._local.dtype}, the parameter {param._local.dtype}; a step "
+            "on whole matrices needs the same. Nothing was changed."
         )
     return True

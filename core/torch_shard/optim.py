@@ -58,7 +58,13 @@ def register(cls: type, kind: Kind) -> type:
     - update each parameter from its own ``.grad``, ``self.state[p]`` and the group's options alone: no sums over several;
     - for ``"elementwise"``: keep tensors shaped like ``p``, 0-dim tensors and Python values in ``self.state[p]``, and look
       neither at a parameter's shape nor at its number of elements;
-    - loop over ``self.param_groups`` once, after its closure has run.
+    - loop over ``self.param_groups`` once, after its closure has run, and for ``"matrix"`` update a group's parameters
+      within the loop's body: the next group comes when they have gone back. One of the user's groups may come in several
+      parts, some of them without a parameter, each with the options as they were before the step.
+
+    With ``"matrix"`` state of any form is kept, at the rank that owns the parameter; ``optimizer.state_dict()`` is that rank's
+    part, and ``engine.optim_state_dict(optimizer)`` the whole. A rank sends about three times its share of the parameters'
+    bytes in a step.
 
     Args:
         cls: the class itself; its subclasses are not registered with it.

@@ -22,8 +22,9 @@ from .shard_tensor import ShardTensor
 from .watch import blocking
 from .whole import agree
 
-__all__ = ["collect", "copied", "give_owners", "is_matrix", "settle", "tensors_of"]
+__all__ = ["collect", "copied", "elsewhere", "give_owners", "is_matrix", "settle", "stages_of", "tensors_of"]
 
+_SMALL = 4 << 20  # bytes of parameters; units below are exchanged together, for a message has its price
 _NONE, _WHOLE, _SLICES = 0, 1, 2  # what a rank has of a parameter's state
 
 
@@ -60,6 +61,7 @@ def give_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor])
         for p in group["params"]
         if isinstance(p, ShardTensor)
     }
+    stages = stages_of(new, c.size)
     items = []
     for p in new:
         spec = p._spec
@@ -67,11 +69,47 @@ def give_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor])
         for rank in spec.layout.owners(spec.index):
             start, stop = spec.layout.owned(spec.index, rank)
             held[rank] = stop - start
-        unit = p._unit_ref() if p._unit_ref is not None else None
-        items.append(Item(work[spec.name], unit.index if unit is not None else 0, tuple(held)))
+        items.append(Item(work[spec.name], stages[id(p)], tuple(held)))
     for p, rank in zip(new, assign(items, c.size, loads_of(work, owners, c.size)), strict=True):
         owners[p._spec.name] = rank
     return owners
+
+
+def elsewhere(runtime: Runtime, optimizer: Any, names: Mapping[int, str], state: Mapping[str, Any]) -> dict[int, bool]:
+    """Which parameters have their state, `state` by name, whole at one rank, and whether that is another one than this; by id.
+    `names` by id. Gives them owners; the same on all ranks where `state` is."""
+    if not is_matrix(runtime, optimizer):
+        return {}
+    loaded = {}
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        entries = state.get(names[id(p)])
+        if isinstance(p, ShardTensor) and entries and _kind(entries) == _WHOLE:
+            loaded[id(p)] = p
+    owners = give_owners(runtime, optimizer, list(loaded.values()))
+    return {i: owners[p._spec.name] != runtime.collectives.rank for i, p in loaded.items()}
+
+
+def stages_of(params: Sequence[ShardTensor], ranks: int) -> dict[int, int]:
+    """Which parameters are exchanged together: those of one unit, and of as many units as a rank can do with; by id.
+
+    Each rank gets a share of a stage, so that with many ranks a stage of one unit would keep few of them busy: there it is
+    of half as many units as there are ranks. What a rank holds of it is then half a unit, as with two ranks.
+    """
+    size: dict[int, int] = {}
+    unit_of: dict[int, int] = {}
+    for p in params:
+        unit = p._unit_ref() if p._unit_ref is not None else None
+        index = unit_of[id(p)] = -1 if unit is None else unit.index
+        size[index] = size.get(index, 0) + p._spec.numel * p._local.element_size()
+    limit = max(_SMALL, max(size.values(), default=0) * ranks // 2)
+    stage, filled = 0, 0
+    stage_of: dict[int, int] = {}
+    for index in sorted(size):
+        if filled and filled + size[index] > limit:
+            stage, filled = stage + 1, 0
+        stage_of[index] = stage
+        filled += size[index]
+    return {i: stage_of[index] for i, index in unit_of.items()}
 
 
 def settle(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor], what: str) -> None:
@@ -119,7 +157,7 @@ def settle(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor], what
         own = state[p]
         for key, value in own.items():  # the key stays, so the dict may be gone through
             if isinstance(value, ShardTensor):
-                whole = value.detach().full_tensor()
+                whole = ShardTensor.full_tensor(value)
                 if owners[p._spec.name] == c.rank:
                     own[key] = whole
     for p in params:
@@ -265,9 +303,9 @@ def _mapped(value: Any, change: Any) -> Any:
     return value
 
 
-def copied(value: Any) -> Any:
-    """With each plain tensor cloned; ShardTensors stay."""
-    return _mapped(value, lambda t: t if isinstance(t, ShardTensor) else t.detach().clone())
+def copied(value: Any, device: str | None = None) -> Any:
+    """With a copy of each plain tensor, on `device` or its own; ShardTensors stay."""
+    return _mapped(value, lambda t: t if isinstance(t, ShardTensor) else t.detach().to(device or t.device, copy=True))
 
 
 def _described(value: Any) -> Any:

@@ -30,6 +30,7 @@ from .flat_buffer import FlatBuffer
 from .on_demand import OnDemand
 from .order import BACKWARD, EVALUATION, FORWARD, PHASES
 from .outputs import own_memory, tensors_in
+from .owners import OwnerMaps
 from .reductions import PAUSE, Reductions
 from .registrations import Registrations
 from .schedule import Schedule
@@ -71,6 +72,7 @@ class Runtime:
         self.checked = False  # held gradients were looked at before the running backward
         self.creating = False  # the running backward makes a graph of gradients, which reads gathered values
         self.registrations = Registrations()
+        self.owners = OwnerMaps()  # of optimizers that step on whole matrices
         self.in_backward: InBackward | None = None  # the optimizer that steps during backward
 
     def add(self, unit: Unit) -> None:

@@ -1,0 +1,233 @@
+"""State of whole-matrix optimizers: at the owner, saved by name, resumed on any number of ranks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_shard
+import torch_shard.optim
+from tests.compat.harness import Pair, average_grads, batch, plain_backward, same_params
+from tests.marks import exhaustive
+from tests.optim.helpers import Odd
+from tests.optim.matrix_optimizers import NAMES, Shampoo, advance, gradients, maker, same_state, same_values, takes
+from tests.ranks import ranks, run
+from torch_shard import owned_state
+from torch_shard.errors import StateDictError
+
+STEPS = 3
+
+
+def trained(rank: int, world_size: int, name: str, file: str = "", resume: str = "") -> None:
+    """Train from the beginning or from a file, compare with plain training from there, save."""
+    torch.manual_seed(0)
+    pair = Pair(Odd, rank, world_size, optimizer=maker(name), unit_bytes=300)
+    first = 0
+    if resume:
+        saved = torch.load(resume, weights_only=True)
+        pair.engine.load_state_dict(saved["model"])
+        pair.engine.load_optim_state_dict(pair.optimizer, saved["optimizer"])
+        pair.plain.load_state_dict(saved["model"])
+        plain = saved["optimizer"]
+        names = [n for n, p in pair.plain.named_parameters() if takes(name, p)]
+        numbered = {"state": {names.index(n): own for n, own in plain["state"].items()}}
+        groups = [{**g, "params": list(range(len(names)))} for g in plain["param_groups"]]
+        pair.plain_optimizer.load_state_dict(copy.deepcopy({**numbered, "param_groups": groups}))
+        same_state(pair)
+        first = STEPS
+    advance(pair, range(first, first + STEPS))
+    same_state(pair)
+    if file:
+        model, optimizer = pair.engine.state_dict(), pair.engine.optim_state_dict(pair.optimizer)
+        if rank == 0:
+            torch.save({"model": model, "optimizer": optimizer}, file)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("first", "second"), [(2, 3), *exhaustive((3, 2), (2, 1), (1, 2), (2, 4))])
+def test_training_resumes_on_another_number_of_ranks(name, first, second, tmp_path):
+    file = str(tmp_path / "state.pt")
+    run(first, trained, name, file)
+    run(second, trained, name, "", file)
+
+
+@ranks(2)
+def test_a_saved_state_is_a_snapshot_of_rank_0_only(rank, world_size):
+    pair = Pair(Odd, rank, world_size, optimizer=maker("Soap"))
+    advance(pair, range(2))
+    found = pair.engine.optim_state_dict(pair.optimizer)
+    assert bool(found) == (rank == 0)
+    kept = copy.deepcopy(found)
+    advance(pair, range(2, 4))
+    same_values(found, kept, "saved")
+
+
+@ranks(2, 3)
+def test_each_parameter_has_state_on_one_rank(rank, world_size):
+    pair = Pair(Odd, rank, world_size, optimizer=maker("Adafactor"))
+    advance(pair, range(2))
+    mine = [p._spec.name for p in pair.optimizer.state]
+    everyone = [None] * world_size
+    dist.all_gather_object(everyone, mine)
+    stepped = [n for n, p in pair.plain.named_parameters() if p in pair.plain_optimizer.state]
+    assert sorted(name for names in everyone for name in names) == sorted(stepped)
+    held = [None] * world_size
+    dist.all_gather_object(held, pair.engine.memory_summary(pair.optimizer)["optimizer"])
+    whole = [t for own in pair.plain_optimizer.state.values() for t in own.values()]
+    assert sum(held) == sum(t.numel() * t.element_size() for t in whole)
+
+
+@ranks(2)
+def test_state_in_lists_is_counted(rank, world_size):
+    pair = Pair(Odd, rank, world_size, optimizer=maker("Soap"))
+    advance(pair, range(1))
+    held = [None] * world_size
+    dist.all_gather_object(held, pair.engine.memory_summary(pair.optimizer)["optimizer"])
+    count = 0
+    for own in pair.plain_optimizer.state.values():
+        tensors = [own["step"], own["mean"], own["square"], *own["GG"], *own["Q"]]
+        count += sum(t.numel() * t.element_size() for t in tensors)
+    assert sum(held) == count
+
+
+@pytest.mark.parametrize("name", ["Muon", "Shampoo", *exhaustive("Adafactor", "transformers fixed")])
+@ranks(2)
+def test_state_from_before_sharding(rank, world_size, name):
+    torch.manual_seed(0)
+    model = Odd().double()
+    optimizer = maker(name)(model)
+    plain_backward(model, batch(0, 0))
+    optimizer.step()
+    plain = copy.deepcopy({"model": model, "optimizer": optimizer})
+    pair = Pair.__new__(Pair)
+    pair.rank, pair.world_size = rank, world_size
+    pair.plain, pair.plain_optimizer = plain["model"], plain["optimizer"]
+    pair.model, pair.optimizer = model, optimizer
+    pair.engine = torch_shard.shard(model, unit_bytes=300)
+    same_state_before = pair.engine.optim_state_dict(optimizer, rank0_only=False)["state"]
+    assert len(same_state_before) == len(pair.plain_optimizer.state)
+    advance(pair, range(1, 3))
+    same_state(pair)
+    assert len(optimizer.state) < len(pair.plain_optimizer.state)
+
+
+@ranks(2)
+def test_a_plain_state_dict_on_every_rank_and_this_ranks_own(rank, world_size):
+    pair = Pair(Odd, rank, world_size, optimizer=maker("Shampoo"))
+    advance(pair, range(2))
+    mine, plain = copy.deepcopy(pair.optimizer.state_dict()), copy.deepcopy(pair.plain_optimizer.state_dict())
+    assert 0 < len(mine["state"]) < len(plain["state"])
+    pair.optimizer.load_state_dict(copy.deepcopy(plain))  # whole, on every rank
+    advance(pair, range(2, 4))
+    same_state(pair)
+    assert len(pair.optimizer.state) == len(mine["state"])
+
+    again = Pair(Odd, rank, world_size, optimizer=maker("Shampoo"))
+    with torch.no_grad():
+        again.engine.load_state_dict(pair.engine.state_dict(rank0_only=False))
+        again.plain.load_state_dict(pair.plain.state_dict())
+    # A local view belongs to its rank, whoever would have become the owner.
+    again.optimizer.load_state_dict(copy.deepcopy(pair.optimizer.state_dict()))
+    again.plain_optimizer.load_state_dict(copy.deepcopy(pair.plain_optimizer.state_dict()))
+    advance(again, range(4, 6))
+    same_state(again)
+
+
+@ranks(2)
+def test_state_that_was_cut_is_made_whole(rank, world_size):
+    pair = Pair(Odd, rank, world_size, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9))
+    for step in range(2):
+        gradients(pair, step)
+        pair.optimizer.step()
+        pair.plain_optimizer.step()
+    second = [maker("Muon")(model) for model in (pair.model, pair.plain)]
+    for old, new in zip((pair.optimizer, pair.plain_optimizer), second, strict=True):
+        for p in new.param_groups[0]["params"]:
+            if p in old.state:
+                new.state[p] = dict(old.state[p])
+    pair.optimizer, pair.plain_optimizer = second
+    advance(pair, range(2, 4))
+    same_state(pair)
+
+
+@ranks(2)
+def test_closing_gives_every_rank_the_whole_state(rank, world_size):
+    pair = Pair(Odd, rank, world_size, optimizer=maker("Soap"))
+    advance(pair, range(2))
+    pair.engine.close(pair.optimizer)
+    for (name, p), q in zip(pair.model.named_parameters(), pair.plain.parameters(), strict=True):
+        same_values(pair.optimizer.state.get(p), pair.plain_optimizer.state.get(q), name)
+    for model, optimizer in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
+        model.zero_grad()
+        plain_backward(model, batch(rank, 2))
+        average_grads(model)
+        optimizer.step()
+    same_params(pair.model, pair.plain)
+
+
+@ranks(2)
+def test_a_state_dict_that_does_not_fit_changes_nothing(rank, world_size):
+    pair = Pair(Odd, rank, world_size, optimizer=maker("Adafactor"))
+    advance(pair, range(2))
+    state = pair.engine.optim_state_dict(pair.optimizer, rank0_only=False)
+    del state["state"]["up.weight"]
+    with pytest.raises(StateDictError, match=r"up.weight"):
+        pair.engine.load_optim_state_dict(pair.optimizer, state)
+    same_state(pair)
+    advance(pair, range(2, 3))
+
+
+@ranks(2)
+def test_state_that_the_user_drops_begins_anew(rank, world_size):
+    pair = Pair(Odd, rank, world_size, optimizer=maker("Muon"))
+    advance(pair, range(2))
+    for optimizer in (pair.optimizer, pair.plain_optimizer):
+        optimizer.state.clear()
+    advance(pair, range(2, 4))
+    same_state(pair)
+
+
+class Watched(Shampoo):
+    """Looks at all memory that tensors have, whenever it updates one."""
+
+    seen: ClassVar[list[int]] = []
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        self.state[p].setdefault("step", 0)
+        self.seen.append(in_tensors())
+        p.sub_(grad, alpha=0.1)
+
+
+def in_tensors() -> int:
+    """Bytes of all storages that Python knows."""
+    storages = {}
+    for found in gc.get_objects():
+        if type(found) in (torch.Tensor, nn.Parameter):
+            storage = found.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+@ranks(2, 3)
+def test_a_step_holds_no_second_copy_of_gradients(rank, world_size):
+    units, width = 24, 64
+    torch_shard.optim.register(Watched, kind="matrix")
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(units)))
+    torch_shard.shard(model, units=[[f"{i}.weight"] for i in range(units)])
+    optimizer = Watched(model.parameters())
+    model(torch.ones(2, width)).sum().backward()
+    size = width * width * 4
+    with mock.patch.object(owned_state, "_SMALL", 0):
+        optimizer.step()
+        before = in_tensors()
+        Watched.seen.clear()
+        optimizer.step()
+    # The part that is worked on, the next one and the last one: values, gradients, and the messages they are in.
+    assert Watched.seen and max(Watched.seen) - before < 8 * size < units * size / 2

@@ -1,0 +1,392 @@
+"""Optimizers of whole matrices step a sharded model as they step a plain one, on any number of ranks."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_shard.optim
+from tests.compat.harness import MLP, Pair, batch, plain_backward, same_params, whole
+from tests.marks import exhaustive
+from tests.optim.helpers import O, Odd, trainable
+from tests.optim.matrix_optimizers import MAKE, NAMES, Shampoo, advance, gradients, maker, same_state, takes
+from tests.ranks import ranks
+from torch_shard import owned_state
+from torch_shard.errors import DivergenceError, ShardError
+
+SMALL_UNITS = pytest.mark.parametrize("part_bytes", [0, *exhaustive(4 << 20)])
+
+
+def parts_of(size: int) -> Any:
+    """Inside, units are exchanged together up to this size (bytes). All of those here are smaller than the usual one."""
+    return mock.patch.object(owned_state, "_SMALL", size)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@SMALL_UNITS
+@ranks(1, 2, 3, exhaustive=(4,))
+def test_ten_steps(rank, world_size, name, part_bytes):
+    with parts_of(part_bytes):
+        ten_steps(rank, world_size, name)
+
+
+def ten_steps(rank: int, world_size: int, name: str) -> None:
+    # Uneven cuts, parameters of which some ranks have nothing, frozen, 0-dim and transposed ones.
+    pair = Pair(Odd, rank, world_size, optimizer=maker(name), unit_bytes=300)
+    rate = "lr" in pair.optimizer.defaults and pair.optimizer.defaults["lr"] is not None
+    schedules = [O.lr_scheduler.StepLR(o, 2, 0.7) for o in (pair.optimizer, pair.plain_optimizer) if rate]
+    for step in range(1, 11):
+        if step == 5:
+            for model, optimizer in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
+                for p in (model.late.weight, model.late.bias):
+                    p.requires_grad_(True)
+                added = [nn.Parameter(torch.ones(2, 2, dtype=torch.float64))]  # not the model's
+                optimizer.add_param_group({"params": added})
+                added[0].grad = torch.eye(2, dtype=torch.float64)
+        advance(pair, range(step, step + 1), without="column" if step in (3, 7) else "")
+        for schedule in schedules:
+            schedule.step()
+    ours, theirs = (o.param_groups[1]["params"][0] for o in (pair.optimizer, pair.plain_optimizer))
+    assert torch.equal(ours, theirs) and not torch.equal(ours, torch.ones_like(ours))
+    del pair.optimizer.state[ours], pair.plain_optimizer.state[theirs]  # which the model's state dict has no name for
+    for optimizer in (pair.optimizer, pair.plain_optimizer):
+        del optimizer.param_groups[1]
+    same_state(pair)
+
+
+def two_groups(name: str, model: nn.Module) -> Any:
+    chosen = [p for p in model.parameters() if takes(name, p)]
+    optimizer = MAKE[name](chosen[::2])
+    optimizer.add_param_group({"params": chosen[1::2], "weight_decay": 0.3})
+    return optimizer
+
+
+@pytest.mark.parametrize("name", ["Muon", *exhaustive("Adafactor", "Soap")])
+@ranks(2)
+def test_two_groups_inside_each_unit(rank, world_size, name):
+    pair = Pair(Odd, rank, world_size, optimizer=lambda m: two_groups(name, m), unit_bytes=1500)
+    with parts_of(0):
+        advance(pair, range(3))
+    same_state(pair)
+
+
+class Blocks(nn.Module):
+    """Wide enough that every rank owns something of every unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(5, 12)
+        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(6))
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
+@ranks(2, exhaustive=(3,))
+def test_a_group_that_is_added_later_leaves_state_with_its_owner(rank, world_size):
+    def some(model):
+        return MAKE["Muon"]([model.blocks[i].weight for i in (0, 2)])
+
+    pair = Pair(Blocks, rank, world_size, optimizer=some)
+    advance(pair, range(2))
+    before = {id(p): id(own) for p, own in pair.optimizer.state.items()}
+    for model, optimizer in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
+        optimizer.add_param_group({"params": [model.head.weight, model.blocks[1].weight], "lr": 0.1})
+    advance(pair, range(2, 4))
+    assert before.items() <= {id(p): id(own) for p, own in pair.optimizer.state.items()}.items()
+    same_state(pair)
+
+
+@ranks(2)
+def test_muon_for_matrices_and_adamw_for_the_rest_of_each_unit(rank, world_size):
+    pair = Pair(Odd, rank, world_size, optimizer=maker("Muon"), unit_bytes=1500)
+    others = [O.AdamW([p for p in trainable(m) if not takes("Muon", p)], lr=0.01) for m in (pair.model, pair.plain)]
+    for step in range(4):
+        gradients(pair, step)
+        for optimizer in (pair.optimizer, *others, pair.plain_optimizer):
+            optimizer.step()
+    same_params(pair.model, pair.plain)
+    same_state(pair)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Shampoo"])
+@ranks(2)
+def test_a_closure(rank, world_size, name):
+    pair = Pair(MLP, rank, world_size, optimizer=maker(name))
+    for step in range(3):
+        for model, optimizer in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
+
+            def closure(model=model, step=step):
+                model.zero_grad()
+                return plain_backward(model, batch(0, step))  # one batch for all: nothing to be averaged
+
+            assert isinstance(optimizer.step(closure), torch.Tensor)
+    same_params(pair.model, pair.plain)
+    same_state(pair)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", *exhaustive("shard_grad_op")])
+@ranks(2)
+def test_other_strategies(rank, world_size, strategy):
+    pair = Pair(MLP, rank, world_size, optimizer=maker("Adafactor"), strategy=strategy)
+    advance(pair, range(3))
+    same_state(pair)
+
+
+class Announcing(O.Muon):
+    """A subclass, which may do anything, around the class that is known."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.said = sum(len(group["params"]) for group in self.param_groups)
+        return super().step(closure)
+
+
+@ranks(2)
+def test_a_subclass_that_calls_the_known_step(rank, world_size):
+    def make(model):
+        return Announcing([p for p in model.parameters() if p.dim() == 2], lr=0.02)
+
+    pair = Pair(MLP, rank, world_size, optimizer=make)
+    advance(pair, range(3))
+    same_state(pair)
+    assert pair.optimizer.said == pair.plain_optimizer.said
+
+
+@ranks(2)
+def test_the_same_parameter_twice_is_stepped_twice(rank, world_size):
+    def make(model):
+        return Shampoo([model.inp.weight, model.head.weight, model.inp.weight])
+
+    with pytest.warns(UserWarning, match="duplicate"):
+        pair = Pair(MLP, rank, world_size, optimizer=make)
+    advance(pair, range(2))
+    same_state(pair)
+
+
+@ranks(2, exhaustive=(3,))
+def test_bytes_that_a_step_sends(rank, world_size):
+    pair = Pair(Blocks, rank, world_size, optimizer=maker("Muon"))
+    gradients(pair, 0)
+    before = pair.engine.bytes_sent
+    pair.optimizer.step()
+    sent = torch.tensor([pair.engine.bytes_sent - before])
+    dist.all_reduce(sent)
+    size = sum(p.numel() * p.element_size() for p in pair.model.parameters() if p.dim() == 2)
+    assert sent.item() <= 3 * size * (world_size - 1) / world_size * 1.1 + 4096  # a few bytes for each message
+
+
+# -- ranks that differ, and steps that fail -----------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_a_gradient_that_one_rank_dropped_is_a_divergence_and_changes_nothing(rank, world_size):
+    pair = Pair(MLP, rank, world_size, optimizer=maker("Adafactor"))
+    advance(pair, range(2))
+    gradients(pair, 2)
+    if rank == 1:
+        pair.model.head.weight.grad = None
+    with pytest.raises(DivergenceError, match=r"without a gradient: head.weight"):
+        pair.optimizer.step()
+    same_params(pair.model, pair.plain)
+    same_state(pair)
+    advance(pair, range(3, 5))  # and the engine goes on
+
+
+class Fragile(Shampoo):
+    """Fails on one matrix."""
+
+    broken = True
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        if self.broken and p.shape == (11, 7):
+            raise ArithmeticError("no decomposition")
+        super().update(p, grad, group)
+
+
+torch_shard.optim.register(Fragile, kind="matrix")
+
+
+@pytest.mark.parametrize("part_bytes", [0, *exhaustive(4 << 20)])
+@ranks(2, 3)
+def test_an_exception_at_one_owner_is_an_error_on_every_rank(rank, world_size, part_bytes):
+    pair = Pair(Odd, rank, world_size, optimizer=lambda m: Fragile([p for p in m.parameters() if p.numel()]))
+    gradients(pair, 0)
+    with parts_of(part_bytes), pytest.raises((ArithmeticError, ShardError)) as caught:
+        pair.optimizer.step()
+    failed = int(caught.type is ArithmeticError)
+    assert failed or "Fragile.step() ended early on rank(s)" in str(caught.value)
+    owners = torch.tensor([failed])
+    dist.all_reduce(owners)
+    assert owners.item() == 1
+    # Every rank has the same parameters, and can go on.
+    pair.plain = copy.deepcopy(pair.plain)
+    with torch.no_grad():
+        for p, q in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+            q.copy_(whole(p))
+    with mock.patch.object(Fragile, "broken", False):
+        pair.optimizer.step()
+    assert all(whole(p).isfinite().all() for p in pair.model.parameters())
+    assert not torch.equal(whole(pair.model.up.weight), pair.plain.up.weight)
+
+
+class CollectsFirst(Shampoo):
+    """Takes all parameters, then updates them: by then their values have gone back."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        found = [(p, group) for group in self.param_groups for p in group["params"]]
+        for p, group in found:
+            if p.grad is not None:
+                p.data.sub_(p.grad, alpha=group["lr"])
+
+
+class FirstGroupOnly(Shampoo):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.1)
+
+
+for wrong in (CollectsFirst, FirstGroupOnly):
+    torch_shard.optim.register(wrong, kind="matrix")
+
+
+@pytest.mark.parametrize("part_bytes", [0, 4 << 20])
+@pytest.mark.parametrize("cls", [CollectsFirst, FirstGroupOnly])
+@ranks(2)
+def test_a_step_that_would_change_nothing_is_an_error(rank, world_size, cls, part_bytes):
+    pair = Pair(Blocks, rank, world_size, optimizer=lambda m: cls(m.parameters()))
+    gradients(pair, 0)
+    with (
+        parts_of(part_bytes),
+        pytest.raises(ShardError, match=f"{cls.__name__}.step.. .*for group in self.param_groups"),
+    ):
+        pair.optimizer.step()
+
+
+@ranks(2)
+def test_a_rate_of_zero_is_no_such_step(rank, world_size):
+    pair = Pair(Blocks, rank, world_size, optimizer=lambda m: Shampoo(m.parameters(), lr=0.0))
+    advance(pair, range(2))
+    for optimizer in (pair.optimizer, pair.plain_optimizer):
+        optimizer.param_groups[0]["lr"] = 0.1
+    advance(pair, range(2, 4))
+    same_state(pair)
+
+
+class LooksFirst(Shampoo):
+    """Goes through the groups three times: only to look, partly, and to step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.norm = math.sqrt(
+            sum(p.grad.square().sum() for g in self.param_groups for p in g["params"] if p.grad is not None)
+        )
+        for group in self.param_groups:
+            self.first = group["lr"]
+            break
+        return super().step(closure)
+
+
+torch_shard.optim.register(LooksFirst, kind="matrix")
+
+
+@ranks(2)
+def test_several_loops_over_the_groups(rank, world_size):
+    pair = Pair(Blocks, rank, world_size, optimizer=lambda m: LooksFirst(m.parameters()))
+    with parts_of(0):
+        advance(pair, range(2))
+    same_state(pair)
+
+
+@ranks(2)
+def test_a_step_of_unreduced_gradients_is_refused_on_all_ranks(rank, world_size):
+    pair = Pair(MLP, rank, world_size, optimizer=maker("Muon"))
+    with pair.engine.no_sync():
+        plain_backward(pair.model, batch(rank, 0))
+    with pytest.raises(ShardError, match="not reduced"):
+        pair.optimizer.step()
+    same_params(pair.model, pair.plain)
+
+
+class Mixed(nn.Module):
+    """Two dtypes in a unit; odd numbers of the smaller one's elements go before the larger one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.ParameterList(nn.Parameter(torch.randn(n, 3, dtype=torch.bfloat16)) for n in (5, 7, 3))
+        self.high = nn.ParameterList(nn.Parameter(torch.randn(3, n, dtype=torch.float64)) for n in (5, 1, 7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(
+            (x[:, :3] @ a).sum() + (x[:, :3] @ b.T.double()).pow(2).sum()
+            for a, b in zip(self.high, self.low, strict=True)
+        )
+
+
+@pytest.mark.parametrize("name", ["Muon", "transformers relative"])
+@ranks(2, 3)
+def test_parameters_of_two_dtypes_in_one_unit(rank, world_size, name):
+    pair = Pair(Mixed, rank, world_size, optimizer=maker(name), double=False, unit_bytes=1 << 20)
+    assert len(pair.engine.units) == 1
+    advance(pair, range(3))
+    same_state(pair)
+
+
+@ranks(2)
+def test_a_copy_of_model_and_optimizer_goes_on_by_itself(rank, world_size):
+    pair = Pair(Odd, rank, world_size, optimizer=maker("Shampoo"))
+    advance(pair, range(2))
+    twin = copy.copy(pair)
+    twin.model, twin.optimizer, twin.plain, twin.plain_optimizer, twin.engine = copy.deepcopy(
+        (pair.model, pair.optimizer, pair.plain, pair.plain_optimizer, pair.engine)
+    )
+    same_state(twin)
+    advance(twin, range(2, 4))
+    same_state(twin)
+    advance(pair, range(4, 6))
+    same_state(pair)
+
+
+@ranks(2)
+def test_a_grad_scaler_skips_the_step_on_all_ranks(rank, world_size):
+    pair = Pair(MLP, rank, world_size, optimizer=maker("Muon"))
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+    for step in range(3):
+        for model in (pair.model, pair.plain):
+            model.zero_grad()
+            loss = model(batch(rank, step)).pow(2).mean() * (math.inf if step == 1 and rank == 1 else 1.0)
+            scalers[0].scale(loss).backward() if model is pair.model else None
+        for q in pair.plain.parameters():
+            q.grad = None
+        for p, q in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+            q.grad = whole(p.grad)
+        scalers[1].scale(torch.zeros(()))  # begins its count
+        for scaler, optimizer in zip(scalers, (pair.optimizer, pair.plain_optimizer), strict=True):
+            scaler.step(optimizer)
+            scaler.update()
+        same_params(pair.model, pair.plain)
+    assert [s.get_scale() for s in scalers] == [2.0, 2.0]
+
+
+@ranks(2)
+def test_the_users_hooks_find_the_optimizer_as_it_is(rank, world_size):
+    pair = Pair(MLP, rank, world_size, optimizer=maker("Muon"))
+    seen = []
+    pair.optimizer.register_step_pre_hook(lambda o, *_: seen.append(len(o.param_groups)))
+    pair.optimizer.register_step_post_hook(lambda o, *_: seen.append(len(o.state_dict()["state"])))
+    gradients(pair, 0)
+    pair.optimizer.step()
+    assert seen == [1, len(pair.optimizer.state)]
+    assert pair.optimizer.param_groups[0]["params"][0] is pair.model.inp.weight
