@@ -34,7 +34,7 @@ TOGETHER = 1 << 20
 """...up to this many elements in all, so that copies of values and gradients stay small."""
 
 _NONE, _HERE, _OTHER = 0, 1, 2  # a parameter's gradient: none; in its unit's reduced slice; the user's own
-_flat, _spec, _version = map(operator.attrgetter, ("_flat", "_spec", "_version"))
+_flat, _spec, _local, _version = map(operator.attrgetter, ("_flat", "_spec", "_local", "_version"))
 grad_of: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 """``.grad`` as autograd keeps it; to be called with ``__torch_function__`` disabled."""
 
@@ -47,7 +47,8 @@ class Piece:
     def __init__(self, values: list[torch.Tensor]) -> None:
         self.values = values  # in the shards
         self.sizes = [v.numel() for v in values]
-        self.param = values[0] if len(values) == 1 else torch.cat(values)
+        # Of its own, as a leaf that wants a gradient: some optimizers ask for that.
+        self.param = (values[0].detach() if len(values) == 1 else torch.cat(values)).requires_grad_()
         self.grads: list[torch.Tensor] = list(values)  # one for each, set before each step
         self.state: dict[str, Any] = {}
 
@@ -63,6 +64,9 @@ class Piece:
         """After it."""
         if len(self.values) > 1:
             torch._foreach_copy_(self.values, self.param.split_with_sizes(self.sizes))
+        elif self.param.data_ptr() != self.values[0].data_ptr():  # given other memory, by `p.data = ...`
+            self.values[0].copy_(self.param)
+            self.param.data = self.values[0]
 
     def drop(self) -> None:
         """Let go of the gradients."""
@@ -126,6 +130,8 @@ class Runs:
         self._cuts: list[tuple[int, list[int], list[tuple[Piece, int] | None]]] = []
         self._entries: list[dict[str, Any] | None] = []
         self._values: list[Any] = []
+        self._elements: list[Any] = []  # those of the values that have elements, and their memory
+        self._memory: list[torch.Tensor] = []
         self._counters: list[torch.Tensor] = []
         self._versions: list[int] = []
 
@@ -153,6 +159,9 @@ class Runs:
             return False
         if list(map(_version, self._counters)) != self._versions:
             return False
+        # Two optimizers may share state, by load_state_dict(), and the other one have laid it out anew.
+        if not all(map(operator.is_, map(_local, self._elements), self._memory)):
+            return False
         self._point(results)
         return True
 
@@ -166,6 +175,10 @@ class Runs:
 
     def arrange(self, state: Any, split: int) -> None:
         """Take everything as it is now, and divide it into runs anew."""
+        # First let go of what there was: state that was replaced since.
+        self._runs, self.pieces, self.stepped, self.followers, self.leaders = [], [], [], [], []
+        self._entries, self._values, self._elements, self._memory, self._counters = [], [], [], [], []
+        self._cuts, self._regular = [], False
         pattern, results = self._gradients()
         kinds = {
             i: (self.flats[self.shard_of[i]].dtype, _signature(p, state.get(p)))
@@ -195,7 +208,7 @@ class Runs:
         self._cuts = [(n, *self._cut_of(shard)) for shard, n in first.items()]
         self._point({n: results[shard] for shard, n in first.items()})  # type: ignore[arg-type]
         self._pair(state)
-        self._note(state)
+        self._keep(state)
 
     def _shard(self, i: int) -> torch.Tensor:
         return self.flats[self.shard_of[i]].shard
@@ -356,12 +369,14 @@ class Runs:
                     else:
                         first[key] = value
 
-    def _note(self, state: Any) -> None:
+    def _keep(self, state: Any) -> None:
         self._entries = [state.get(p) for p in self.params]
         self._values = [value for own in self._entries if own for value in own.values()]
-        self.note_versions()
+        self._elements = [value for value in self._values if type(value) is ShardTensor]
+        self._memory = list(map(_local, self._elements))
+        self.note()
 
-    def note_versions(self) -> None:
+    def note(self) -> None:
         """Counters are as the step has left them."""
         self._versions = list(map(_version, self._counters))
 
@@ -376,7 +391,7 @@ class Runs:
         for run in self._runs:
             self._publish(run, state)
         self._pair(state)
-        self._note(state)
+        self._keep(state)
 
     def _publish(self, run: _Run, state: Any) -> None:
         first = run.pieces[0].state

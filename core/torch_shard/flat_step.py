@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,20 +34,57 @@ _FUSED_ON_CPU = frozenset({torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD,
 _FUSED_DTYPES = frozenset({torch.float32, torch.float64})
 
 
-class _State(dict[Any, Any]):
+class _State(MutableMapping[Any, Any]):
     """The state of what the step works on; that of parameters which are not the engine's is the optimizer's own."""
 
-    def __init__(self, own: Any, pieces: Sequence[Piece] = ()) -> None:
-        # One without state is not in here: some optimizers ask.
-        super().__init__((piece.param, piece.state) for piece in pieces if piece.state)
-        self._own = own
-        self._bare = {id(piece.param) for piece in pieces if not piece.state}
+    def __init__(self, own: Any, pieces: Iterable[Piece] = ()) -> None:
+        self.own = own
+        self._pieces = {id(piece.param): piece for piece in pieces}
+        self._asked: set[int] = set()  # pieces whose state was empty when it was asked for, which makes an entry
 
-    def __missing__(self, key: Any) -> Any:
-        if id(key) not in self._bare:
-            return self._own[key]
-        self[key] = made = {}  # type: ignore[var-annotated]
-        return made
+    def __getitem__(self, key: Any) -> Any:
+        piece = self._pieces.get(id(key))
+        if piece is None:
+            return self.own[key]
+        self._asked.add(id(key))
+        return piece.state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        piece = self._pieces.get(id(key))
+        if piece is None:
+            self.own[key] = value
+        else:
+            self._asked.add(id(key))
+            piece.state = value
+
+    def __delitem__(self, key: Any) -> None:
+        piece = self._pieces.get(id(key))
+        if piece is None:
+            del self.own[key]
+        else:
+            self._asked.discard(id(key))
+            piece.state = {}
+
+    def __contains__(self, key: Any) -> bool:
+        piece = self._pieces.get(id(key))
+        return key in self.own if piece is None else bool(piece.state) or id(key) in self._asked
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            return default
+        return self[key]
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (piece.param for piece in self._pieces.values() if piece.param in self)
+        yield from (key for key in self.own if type(key) is not ShardTensor)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class _Group:
@@ -80,19 +117,17 @@ class _Group:
         self.may_fuse = (
             type(optimizer) in _FUSED_ON_CPU
             and self.on_cpu
-            and {flat.dtype for flat in flats} | {p.dtype for p in self.rest} <= _FUSED_DTYPES
-            and all(p.device.type == "cpu" and type(p) is not ShardTensor for p in self.rest)
+            and {flat.dtype for flat in flats} <= _FUSED_DTYPES
+            and not self.rest  # whose gradients may be sparse, or come later
         )
 
     def way(self, options: dict[str, Any], torchs: bool) -> tuple[bool, int]:
         """Whether to ask for a fused kernel, and the size of pieces (0: whole runs)."""
         chosen = options.get("foreach", False) is not None or options.get("fused", False) is not None
         if self.may_fuse and not chosen:
-            tensors = isinstance(options["lr"], torch.Tensor) or any(
-                isinstance(beta, torch.Tensor) for beta in options.get("betas", ())
-            )
+            numbers = all(isinstance(n, (int, float)) for n in (options["lr"], *options.get("betas", ())))
             # In another default dtype counters would be of another dtype.
-            if not tensors and torch.get_default_dtype() is torch.float32:
+            if numbers and torch.get_default_dtype() is torch.float32:
                 return True, 0
         loops = torchs and self.on_cpu and not options.get("foreach") and not options.get("fused")
         return False, _PIECE if loops else 0
@@ -109,7 +144,6 @@ class _Working:
         self.options = {**options, "params": params + own.rest if last else params}
         self.given = self.options.copy()
         self.made = [value for piece in pieces for value in piece.state.values()]
-        self.bare = [piece for piece in pieces if not piece.state]
 
 
 class FlatStep:
@@ -124,37 +158,49 @@ class FlatStep:
         self._groups: list[_Group] = []
         self.state = _State({})
         self._working: list[_Working] = []
-        self._done: set[int] = set()
 
     # -- before the arithmetic ------------------------------------------------------------------------------------
     def open(self) -> None:
         self._drop()  # of a step that was never ended
         optimizer = self._optimizer()
-        groups, state = optimizer.param_groups, optimizer.state
         refuse_unreduced(optimizer, self.runtime)
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            same = self._same_parameters(groups)
-            if not same:
-                counts = Counter(id(p) for group in groups for p in group["params"])
-                twice = {number for number, count in counts.items() if count > 1}
-                self._groups = [
-                    _Group(list(group["params"]), twice, self.runtime, optimizer, self._only) for group in groups
-                ]
-            check_units(optimizer, {unit.index: unit for own in self._groups for unit in own.units.values()}.values())
-            ways = [own.way(group, self._torchs) for own, group in zip(self._groups, groups, strict=True)]
-            changed = [
-                (own.runs, split)
-                for own, (_, split) in zip(self._groups, ways, strict=True)
-                if not own.runs.is_as_left(state, split)
+        try:
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                self._look(optimizer)
+        except BaseException:
+            self.forget()
+            raise
+
+    def _look(self, optimizer: Any) -> None:
+        groups, state = optimizer.param_groups, optimizer.state
+        same = self._same_parameters(groups)
+        if not same:
+            counts = Counter(id(p) for group in groups for p in group["params"])
+            twice = {number for number, count in counts.items() if count > 1}
+            self._groups = [
+                _Group(list(group["params"]), twice, self.runtime, optimizer, self._only) for group in groups
             ]
-            if changed:
-                shard_state(optimizer, self.runtime)
-                for runs, split in changed:
-                    runs.arrange(state, split)
-                self.state = _State(state, [piece for own in self._groups for piece in own.runs.pieces])
+        check_units(optimizer, {unit.index: unit for own in self._groups for unit in own.units.values()}.values())
+        ways = [own.way(group, self._torchs) for own, group in zip(self._groups, groups, strict=True)]
+        changed = [
+            (own.runs, split)
+            for own, (_, split) in zip(self._groups, ways, strict=True)
+            if not own.runs.is_as_left(state, split)
+        ]
+        if changed:
+            shard_state(optimizer, self.runtime)
+            for runs, split in changed:
+                runs.arrange(state, split)
+        if changed or self.state.own is not state:
+            self.state = _State(state, [piece for own in self._groups for piece in own.runs.pieces])
         for own, group, (fuse, _) in zip(self._groups, groups, ways, strict=True):
             if own.runs.params or self._only is None:
                 self._add(own, group, fuse)
+
+    def forget(self) -> None:
+        """Let go of everything that was kept for the next step."""
+        self._drop()
+        self._groups, self.state = [], _State({})
 
     def _same_parameters(self, groups: list[dict[str, Any]]) -> bool:
         return len(groups) == len(self._groups) and all(
@@ -187,16 +233,21 @@ class FlatStep:
     def before(self, number: int) -> None:
         pass
 
-    def leave(self, number: int) -> None:
-        self._finish(number)
-
     def after(self, number: int) -> None:
-        self._finish(number)
+        pass
+
+    def leave(self, number: int) -> None:
+        # What groups have come to before an exception is there for the user to see.
+        for work in self._working[: number + 1]:
+            self._publish(work)
+
+    def through(self) -> None:
+        pass
 
     def close(self) -> None:
-        """Put state and options where the user finds them, as far as that is not done. Local."""
-        for number in range(len(self._working)):
-            self._finish(number)
+        """Put values, state and options where the user finds them. Local."""
+        for work in self._working:
+            self._publish(work)
         self._drop()
 
     def held(self) -> list[ShardTensor]:
@@ -208,29 +259,22 @@ class FlatStep:
             for piece in work.pieces:
                 piece.drop()
         self._working = []
-        self._done.clear()
 
-    def _finish(self, number: int) -> None:
-        """One group has been stepped."""
-        if number in self._done:
-            return
-        self._done.add(number)
-        work, optimizer = self._working[number], self._optimizer()
-        runs = work.own.runs
-        for piece in work.bare:
-            piece.state = self.state.get(piece.param, piece.state)
+    def _publish(self, work: _Working) -> None:
+        optimizer, runs = self._optimizer(), work.own.runs
         made = [value for piece in work.pieces for value in piece.state.values()]
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for piece in work.pieces:
                 piece.store()
             if len(made) != len(work.made) or not all(map(operator.is_, made, work.made)):
                 runs.publish(optimizer.state)
+                work.made = [value for piece in work.pieces for value in piece.state.values()]
             if work.last:
                 if runs.followers:
                     torch._foreach_copy_(runs.followers, runs.leaders)
-                # Autograd's view of them: a graph that has saved one must not be run any more.
-                torch.autograd.graph.increment_version(runs.stepped)
-        runs.note_versions()
+                # Autograd's view of them: a graph that has saved one must not be run any more, nor a gathered copy be used.
+                torch.autograd.graph.increment_version([*runs.stepped, *(flat.shard for flat in runs.flats)])
+        runs.note()
         for key, value in work.options.items():
             if work.given.get(key, self) is not value:  # the optimizer itself has set it
-                work.group[key] = value
+                work.group[key] = work.given[key] = value

@@ -18,6 +18,7 @@ from .flat_buffer import FlatBuffer
 from .flat_step import FlatStep
 from .gradient_buffer import GradientBuffer
 from .leaf import own_grad, set_own_grad
+from .shard_tensor import ShardTensor
 from .stand_in import stand_in
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class InBackward:
             for flat in unit.flats:
                 self._steps[id(flat.gradients)] = flat, FlatStep(optimizer, runtime, only=flat)
         self._stepped: set[int] = set()
+        self._kinds: dict[type, type] = {}
         self._looked = False
 
     @property
@@ -66,13 +68,21 @@ class InBackward:
                 "Leave one of them out."
             )
         if not self._looked:
-            # A scaled loss can't be told from another one, so a scaler that has scaled one is looked for, once; one that
-            # comes later is found when it reads the gradients.
-            self._looked = True
+            # A scaled loss can't be told from another one, so a scaler that has scaled one is looked for before the first
+            # step; one that comes later is found when it reads the gradients.
             gc.collect()
             scaler = torch.amp.GradScaler
             if any(issubclass(type(o), scaler) and o._enabled and o._scale is not None for o in gc.get_objects()):
-                raise self._refused("torch.amp.GradScaler")
+                raise self._refused("torch.amp.GradScaler (one in this process has scaled a loss)")
+            self._looked = True
+        with torch._C.DisableTorchFunctionSubclass():
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    if isinstance(p, ShardTensor) and own_grad(p) is not None:
+                        raise ShardError(
+                            f"{self._where}{p._spec.name} has a gradient from before engine.step_in_backward(), which this "
+                            "backward would step with in part. Call optimizer.step() or zero_grad() first."
+                        )
 
     def end(self) -> None:
         """The last unit has been stepped.
@@ -82,8 +92,8 @@ class InBackward:
         """
         with torch._C.DisableTorchFunctionSubclass():
             for number in self._stepped:
-                flat, _ = self._steps[number]
-                for p in flat.params:
+                _, work = self._steps[number]
+                for p in work.held():
                     if own_grad(p) is not None:
                         raise ShardError(
                             f"{self._where}a gradient of {p._spec.name} arrived behind its step: a term of the loss uses the "
@@ -101,9 +111,10 @@ class InBackward:
                 f"{self._where}parameters of {flat.layout.slots[0].name}'s unit got gradients twice in one backward, so they "
                 "can't be stepped during it; leave engine.step_in_backward() out."
             )
-        other, _ = stand_in(self.optimizer, work)
+        other, session = stand_in(self.optimizer, work, self._kinds)
         self._function(other)
-        work.close()
+        session.end()
+        self.optimizer._opt_called = True  # as far as torch's schedulers are concerned
         self._stepped.add(id(gradients))
         with torch._C.DisableTorchFunctionSubclass():
             held = work.held()

@@ -270,6 +270,14 @@ class MatrixStep:
             self._error = error
         self._said = []  # what the others say is no news to a rank that has left
 
+    def through(self) -> None:
+        self.close()
+
+    def forget(self) -> None:
+        """State has been loaded: nothing of what there was is kept."""
+        self._made, self._entries = (), {-1: None}
+        self.state = _State({})
+
     def close(self) -> None:
         error, self._error = self._error, None
         if error is not None:

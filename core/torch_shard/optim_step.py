@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import types
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -21,59 +22,109 @@ from .in_backward import InBackward
 from .matrix_step import MatrixStep
 from .optim import is_torchs, kind_of
 from .shard_tensor import ShardTensor
-from .stand_in import StandIn, Work, stand_in
+from .stand_in import StandIn, stand_in
 from .step_checks import Trial, check_class, check_units, own_units, refuse_unreduced, shard_state
 
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-_HOOK = tuple[tuple[Any, ...], dict[str, Any]]
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _ByObject:
+    """Values by object, as long as it lives; optimizers need not be hashable."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[weakref.ref[Any], Any]] = {}
+
+    def get(self, key: Any) -> Any:
+        found = self._held.get(id(key))
+        return None if found is None else found[1]
+
+    def set(self, key: Any, value: Any) -> None:
+        held, number = self._held, id(key)
+        held[number] = weakref.ref(key, lambda _: held.pop(number, None)), value
+
+    def clear(self) -> None:
+        self._held.clear()
 
 
 class StepWatch:
-    """Follows torch's global optimizer step hooks for one runtime; closed with its engine."""
+    """Follows optimizers' steps for one runtime; closed with its engine.
+
+    torch's global pre-hook finds the optimizers. What is done around a step is done in hooks of the optimizer's own: the last
+    one before it and the first one behind it, so that all others see the optimizer as it is.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = weakref.ref(runtime)
-        self._works: weakref.WeakKeyDictionary[Any, Work] = weakref.WeakKeyDictionary()
-        self._trials: weakref.WeakKeyDictionary[Any, Trial] = weakref.WeakKeyDictionary()
+        self._works, self._sessions, self._trials, self._hooks = _ByObject(), _ByObject(), _ByObject(), _ByObject()
+        self._kinds: dict[type, type] = {}  # classes of stand-ins
         own = weakref.ref(self)
 
-        def before(optimizer: Any, args: Any, kwargs: Any) -> _HOOK | None:
-            alive = own()
-            return None if alive is None else alive.before(optimizer, args, kwargs, sys._getframe(1))
-
-        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        def found(optimizer: Any, args: Any, kwargs: Any) -> None:
             alive = own()
             if alive is not None:
-                alive.after(optimizer, sys._getframe(1))
+                alive.find(optimizer)
 
-        self._handles = [
-            torch_optimizer.register_optimizer_step_pre_hook(before),
-            torch_optimizer.register_optimizer_step_post_hook(after),
-        ]
+        self._handle = torch_optimizer.register_optimizer_step_pre_hook(found)
         # A runtime that is dropped without close() must not leave a hook behind for the life of the process.
-        for handle in self._handles:
-            weakref.finalize(runtime, handle.remove)
+        weakref.finalize(runtime, self._handle.remove)
 
     def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._works.clear()
-        self._trials.clear()
+        self._handle.remove()
+        for _, (before, after, loaded) in list(self._hooks._held.values()):
+            for handle in (before, after, loaded):
+                handle.remove()
+        for store in (self._works, self._sessions, self._trials, self._hooks):
+            store.clear()
 
     # -- around a step ------------------------------------------------------------------------------------------
-    def before(self, optimizer: Any, args: Any, kwargs: Any, frame: Any) -> _HOOK | None:
-        """A step is about to be called, from `frame`, with `args`; returns what it shall be given instead."""
+    def find(self, optimizer: Any) -> None:
+        """A step begins: have :meth:`before` and :meth:`after` called next to it."""
+        runtime = self._runtime()
+        if runtime is None or isinstance(optimizer, StandIn) or not self._holds(optimizer, runtime):
+            return
+        handles = self._hooks.get(optimizer)
+        if handles is None:
+            own = weakref.ref(self)
+
+            def before(optimizer: Any, args: Any, kwargs: Any) -> _Arguments | None:
+                alive, frame = own(), sys._getframe(1)
+                return (
+                    None if alive is None else alive.before(optimizer, args, kwargs, frame, frame.f_locals.get("func"))
+                )
+
+            def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+                alive = own()
+                if alive is not None:
+                    alive.after(optimizer, sys._getframe(1))
+
+            def loaded(optimizer: Any) -> None:
+                alive = own()
+                work = None if alive is None else alive._works.get(optimizer)
+                if work is not None:
+                    work.forget()  # the state that there was
+
+            handles = (
+                optimizer.register_step_pre_hook(before),
+                optimizer.register_step_post_hook(after),
+                optimizer.register_load_state_dict_post_hook(loaded),
+            )
+            self._hooks.set(optimizer, handles)
+        # torch has no public way to say where in the order a hook comes (torch 2.11 to 2.13).
+        optimizer._optimizer_step_pre_hooks.move_to_end(handles[0].id)
+        optimizer._optimizer_step_post_hooks.move_to_end(handles[1].id, last=False)
+
+    def before(self, optimizer: Any, args: Any, kwargs: Any, frame: Any, function: Any) -> _Arguments | None:
+        """`function` is about to be called with `args`, from `frame`; returns what it shall be given instead."""
         runtime = self._runtime()
         if runtime is None or isinstance(optimizer, StandIn) or not self._holds(optimizer, runtime):
             return None
         check_class(optimizer, runtime.collectives.world_rank)
-        kind = kind_of(type(optimizer)) or _kind_of_function(type(optimizer), frame.f_locals.get("func"))
+        kind = kind_of(type(optimizer)) or _kind_of_function(type(optimizer), function)
         if kind == "matrix":  # refuses on all ranks together
             return self._exchange(optimizer, args, kwargs, runtime, MatrixStep)
-        if not _closure(args, kwargs):
-            refuse_unreduced(optimizer, runtime)
         if kind == "elementwise":
             return self._exchange(optimizer, args, kwargs, runtime, FlatStep)
         return self._as_it_is(optimizer, args, kwargs, runtime, frame)
@@ -83,41 +134,46 @@ class StepWatch:
         runtime = self._runtime()
         if runtime is None or isinstance(optimizer, StandIn) or not self._holds(optimizer, runtime):
             return
-        work = self._works.get(optimizer)
-        if work is not None:
-            work.close()
-        trial = self._trials.get(optimizer)
-        if trial is not None and trial.frame is frame:
-            trial.end()
-            runtime.collectives.scalar.refused = None
+        session, trial = self._sessions.get(optimizer), self._trials.get(optimizer)
+        if session is not None and not session.ended:
+            session.end()
         runtime.parameters_changed()
+        if trial is not None and trial.end(frame):
+            runtime.collectives.scalar.refused = None
 
     def _holds(self, optimizer: Any, runtime: Runtime) -> bool:
         # An engine that is closed has none.
-        return bool(runtime.units) and (optimizer in self._works or _steps(optimizer, runtime))
+        return bool(runtime.units) and (self._works.get(optimizer) is not None or _steps(optimizer, runtime))
 
     def _exchange(
         self, optimizer: Any, args: Any, kwargs: Any, runtime: Runtime, kind: type[FlatStep] | type[MatrixStep]
-    ) -> _HOOK:
+    ) -> _Arguments:
         work = self._works.get(optimizer)
         if type(work) is not kind:
-            work = self._works[optimizer] = kind(optimizer, runtime)
-        other, session = stand_in(optimizer, work)
+            work = kind(optimizer, runtime)
+            self._works.set(optimizer, work)
+        other, session = stand_in(optimizer, work, self._kinds)
+        self._sessions.set(optimizer, session)
         args, kwargs = _replaced(args, kwargs, session.around)
         return (other, *args[1:]), kwargs
 
-    def _as_it_is(self, optimizer: Any, args: Any, kwargs: Any, runtime: Runtime, frame: Any) -> _HOOK | None:
+    def _as_it_is(self, optimizer: Any, args: Any, kwargs: Any, runtime: Runtime, frame: Any) -> _Arguments:
         """An optimizer that the engine does not know is given the ShardTensors."""
+        if not _closure(args, kwargs):
+            refuse_unreduced(optimizer, runtime)
         check_units(optimizer, own_units(optimizer, runtime))
         # State that is whole at its owner belongs to a base class's step, which this one's calls.
         owned = isinstance(self._works.get(optimizer), MatrixStep)
         if not owned:
             shard_state(optimizer, runtime)
         _hook_bases(type(optimizer))
-        trial = self._trials.setdefault(optimizer, Trial(optimizer))
+        trial = self._trials.get(optimizer)
+        if trial is None:
+            trial = Trial(optimizer)
+            self._trials.set(optimizer, trial)
         if not trial.runs():
             trial.begin(frame)
-            runtime.collectives.scalar.refused = trial.explain
+            runtime.collectives.scalar.refused = trial.refuse
 
         def around(closure: Callable[[], Any]) -> Callable[[], Any]:
             def run() -> Any:
@@ -145,6 +201,11 @@ class StepWatch:
                 f"step_in_backward: {type(optimizer).__qualname__} is not known to step element by element, so it can't step "
                 "on a part of the model; use one of torch.optim's classes, or declare it: torch_shard.optim.register."
             )
+        if runtime.in_backward is not None and runtime.in_backward.optimizer is not optimizer:
+            raise ConfigError(
+                f"step_in_backward: {type(runtime.in_backward.optimizer).__qualname__} steps in backward already; use one "
+                "optimizer with several groups, or end it first: engine.step_in_backward(None)."
+            )
         check_class(optimizer, runtime.collectives.world_rank)
         own_units(optimizer, runtime)
         runtime.in_backward = InBackward(optimizer, runtime)
@@ -153,30 +214,32 @@ class StepWatch:
     # -- optimizers that torch's hooks don't see -----------------------------------------------------------------
     def attach(self, optimizer: Any) -> None:
         """See :meth:`torch_shard.Engine.attach`."""
-        for name in ("param_groups", "step"):
+        cls = type(optimizer)
+        for name in ("param_groups", "state", "step"):
             if not hasattr(optimizer, name):
-                raise ConfigError(f"attach: {type(optimizer).__name__} has no {name}, so it is not an optimizer.")
-        function = type(optimizer).step
+                raise ConfigError(f"attach: {cls.__name__} has no {name}, so it is not an optimizer.")
+        function: Any = cls.step  # type: ignore[attr-defined]
         if getattr(function, "hooked", False) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
             return
-        step = optimizer.step
+        step, patched = optimizer.step, "step" in vars(optimizer)
         if getattr(step, "watch", None) is self:
             return
+        if patched and kind_of(cls) is not None:
+            raise ConfigError(
+                f"attach: the step of this {cls.__name__} has been replaced (by a learning-rate scheduler, perhaps), and the "
+                "replacement would not be called. Attach the optimizer first."
+            )
 
-        def attached(*args: Any, **kwargs: Any) -> Any:
-            func = function  # under the name that torch's wrapper has for it
-            replaced = self.before(optimizer, (optimizer, *args), kwargs, sys._getframe())
-            if replaced is None:
-                result = step(*args, **kwargs)
-            elif replaced[0][0] is optimizer:
-                result = step(*replaced[0][1:], **replaced[1])
-            else:
-                result = func(*replaced[0], **replaced[1])
-            self.after(optimizer, sys._getframe())
+        def attached(this: Any, *args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe()
+            replaced, kwargs = self.before(this, (this, *args), kwargs, frame, function) or ((this, *args), kwargs)
+            result = step(*replaced[1:], **kwargs) if patched and this is optimizer else function(*replaced, **kwargs)
+            self.after(this, frame)
             return result
 
         attached.watch = self  # type: ignore[attr-defined]
-        optimizer.step = attached
+        # A bound method, as schedulers expect, and as copying takes along to the copy.
+        optimizer.step = types.MethodType(attached, optimizer)
 
 
 def _kind_of_function(cls: type, function: Any) -> str | None:
@@ -212,7 +275,7 @@ def _closure(args: Any, kwargs: Any) -> Any:
     return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
 
-def _replaced(args: Any, kwargs: Any, around: Callable[[Any], Any]) -> _HOOK:
+def _replaced(args: Any, kwargs: Any, around: Callable[[Any], Any]) -> _Arguments:
     """The arguments of a step with its closure, if there is one, replaced."""
     closure = _closure(args, kwargs)
     if closure is None:

@@ -149,6 +149,7 @@ class Reductions:
         if self.on_published is None:
             self._publish([(unit, flat) for unit in units for flat in unit.flats], marked)
         self._marked = None
+        self._units.clear()
         return needless
 
     def _note_incomplete(self, marked: dict[int, list[int]]) -> None:
@@ -177,5 +178,6 @@ class Reductions:
                 reduction.pending.settle(PAUSE)
         self._in_flight.clear()
         self._marked = None
+        self._units.clear()
         self._order, self._used = [], []
         self.collectives.forget_ended()

@@ -63,6 +63,7 @@ def close_units(
         full_state.load_by_name(optimizer, names, state)
     runtime.units.clear()
     runtime.schedule.gathered.clear()
+    runtime.in_backward = runtime.reductions.on_published = None
 
 
 def _check(unit: Unit) -> None:

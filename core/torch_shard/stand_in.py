@@ -1,8 +1,8 @@
 """What an optimizer's ``step`` gets as ``self`` while it works on other tensors than the user's.
 
-torch's global pre-hooks may replace a step's arguments, ``self`` included, and run right before the class's own ``step``.
-So the optimizer that the user has, its groups and its state are never exchanged: closures, hooks, schedulers and exceptions
-find it as it always is.
+torch's step hooks may replace the arguments, ``self`` included; the last of the optimizer's own pre-hooks runs right before
+the class's ``step``. So the optimizer that the user has, its groups and its state are never exchanged: closures, hooks,
+schedulers and exceptions find it as it always is.
 """
 
 from __future__ import annotations
@@ -30,14 +30,20 @@ class Work(Protocol):
         """It has been worked on."""
 
     def leave(self, number: int) -> None:
-        """The optimizer won't go on: it has left its loop in this group, by an exception or otherwise. Must not raise."""
+        """The optimizer has left its loop in this group, by an exception or otherwise. Must not raise."""
+
+    def through(self) -> None:
+        """A loop over the groups has come to its end."""
 
     @property
     def state(self) -> Any:
         """Stands for the optimizer's ``state``."""
 
+    def forget(self) -> None:
+        """State has been loaded: what was kept of the old one is let go."""
+
     def close(self) -> None:
-        """The step has ended: the user's view is brought up to date. May be called more than once."""
+        """The step has ended, by no exception: the user's view is brought up to date."""
 
 
 class StandIn:
@@ -47,7 +53,7 @@ class StandIn:
     _session: Session
 
     @property
-    def param_groups(self) -> Groups:
+    def param_groups(self) -> Any:
         return self._session.groups()
 
     @property
@@ -65,16 +71,26 @@ class Session:
     def __init__(self, optimizer: Any, work: Work) -> None:
         self.optimizer, self.work = optimizer, work
         self.fresh: Groups | None = None
+        self.ended = False
 
-    def groups(self) -> Groups:
+    def groups(self) -> Any:
+        if self.ended:  # post-hooks of the user have the stand-in among the step's arguments
+            return self.optimizer.param_groups
         if self.fresh is None:
             self.work.open()
             self.fresh = Groups(self.work)
         return self.fresh
 
     def state(self) -> Any:
+        if self.ended:
+            return self.optimizer.state
         self.groups()
         return self.work.state
+
+    def end(self) -> None:
+        """The step has ended."""
+        self.work.close()
+        self.ended, self.fresh = True, None
 
     def health_check(self) -> None:
         check = getattr(type(self.optimizer), "_accelerator_graph_capture_health_check", None)
@@ -93,7 +109,7 @@ class Session:
 
 
 class Groups(list[dict[str, Any]]):
-    """The groups that a step goes through; after the last one the step's work is done."""
+    """The groups that a step goes through."""
 
     def __init__(self, work: Work) -> None:
         super().__init__(work.groups())
@@ -108,15 +124,17 @@ class Groups(list[dict[str, Any]]):
                 self.work.leave(number)
                 raise
             self.work.after(number)
-        self.work.close()
+        self.work.through()
 
 
-def stand_in(optimizer: Any, work: Work) -> tuple[Any, Session]:
-    """Make the object that takes `optimizer`'s place in its ``step``."""
+def stand_in(optimizer: Any, work: Work, kinds: dict[type, type]) -> tuple[Any, Session]:
+    """Make the object that takes `optimizer`'s place in its ``step``; `kinds`: the classes of such objects, kept by class of
+    optimizer (a new one for each step would be a class to collect, and a call of the user's ``__init_subclass__``)."""
     cls = type(optimizer)
-    kind = type(
-        cls.__name__, (StandIn, cls), {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    )
+    kind = kinds.get(cls)
+    if kind is None:
+        names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        kind = kinds[cls] = type(cls.__name__, (StandIn, cls), names)
     other: Any = object.__new__(kind)
     object.__setattr__(other, "__dict__", optimizer.__dict__)  # past a __setattr__ of its own
     session = Session(optimizer, work)

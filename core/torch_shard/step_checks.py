@@ -11,6 +11,7 @@ import torch
 
 from .errors import NeedsGatherError, ShardError, UnitStateError
 from .leaf import own_grad
+from .optim import is_torchs
 from .shard_tensor import ShardTensor
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ _REFUSED = (
         "passes the addresses of whole parameters to its kernels. Use torch.optim's class of the same name",
     ),
 )
+
+_COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})  # 0-dim state of torch.optim's classes
 
 
 def check_class(optimizer: Any, rank: int) -> None:
@@ -130,6 +133,7 @@ def shard_state(optimizer: Any, runtime: Runtime) -> None:
     if not state:
         return
     scalars: list[tuple[ShardTensor, Any, str]] = []
+    known = is_torchs(type(optimizer))
     for group in optimizer.param_groups:
         for p in group["params"]:
             own = state.get(p) if isinstance(p, ShardTensor) else None
@@ -137,17 +141,18 @@ def shard_state(optimizer: Any, runtime: Runtime) -> None:
                 continue
             for key, value in own.items():
                 # Counters are whole on every rank.
-                if type(value) is not torch.Tensor or key == "step" or value.shape != p._spec.shape:
+                if type(value) is not torch.Tensor or key in _COUNTERS or value.shape != p._spec.shape:
                     continue
                 unit = p._unit_ref() if p._unit_ref is not None else None
                 if unit is None or unit.runtime is not runtime or unit.is_summoned:
                     break
-                if value.dim():
+                if value.dim() or known:
                     own[key] = _slice(value, p)  # the key stays, so the dict may be gone through
                 else:
                     scalars.append((p, own, key))
     if scalars:
-        # Next to a 0-dim parameter its own moments look like counters. Where others have slices under that name, so has it.
+        # Next to a 0-dim parameter its own moments look like counters. Where others have slices under that name, so has it
+        # (torch's own counters are known by name).
         dicts = [own for own in state.values() if isinstance(own, dict)]
         sliced = {k for own in dicts for k, v in own.items() if type(v) is ShardTensor and v._spec.shape}
         for p, own, key in scalars:
@@ -171,21 +176,23 @@ class Trial:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer: Any = weakref.ref(optimizer)  # by which this is found
-        self.frame: Any = None
-        self.ended = 0
+        self._frame = 0
+        self._ended = 0
+        self._undone = False
         self.values: list[tuple[ShardTensor, torch.Tensor]] = []
         self.state: dict[int, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {}
 
     @property
-    def keeps(self) -> bool:
-        return self.ended < self._STEPS
+    def _keeps(self) -> bool:
+        return self._ended < self._STEPS
 
     def begin(self, frame: Any) -> None:
         """A step begins, in `frame`."""
-        # Whether it still runs is seen on the stack: an exception in it tells nobody that it has ended.
-        self.frame = frame
+        # Whether it still runs is seen on the stack: an exception in it tells nobody that it has ended. (The frame itself
+        # would keep the optimizer.)
+        self._frame = id(frame)
         self._drop()
-        if self.keeps:
+        if self._keeps:
             optimizer = self._optimizer()
             params = [p for group in optimizer.param_groups for p in group["params"] if type(p) is ShardTensor]
             self.values = [(p, p._local.clone()) for p in params]
@@ -194,10 +201,25 @@ class Trial:
                 if entries:
                     self.state[id(p)] = dict(entries), _copied(entries)
 
-    def end(self) -> None:
-        self.ended += 1
-        self.frame = None
+    def end(self, frame: Any) -> bool:
+        """A step has ended in `frame`, by no exception; returns whether it was this one.
+
+        Raises:
+            ShardError: it has caught the error of an operation that was refused, and has been undone.
+        """
+        if id(frame) != self._frame:
+            return False
+        self._ended += 1
+        self._frame = 0
         self._drop()
+        if self._undone:
+            self._undone = False
+            raise ShardError(
+                f"{type(self._optimizer()).__qualname__}.step() went on after an operation that sharded parameters can't do; the "
+                "parameters had been put back by then, so the step is lost. Don't catch that error, or declare the class: "
+                "torch_shard.optim.register."
+            )
+        return True
 
     def _drop(self) -> None:
         self.values, self.state = [], {}
@@ -205,22 +227,27 @@ class Trial:
     def runs(self) -> bool:
         """Whether the caller is inside that step."""
         frame: Any = sys._getframe(1)
-        while frame is not None and frame is not self.frame:
+        while frame is not None and (id(frame) != self._frame or not self._is_in(frame)):
             frame = frame.f_back
         return frame is not None
 
-    def explain(self, message: str) -> str:
+    def _is_in(self, frame: Any) -> bool:
+        # Under these names torch's wrapper and that of `attach` have the optimizer. Ids of frames are used again.
+        optimizer = self._optimizer()
+        return any(frame.f_locals.get(name) is optimizer for name in ("self", "this"))
+
+    def refuse(self, message: str) -> str:
         """An operation was refused: undo the step, and say whose it was."""
         if not self.runs():
             return message
         name = type(self._optimizer()).__qualname__
-        undone = self.keeps
-        if undone:
+        if self._keeps:
             self._restore()
+            self._undone = True
         return (
             f"{message} It was called by {name}.step(), an optimizer that the engine does not know"
-            f"{'; the step is undone' if undone else ', which may have changed some parameters before'}. If it updates each "
-            f"parameter by itself, declare it: torch_shard.optim.register({name}, kind='matrix')."
+            f"{'; the step is undone' if self._keeps else ', which may have changed some parameters before'}. If it updates "
+            f"each parameter by itself, declare it: torch_shard.optim.register({name}, kind='matrix')."
         )
 
     def _restore(self) -> None:
