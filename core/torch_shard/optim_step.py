@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from .errors import ConfigError
+from .errors import ConfigError, ShardError
 from .flat_step import FlatStep
 from .in_backward import InBackward
 from .matrix_step import MatrixStep
@@ -121,6 +121,12 @@ class StepWatch:
         runtime = self._runtime()
         if runtime is None or isinstance(optimizer, StandIn) or not self._holds(optimizer, runtime):
             return None
+        if _under_compiler():
+            raise ShardError(
+                f"rank {runtime.collectives.world_rank}: {type(optimizer).__name__}.step() is called from code under "
+                "torch.compile, which can't compile a step on a sharded model. Leave the step out of what is compiled. Nothing "
+                "was changed."
+            )
         check_class(optimizer, runtime.collectives.world_rank)
         kind = kind_of(type(optimizer)) or _kind_of_function(type(optimizer), function)
         if kind == "matrix":  # refuses on all ranks together
@@ -269,6 +275,12 @@ def _hook_bases(cls: type) -> None:
             hooked: Any = torch.optim.Optimizer.profile_hook_step(step)
             hooked.hooked = True
             base.step = hooked  # type: ignore[attr-defined]
+
+
+def _under_compiler() -> bool:
+    """Whether dynamo would compile the functions that are called now (torch 2.11 to 2.13)."""
+    callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    return callback is not None and callable(callback())
 
 
 def _closure(args: Any, kwargs: Any) -> Any:

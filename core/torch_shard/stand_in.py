@@ -7,6 +7,7 @@ schedulers and exceptions find it as it always is.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -69,13 +70,14 @@ class Session:
     """One step."""
 
     def __init__(self, optimizer: Any, work: Work) -> None:
-        self.optimizer, self.work = optimizer, work
+        self._optimizer: Any = weakref.ref(optimizer)  # by which this is found
+        self.work = work
         self.fresh: Groups | None = None
         self.ended = False
 
     def groups(self) -> Any:
         if self.ended:  # post-hooks of the user have the stand-in among the step's arguments
-            return self.optimizer.param_groups
+            return self._optimizer().param_groups
         if self.fresh is None:
             self.work.open()
             self.fresh = Groups(self.work)
@@ -83,7 +85,7 @@ class Session:
 
     def state(self) -> Any:
         if self.ended:
-            return self.optimizer.state
+            return self._optimizer().state
         self.groups()
         return self.work.state
 
@@ -93,9 +95,10 @@ class Session:
         self.ended, self.fresh = True, None
 
     def health_check(self) -> None:
-        check = getattr(type(self.optimizer), "_accelerator_graph_capture_health_check", None)
+        optimizer = self._optimizer()
+        check = getattr(type(optimizer), "_accelerator_graph_capture_health_check", None)
         if check is not None:
-            check(self.optimizer)
+            check(optimizer)
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure, after which everything is looked at anew."""

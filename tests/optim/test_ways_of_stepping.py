@@ -1,0 +1,339 @@
+"""Optimizers that are written in other ways than torch's, and things that are done between their steps."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_shard
+from tests.compat.harness import Pair, batch, plain_backward, same, train_alike
+from tests.marks import exhaustive
+from tests.optim.helpers import same_optimizers
+from tests.ranks import ranks
+from torch_shard.errors import ConfigError, ShardError
+from torch_shard.shard_tensor import ShardTensor
+
+O = torch.optim
+
+
+class Wide(nn.Module):
+    """Slices that are stepped by themselves, and small ones that are stepped together; `alone` is not sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.mid, self.head = nn.Linear(5, 200), nn.Linear(200, 200), nn.Linear(200, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.alone = nn.Parameter(torch.randn(3))
+        self.late = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.head(torch.tanh(self.mid(torch.tanh(self.inp(x))))) * self.scale
+        return x if self.late else x + self.alone.sin()
+
+
+def averaged_backward(model, x):
+    """Parameters that are not sharded have each rank's own gradient."""
+    loss = plain_backward(model, x)
+    if torch_shard.engine_of(model) is not None and model.alone.grad is not None:
+        dist.all_reduce(model.alone.grad)
+        model.alone.grad /= dist.get_world_size()
+    return loss
+
+
+class Own(O.Optimizer):
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    def update(self, p, lr):
+        average = self.state[p].setdefault("average", torch.zeros_like(p))
+        average.mul_(0.9).add_(p.grad)
+        p.sub_(average, alpha=lr)
+
+    def params(self):
+        return [(p, g["lr"]) for g in self.param_groups for p in g["params"] if p.grad is not None]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p, lr in self.params():  # what is collected first is worked on behind the loop
+            self.update(p, lr)
+
+
+class AssignsData(Own):
+    def update(self, p, lr):
+        p.data = p.data - lr * p.grad
+
+
+class LoopsTwice(Own):
+    @torch.no_grad()
+    def step(self, closure=None):
+        next(iter(self.param_groups))
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p not in self.state:
+                    self.state[p] = {"average": torch.zeros_like(p)}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.requires_grad:
+                    self.update(p, max(g["lr"] for g in self.param_groups))
+
+
+class NewState(Own):
+    def update(self, p, lr):
+        average = self.state.get(p, {"average": 0.0})["average"] * 0.9 + p.grad
+        self.state[p] = {"average": average}
+        p.sub_(average, alpha=lr)
+
+
+WAYS = [Own, AssignsData, LoopsTwice, NewState]
+for way in WAYS:
+    torch_shard.optim.register(way, kind="elementwise")
+
+
+@pytest.mark.parametrize("kind", WAYS)
+@ranks(2, exhaustive=(1, 3))
+def test_a_declared_optimizer_may_be_written_in_any_way(rank, world_size, kind):
+    pair = Pair(Wide, rank, world_size, optimizer=lambda m: kind(m.parameters()), ignore=["alone"])
+    for step in range(4):
+        pair.model.late = pair.plain.late = step == 2 and kind is not LoopsTwice
+        pair.step(averaged_backward, batch(rank, step))
+        assert pair.optimizer.state.keys() <= set(pair.model.parameters())
+    pair.check()
+    for p, q in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+        for key, value in pair.plain_optimizer.state.get(q, {}).items():
+            same(pair.optimizer.state[p][key], value, key)
+
+
+@pytest.mark.parametrize("make", [O.SGD, *exhaustive(O.RMSprop)])
+@ranks(2)
+def test_parameters_that_are_not_sharded_step_with_the_state_that_was_loaded(rank, world_size, make):
+    def optimizer(model):
+        rest = [p for p in model.parameters() if p is not model.alone]
+        return make([{"params": rest}, {"params": [model.alone], "momentum": 0.9}], lr=0.01)
+
+    pair = Pair(Wide, rank, world_size, optimizer=optimizer, ignore=["alone"])
+    for step in range(2):
+        pair.step(averaged_backward, batch(rank, step))
+    saved = [copy.deepcopy(o.state_dict()) for o in (pair.optimizer, pair.plain_optimizer)]
+    pair.step(averaged_backward, batch(rank, 2))
+    for o, state in zip((pair.optimizer, pair.plain_optimizer), saved, strict=True):
+        o.load_state_dict(state)
+    for step in range(3, 5):
+        pair.step(averaged_backward, batch(rank, step))
+    pair.check()
+    own = pair.optimizer.state[pair.model.alone]["momentum_buffer"]
+    same(own, pair.plain_optimizer.state[pair.plain.alone]["momentum_buffer"])
+
+
+@ranks(2)
+def test_a_parameter_that_is_not_sharded_gets_its_first_gradient_late(rank, world_size):
+    pair = Pair(
+        Wide, rank, world_size, optimizer=lambda m: O.SGD(m.parameters(), lr=0.01, momentum=0.9), ignore=["alone"]
+    )
+    for step in range(4):
+        pair.model.late = pair.plain.late = step < 2
+        pair.step(averaged_backward, batch(rank, step))
+    pair.check()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@ranks(2, exhaustive=(3,))
+def test_an_optimizer_of_scalars_that_stepped_before_sharding(rank, world_size, name):
+    def make(params):
+        return O.AdamW(params, lr=0.01) if name == "AdamW" else O.SGD(params, lr=0.1, momentum=0.9)
+
+    torch.manual_seed(0)
+    model = Wide().double()
+    plain = copy.deepcopy(model)
+    optimizers = [make([m.scale]) for m in (model, plain)]
+    for m, o in zip((model, plain), optimizers, strict=True):
+        plain_backward(m, batch(0, 9))
+        o.step()
+        m.zero_grad()
+    torch_shard.shard(model, unit_bytes=500)
+    train_alike(model, plain, optimizers, rank, grads=False)
+    for key, value in optimizers[1].state[plain.scale].items():
+        same(optimizers[0].state[model.scale][key], value, key)
+        assert (type(optimizers[0].state[model.scale][key]) is ShardTensor) == (key != "step")
+
+
+@ranks(2)
+def test_two_optimizers_that_share_their_state(rank, world_size):
+    """As torch's load_state_dict leaves it, without a copy."""
+    pair = Pair(Wide, rank, world_size, optimizer=lambda m: O.SGD(m.parameters(), lr=0.01, momentum=0.9, foreach=False))
+    pair.step(plain_backward, batch(rank, 0))
+    others = []
+    for model, optimizer in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
+        other = O.SGD(model.parameters(), lr=0.02, momentum=0.9, foreach=False)
+        other.load_state_dict(optimizer.state_dict())
+        others.append(other)
+    for step in range(1, 5):
+        pair.model.late = pair.plain.late = step == 2
+        pair.backward(plain_backward, batch(rank, step))
+        for optimizer in (pair.optimizer, pair.plain_optimizer) if step % 2 else others:
+            optimizer.step()
+        for model in (pair.model, pair.plain):
+            model.zero_grad()
+    pair.check()
+
+
+class Fallback(O.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            try:
+                p.sub_(0.1 * p.grad)
+                _ = p.grad @ p.grad.T
+            except RuntimeError:
+                p.mul_(0.5)
+
+
+@ranks(2)
+def test_an_unknown_optimizer_that_catches_the_refusal_does_not_go_on_in_silence(rank, world_size):
+    pair = Pair(Wide, rank, world_size)
+    optimizer = Fallback([pair.model.mid.weight])
+    plain_backward(pair.model, batch(rank, 0))
+    with pytest.raises(ShardError, match=r"Fallback.*register"):
+        optimizer.step()
+
+
+@ranks(2)
+def test_hooks_may_use_the_optimizer_among_the_arguments(rank, world_size):
+    pair = Pair(Wide, rank, world_size, optimizer=lambda m: O.AdamW(m.parameters(), lr=0.01, foreach=False))
+    seen = []
+
+    def hook(optimizer, args, kwargs):
+        seen.append((len(args[0].state_dict()["state"]), [len(g["params"]) for g in args[0].param_groups]))
+        for p in args[0].param_groups[0]["params"]:
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
+    for optimizer in (pair.optimizer, pair.plain_optimizer):
+        optimizer.register_step_pre_hook(hook)
+        optimizer.register_step_post_hook(hook)
+    pair.step(plain_backward, batch(rank, 0))
+    pair.step(plain_backward, batch(rank, 1))
+    half = len(seen) // 2
+    assert seen[:2] + seen[4:6] == seen[2:4] + seen[6:8] and half == 4
+    pair.check()
+
+
+@ranks(2)
+def test_a_compiled_step_is_refused_by_name(rank, world_size):
+    pair = Pair(Wide, rank, world_size, optimizer=lambda m: O.SGD(m.parameters(), lr=0.01))
+    pair.backward(plain_backward, batch(rank, 0))
+    step = torch.compile(lambda: pair.optimizer.step(), backend="eager")
+    with warnings.catch_warnings(), pytest.raises(ShardError, match=r"SGD.*torch\.compile"):
+        warnings.simplefilter("ignore")
+        step()
+    pair.check()
+    pair.update()
+    pair.check()
+
+
+@ranks(2)
+def test_a_scheduler_and_a_copy_of_an_attached_optimizer(rank, world_size):
+    class Wrapper(O.Optimizer):
+        def __init__(self, inner):
+            self.inner, self.defaults = inner, {}
+            self.param_groups, self.state = inner.param_groups, inner.state
+
+        def step(self, closure=None):
+            return self.inner.step(closure)
+
+    pair = Pair(Wide, rank, world_size, optimizer=lambda m: Wrapper(O.SGD(m.parameters(), lr=0.1)))
+    pair.engine.attach(pair.optimizer)
+    O.lr_scheduler.LambdaLR(pair.optimizer, lambda step: 0.5)
+    assert copy.copy(pair.optimizer).step is not None
+    own = Own(pair.model.parameters())
+    own.step = own.step  # replaced, as schedulers do it
+    del own._optimizer_step_pre_hooks
+    with pytest.raises(ConfigError, match="Attach the optimizer first"):
+        pair.engine.attach(own)
+
+
+@ranks(2)
+def test_what_is_kept_between_steps_keeps_neither_old_state_nor_gradients_nor_the_optimizer(rank, world_size):
+    pair = Pair(Wide, rank, world_size, optimizer=lambda m: O.AdamW(m.parameters(), lr=0.01))
+    for step in range(2):
+        pair.step(plain_backward, batch(rank, step))
+    state = pair.optimizer.state[pair.model.mid.weight]
+    memory = weakref.ref(state["exp_avg"]._flat)
+    copied = copy.deepcopy(pair.optimizer.state_dict())
+    del state
+    pair.optimizer.load_state_dict(copied)
+    gc.collect()
+    assert memory() is None
+    plain_backward(pair.model, batch(rank, 2))
+    gradient = weakref.ref(pair.model.mid.weight.grad._flat)
+    pair.optimizer.step()
+    pair.optimizer.zero_grad()
+    assert gradient() is None
+    kinds = len(O.AdamW.__subclasses__())
+    for step in range(3, 6):
+        plain_backward(pair.model, batch(rank, step))
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+    assert len(O.AdamW.__subclasses__()) == kinds
+    optimizer = weakref.ref(pair.optimizer)
+    pair.optimizer = None
+    gc.collect()
+    assert optimizer() is None
+
+
+@ranks(2)
+def test_stepping_in_backward_with_some_parameters(rank, world_size):
+    def optimizer(model):
+        return O.SGD([model.inp.weight, model.head.bias, model.scale], lr=0.1, momentum=0.9)
+
+    pair = Pair(Wide, rank, world_size, optimizer=optimizer)
+    pair.engine.step_in_backward(pair.optimizer)
+    other = O.SGD([pair.model.mid.weight], lr=0.1)
+    with pytest.raises(ConfigError, match="step_in_backward"):
+        pair.engine.step_in_backward(other)
+    schedulers = [O.lr_scheduler.StepLR(o, 1, 0.5) for o in (pair.optimizer, pair.plain_optimizer)]
+    for step in range(3):
+        pair.backward(plain_backward, batch(rank, step))
+        pair.plain_optimizer.step()
+        for model in (pair.model, pair.plain):
+            model.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # that the optimizer did not step
+            for scheduler in schedulers:
+                scheduler.step()
+    pair.check()
+    same_optimizers(pair.optimizer, pair.plain_optimizer)
+
+
+@ranks(2)
+def test_gradients_from_before_stepping_in_backward_are_refused(rank, world_size):
+    pair = Pair(Wide, rank, world_size)
+    plain_backward(pair.model, batch(rank, 0))
+    pair.engine.step_in_backward(pair.optimizer)
+    with pytest.raises(ShardError, match="gradient from before"):
+        plain_backward(pair.model, batch(rank, 0))
+    pair.check()
+
+
+@ranks(2)
+def test_an_engine_that_has_stepped_in_backward_is_closed_and_its_memory_freed(rank, world_size):
+    pair = Pair(Wide, rank, world_size)
+    pair.engine.step_in_backward(pair.optimizer)
+    plain_backward(pair.model, batch(rank, 0))
+    engine, shard = pair.engine, weakref.ref(pair.engine.units[0].flats[0])
+    engine.close(pair.optimizer)
+    gc.collect()
+    assert shard() is None
+    pair.engine = torch_shard.shard(pair.model)
+    optimizer = O.SGD(pair.model.parameters(), lr=0.1)
+    plain_backward(pair.model, batch(rank, 1))
+    optimizer.step()
