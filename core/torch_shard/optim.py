@@ -3,8 +3,8 @@
 Three kinds, by the exact class (a subclass may do anything, so it is of no kind until it is registered):
 
 - ``"elementwise"``: every element of a parameter is updated from the same element of its gradient and state, and from
-  options of the group. Steps on one flat plain tensor per unit and parameter group: torch.optim's SGD, Adam, AdamW, NAdam,
-  RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD.
+  options of the group. Steps on flat plain tensors, one for each unit and parameter group or for several: torch.optim's SGD, Adam, AdamW, NAdam,
+  RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD, and Lion where torch has it.
 - ``"matrix"``: the update of a parameter needs all of it. Each parameter is updated whole, on the rank that owns it:
   torch.optim's Muon and Adafactor, transformers' Adafactor.
 - no kind: the optimizer is given the ShardTensors as they are. What it does element by element, and its norms, are right;
@@ -24,20 +24,9 @@ __all__ = ["Kind", "kind_of", "register"]
 Kind = Literal["elementwise", "matrix"]
 
 _ATTRIBUTE = "_torch_shard_kind"
-_ELEMENTWISE = [
-    "SGD",
-    "Adam",
-    "AdamW",
-    "NAdam",
-    "RAdam",
-    "Adamax",
-    "Adagrad",
-    "Adadelta",
-    "RMSprop",
-    "Rprop",
-    "ASGD",
-    "Lion",
-]
+_ELEMENTWISE = (
+    "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Lion",
+)  # fmt: skip
 _MATRIX = ("Muon", "Adafactor")
 # Classes of packages that need not be installed, by module and name.
 _BY_NAME: dict[tuple[str, str], Kind] = {
@@ -58,9 +47,11 @@ def register(cls: type, kind: Kind) -> type:
     - update each parameter from its own ``.grad``, ``self.state[p]`` and the group's options alone: no sums over several;
     - for ``"elementwise"``: keep tensors shaped like ``p``, 0-dim tensors and Python values in ``self.state[p]``, and look
       neither at a parameter's shape nor at its number of elements;
-    - loop over ``self.param_groups`` once, after its closure has run, and for ``"matrix"`` update a group's parameters
-      within the loop's body: the next group comes when they have gone back. One of the user's groups may come in several
-      parts, some of them without a parameter, each with the options as they were before the step.
+    - keep what belongs to a parameter in ``self.state`` only, not under the parameter elsewhere;
+    - read ``self.param_groups`` after its closure has run;
+    - for ``"matrix"``: go through them in one loop, and update a group's parameters within its body; the next group comes
+      when they have gone back. One of the user's groups may come in several parts, some of them without a parameter, each
+      with the options as they were before the step.
 
     With ``"matrix"`` state of any form is kept, at the rank that owns the parameter; ``optimizer.state_dict()`` is that rank's
     part, and ``engine.optim_state_dict(optimizer)`` the whole. A rank sends about three times its share of the parameters'
