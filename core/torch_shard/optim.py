@@ -3,8 +3,8 @@
 Three kinds, by the exact class (a subclass may do anything, so it is of no kind until it is registered):
 
 - ``"elementwise"``: every element of a parameter is updated from the same element of its gradient and state, and from
-  options of the group. Steps on flat plain tensors, one for each unit and parameter group or for several: torch.optim's SGD, Adam, AdamW, NAdam,
-  RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD, and Lion where torch has it.
+  options of the group. Steps on flat plain tensors, one for each unit and parameter group or for several: torch.optim's
+  SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD, and Lion where torch has it.
 - ``"matrix"``: the update of a parameter needs all of it. Each parameter is updated whole, on the rank that owns it:
   torch.optim's Muon and Adafactor, transformers' Adafactor.
 - no kind: the optimizer is given the ShardTensors as they are. What it does element by element, and its norms, are right;
