@@ -291,8 +291,9 @@ class Collectives:
         assert channel is not None
         channel.count()
         self.bytes_sent += sum(sent_sizes) - sent_sizes[self.rank]
-        if self.backend == "fake":
-            received.zero_()  # no rank answers, and what was in the memory before is no answer
+        if self.backend == "fake":  # no rank answers; what was in the memory before is no answer, nor is torch's own
+            received.zero_()
+            return Pending(self.watch, channel, channel.issued, what, None)
         with self._on(self.reduce_stream):
             work = dist.all_to_all_single(
                 received, sent, received_sizes, sent_sizes, group=channel.group, async_op=True

@@ -25,6 +25,7 @@ from .errors import NeedsGatherError, ShardError
 from .flat_buffer import FlatBuffer
 from .shard_spec import same_cut
 from .shard_tensor import ShardTensor
+from .unit import OWN_COUNT, copy_attributes
 
 __all__ = ["Piece", "Runs", "grad_of"]
 
@@ -100,8 +101,13 @@ class _Run:
 class Runs:
     """The sharded parameters of one group."""
 
-    def __init__(self, listed: Sequence[Any], found: Sequence[tuple[FlatBuffer, Sequence[ShardTensor]]]) -> None:
-        """`listed`: the group's parameters in the user's order; `found`: the sharded ones by flat buffer."""
+    def __init__(
+        self, listed: Sequence[Any], found: Sequence[tuple[FlatBuffer, Sequence[ShardTensor]]], attributes: bool = False
+    ) -> None:
+        """`listed`: the group's parameters in the user's order; `found`: the sharded ones by flat buffer; `attributes`: the
+        optimizer may look at Python attributes that the user has given to parameters, so those that have some are not
+        stepped together with others."""
+        self._attributes = attributes
         self.flats = [flat for flat, _ in found]
         self.params: list[ShardTensor] = []
         self.shard_of: list[int] = []  # of each parameter: the number of its flat buffer
@@ -181,7 +187,7 @@ class Runs:
         self._cuts, self._regular = [], False
         pattern, results = self._gradients()
         kinds = {
-            i: (self.flats[self.shard_of[i]].dtype, _signature(p, state.get(p)))
+            i: (self.flats[self.shard_of[i]].dtype, _signature(p, state.get(p)), i if self._stands_out(p) else None)
             for i, p in enumerate(self.params)
             if pattern[i]
         }
@@ -209,6 +215,9 @@ class Runs:
         self._point({n: results[shard] for shard, n in first.items()})  # type: ignore[arg-type]
         self._pair(state)
         self._keep(state)
+
+    def _stands_out(self, p: ShardTensor) -> bool:
+        return self._attributes and len(p.__dict__) > OWN_COUNT
 
     def _shard(self, i: int) -> torch.Tensor:
         return self.flats[self.shard_of[i]].shard
@@ -271,6 +280,10 @@ class Runs:
             parts = [(a, b, [shards[0][a:b]]) for a, b in zip([0, *ends], ends, strict=False)]
         for start, stop, values in parts:
             piece = Piece(values)
+            if self._attributes:
+                piece.param._is_param = True  # type: ignore[attr-defined]  # what isinstance(p, nn.Parameter) asks
+                if self._stands_out(self.params[run.members[0]]):
+                    copy_attributes(self.params[run.members[0]], piece.param)
             if run.segments[0].grad is not None:
                 piece.grads = [run.segments[0].grad[start:stop]]
             for key, value in entries.items():

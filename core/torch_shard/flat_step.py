@@ -111,7 +111,7 @@ class _Group:
                 by_flat.setdefault((unit.index, unit.flats.index(flat)), (flat, []))[1].append(p)
         if only is not None:
             self.rest = []
-        self.runs = Runs(params, [by_flat[place] for place in sorted(by_flat)])
+        self.runs = Runs(params, [by_flat[place] for place in sorted(by_flat)], not is_torchs(type(optimizer)))
         flats = self.runs.flats
         self.on_cpu = all(flat.shard.device.type == "cpu" for flat in flats)
         self.may_fuse = (

@@ -351,7 +351,9 @@ def load_optim_state_dict(
         error = _describe(runtime, what, *_compare(runtime, optimizer, names, state_dict))
     except Exception as problem:  # the other ranks must hear of it
         error = problem
-    agree(runtime, what, sorted(state_dict["state"]) if error is None else None, error)
+    # With the empty ones: they decide who owns what.
+    key = sorted((name, bool(entries)) for name, entries in state_dict["state"].items()) if error is None else None
+    agree(runtime, what, key, error)
     elsewhere = owned_state.elsewhere(runtime, optimizer, names, state_dict["state"])
     # torch leaves a parameter that was never used out of the state, so this may be meant, and may be a loss.
     bare = [n for i, n in names.items() if i in trained and n not in state_dict["state"]] if state_dict["state"] else []

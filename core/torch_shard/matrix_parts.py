@@ -26,6 +26,7 @@ import torch
 from .collectives import Collectives, outside_inference
 from .flat_buffer import FlatBuffer
 from .shard_tensor import ShardTensor
+from .unit import copy_attributes
 from .watch import Pending
 
 __all__ = ["Entry", "Part", "Spares"]
@@ -98,10 +99,6 @@ class Entry:
         self.mine = (spec.start, spec.stop)
 
     @property
-    def nbytes(self) -> int:
-        return self.numel * self.itemsize
-
-    @property
     def moves(self) -> bool:
         """Whether another rank than the owner holds something of it."""
         return any(rank != self.owner for rank in self.held)
@@ -123,7 +120,10 @@ class Whole:
 
     def __init__(self, entry: Entry, memory: torch.Tensor, grad: torch.Tensor) -> None:
         self.entry, self.memory = entry, memory
-        self.value = entry.shaped(memory)
+        with torch._C.DisableTorchFunctionSubclass():
+            wants = entry.param.requires_grad
+        self.value = torch.nn.Parameter(entry.shaped(memory), requires_grad=wants)
+        copy_attributes(entry.param, self.value)
         self.value.grad = entry.shaped(grad)
 
     def settle(self) -> None:

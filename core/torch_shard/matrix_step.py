@@ -19,9 +19,11 @@ arXiv 2309.06497.
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
 import weakref
 import zlib
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,49 +42,100 @@ if TYPE_CHECKING:
 __all__ = ["MatrixStep"]
 
 
-class _State(dict[Any, Any]):
-    """The state of what the step works on; that of parameters which are not the engine's is the optimizer's own."""
+class _State(MutableMapping[Any, Any]):
+    """The optimizer's own state, under what the step works on in place of the user's parameters."""
 
     def __init__(self, own: Any) -> None:
-        super().__init__()
         self.own = own
-        self.params: dict[Any, Any] = {}  # by whole tensor, the user's parameter
-
-    def __missing__(self, key: Any) -> Any:
-        entries = self[key] = self.own[self.params.get(key, key)]
-        return entries
+        self._shown: dict[int, tuple[Any, Any]] = {}  # by id of a whole tensor: it, and the user's parameter
 
     def show(self, whole: Any, param: Any) -> None:
-        self.params[whole] = param
-        if param in self.own:
-            self[whole] = self.own[param]
+        self._shown[id(whole)] = whole, param
 
-    def keep(self, whole: Any) -> None:
-        """The step is through with it: the optimizer's state is brought up to date."""
-        param = self.params.pop(whole)
-        if whole in self:
-            entries = self.pop(whole)
-            if self.own.get(param) is not entries:
-                self.own[param] = entries
-        elif param in self.own:
-            del self.own[param]
+    def hide(self) -> None:
+        self._shown = {}
+
+    def _key(self, key: Any) -> Any:
+        return self._shown[id(key)][1] if id(key) in self._shown else key
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.own[self._key(key)]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.own[self._key(key)] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self.own[self._key(key)]
+
+    def __contains__(self, key: object) -> bool:
+        return self._key(key) in self.own
+
+    def get(self, key: Any, default: Any = None) -> Any:  # which makes no entry in a defaultdict
+        return self.own.get(self._key(key), default)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        return self.own.setdefault(self._key(key), default)
+
+    def __iter__(self) -> Iterator[Any]:
+        wholes = {id(param): whole for whole, param in self._shown.values()}
+        return (wholes.get(id(key), key) for key in list(self.own))
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+
+class _Outside(list[Any]):
+    """A group's parameters outside the loop's body, where there are none."""
+
+    def __init__(self, error: Callable[[], Exception]) -> None:
+        super().__init__()
+        self._error = error
+
+    def _refuse(self, *_: Any) -> Any:
+        raise self._error()
+
+    __iter__ = __len__ = __getitem__ = __contains__ = _refuse
 
 
 class _Working:
     """One group of a step: what one of the user's groups has in one part."""
 
-    def __init__(self, group: dict[str, Any], part: Part, params: list[Any], rest: list[Any]) -> None:
-        self.group, self.part, self.rest = group, part, rest
+    def __init__(
+        self, group: dict[str, Any], part: Part, params: list[Any], rest: list[Any], outside: _Outside
+    ) -> None:
+        self.group, self.part, self.rest, self.outside = group, part, rest, outside
         self.listed = params  # the user's, in the user's order; more than once where they are so there
-        options = {key: value for key, value in group.items() if key != "params"}
-        self.options = {**options, "params": []}
-        self.given = options
+        # Copies, so that what a step changes in place (`group["k"] += 1` of a tensor) starts from the same for each part.
+        self.given = {key: _own(value) for key, value in group.items() if key != "params"}
+        self.options = {**self.given, "params": outside}
+        self._before = {key: _own(value) for key, value in self.given.items() if _is_mutable(value)}
 
     def write_back(self) -> None:
-        """Options that the optimizer has set."""
+        """Options that the optimizer has set or changed."""
         for key, value in self.options.items():
-            if key != "params" and self.given.get(key, self) is not value:
+            if key == "params":
+                continue
+            if self.given.get(key, self) is not value:
                 self.group[key] = self.given[key] = value
+            elif key in self._before and not _equal(value, self._before[key]):
+                if isinstance(value, torch.Tensor):
+                    self.group[key].copy_(value)
+                else:
+                    self.group[key] = value
+
+
+def _is_mutable(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, list, dict, set))
+
+
+def _own(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if _is_mutable(value) else value
+
+
+def _equal(some: Any, others: Any) -> bool:
+    return torch.equal(some, others) if isinstance(some, torch.Tensor) else bool(some == others)
 
 
 class MatrixStep:
@@ -93,6 +146,7 @@ class MatrixStep:
         self.runtime = runtime
         self._name = type(optimizer).__name__
         self._groups: list[list[Any]] = []
+        self._order = 0  # a hash of the names in all groups
         self._params: list[ShardTensor] = []  # those that are the engine's, each once
         self._units: list[Unit] = []
         self._made: tuple[Any, ...] = ()  # what the parts were made for
@@ -102,8 +156,8 @@ class MatrixStep:
         self._working: list[_Working] = []
         self._spares = Spares(runtime.collectives.device)
         self._at = -1  # the group that is worked on; -1: the parameters are as the last pass has left them
-        self._passes = 0
         self._left = False
+        self._left_at = -1
         self._said: list[tuple[int, torch.Tensor]] = []  # by rank, whether it left its step
         self._error: Exception | None = None
         # A part's values as they were sent back, until it has been seen that this optimizer changes them before that.
@@ -141,8 +195,10 @@ class MatrixStep:
                 rest = [p for p in group["params"] if not self._is_ours(p)]
                 for n, (part, params) in enumerate(parts):
                     last = n + 1 == len(parts)
-                    self._working.append(_Working(group, part, params, rest if last else []))
-        self._passes, self._unchanged = 0, None if self._changes else []
+                    outside = _Outside(lambda: self._other_way("asked for parameters outside its loop over the groups"))
+                    self._working.append(_Working(group, part, params, rest if last else [], outside))
+        self._left, self._left_at = False, -1
+        self._unchanged = None if self._changes else []
 
     def _is_ours(self, p: Any) -> bool:
         unit = p._unit_ref() if type(p) is ShardTensor and p._unit_ref is not None else None
@@ -167,6 +223,8 @@ class MatrixStep:
                     raise several_engines(optimizer, p, self.runtime)
                 params[id(p)], units[unit.index] = p, unit
         self._groups = [list(group["params"]) for group in groups]
+        names = [[p._spec.name if type(p) is ShardTensor else "" for p in held] for held in self._groups]
+        self._order = zlib.crc32(repr(names).encode())
         self._params, self._units = list(params.values()), list(units.values())
         self._made, self._entries = (), {-1: None}  # unlike any state
 
@@ -192,8 +250,10 @@ class MatrixStep:
         if absent:
             few = ", ".join(absent[:3]) + (", ..." if len(absent) > 3 else "")
             text += f", {len(absent)} of them without a gradient: {few}"
-        sizes = [len(group) for group in self._groups]
-        agreement.note(zlib.crc32(repr((text, sizes)).encode() + bytes(present)), text)
+        owners = self.runtime.owners.of(self._optimizer())
+        owned = [owners.get(p._spec.name, -1) for p in self._params]
+        key = zlib.crc32(repr((text, owned)).encode() + bytes(present), self._order)
+        agreement.note(key, f"{text} (their order and owners: {key:08x})")
         answer = agreement.check(what, torch.tensor([changed], dtype=torch.uint8, device="cpu"))
         assert answer is not None
         return bool(answer[0])
@@ -228,8 +288,7 @@ class MatrixStep:
     def before(self, number: int) -> None:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             if number == 0:
-                self._passes += 1
-                self._left = False
+                self._left, self._left_at = False, -1
                 self._working[0].part.send()
             if number + 1 < len(self._working):
                 self._working[number + 1].part.send()
@@ -240,15 +299,12 @@ class MatrixStep:
             work.options["params"] = [wholes[id(p)] for p in work.listed if id(p) in wholes] + work.rest
             for entry, value in zip(work.part.owned, values, strict=True):
                 self.state.show(value, entry.param)
-            for p in work.rest:
-                self.state.show(p, p)
 
     def after(self, number: int) -> None:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             work = self._working[number]
-            work.options["params"] = []
-            for whole in list(self.state.params):
-                self.state.keep(whole)
+            work.options["params"] = work.outside
+            self.state.hide()
             for made in work.part.wholes:
                 made.settle()
             self._note_changes(work.part)
@@ -259,7 +315,7 @@ class MatrixStep:
 
     def leave(self, number: int) -> None:
         """The optimizer has left its loop early, with an exception perhaps. Never raises: that would hide it."""
-        self._left = True
+        self._left, self._left_at = True, number
         try:
             for following in range(number, len(self._working)):
                 if following > number:
@@ -285,6 +341,8 @@ class MatrixStep:
         if self._at == len(self._working) - 1 >= 0:
             self._finish()
             self._hear_at_once()
+        for work in self._working:
+            work.write_back()
         self._refuse_other_ways()
 
     # -- after it -------------------------------------------------------------------------------------------------
@@ -353,13 +411,13 @@ class MatrixStep:
     def _refuse_other_ways(self) -> None:
         """Raise where a step has worked on parameters outside its loop over the groups, when they were on their way."""
         kept, self._unchanged = self._unchanged, None
-        if self._working and not self._passes and any(work.part.entries for work in self._working):
-            self._working = []
-            raise self._other_way("did not go through self.param_groups")
+        if self._left and any(work.part.entries for work in self._working[self._left_at + 1 :]):
+            self._left = False
+            raise self._other_way("left its loop over the groups before the last")
         for value, sent in kept or ():
             if not torch.equal(value.view(torch.uint8), sent.view(torch.uint8)):
                 raise self._other_way("changed parameters after it had gone on to the next group")
-        if self._at < 0 and self._passes:
+        if self._at < 0:
             self._unchanged = kept  # the step itself may not have ended yet
 
     def _other_way(self, what: str) -> ShardError:

@@ -13,6 +13,7 @@ Three kinds, by the exact class (a subclass may do anything, so it is of no kind
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Literal
 
 import torch
@@ -51,7 +52,7 @@ def register(cls: type, kind: Kind) -> type:
     - read ``self.param_groups`` after its closure has run;
     - for ``"matrix"``: go through them in one loop, and update a group's parameters within its body; the next group comes
       when they have gone back. One of the user's groups may come in several parts, some of them without a parameter, each
-      with the options as they were before the step.
+      with the options as they were before the step. Random numbers that it draws differ between the ranks.
 
     With ``"matrix"`` state of any form is kept, at the rank that owns the parameter; ``optimizer.state_dict()`` is that rank's
     part, and ``engine.optim_state_dict(optimizer)`` the whole. A rank sends about three times its share of the parameters'
@@ -83,6 +84,18 @@ def kind_of(cls: type) -> Kind | None:
     if is_torchs(cls):
         return "elementwise" if cls.__name__ in _ELEMENTWISE else "matrix" if cls.__name__ in _MATRIX else None
     return _BY_NAME.get((cls.__module__, cls.__qualname__))
+
+
+def kind_of_step(cls: type, function: Any) -> Kind | None:
+    """The kind of a ``step`` function of torch's own, which `cls` has inherited or calls by ``super().step()``, or None."""
+    if function is None:
+        return None
+    plain = inspect.unwrap(function)
+    for base in cls.__mro__:
+        if is_torchs(base) and kind_of(base) is not None and inspect.unwrap(base.step) is plain:  # type: ignore[attr-defined]
+            same = getattr(cls, "_init_group", None) is getattr(base, "_init_group", None)
+            return kind_of(base) if same else None
+    return None
 
 
 def is_torchs(cls: type) -> bool:

@@ -6,7 +6,6 @@ is decided here: flat tensors (:mod:`.flat_step`), whole matrices at their owner
 
 from __future__ import annotations
 
-import inspect
 import sys
 import types
 import weakref
@@ -20,7 +19,7 @@ from .errors import ConfigError, ShardError
 from .flat_step import FlatStep
 from .in_backward import InBackward
 from .matrix_step import MatrixStep
-from .optim import is_torchs, kind_of
+from .optim import is_torchs, kind_of, kind_of_step
 from .shard_tensor import ShardTensor
 from .stand_in import StandIn, stand_in
 from .step_checks import Trial, check_class, check_units, own_units, refuse_unreduced, shard_state
@@ -128,7 +127,7 @@ class StepWatch:
                 "was changed."
             )
         check_class(optimizer, runtime.collectives.world_rank)
-        kind = kind_of(type(optimizer)) or _kind_of_function(type(optimizer), function)
+        kind = kind_of(type(optimizer)) or kind_of_step(type(optimizer), function)
         if kind == "matrix":  # refuses on all ranks together
             return self._exchange(optimizer, args, kwargs, runtime, MatrixStep)
         if kind == "elementwise":
@@ -246,19 +245,6 @@ class StepWatch:
         attached.watch = self  # type: ignore[attr-defined]
         # A bound method, as schedulers expect, and as copying takes along to the copy.
         optimizer.step = types.MethodType(attached, optimizer)
-
-
-def _kind_of_function(cls: type, function: Any) -> str | None:
-    """The kind of one of torch's own ``step`` functions, which a subclass has inherited or calls by ``super().step()``;
-    `function` is what torch's wrapper (``Optimizer.profile_hook_step``, torch 2.11 to 2.13) will call."""
-    if function is None:
-        return None
-    plain = inspect.unwrap(function)
-    for base in cls.__mro__:
-        if is_torchs(base) and kind_of(base) is not None and inspect.unwrap(base.step) is plain:  # type: ignore[attr-defined]
-            same = getattr(cls, "_init_group", None) is getattr(base, "_init_group", None)
-            return kind_of(base) if same else None
-    return None
 
 
 def _hook_bases(cls: type) -> None:

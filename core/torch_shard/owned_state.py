@@ -8,6 +8,7 @@ parameter's owner is a rank that has its state.
 from __future__ import annotations
 
 import pickle
+import statistics
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import ShardError
-from .optim import kind_of
+from .optim import kind_of, kind_of_step
 from .owners import Item, assign, choose, loads_of, work_of
 from .runtime import Runtime
 from .shard_tensor import ShardTensor
@@ -30,7 +31,9 @@ _NONE, _WHOLE, _SLICES = 0, 1, 2  # what a rank has of a parameter's state
 
 def is_matrix(runtime: Runtime, optimizer: Any) -> bool:
     """Whether the state of this optimizer belongs to the owners. Not collective."""
-    return kind_of(type(optimizer)) == "matrix" or optimizer in runtime.owners
+    cls = type(optimizer)
+    kind = kind_of(cls) or kind_of_step(cls, getattr(cls, "step", None))
+    return kind == "matrix" or optimizer in runtime.owners
 
 
 def everyone(runtime: Runtime, mine: Sequence[int], what: str) -> list[list[int]]:
@@ -101,7 +104,8 @@ def stages_of(params: Sequence[ShardTensor], ranks: int) -> dict[int, int]:
         unit = p._unit_ref() if p._unit_ref is not None else None
         index = unit_of[id(p)] = -1 if unit is None else unit.index
         size[index] = size.get(index, 0) + p._spec.numel * p._local.element_size()
-    limit = max(_SMALL, max(size.values(), default=0) * ranks // 2)
+    # The median, because one large embedding must not make all stages as large.
+    limit = max(_SMALL, statistics.median_high(size.values()) * ranks // 2) if size else 0
     stage, filled = 0, 0
     stage_of: dict[int, int] = {}
     for index in sorted(size):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import full_state
+from . import full_state, owned_state
 from .errors import UnitStateError
 from .flat_buffer import FlatBuffer
 from .leaf import set_own_grad
@@ -60,10 +60,25 @@ def close_units(
         for module in dict.fromkeys(rnns):
             module._init_flat_weights()
     for optimizer, state in states:
-        full_state.load_by_name(optimizer, names, state)
+        _give_back(optimizer, names, state["state"])
     runtime.units.clear()
     runtime.schedule.gathered.clear()
     runtime.in_backward = runtime.reductions.on_published = None
+
+
+def _give_back(optimizer: torch.optim.Optimizer, names: dict[int, str], state: dict[str, Any]) -> None:
+    """Whole state in place of slices. Not by ``load_state_dict``, which changes dtypes to the parameters'."""
+    for group in optimizer.param_groups:
+        counts_on_device = group.get("capturable") or group.get("fused")
+        for p in group["params"]:
+            entries = state.get(names[id(p)])
+            if entries:
+                optimizer.state[p] = {
+                    key: owned_state.copied(value, "cpu" if key == "step" and not counts_on_device else str(p.device))
+                    for key, value in entries.items()
+                }
+            else:
+                optimizer.state.pop(p, None)
 
 
 def _check(unit: Unit) -> None:

@@ -225,8 +225,8 @@ class Unit:
                     "another parameter than when the model was sharded. Replace layers before shard(), use "
                     "load_state_dict without assign=True, or close() the engine and shard again."
                 )
-            if len(param.__dict__) > _OWN_COUNT:
-                _copy_attributes(param, flat.leaves[index])
+            if len(param.__dict__) > OWN_COUNT:
+                copy_attributes(param, flat.leaves[index])
         for rnn in self._rnns():
             rebuild_flat_weights(rnn)
         for flat in self.flats:
@@ -247,7 +247,7 @@ class Unit:
             if slots.get(attribute) is flat.leaves[index]:
                 slots[attribute] = flat.params[index]
                 if len(flat.leaves[index].__dict__) > 1:  # attributes that forward has set, beside `_place`
-                    _copy_attributes(flat.leaves[index], flat.params[index])
+                    copy_attributes(flat.leaves[index], flat.params[index])
         for rnn in self._rnns():
             rebuild_flat_weights(rnn)
 
@@ -350,7 +350,7 @@ def _first_attribute(module: nn.Module) -> int:
     return next((i for i, key in enumerate(module.__dict__) if key not in _MODULES_OWN), len(module.__dict__))
 
 
-_OWN_COUNT = 4  # attributes that every sharded parameter has: `_local`, `_spec`, `_unit_ref`, `_is_param`
+OWN_COUNT = 4  # attributes that every sharded parameter has: `_local`, `_spec`, `_unit_ref`, `_is_param`
 _OWN_ATTRIBUTES = {
     "_local", "_spec", "_unit_ref", "_flat", "_unreduced", "_lost", "_origin", "_converted", "_is_param", "_place",
     "data_taken",
@@ -367,7 +367,8 @@ def adopt(param: Any, original: Any) -> None:
             param.__dict__[key] = value
 
 
-def _copy_attributes(param: torch.Tensor, leaf: torch.Tensor) -> None:
+def copy_attributes(param: torch.Tensor, leaf: torch.Tensor) -> None:
+    """Give `leaf` the Python attributes that the user has given to `param`."""
     for key, value in param.__dict__.items():
         if key not in _OWN_ATTRIBUTES:
             leaf.__dict__[key] = value
