@@ -35,8 +35,8 @@ _ALIGN = 16  # bytes; each rank's chunk of a message begins at a multiple
 
 
 class Spares:
-    """Memory for messages, used again and again within a step: new memory costs as much time as the copy into it (the CUDA
-    caching allocator does this by itself, and knows which stream has used it)."""
+    """Memory for messages, used again and again within a step: on the CPU new memory costs as much time as the copy into it.
+    It comes back when its message has been waited for."""
 
     _KEPT = 4
 

@@ -2,8 +2,8 @@
 
 Gradients are averaged and cut already, as for any other optimizer. In a step each rank sends the slices of parameters and
 gradients to their owners, steps on what it owns, and sends new values back (:mod:`.matrix_parts`). That goes part by part:
-while one is worked on, the next one's slices come in and the last one's values go out, so that a few units' bytes are whole
-at a time, and no second copy of gradients or state exists. State is the optimizer's own: whole tensors, at the owner only.
+while one is worked on, the next one's slices come in and the last one's values go out, so that only two or three parts are
+whole at a time. State is the optimizer's own: whole tensors, at the owner only.
 
 The optimizer goes through one group for each part. Each begins with the options of the user's group, so that a ``step`` that
 counts in them (``group["k"] += 1``) counts once, however many parts there are.

@@ -54,7 +54,7 @@ def assign(items: Sequence[Item], ranks: int, loads: Sequence[int] = ()) -> list
     no rank is given more than its share and half of what it has in that stage, and nothing beyond its share of the whole.
     Within that, a rank that holds all of a parameter need neither receive nor send it. What fits nowhere goes to the rank
     with least work, and items of more than half a share do so before all others. (Longest-processing-time-first over all
-    stages, the textbook's choice, ends as level. On the blocks of a transformer it sends six times the bytes on two ranks.)
+    stages, the textbook's choice, ends as level, but does not ask what has to be moved.)
 
     Args:
         items: in any order that all ranks share.
