@@ -176,7 +176,7 @@ class StepWatch:
         if trial is None:
             trial = Trial(optimizer)
             self._trials.set(optimizer, trial)
-        if not trial.runs():
+        if not trial.runs(frame.f_back):  # else it is a step that this one is called by, with super()
             trial.begin(frame)
             runtime.collectives.scalar.refused = trial.refuse
 

@@ -190,7 +190,7 @@ class Trial:
         """A step begins, in `frame`."""
         # Whether it still runs is seen on the stack: an exception in it tells nobody that it has ended. (The frame itself
         # would keep the optimizer.)
-        self._frame = id(frame)
+        self._frame, self._undone = id(frame), False
         self._drop()
         if self._keeps:
             optimizer = self._optimizer()
@@ -224,9 +224,8 @@ class Trial:
     def _drop(self) -> None:
         self.values, self.state = [], {}
 
-    def runs(self) -> bool:
-        """Whether the caller is inside that step."""
-        frame: Any = sys._getframe(1)
+    def runs(self, frame: Any) -> bool:
+        """Whether `frame` is that step's, or inside it."""
         while frame is not None and (id(frame) != self._frame or not self._is_in(frame)):
             frame = frame.f_back
         return frame is not None
@@ -238,7 +237,7 @@ class Trial:
 
     def refuse(self, message: str) -> str:
         """An operation was refused: undo the step, and say whose it was."""
-        if not self.runs():
+        if not self.runs(sys._getframe(1)):
             return message
         name = type(self._optimizer()).__qualname__
         if self._keeps:
