@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from .errors import NeedsGatherError, ShardError
+from .errors import ShardError
 from .flat_buffer import FlatBuffer
-from .shard_spec import same_cut
 from .shard_tensor import ShardTensor
+from .state_signature import signature
 from .unit import OWN_COUNT, copy_attributes
 
 __all__ = ["Piece", "Runs", "grad_of"]
@@ -187,7 +187,7 @@ class Runs:
         self._cuts, self._regular = [], False
         pattern, results = self._gradients()
         kinds = {
-            i: (self.flats[self.shard_of[i]].dtype, _signature(p, state.get(p)), i if self._stands_out(p) else None)
+            i: (self.flats[self.shard_of[i]].dtype, signature(p, state.get(p)), i if self._stands_out(p) else None)
             for i, p in enumerate(self.params)
             if pattern[i]
         }
@@ -470,34 +470,3 @@ def _runs(segments: list[_Segment], kinds: dict[int, Any]) -> list[_Run]:
         else:
             runs.append(_Run([segment], kind))
     return runs + [_Run(found, kind) for kind, found in small.items()]
-
-
-def _signature(param: ShardTensor, entries: Any) -> Any:
-    """What parameters of one run must agree in; raises where a flat step can't take the state."""
-    if not entries:
-        return None
-    found: list[tuple[Any, ...]] = []
-    for key, value in entries.items():
-        if type(value) is ShardTensor:
-            if not same_cut(value._spec, param._spec):
-                raise _unusable(param, key, "is a sharded tensor that is cut differently")
-            found.append((key, "elements", value.dtype))
-        elif isinstance(value, torch.Tensor):
-            if value.dim():
-                raise _unusable(
-                    param, key, f"has shape {tuple(value.shape)} where the parameter has {tuple(param.shape)}"
-                )
-            found.append((key, value.dtype, value.item()))
-        elif value is None or isinstance(value, (bool, int, float, complex, str)):
-            found.append((key, type(value), value))
-        else:
-            raise _unusable(param, key, f"is a {type(value).__name__}")
-    return tuple(found)
-
-
-def _unusable(param: ShardTensor, key: str, what: str) -> NeedsGatherError:
-    return NeedsGatherError(
-        f"rank {param._spec.rank}: optimizer state {key!r} of {param._spec.name} {what}, which a step on slices can't use; "
-        "nothing was changed. Drop it (`optimizer.state.pop(parameter)`), load state that fits, or change the parameter inside "
-        "`with engine.gathered(parameter, write=True)`."
-    )
