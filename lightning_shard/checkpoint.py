@@ -6,6 +6,7 @@ import argparse
 import collections
 import datetime
 import decimal
+import operator
 import pathlib
 import pickle
 import shutil
@@ -60,8 +61,11 @@ def optimizer_state(engine: Engine, optimizer: Any, *, rank0_only: bool = True) 
         for group, group_names in zip(optimizer.param_groups, names, strict=True)
     ]
     # Numbers in ascending order, as torch writes them: the order of names is that of the units.
-    state = {numbers[name]: entries for name, entries in named.get("state", {}).items()}
-    return {"state": dict(sorted(state.items())), "param_groups": groups}
+    state = {name: entries for name, entries in named.get("state", {}).items() if name not in numbers}
+    for name, number in sorted(numbers.items(), key=operator.itemgetter(1)):
+        if name in named.get("state", {}):
+            state[number] = named["state"][name]
+    return {"state": state, "param_groups": groups}
 
 
 def load_optimizer(engine: Engine, optimizer: Any, state: Mapping[str, Any]) -> None:
@@ -78,7 +82,8 @@ def load_optimizer(engine: Engine, optimizer: Any, state: Mapping[str, Any]) -> 
         )
     name_of = dict(zip(saved_order, names, strict=True))
     named = {
-        "state": {name_of[number]: entries for number, entries in state["state"].items()},
+        "state": {name_of.get(number, number): entries for number, entries in state["state"].items()},
+        "other_state": [key for key in state["state"] if key not in name_of],
         "param_groups": [
             {**group, "params": [name_of[number] for number in group["params"]]} for group in state["param_groups"]
         ],
@@ -91,6 +96,8 @@ def make_plain(optimizer: Any, state: Mapping[str, Any]) -> None:
     # Not load_state_dict: that would also replace the groups' dicts, which schedulers hold.
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for number, entries in state["state"].items():
+        if not isinstance(number, int):
+            continue  # of no parameter
         param = params[number]
         own = optimizer.state.pop(param, {})  # and back: in the order of the numbers, whoever had it
         for key, value in entries.items():

@@ -76,6 +76,24 @@ def test_hooks_are_given_back(rank: int) -> None:
     assert seen == ["before"]
 
 
+@ranks(2, exhaustive=(1, 3))
+def test_a_closed_model_that_is_sharded_again_has_the_users_hooks_only(rank: int, world_size: int) -> None:
+    plain, model = build(), build()
+    for net in (plain, model):
+        net.head.bias.register_hook(lambda g: g * 3)
+    kept = []  # what is still referred to of an engine must not matter to the next one
+    for _ in range(3):
+        engine = torch_shard.shard(model)
+        for net in (plain, model):
+            net.zero_grad()
+        reference_grads(plain, world_size)
+        model(batch(rank)).pow(2).mean().backward()
+        kept += [flat for unit in engine.units for flat in unit.flats]
+        engine.close()
+        assert not model.scale._backward_hooks and len(model.head.bias._backward_hooks) == 1
+        assert_grads(model, plain)
+
+
 class Twins:
     """A plain model and a sharded one, each with an optimizer, after one and the same step on the batches of all ranks."""
 

@@ -331,9 +331,9 @@ class Engine:
     def close(self, *optimizers: torch.optim.Optimizer) -> None:
         """Give the plain model back: whole parameters in the same objects, no hooks of the engine. Collective.
 
-        Gradients become whole too, and the state of the `optimizers` that are named; the user's own hooks stay. The
-        state of an optimizer that is not named stays cut and can't be used. Needs memory for the whole model on every
-        rank.
+        Gradients become whole too, and the state of the `optimizers` that are named and of those that step on whole
+        matrices; the user's own hooks stay. The state of any other optimizer stays cut and can't be used. Needs memory for
+        the whole model on every rank.
 
         Raises:
             UnitStateError: inside a forward or :meth:`gathered`, or where a graph or a weak reference still holds a

@@ -274,7 +274,7 @@ def optim_state_dict(
 
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: torch's own optimizer state dict
-        with names in place of numbers.
+        with names in place of numbers. Where the optimizer has state of no parameter, ``"other_state"`` lists its keys.
     """
     what = "engine.optim_state_dict"
     error: Exception | None = None
@@ -286,13 +286,16 @@ def optim_state_dict(
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     numbers = [p for group in optimizer.param_groups for p in group["params"]]  # torch counts like this
-    state: dict[str, dict[str, Any]] = {}
+    state: dict[Any, Any] = {}
     jobs: dict[tuple[int, str, str], dict[int, torch.Tensor]] = {}
     flats = {id(flat): flat for unit in runtime.units for flat in unit.flats}
     rest: list[tuple[str, str, ShardTensor]] = []
     for number, entries in taken["state"].items():
-        param = numbers[number] if isinstance(number, int) else number
-        name = names.get(id(param), "")
+        if not _is_number(number, numbers):
+            state[number] = entries  # the optimizer's own, of no parameter
+            continue
+        param = numbers[number]
+        name = names[id(param)]
         state[name] = dict(entries)
         for key, value in entries.items():
             if isinstance(value, ShardTensor):
@@ -308,7 +311,10 @@ def optim_state_dict(
     wanted = not rank0_only or runtime.collectives.world_rank == 0
     known = owned_state.collect(runtime, taken["state"], len(numbers), wanted, what)
     if known is not taken["state"]:  # in the order of the parameters, and with what other ranks own
-        state = {names.get(id(numbers[n] if isinstance(n, int) else n), ""): dict(own) for n, own in known.items()}
+        state = {
+            names[id(numbers[n])] if _is_number(n, numbers) else n: dict(own) if isinstance(own, dict) else own
+            for n, own in known.items()
+        }
     for job in chosen:
         flat = flats[job[0]]
         slices = [jobs[job].get(i) for i in range(len(flat.params))]
@@ -321,14 +327,21 @@ def optim_state_dict(
         state[name][entry] = value.full_tensor().cpu()
     if not wanted:
         return {}
-    for entries in state.values():
-        for entry, value in entries.items():
-            # A snapshot: the next step changes what is whole here.
-            entries[entry] = owned_state.copied(value, "cpu")
+    # A snapshot: the next step changes what is whole here.
+    state = {name: owned_state.copied(entries, "cpu") for name, entries in state.items()}
     groups = []
     for group, live in zip(taken["param_groups"], optimizer.param_groups, strict=True):
         groups.append({**group, "params": [names[id(p)] for p in live["params"]]})
-    return {"state": state, "param_groups": groups}
+    own = [key for key in state if key not in names.values()]
+    return {"state": state, "param_groups": groups, **({OTHER: own} if own else {})}
+
+
+OTHER = "other_state"  # entry of our dicts: keys in "state" that are no parameter's
+
+
+def _is_number(key: Any, numbers: list[Any]) -> bool:
+    """Whether a key of torch's state dict stands for a parameter."""
+    return type(key) is int and 0 <= key < len(numbers)
 
 
 def load_optim_state_dict(
@@ -352,7 +365,7 @@ def load_optim_state_dict(
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     # With the empty ones: they decide who owns what.
-    key = sorted((name, bool(entries)) for name, entries in state_dict["state"].items()) if error is None else None
+    key = sorted((str(name), bool(entries)) for name, entries in state_dict["state"].items()) if error is None else None
     agree(runtime, what, key, error)
     elsewhere = owned_state.elsewhere(runtime, optimizer, names, state_dict["state"])
     # torch leaves a parameter that was never used out of the state, so this may be meant, and may be a loss.
@@ -371,7 +384,7 @@ def load_by_name(
     """Load a checked dict; `names` by id of the parameters, `elsewhere` of those whose state is whole at one rank. Local."""
     elsewhere = elsewhere or {}
     # torch's form: numbers for names, in the optimizer's own order.
-    state: dict[int, dict[str, Any]] = {}
+    state: dict[Any, Any] = {key: owned_state.copied(state_dict["state"][key]) for key in state_dict.get(OTHER, ())}
     groups: list[dict[str, Any]] = []
     number = 0
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
@@ -433,7 +446,7 @@ def _compare(
     for name, entries in given["state"].items():
         param = by_name.get(name)
         if param is None:
-            if name not in listed:
+            if name not in listed and name not in given.get(OTHER, ()):
                 unexpected.append(f"{name} (state)")
             continue
         for key, value in entries.items():

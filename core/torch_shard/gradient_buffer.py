@@ -33,7 +33,7 @@ class GradientBuffer:
         self.missing = 0  # wanted ones not yet seen
         self.frozen = [False] * n  # parameters that want no gradient of the running backward
         self.held_before = [False] * n  # `holds` at the beginning of the running backward
-        self.lost = False  # a failed backward took held gradients with it
+        self.lost = False  # some gradients must not be added to, see `_check_lost`
         # Under no_sync(): what `.grad` showed for each held gradient, and its version.
         self.shown: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * n
         self.results: list[torch.Tensor] = []  # reduced slices waiting to be published as .grad
@@ -214,12 +214,28 @@ class GradientBuffer:
                         )
                     self.holds[i] = False
 
+    def outdate(self, index: int, name: str) -> None:
+        """Optimizer `name` has changed this gradient elsewhere: nothing can be added to it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            grad: Any = own_grad(self.params[index])
+            if grad is not None:
+                grad._outdated = name, grad._version
+                self.lost = True
+
     # -- after a failure ----------------------------------------------------------------------------------------
     def _check_lost(self) -> None:
-        """What no_sync() held before a backward that failed is gone; its `.grad` must be cleared before the next one."""
+        """What no_sync() held before a backward that failed is gone, and what the owners' optimizers have done to gradients
+        is theirs: these must be cleared before the next backward."""
         with torch._C.DisableTorchFunctionSubclass():
             for i, p in enumerate(self.params):
                 grad: Any = own_grad(p)
+                name, version = getattr(grad, "_outdated", ("", 0))
+                if name and grad._version == version:
+                    raise ShardError(
+                        f"rank {self.collectives.world_rank}: {name}.step() has changed the gradient of "
+                        f"{self.layout.slots[i].name} in place, on the rank that owns the parameter only, so the next one can't "
+                        "be added to it; call zero_grad() after the step."
+                    )
                 if getattr(grad, "_lost", False) and grad._local.count_nonzero():
                     raise ShardError(
                         f"rank {self.collectives.world_rank}: what was accumulated for {self.layout.slots[i].name} under "

@@ -36,26 +36,27 @@ _ALIGN = 16  # bytes; each rank's chunk of a message begins at a multiple
 
 class Spares:
     """Memory for messages, used again and again within a step: on the CPU new memory costs as much time as the copy into it.
-    It comes back when its message has been waited for."""
-
-    _KEPT = 4
+    It comes back when its message has been waited for. There are never more of them than messages at a time: where none is
+    large enough, one is let go for the new one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._spare: list[torch.Tensor] = []
+        self._spare: list[torch.Tensor] = []  # the smallest first
 
     def take(self, size: int) -> torch.Tensor:
         """1-D, `size` bytes."""
         for i, memory in enumerate(self._spare):
-            if size <= memory.numel() <= 2 * size:
+            if size <= memory.numel():
                 return self._spare.pop(i)[:size]
+        if self._spare and size:
+            self._spare.pop()
         with outside_inference():
             return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def give(self, memory: torch.Tensor) -> None:
         if self.device.type == "cpu" and memory.numel():
             base = memory._base
-            self._spare = [*self._spare, memory if base is None else base][-self._KEPT :]
+            self._spare = sorted([*self._spare, memory if base is None else base], key=torch.Tensor.numel)
 
     def drop(self) -> None:
         self._spare = []
@@ -116,7 +117,7 @@ class Entry:
 class Whole:
     """A parameter that this rank owns, as the optimizer gets it."""
 
-    __slots__ = ("entry", "memory", "value")
+    __slots__ = ("_version", "entry", "grad", "memory", "value")
 
     def __init__(self, entry: Entry, memory: torch.Tensor, grad: torch.Tensor) -> None:
         self.entry, self.memory = entry, memory
@@ -124,13 +125,23 @@ class Whole:
             wants = entry.param.requires_grad
         self.value = torch.nn.Parameter(entry.shaped(memory), requires_grad=wants)
         copy_attributes(entry.param, self.value)
-        self.value.grad = entry.shaped(grad)
+        self.grad = self.value.grad = entry.shaped(grad)
+        self._version = self.grad._version
 
     def settle(self) -> None:
         """Where the optimizer has given the tensor other memory (``p.data = ...``), bring what is there back."""
         own = self.entry.shaped(self.memory)
         if self.value.data_ptr() != own.data_ptr() or self.value.stride() != own.stride():
             own.copy_(self.value)
+
+    def settle_gradient(self) -> bool:
+        """Whether the optimizer has changed the gradient (there is one) where the user's must be changed, too."""
+        given: Any = self.value.grad
+        if self.entry.moves:
+            return given is not self.grad or given._version != self._version
+        if given is not self.grad:
+            self.grad.copy_(given)  # the user's own
+        return False
 
 
 class Part:

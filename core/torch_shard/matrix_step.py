@@ -19,123 +19,30 @@ arXiv 2309.06497.
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
 import operator
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .errors import ShardError
+from .leaf import set_own_grad
+from .matrix_groups import Given, OwnState, Working
 from .matrix_parts import Entry, Part, Spares
-from .owned_state import give_owners, settle, stages_of
+from .optim import is_torchs, kind_of
+from .owned_state import everyone, give_owners, settle, stages_of
 from .shard_tensor import ShardTensor
 from .step_checks import check_units, refuse_unreduced, several_engines
 from .unit import Unit
 from .whole import agree
 
 if TYPE_CHECKING:
+    from .flat_buffer import FlatBuffer
     from .runtime import Runtime
 
 __all__ = ["MatrixStep"]
-
-
-class _State(MutableMapping[Any, Any]):
-    """The optimizer's own state, under what the step works on in place of the user's parameters."""
-
-    def __init__(self, own: Any) -> None:
-        self.own = own
-        self._shown: dict[int, tuple[Any, Any]] = {}  # by id of a whole tensor: it, and the user's parameter
-
-    def show(self, whole: Any, param: Any) -> None:
-        self._shown[id(whole)] = whole, param
-
-    def hide(self) -> None:
-        self._shown = {}
-
-    def _key(self, key: Any) -> Any:
-        return self._shown[id(key)][1] if id(key) in self._shown else key
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.own[self._key(key)]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.own[self._key(key)] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self.own[self._key(key)]
-
-    def __contains__(self, key: object) -> bool:
-        return self._key(key) in self.own
-
-    def get(self, key: Any, default: Any = None) -> Any:  # which makes no entry in a defaultdict
-        return self.own.get(self._key(key), default)
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        return self.own.setdefault(self._key(key), default)
-
-    def __iter__(self) -> Iterator[Any]:
-        wholes = {id(param): whole for whole, param in self._shown.values()}
-        return (wholes.get(id(key), key) for key in list(self.own))
-
-    def __len__(self) -> int:
-        return len(self.own)
-
-
-class _Outside(list[Any]):
-    """A group's parameters outside the loop's body, where there are none."""
-
-    def __init__(self, error: Callable[[], Exception]) -> None:
-        super().__init__()
-        self._error = error
-
-    def _refuse(self, *_: Any) -> Any:
-        raise self._error()
-
-    __iter__ = __len__ = __getitem__ = __contains__ = _refuse
-
-
-class _Working:
-    """One group of a step: what one of the user's groups has in one part."""
-
-    def __init__(
-        self, group: dict[str, Any], part: Part, params: list[Any], rest: list[Any], outside: _Outside
-    ) -> None:
-        self.group, self.part, self.rest, self.outside = group, part, rest, outside
-        self.listed = params  # the user's, in the user's order; more than once where they are so there
-        # Copies, so that what a step changes in place (`group["k"] += 1` of a tensor) starts from the same for each part.
-        self.given = {key: _own(value) for key, value in group.items() if key != "params"}
-        self.options = {**self.given, "params": outside}
-        self._before = {key: _own(value) for key, value in self.given.items() if _is_mutable(value)}
-
-    def write_back(self) -> None:
-        """Options that the optimizer has set or changed."""
-        for key, value in self.options.items():
-            if key == "params":
-                continue
-            if self.given.get(key, self) is not value:
-                self.group[key] = self.given[key] = value
-            elif key in self._before and not _equal(value, self._before[key]):
-                if isinstance(value, torch.Tensor):
-                    self.group[key].copy_(value)
-                else:
-                    self.group[key] = value
-
-
-def _is_mutable(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, list, dict, set))
-
-
-def _own(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return copy.copy(value) if _is_mutable(value) else value
-
-
-def _equal(some: Any, others: Any) -> bool:
-    return torch.equal(some, others) if isinstance(some, torch.Tensor) else bool(some == others)
 
 
 class MatrixStep:
@@ -151,18 +58,26 @@ class MatrixStep:
         self._units: list[Unit] = []
         self._made: tuple[Any, ...] = ()  # what the parts were made for
         self._parts: list[list[tuple[Part, list[Any]]]] = []
-        self._entries: dict[int, Any] = {}  # state as the last step has left it, by position in `_params`
-        self.state = _State({})
-        self._working: list[_Working] = []
+        # State as the last step has left it, by position in `_params`; None: unknown, because it was loaded since, say.
+        self._entries: dict[int, Any] | None = {}
+        self.state = OwnState({})
+        self._working: list[Working] = []
         self._spares = Spares(runtime.collectives.device)
         self._at = -1  # the group that is worked on; -1: the parameters are as the last pass has left them
         self._left = False
         self._left_at = -1
+        self._passed = False  # a loop over the groups has come to its end
         self._said: list[tuple[int, torch.Tensor]] = []  # by rank, whether it left its step
         self._error: Exception | None = None
-        # A part's values as they were sent back, until it has been seen that this optimizer changes them before that.
-        self._unchanged: list[tuple[torch.Tensor, torch.Tensor]] | None = []
-        self._changes = False
+        self._given = Given()
+        # What the step has done to gradients, by id of the user's parameters.
+        self._cleared: set[int] = set()
+        self._edited: set[int] = set()
+        self._zeroed: tuple[Any, Any] | None = None  # with which arguments `zero_grad` was called
+        # The ranks tell each other what a step has done besides updating; torch's own do nothing else.
+        self._tells = not is_torchs(type(optimizer))
+        # A class that is of no kind itself calls a step of torch's: see `_refuse_state_of_its_own`.
+        self._within = kind_of(type(optimizer)) is None
 
     # -- before the arithmetic ------------------------------------------------------------------------------------
     def open(self) -> None:
@@ -177,6 +92,7 @@ class MatrixStep:
                 self._look(optimizer)
                 check_units(optimizer, self._units)
                 present = [_has_gradient(p) for p in self._params]
+                self._refuse_state_of_its_own(optimizer.state)
             except Exception as problem:  # the other ranks must hear of it
                 error = problem
             agree(self.runtime, what, None, error)
@@ -189,16 +105,15 @@ class MatrixStep:
             if made != self._made:
                 self._arrange(optimizer, present, owners)
                 self._made = made
-            self.state = _State(optimizer.state)
+            self.state = OwnState(optimizer.state)
+            refuse = functools.partial(_other_way, self._name, self.runtime.collectives.world_rank)
             self._working = []
             for group, parts in zip(optimizer.param_groups, self._parts, strict=True):
                 rest = [p for p in group["params"] if not self._is_ours(p)]
                 for n, (part, params) in enumerate(parts):
                     last = n + 1 == len(parts)
-                    outside = _Outside(lambda: self._other_way("asked for parameters outside its loop over the groups"))
-                    self._working.append(_Working(group, part, params, rest if last else [], outside))
-        self._left, self._left_at = False, -1
-        self._unchanged = None if self._changes else []
+                    self._working.append(Working(group, part, params, rest if last else [], refuse))
+        self._left, self._left_at, self._passed = False, -1, False
 
     def _is_ours(self, p: Any) -> bool:
         unit = p._unit_ref() if type(p) is ShardTensor and p._unit_ref is not None else None
@@ -226,15 +141,33 @@ class MatrixStep:
         names = [[p._spec.name if type(p) is ShardTensor else "" for p in held] for held in self._groups]
         self._order = zlib.crc32(repr(names).encode())
         self._params, self._units = list(params.values()), list(units.values())
-        self._made, self._entries = (), {-1: None}  # unlike any state
+        self._made, self._entries = (), None
 
     def _is_as_left(self, state: Any) -> bool:
         found = {i: state[p] for i, p in enumerate(self._params) if p in state}
         return (
-            found.keys() == self._entries.keys()
+            self._entries is not None
+            and found.keys() == self._entries.keys()
             and all(map(operator.is_, found.values(), self._entries.values()))
             and not any(type(v) is ShardTensor for own in found.values() if type(own) is dict for v in own.values())
         )
+
+    def _refuse_state_of_its_own(self, state: Any) -> None:
+        """A subclass of torch's class that keeps entries of its own, on all ranks, beside those of the base class, which only
+        the owners keep."""
+        if not self._within or self._entries is None or self.runtime.collectives.size == 1:
+            return
+        owners, rank = self.runtime.owners.of(self._optimizer()), self.runtime.collectives.rank
+        for i, p in enumerate(self._params):
+            own = state.get(p)
+            if own and i not in self._entries and owners.get(p._spec.name, rank) != rank:
+                raise ShardError(
+                    f"rank {self.runtime.collectives.world_rank}: {self._name} has put {', '.join(map(repr, own))} into the "
+                    f"state of {p._spec.name}, which the step that it calls by super() keeps at the parameter's owner only. "
+                    "Declare the class, so that all of its step runs there: "
+                    f"torch_shard.optim.register({self._name}, kind='matrix'). What it has done to parameters since is wrong; "
+                    "go on from a checkpoint."
+                )
 
     def _compare(self, what: str, present: list[bool], changed: bool) -> bool:
         """Whether all ranks are about to do the same, and whether state has changed on any. Collective.
@@ -275,7 +208,7 @@ class MatrixStep:
     def _part(self, params: list[Any], owners: dict[str, int]) -> Part:
         entries = []
         for p in {id(p): p for p in params}.values():
-            flat, _ = p._unit_ref().find(p)
+            flat, _ = _place(p)
             entries.append(Entry(p, flat, owners[p._spec.name]))
         names = list(dict.fromkeys(repr(p._unit_ref().name) for p in params))
         some = f"unit {names[0]}" if len(names) == 1 else f"units {names[0]} to {names[-1]}" if names else "no unit"
@@ -287,30 +220,33 @@ class MatrixStep:
 
     def before(self, number: int) -> None:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            if number != self._at + 1:
+                raise self._other_way("began a loop over the groups within another")
             if number == 0:
                 self._left, self._left_at = False, -1
                 self._working[0].part.send()
-            if number + 1 < len(self._working):
-                self._working[number + 1].part.send()
             self._at = number
             work = self._working[number]
             values = work.part.build()
-            wholes = {id(entry.param): value for entry, value in zip(work.part.owned, values, strict=True)}
-            work.options["params"] = [wholes[id(p)] for p in work.listed if id(p) in wholes] + work.rest
+            if number + 1 < len(self._working):
+                # Not before this part is built: its messages' memory is what the next ones take.
+                self._working[number + 1].part.send()
+            work.enter({id(entry.param): value for entry, value in zip(work.part.owned, values, strict=True)})
             for entry, value in zip(work.part.owned, values, strict=True):
                 self.state.show(value, entry.param)
 
     def after(self, number: int) -> None:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             work = self._working[number]
-            work.options["params"] = work.outside
+            work.go_out()
             self.state.hide()
             for made in work.part.wholes:
                 made.settle()
-            self._note_changes(work.part)
-            work.part.reply(self._left)
+            self._note_gradients(work.part)
+            self._given.add(work.part.wholes)
             if number:
-                self._collect(number - 1)
+                self._collect(number - 1)  # whose messages' memory the reply takes
+            work.part.reply(self._left)
             work.write_back()
 
     def leave(self, number: int) -> None:
@@ -327,23 +263,35 @@ class MatrixStep:
         self._said = []  # what the others say is no news to a rank that has left
 
     def through(self) -> None:
-        self.close()
-
-    def forget(self) -> None:
-        """State has been loaded: nothing of what there was is kept."""
-        self._made, self._entries = (), {-1: None}
-        self.state = _State({})
-
-    def close(self) -> None:
         error, self._error = self._error, None
         if error is not None:
             raise error
         if self._at == len(self._working) - 1 >= 0:
             self._finish()
             self._hear_at_once()
+
+    def zero_grad(self, usual: Any) -> None:
+        if self._at >= 0 or not self._passed:
+            raise self._other_way("called zero_grad() before the end of its loop over the groups")
+        self._zeroed = usual.args, usual.keywords
+
+    def forget(self) -> None:
+        """State has been loaded: nothing of what there was is kept."""
+        self._made, self._entries = (), None
+        self.state = OwnState({})
+
+    def close(self) -> None:
+        self.through()
         for work in self._working:
             work.write_back()
-        self._refuse_other_ways()
+        wrong = self._other_ways()
+        # What these refer to shall not outlive an engine because a frame refers to the step.
+        self._working, self.state = [], OwnState({})
+        if self._tells:
+            wrong = self._tell(wrong)
+        if wrong:
+            raise self._other_way(wrong)
+        self._give_gradients()
 
     # -- after it -------------------------------------------------------------------------------------------------
     def _collect(self, number: int) -> None:
@@ -359,13 +307,13 @@ class MatrixStep:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._collect(len(self._working) - 1)
             self._spares.drop()
-            self._at = -1
+            self._at, self._passed = -1, True
             state = self._optimizer().state
             self._entries = {i: state[p] for i, p in enumerate(self._params) if p in state}
 
     def _hear_at_once(self) -> None:
         # On a GPU the host would wait for the whole step.
-        if self.runtime.collectives.device.type == "cpu":
+        if self.runtime.collectives.device.type == "cpu" or self._tells:
             self._hear()
 
     def _hear(self) -> None:
@@ -381,51 +329,83 @@ class MatrixStep:
 
     def _abandon(self) -> None:
         """A step that has failed within an exchange: nothing may still be on its way when the next one begins."""
-        if self._at < 0:
+        under_way = [exchange for work in self._working for exchange in work.part.under_way()]
+        if self._at < 0 and not under_way:
             return
         self._at = -1
-        for work in self._working:
-            for exchange in work.part.under_way():
-                with contextlib.suppress(ShardError):
-                    exchange.finish()
-        self._working = []
-        self._entries = {-1: None}
+        for exchange in under_way:
+            with contextlib.suppress(ShardError):
+                exchange.finish()
+        self._working, self._entries = [], None
         self._spares.drop()
 
-    # -- ways of stepping that would change nothing ---------------------------------------------------------------
-    def _note_changes(self, part: Part) -> None:
-        """Keep one part's values, until some were seen to change between `before` and `after`."""
-        if self._changes or self._unchanged is None:
-            return
-        rank = self.runtime.collectives.rank
-        moving = [whole for whole in part.wholes if whole.entry.moves]
-        for whole in moving:
-            start, stop = whole.entry.mine
-            here = whole.memory[start:stop].view(torch.uint8)
-            if whole.entry.length(rank) and not torch.equal(here, whole.entry.param._local.view(torch.uint8)):
-                self._changes, self._unchanged = True, None
-                return
-        if not self._unchanged:
-            self._unchanged = [(whole.memory, whole.memory.clone()) for whole in moving]
+    # -- what the step has done to gradients ------------------------------------------------------------------------
+    def _note_gradients(self, part: Part) -> None:
+        for whole in part.wholes:
+            if whole.value.grad is None:
+                self._cleared.add(id(whole.entry.param))
+            elif whole.settle_gradient():
+                self._edited.add(id(whole.entry.param))
 
-    def _refuse_other_ways(self) -> None:
-        """Raise where a step has worked on parameters outside its loop over the groups, when they were on their way."""
-        kept, self._unchanged = self._unchanged, None
+    def _tell(self, wrong: str) -> str:
+        """Bring together what each rank has found in the parameters that it owns. Returns what was wrong, "" for nothing."""
+        if self.runtime.collectives.size == 1:
+            return wrong
+        told = [2 if id(p) in self._cleared else int(id(p) in self._edited) for p in self._params]
+        table = everyone(self.runtime, [*told, _WRONG.index(wrong)], f"{self._name}.step()")
+        *most, worst = map(max, zip(*table, strict=True))
+        self._cleared = {id(p) for p, said in zip(self._params, most, strict=True) if said == 2}
+        self._edited = {id(p) for p, said in zip(self._params, most, strict=True) if said == 1}
+        return _WRONG[worst]
+
+    def _give_gradients(self) -> None:
+        """Do to the user's gradients what the owners' steps have done to theirs."""
+        cleared, self._cleared = self._cleared, set()
+        edited, self._edited = self._edited, set()
+        zeroed, self._zeroed = self._zeroed, None
+        with torch._C.DisableTorchFunctionSubclass():
+            for p in self._params if cleared or edited else ():
+                if id(p) in cleared:
+                    set_own_grad(p, None)
+                elif id(p) in edited:
+                    # Sent back they would cost a third more bytes, for what is cleared next nearly always.
+                    flat, index = _place(p)
+                    flat.gradients.outdate(index, self._name)
+        if zeroed is not None:
+            self._optimizer().zero_grad(*zeroed[0], **zeroed[1])
+
+    # -- ways of stepping that would change nothing ---------------------------------------------------------------
+    def _other_ways(self) -> str:
+        """Whether the step has worked on parameters outside its loop over the groups, when they were on their way; how."""
+        changed = self._given.changed()
+        self._given.end()
         if self._left and any(work.part.entries for work in self._working[self._left_at + 1 :]):
             self._left = False
-            raise self._other_way("left its loop over the groups before the last")
-        for value, sent in kept or ():
-            if not torch.equal(value.view(torch.uint8), sent.view(torch.uint8)):
-                raise self._other_way("changed parameters after it had gone on to the next group")
-        if self._at < 0:
-            self._unchanged = kept  # the step itself may not have ended yet
+            return _WRONG[1]
+        return _WRONG[2] if changed else ""
 
     def _other_way(self, what: str) -> ShardError:
-        return ShardError(
-            f"rank {self.runtime.collectives.world_rank}: {self._name}.step() {what}. An optimizer of kind 'matrix' has whole "
-            "parameters in the body of `for group in self.param_groups:` only, and must update a group's parameters there. "
-            "What it does elsewhere is lost, so go on from a checkpoint."
-        )
+        return _other_way(self._name, self.runtime.collectives.world_rank, what)
+
+
+_WRONG = (
+    "",
+    "left its loop over the groups before the last",
+    "changed parameters after it had gone on to the next group",
+)
+
+
+def _other_way(name: str, rank: int, what: str) -> ShardError:
+    return ShardError(
+        f"rank {rank}: {name}.step() {what}. An optimizer of kind 'matrix' has whole parameters in the body of `for group in "
+        "self.param_groups:` only, and must update a group's parameters there. What it does elsewhere is lost, so go on from a "
+        "checkpoint."
+    )
+
+
+def _place(param: Any) -> tuple[FlatBuffer, int]:
+    found: tuple[FlatBuffer, int] = param._unit_ref().find(param)
+    return found
 
 
 def _has_gradient(param: ShardTensor) -> bool:

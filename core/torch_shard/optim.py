@@ -98,6 +98,11 @@ def kind_of_step(cls: type, function: Any) -> Kind | None:
     return None
 
 
+def has_linear_work(cls: type) -> bool:
+    """Whether a step of kind ``"matrix"`` takes time in proportion to a parameter's elements: it makes no matrix products."""
+    return cls.__name__ == "Adafactor" and kind_of(cls) == "matrix"
+
+
 def is_torchs(cls: type) -> bool:
     """Whether `cls` is one of torch.optim's own classes."""
     return getattr(torch.optim, cls.__name__, None) is cls

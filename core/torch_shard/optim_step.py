@@ -9,19 +9,22 @@ from __future__ import annotations
 import sys
 import types
 import weakref
+import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from .by_object import ByObject
 from .errors import ConfigError, ShardError
 from .flat_step import FlatStep
 from .in_backward import InBackward
 from .matrix_step import MatrixStep
 from .optim import is_torchs, kind_of, kind_of_step
 from .shard_tensor import ShardTensor
-from .stand_in import StandIn, stand_in
+from .stand_in import Session, StandIn, stand_in
 from .step_checks import Trial, check_class, check_units, own_units, refuse_unreduced, shard_state
 
 if TYPE_CHECKING:
@@ -30,22 +33,28 @@ if TYPE_CHECKING:
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class _ByObject:
-    """Values by object, as long as it lives; optimizers need not be hashable."""
+@dataclass(eq=False)
+class _Running:
+    """A step that has begun.
 
-    def __init__(self) -> None:
-        self._held: dict[int, tuple[weakref.ref[Any], Any]] = {}
+    Attributes:
+        optimizer: whose it is.
+        frame: id of the frame that has called it. (The frame itself would keep the optimizer.)
+        session: with the stand-in, where there is one.
+        trial: of an optimizer that the engine does not know.
+    """
 
-    def get(self, key: Any) -> Any:
-        found = self._held.get(id(key))
-        return None if found is None else found[1]
+    optimizer: weakref.ref[Any]
+    frame: int
+    session: Session | None
+    trial: Trial | None
 
-    def set(self, key: Any, value: Any) -> None:
-        held, number = self._held, id(key)
-        held[number] = weakref.ref(key, lambda _: held.pop(number, None)), value
-
-    def clear(self) -> None:
-        self._held.clear()
+    def runs_in(self, frame: Any) -> bool:
+        if id(frame) != self.frame:
+            return False
+        # Ids of frames are used again. Under these names torch's wrapper and that of `attach` have the optimizer.
+        optimizer = self.optimizer()
+        return any(frame.f_locals.get(name) is optimizer for name in ("self", "this"))
 
 
 class StepWatch:
@@ -57,7 +66,10 @@ class StepWatch:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = weakref.ref(runtime)
-        self._works, self._sessions, self._trials, self._hooks = _ByObject(), _ByObject(), _ByObject(), _ByObject()
+        self._works: ByObject[FlatStep | MatrixStep] = ByObject()
+        self._trials: ByObject[Trial] = ByObject()
+        self._hooks: ByObject[tuple[Any, Any, Any]] = ByObject()
+        self._running: list[_Running] = []  # steps, the innermost last; those that have failed leave nothing here
         self._kinds: dict[type, type] = {}  # classes of stand-ins
         own = weakref.ref(self)
 
@@ -72,11 +84,14 @@ class StepWatch:
 
     def close(self) -> None:
         self._handle.remove()
-        for _, (before, after, loaded) in list(self._hooks._held.values()):
-            for handle in (before, after, loaded):
+        for handles in self._hooks.values():
+            for handle in handles:
                 handle.remove()
-        for store in (self._works, self._sessions, self._trials, self._hooks):
+        for work in self._works.values():
+            work.forget()  # user code may still refer to a step's stand-in, and by that to the engine
+        for store in (self._works, self._trials, self._hooks):
             store.clear()
+        self._running = []
 
     # -- around a step ------------------------------------------------------------------------------------------
     def find(self, optimizer: Any) -> None:
@@ -101,9 +116,8 @@ class StepWatch:
 
             def loaded(optimizer: Any) -> None:
                 alive = own()
-                work = None if alive is None else alive._works.get(optimizer)
-                if work is not None:
-                    work.forget()  # the state that there was
+                if alive is not None:
+                    alive.loaded(optimizer)
 
             handles = (
                 optimizer.register_step_pre_hook(before),
@@ -129,9 +143,9 @@ class StepWatch:
         check_class(optimizer, runtime.collectives.world_rank)
         kind = kind_of(type(optimizer)) or kind_of_step(type(optimizer), function)
         if kind == "matrix":  # refuses on all ranks together
-            return self._exchange(optimizer, args, kwargs, runtime, MatrixStep)
+            return self._exchange(optimizer, args, kwargs, runtime, frame, MatrixStep)
         if kind == "elementwise":
-            return self._exchange(optimizer, args, kwargs, runtime, FlatStep)
+            return self._exchange(optimizer, args, kwargs, runtime, frame, FlatStep)
         return self._as_it_is(optimizer, args, kwargs, runtime, frame)
 
     def after(self, optimizer: Any, frame: Any) -> None:
@@ -139,26 +153,76 @@ class StepWatch:
         runtime = self._runtime()
         if runtime is None or isinstance(optimizer, StandIn) or not self._holds(optimizer, runtime):
             return
-        session, trial = self._sessions.get(optimizer), self._trials.get(optimizer)
-        if session is not None and not session.ended:
-            session.end()
+        step = self._ended(optimizer, frame)
+        if step is not None and step.session is not None:
+            step.session.end()
         runtime.parameters_changed()
-        if trial is not None and trial.end(frame):
-            runtime.collectives.scalar.refused = None
+        if step is not None and step.trial is not None:
+            step.trial.end()
+
+    def loaded(self, optimizer: Any) -> None:
+        """Its ``load_state_dict`` was called."""
+        runtime, work = self._runtime(), self._works.get(optimizer)
+        if runtime is None or work is None:
+            return
+        work.forget()  # the state that there was
+        if runtime.agreement is not None:  # on some ranks only it would mix old and new state
+            name = type(optimizer).__name__
+            runtime.agreement.note(zlib.crc32(name.encode()), f"{name}.load_state_dict()")
+
+    # -- the steps that run -----------------------------------------------------------------------------------------
+    def _begins(self, step: _Running, frame: Any, runtime: Runtime) -> None:
+        """`step` begins in `frame`, inside those that run already. A step that has failed has told nobody, so whether one
+        still runs is seen on the stack."""
+        self._running = [*self._on_stack(frame.f_back), step]
+        trials = any(s.trial is not None for s in self._running)
+        runtime.collectives.scalar.refused = self._refused if trials else None
+
+    def _on_stack(self, frame: Any) -> list[_Running]:
+        """The steps that `frame` is inside of, the innermost last."""
+        found: list[_Running] = []
+        while frame is not None and len(found) < len(self._running):
+            found += [step for step in self._running if step.runs_in(frame)]
+            frame = frame.f_back
+        return found[::-1]
+
+    def _ended(self, optimizer: Any, frame: Any) -> _Running | None:
+        """The step that ends in `frame`, with no exception; those inside it have failed."""
+        for i, step in reversed(list(enumerate(self._running))):
+            if step.frame == id(frame) and step.optimizer() is optimizer:
+                del self._running[i:]
+                runtime = self._runtime()
+                if runtime is not None and not any(s.trial is not None for s in self._running):
+                    runtime.collectives.scalar.refused = None
+                return step
+        return None
+
+    def _refused(self, message: str) -> str:
+        """An operation that sharded parameters can't do was refused: undo the steps of unknown optimizers that run now."""
+        trials = [step.trial for step in self._on_stack(sys._getframe(1)) if step.trial is not None]
+        for trial in reversed(trials):
+            trial.undo()
+        return trials[-1].explain(message) if trials else message
 
     def _holds(self, optimizer: Any, runtime: Runtime) -> bool:
         # An engine that is closed has none.
         return bool(runtime.units) and (self._works.get(optimizer) is not None or _steps(optimizer, runtime))
 
     def _exchange(
-        self, optimizer: Any, args: Any, kwargs: Any, runtime: Runtime, kind: type[FlatStep] | type[MatrixStep]
+        self,
+        optimizer: Any,
+        args: Any,
+        kwargs: Any,
+        runtime: Runtime,
+        frame: Any,
+        kind: type[FlatStep] | type[MatrixStep],
     ) -> _Arguments:
         work = self._works.get(optimizer)
         if type(work) is not kind:
             work = kind(optimizer, runtime)
             self._works.set(optimizer, work)
         other, session = stand_in(optimizer, work, self._kinds)
-        self._sessions.set(optimizer, session)
+        self._begins(_Running(weakref.ref(optimizer), id(frame), session, None), frame, runtime)
         args, kwargs = _replaced(args, kwargs, session.around)
         return (other, *args[1:]), kwargs
 
@@ -176,9 +240,12 @@ class StepWatch:
         if trial is None:
             trial = Trial(optimizer)
             self._trials.set(optimizer, trial)
-        if not trial.runs(frame.f_back):  # else it is a step that this one is called by, with super()
-            trial.begin(frame)
-            runtime.collectives.scalar.refused = trial.refuse
+        step = _Running(weakref.ref(optimizer), id(frame), None, trial)
+        self._begins(step, frame, runtime)
+        if any(s.trial is trial for s in self._running[:-1]):
+            step.trial = None  # called by the class's own with super()
+        else:
+            trial.begin()
 
         def around(closure: Callable[[], Any]) -> Callable[[], Any]:
             def run() -> Any:

@@ -16,14 +16,24 @@ import torch
 import torch.distributed as dist
 
 from .errors import ShardError
-from .optim import kind_of, kind_of_step
+from .optim import has_linear_work, kind_of, kind_of_step
 from .owners import Item, assign, choose, loads_of, work_of
 from .runtime import Runtime
 from .shard_tensor import ShardTensor
 from .watch import blocking
 from .whole import agree
 
-__all__ = ["collect", "copied", "elsewhere", "give_owners", "is_matrix", "settle", "stages_of", "tensors_of"]
+__all__ = [
+    "collect",
+    "copied",
+    "elsewhere",
+    "everyone",
+    "give_owners",
+    "is_matrix",
+    "settle",
+    "stages_of",
+    "tensors_of",
+]
 
 _SMALL = 4 << 20  # bytes of parameters; units below are exchanged together, for a message has its price
 _NONE, _WHOLE, _SLICES = 0, 1, 2  # what a rank has of a parameter's state
@@ -57,7 +67,7 @@ def give_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor])
     new = [p for p in params if p._spec.name not in owners]
     if not new:
         return owners
-    linear = type(optimizer).__name__ == "Adafactor"
+    linear = has_linear_work(type(optimizer))
     work = {
         p._spec.name: work_of(p._spec.shape, linear)
         for group in optimizer.param_groups
@@ -93,27 +103,32 @@ def elsewhere(runtime: Runtime, optimizer: Any, names: Mapping[int, str], state:
 
 
 def stages_of(params: Sequence[ShardTensor], ranks: int) -> dict[int, int]:
-    """Which parameters are exchanged together: those of one unit, and of as many units as a rank can do with; by id.
+    """Which parameters are exchanged together, by id: numbers of consecutive stages.
 
-    Each rank gets a share of a stage, so that with many ranks a stage of one unit would keep few of them busy: there it is
-    of half as many units as there are ranks. What a rank holds of it is then half a unit, as with two ranks.
+    A step has three stages in memory at a time: messages both ways, values and gradients, eight times a rank's share of a
+    stage and more where owners differ. So with many units a stage is a sixteenth of everything, which is less than the
+    rank's gradients. With few units or many ranks that would leave ranks without work; there a stage is so many units that
+    the step takes about four units' memory, no more than forward and backward do at another time.
     """
-    size: dict[int, int] = {}
-    unit_of: dict[int, int] = {}
-    for p in params:
-        unit = p._unit_ref() if p._unit_ref is not None else None
-        index = unit_of[id(p)] = -1 if unit is None else unit.index
-        size[index] = size.get(index, 0) + p._spec.numel * p._local.element_size()
+    size = [p._spec.numel * p._local.element_size() for p in params]
+    units: dict[int, list[int]] = {}
+    for i, p in enumerate(params):
+        of = p._unit_ref() if p._unit_ref is not None else None
+        units.setdefault(-1 if of is None else of.index, []).append(i)
     # The median, because one large embedding must not make all stages as large.
-    limit = max(_SMALL, statistics.median_high(size.values()) * ranks // 2) if size else 0
+    usual = statistics.median_high(sum(size[i] for i in members) for members in units.values()) if units else 0
+    limit = max(_SMALL, min(sum(size) // 16, usual * ranks // 2), usual * ranks // 4)
     stage, filled = 0, 0
     stage_of: dict[int, int] = {}
-    for index in sorted(size):
-        if filled and filled + size[index] > limit:
-            stage, filled = stage + 1, 0
-        stage_of[index] = stage
-        filled += size[index]
-    return {i: stage_of[index] for i, index in unit_of.items()}
+    for _, members in sorted(units.items()):
+        whole = sum(size[i] for i in members) <= limit
+        for run in [members] if whole else [[i] for i in members]:
+            more = sum(size[i] for i in run)
+            if filled and filled + more > limit:
+                stage, filled = stage + 1, 0
+            stage_of.update((id(params[i]), stage) for i in run)
+            filled += more
+    return stage_of
 
 
 def settle(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor], what: str) -> None:

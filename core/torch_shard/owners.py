@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from .by_object import ByObject
 
 __all__ = ["Item", "OwnerMaps", "assign", "choose", "loads_of", "work_of"]
 
@@ -134,10 +135,18 @@ class OwnerMaps:
     """
 
     def __init__(self) -> None:
-        self._maps: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+        self._maps: ByObject[dict[str, int]] = ByObject()
 
     def __contains__(self, optimizer: Any) -> bool:
-        return optimizer in self._maps
+        return self._maps.get(optimizer) is not None
 
     def of(self, optimizer: Any) -> dict[str, int]:
-        return self._maps.setdefault(optimizer, {})
+        found = self._maps.get(optimizer)
+        if found is None:
+            found = {}
+            self._maps.set(optimizer, found)
+        return found
+
+    def optimizers(self) -> list[Any]:
+        """Those that have owners, and live."""
+        return [optimizer for optimizer, owners in self._maps.items() if owners]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -26,19 +27,22 @@ def close_units(
 
     Values, gradients (reduced, whole), ``requires_grad``, attributes and hooks are kept; hooks see the local gradient
     and are called once ``.grad`` is accumulated, as in plain torch. Needs memory for the whole model on every rank.
-    The state of `optimizers` becomes whole and plain too; that of any other optimizer stays cut and can't be used.
+    The state of `optimizers` becomes whole and plain too, and that of any that steps on whole matrices: plain state on some
+    ranks only would not show that the others lack it. The state of any other optimizer stays cut and can't be used.
 
     Raises:
         UnitStateError: inside a forward or ``engine.gathered``, or where a parameter can't be swapped because of weak
             references to it or a live graph over it. Nothing has changed then.
     """
     error: Exception | None = None
+    optimizers = list(optimizers)
     try:
         for unit in runtime.units:
             _check(unit)
+        optimizers += [o for o in _owners_optimizers(runtime) if not any(o is other for other in optimizers)]
     except Exception as problem:  # the other ranks must hear of it
         error = problem
-    agree(runtime, "engine.close", None, error)
+    agree(runtime, "engine.close", [type(o).__name__ for o in optimizers], error)
     states = [(o, full_state.optim_state_dict(runtime, o, rank0_only=False, model=model)) for o in optimizers]
     names = {id(p): name for unit in runtime.units for name, p in zip(unit.names, unit.params, strict=True)}
     if model is not None:
@@ -79,6 +83,18 @@ def _give_back(optimizer: torch.optim.Optimizer, names: dict[int, str], state: d
                 }
             else:
                 optimizer.state.pop(p, None)
+
+
+def _owners_optimizers(runtime: Runtime) -> list[Any]:
+    """Those that step on whole matrices and have state."""
+
+    def found() -> list[Any]:
+        return [o for o in runtime.owners.optimizers() if o.state]
+
+    if runtime.collectives.size == 1 or not found():
+        return []
+    gc.collect()  # one that is not used any more
+    return found()
 
 
 def _check(unit: Unit) -> None:
@@ -129,6 +145,9 @@ def _plain(unit: Unit, flat: FlatBuffer, index: int, grad: torch.Tensor | None) 
 def _swap(param: ShardTensor, whole: nn.Parameter) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         set_own_grad(param, None)
+        hooks: Any = whole._backward_hooks
         torch.utils.swap_tensors(param, whole)
+        # These stay with the Python object: here are the engine's own, which the next engine would take for the user's.
+        param._backward_hooks = hooks
     # What was the ShardTensor is in `whole` now and goes away with it.
     assert not isinstance(param, ShardTensor)

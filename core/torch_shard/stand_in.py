@@ -7,6 +7,7 @@ schedulers and exceptions find it as it always is.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -61,6 +62,9 @@ class StandIn:
     def state(self) -> Any:
         return self._session.state()
 
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self._session.zero_grad(super().zero_grad, *args, **kwargs)  # type: ignore[misc]
+
     def _accelerator_graph_capture_health_check(self) -> None:
         # torch's check reads the options, ahead of the closure.
         self._session.health_check()
@@ -93,6 +97,13 @@ class Session:
         """The step has ended."""
         self.work.close()
         self.ended, self.fresh = True, None
+
+    def zero_grad(self, usual: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self.ended:
+            self._optimizer().zero_grad(*args, **kwargs)
+        else:
+            clear: Any = getattr(self.work, "zero_grad", lambda given: given())
+            clear(functools.partial(usual, *args, **kwargs))
 
     def health_check(self) -> None:
         optimizer = self._optimizer()

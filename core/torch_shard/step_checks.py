@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -166,7 +165,8 @@ def _slice(value: torch.Tensor, param: ShardTensor) -> ShardTensor:
 
 class Trial:
     """The first steps of an optimizer that the engine does not know. An operation that slices can't do, a matrix product for
-    example, may come after others have changed something already; so what there was is kept, and put back then.
+    example, may come after others have changed something already; so what there was is kept, and put back then: parameters,
+    state, the groups' options, and plain values among the optimizer's attributes.
 
     There are two such steps, because the first one may do no more than to make the state. Later ones are not undone, which
     would take the memory of a second copy all the time.
@@ -176,42 +176,23 @@ class Trial:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer: Any = weakref.ref(optimizer)  # by which this is found
-        self._frame = 0
-        self._ended = 0
+        self._begun = 0
         self._undone = False
-        self.values: list[tuple[ShardTensor, torch.Tensor]] = []
-        self.state: dict[int, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {}
+        self._kept: _Kept | None = None
 
-    @property
-    def _keeps(self) -> bool:
-        return self._ended < self._STEPS
+    def begin(self) -> None:
+        """A step begins."""
+        self._undone = False
+        self._kept = _Kept(self._optimizer()) if self._begun < self._STEPS else None
 
-    def begin(self, frame: Any) -> None:
-        """A step begins, in `frame`."""
-        # Whether it still runs is seen on the stack: an exception in it tells nobody that it has ended. (The frame itself
-        # would keep the optimizer.)
-        self._frame, self._undone = id(frame), False
-        self._drop()
-        if self._keeps:
-            optimizer = self._optimizer()
-            params = [p for group in optimizer.param_groups for p in group["params"] if type(p) is ShardTensor]
-            self.values = [(p, p._local.clone()) for p in params]
-            for p in params:
-                entries = optimizer.state.get(p)
-                if entries:
-                    self.state[id(p)] = dict(entries), _copied(entries)
-
-    def end(self, frame: Any) -> bool:
-        """A step has ended in `frame`, by no exception; returns whether it was this one.
+    def end(self) -> None:
+        """It has ended, by no exception.
 
         Raises:
             ShardError: it has caught the error of an operation that was refused, and has been undone.
         """
-        if id(frame) != self._frame:
-            return False
-        self._ended += 1
-        self._frame = 0
-        self._drop()
+        self._begun += 1
+        self._kept = None
         if self._undone:
             self._undone = False
             raise ShardError(
@@ -219,56 +200,89 @@ class Trial:
                 "parameters had been put back by then, so the step is lost. Don't catch that error, or declare the class: "
                 "torch_shard.optim.register."
             )
-        return True
 
-    def _drop(self) -> None:
-        self.values, self.state = [], {}
-
-    def runs(self, frame: Any) -> bool:
-        """Whether `frame` is that step's, or inside it."""
-        while frame is not None and (id(frame) != self._frame or not self._is_in(frame)):
-            frame = frame.f_back
-        return frame is not None
-
-    def _is_in(self, frame: Any) -> bool:
-        # Under these names torch's wrapper and that of `attach` have the optimizer. Ids of frames are used again.
-        optimizer = self._optimizer()
-        return any(frame.f_locals.get(name) is optimizer for name in ("self", "this"))
-
-    def refuse(self, message: str) -> str:
-        """An operation was refused: undo the step, and say whose it was."""
-        if not self.runs(sys._getframe(1)):
-            return message
-        name = type(self._optimizer()).__qualname__
-        if self._keeps:
-            self._restore()
+    def undo(self) -> None:
+        """An operation in it was refused."""
+        if self._kept is not None:
+            self._kept.restore()
             self._undone = True
+
+    def explain(self, message: str) -> str:
+        """Say whose operation it was."""
+        name = type(self._optimizer()).__qualname__
         return (
             f"{message} It was called by {name}.step(), an optimizer that the engine does not know"
-            f"{'; the step is undone' if self._keeps else ', which may have changed some parameters before'}. If it updates "
+            f"{'; the step is undone' if self._undone else ', which may have changed some parameters before'}. If it updates "
             f"each parameter by itself, declare it: torch_shard.optim.register({name}, kind='matrix')."
         )
 
-    def _restore(self) -> None:
-        states = self._optimizer().state
+
+class _Kept:
+    """What an optimizer works on, as it is now."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self._values = [(p, _memory(p).clone()) for p in params]
+        self._state = {key: _snapshot(value) for key, value in optimizer.state.items()}
+        self._options = [
+            {k: _snapshot(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups
+        ]
+        self._attributes = {k: v for k, v in vars(optimizer).items() if type(v) in _PLAIN}
+
+    def restore(self) -> None:
+        optimizer: Any = self._optimizer()
         with torch.no_grad():
-            for p, value in self.values:
-                p._local.copy_(value)
-                own = states.get(p)
-                if own is None:
-                    continue
-                entries, values = self.state.get(id(p), ({}, {}))
-                for key, kept in values.items():
-                    held: Any = entries[key]
-                    getattr(held, "_local", held).copy_(kept)
-                own.clear()
-                own.update(entries)
-                if not entries:
-                    del states[p]
+            for p, value in self._values:
+                _memory(p).copy_(value)
+            for key in [key for key in optimizer.state if key not in self._state]:
+                del optimizer.state[key]
+            for key, kept in self._state.items():
+                optimizer.state[key] = _restored(kept)
+            for group, options in zip(optimizer.param_groups, self._options, strict=False):
+                for key in [key for key in group if key != "params" and key not in options]:
+                    del group[key]
+                group.update({key: _restored(kept) for key, kept in options.items()})
+        vars(optimizer).update(self._attributes)
 
 
-def _copied(entries: dict[str, Any]) -> dict[str, torch.Tensor]:
-    tensors = {
-        key: getattr(value, "_local", value) for key, value in entries.items() if isinstance(value, torch.Tensor)
-    }
-    return {key: value.clone() for key, value in tensors.items()}
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
+class _Held:
+    """A tensor, which others may hold too, and what is in it; or a container, and what is in that."""
+
+    def __init__(self, found: Any, content: Any) -> None:
+        self.found, self.content = found, content
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local if isinstance(tensor, ShardTensor) else tensor.detach()
+
+
+def _snapshot(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _Held(value, _memory(value).clone())
+    if isinstance(value, dict):
+        return _Held(value, {key: _snapshot(child) for key, child in value.items()})
+    if type(value) is list:
+        return _Held(value, [_snapshot(child) for child in value])
+    return tuple(map(_snapshot, value)) if type(value) is tuple else value
+
+
+def _restored(kept: Any) -> Any:
+    """The same object with what it held."""
+    if type(kept) is tuple:
+        return tuple(map(_restored, kept))
+    if not isinstance(kept, _Held):
+        return kept
+    found = kept.found
+    if isinstance(found, torch.Tensor):
+        _memory(found).copy_(kept.content)
+    elif isinstance(found, dict):
+        values = {key: _restored(child) for key, child in kept.content.items()}
+        found.clear()
+        found.update(values)
+    else:
+        found[:] = map(_restored, kept.content)
+    return found

@@ -46,7 +46,7 @@ def agree(runtime: Runtime, what: str, key: object = None, error: Exception | No
         return
     # The failure first, by itself: a rank that failed may not know its key.
     agreement.note(zlib.crc32(what.encode()), what)
-    answer = agreement.check(what, torch.tensor([error is not None], dtype=torch.uint8))
+    answer = agreement.check(what, torch.tensor([error is not None], dtype=torch.uint8, device="cpu"))
     assert answer is not None
     if answer[0]:
         told = None if error is None else (type(error), str(error))

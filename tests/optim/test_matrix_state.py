@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_shard
 import torch_shard.optim
@@ -194,40 +195,85 @@ def test_state_that_the_user_drops_begins_anew(rank, world_size):
     same_state(pair)
 
 
-class Watched(Shampoo):
-    """Looks at all memory that tensors have, whenever it updates one."""
-
-    seen: ClassVar[list[int]] = []
+class Plain(Shampoo):
+    """Needs no memory of its own."""
 
     def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        self.state[p].setdefault("step", 0)
-        self.seen.append(in_tensors())
         p.sub_(grad, alpha=0.1)
 
 
-def in_tensors() -> int:
-    """Bytes of all storages that Python knows."""
-    storages = {}
-    for found in gc.get_objects():
-        if type(found) in (torch.Tensor, nn.Parameter):
-            storage = found.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+class Highest(TorchDispatchMode):
+    """Looks after each operation at the memory of all tensors that there were not before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        storages = {}
+        for found in gc.get_objects():  # without those that were frozen
+            if type(found) in (torch.Tensor, nn.Parameter):
+                storage = found.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        self.seen = max(self.seen, sum(storages.values()))
+        return result
 
 
-@ranks(2, 3)
-def test_a_step_holds_no_second_copy_of_gradients(rank, world_size):
-    units, width = 24, 64
-    torch_shard.optim.register(Watched, kind="matrix")
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(units)))
-    torch_shard.shard(model, units=[[f"{i}.weight"] for i in range(units)])
-    optimizer = Watched(model.parameters())
-    model(torch.ones(2, width)).sum().backward()
-    size = width * width * 4
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        sizes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
+        self.layers = nn.ModuleList(nn.Linear(*size, bias=False) for size in sizes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third, fourth = self.layers
+        y: torch.Tensor = fourth(third(second(first(x)[..., : x.shape[-1]])))
+        return y
+
+
+class Tower(nn.Module):
+    def __init__(self, blocks: int, width: int, rows: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+
+    def forward(self) -> torch.Tensor:
+        x = self.table(torch.arange(2))
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+def highest_in_a_step(blocks: int, width: int, rows: int) -> tuple[float, float]:
+    """The memory that a step takes, as a part of this rank's gradients, and in units."""
+    torch_shard.optim.register(Plain, kind="matrix")
+    model = Tower(blocks, width, rows)
+    torch_shard.shard(model)
+    optimizer = Plain(model.parameters())
+    model().backward()
+    gradients = sum(p.grad._local.nbytes for p in model.parameters())
     with mock.patch.object(owned_state, "_SMALL", 0):
-        optimizer.step()
-        before = in_tensors()
-        Watched.seen.clear()
-        optimizer.step()
-    # The part that is worked on, the next one and the last one: values, gradients, and the messages they are in.
-    assert Watched.seen and max(Watched.seen) - before < 8 * size < units * size / 2
+        for _ in range(2):  # these keep some values to compare them
+            optimizer.step()
+        gc.collect()
+        gc.freeze()
+        try:
+            with Highest() as highest:
+                optimizer.step()
+        finally:
+            gc.unfreeze()
+    assert highest.seen
+    return highest.seen / gradients, highest.seen / (12 * width * width * 4)
+
+
+@ranks(2, 3, 4)
+def test_a_step_holds_no_second_copy_of_gradients(rank, world_size):
+    part, _ = highest_in_a_step(blocks=24, width=16, rows=2)
+    assert part < 0.85
+
+
+@ranks(2, 4)
+def test_a_large_table_is_the_only_one_that_is_whole_beside_a_few_units(rank, world_size):
+    _, units = highest_in_a_step(blocks=12, width=16, rows=12 * 16)  # a table of a unit's size
+    assert units < 6.5

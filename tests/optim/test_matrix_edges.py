@@ -1,0 +1,301 @@
+"""What a step on whole matrices does besides updating them, and the ways to write one that can't be right."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import torch_shard
+from tests.compat.harness import MLP, Pair, batch, plain_backward, same, same_params
+from tests.optim.helpers import O
+from tests.optim.matrix_optimizers import advance, gradients, maker, same_state
+from tests.ranks import ranks
+from torch_shard import owned_state
+from torch_shard.errors import DivergenceError, ShardError
+
+
+class Descent(O.Optimizer):
+    """Plain gradient descent, to be varied."""
+
+    def __init__(self, params: Any, lr: float = 0.05, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, group)
+
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        p.sub_(p.grad, alpha=group["lr"])
+
+
+def pair_of(kind: Any, rank: int, world_size: int, **settings: Any) -> Pair:
+    torch_shard.optim.register(kind, kind="matrix")
+    return Pair(MLP, rank, world_size, optimizer=lambda model: kind(model.parameters()), **settings)
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+class DropsGradients(Descent):
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        super().update(p, group)
+        p.grad = None
+
+
+class ClearsGradients(Descent):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.zero_grad()
+
+
+class ZeroesGradients(Descent):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("kind", [DropsGradients, ClearsGradients, ZeroesGradients])
+@ranks(2, exhaustive=(1, 3))
+def test_gradients_that_a_step_clears_are_cleared(rank, world_size, kind):
+    pair = pair_of(kind, rank, world_size)
+    for step in range(3):
+        for model in (pair.model, pair.plain):
+            plain_backward(model, batch(rank, step))
+        for p in pair.plain.parameters():
+            torch.distributed.all_reduce(p.grad)
+            p.grad /= world_size
+        pair.optimizer.step()
+        pair.plain_optimizer.step()
+        assert [p.grad is None for p in pair.model.parameters()] == [p.grad is None for p in pair.plain.parameters()]
+        same_params(pair.model, pair.plain)
+
+
+class ScalesGradients(Descent):
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        p.grad.mul_(2.0)
+        super().update(p, group)
+
+
+@ranks(2, exhaustive=(3,))
+def test_gradients_that_a_step_has_edited_must_be_cleared(rank, world_size):
+    pair = pair_of(ScalesGradients, rank, world_size)
+    advance(pair, range(2))  # with zero_grad() before each backward
+    with pytest.raises(ShardError, match=r"ScalesGradients.step\(\) has changed the gradient of .* zero_grad\(\)"):
+        plain_backward(pair.model, batch(rank, 2))
+    pair.model.zero_grad(set_to_none=False)
+    plain_backward(pair.model, batch(rank, 2))
+
+
+class ClearsFirst(Descent):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.zero_grad()
+        super().step()
+
+
+class LoopInALoop(Descent):
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        if any(len(other) > 100 for other in self.param_groups):
+            super().update(p, group)
+
+
+class DecaysFirst(Descent):
+    """Something is changed within the loop, and the rest after it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        found = []
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.9)
+                found.append((p, p.grad))
+        for p, grad in found:
+            p.sub_(grad, alpha=0.1)
+
+
+class DecaysDataFirst(DecaysFirst):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        found = []
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.9)
+                found.append((p.data, p.grad))
+        for data, grad in found:
+            data.sub_(grad, alpha=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (ClearsFirst, "called zero_grad"),
+        (LoopInALoop, "began a loop over the groups within another"),
+        (DecaysFirst, "changed parameters after"),
+        (DecaysDataFirst, "changed parameters after"),
+    ],
+)
+@ranks(2, exhaustive=(3,))
+def test_ways_of_stepping_that_lose_updates_are_refused_each_time(rank, world_size, kind, text):
+    with mock.patch.object(owned_state, "_SMALL", 0):
+        pair = pair_of(kind, rank, world_size)
+        for step in range(3 if kind is not DecaysDataFirst else 1):
+            gradients(pair, step)
+            with pytest.raises(ShardError, match=text):
+                pair.optimizer.step()
+
+
+@ranks(2)
+def test_updates_behind_the_loop_are_refused_however_late_they_begin(rank, world_size):
+    pair = pair_of(Descent, rank, world_size)
+    advance(pair, range(4))
+    pair.optimizer.__class__ = DecaysFirst
+    torch_shard.optim.register(DecaysFirst, kind="matrix")
+    gradients(pair, 4)
+    with pytest.raises(ShardError, match="changed parameters after"):
+        pair.optimizer.step()
+
+
+# -- options and state ------------------------------------------------------------------------------------------------
+
+
+class CountsNested(Descent):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, count={"n": torch.zeros(()), "list": [[0]]})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"]["n"] += 1
+            group["count"]["list"][0][0] += 1
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] / (float(group["count"]["n"]) + group["count"]["list"][0][0]))
+
+
+@ranks(2)
+def test_what_a_step_counts_in_nested_options_is_counted_once(rank, world_size):
+    with mock.patch.object(owned_state, "_SMALL", 0):
+        pair = pair_of(CountsNested, rank, world_size)
+        advance(pair, range(3))
+    (group,) = pair.optimizer.param_groups
+    assert float(group["count"]["n"]) == 3 and group["count"]["list"] == [[3]]
+
+
+class ByName(Descent):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for name, p in zip(group["param_names"], group["params"], strict=True):
+                p.sub_(p.grad, alpha=group["lr"] * (0.1 if name.startswith("head") else 1.0))
+
+
+@ranks(2, exhaustive=(1, 3))
+def test_names_come_with_their_parameters(rank, world_size):
+    torch_shard.optim.register(ByName, kind="matrix")
+    pair = Pair(MLP, rank, world_size, optimizer=lambda model: ByName(model.named_parameters()))
+    names = list(pair.optimizer.param_groups[0]["param_names"])
+    advance(pair, range(2))
+    assert pair.optimizer.param_groups[0]["param_names"] == names
+
+
+class KeepsTotals(Descent):
+    """State that is no parameter's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["rounds"]["n"] = self.state["rounds"].get("n", 0) + 1
+        self.state["more"]["n"] = torch.tensor(2.0)
+        super().step()
+
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        self.state[p]["seen"] = torch.ones(3)
+        p.sub_(p.grad, alpha=group["lr"] / self.state["rounds"]["n"])
+
+
+@ranks(2)
+def test_state_of_no_parameter_is_saved_and_loaded(rank, world_size):
+    pair = pair_of(KeepsTotals, rank, world_size)
+    advance(pair, range(3))
+    saved = pair.engine.optim_state_dict(pair.optimizer, rank0_only=False)
+    assert saved["state"]["rounds"] == {"n": 3} and sorted(saved["other_state"]) == ["more", "rounds"]
+    same(saved["state"]["more"]["n"], torch.tensor(2.0), "more")
+    plain = pair.plain_optimizer.state_dict()
+    pair.optimizer, pair.plain_optimizer = KeepsTotals(pair.model.parameters()), KeepsTotals(pair.plain.parameters())
+    pair.engine.load_optim_state_dict(pair.optimizer, saved)
+    pair.plain_optimizer.load_state_dict(copy.deepcopy(plain))
+    advance(pair, range(3, 5))
+    assert pair.optimizer.state["rounds"] == {"n": 5}
+
+
+class CountsBesideMuon(O.Muon):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["n"] = self.state[p].get("n", 0) + 1
+        return loss
+
+
+@ranks(2)
+def test_own_state_beside_that_of_a_base_class_is_refused(rank, world_size):
+    def make(model: Any) -> Any:
+        return CountsBesideMuon([p for p in model.parameters() if p.ndim == 2])
+
+    pair = Pair(MLP, rank, world_size, optimizer=make)
+    gradients(pair, 0)
+    pair.optimizer.step()
+    with pytest.raises(ShardError, match=r"CountsBesideMuon.*torch_shard\.optim\.register"):
+        pair.optimizer.step()
+
+
+@ranks(2)
+def test_state_loaded_on_one_rank_only_is_an_error_on_all(rank, world_size):
+    pair = Pair(MLP, rank, world_size, optimizer=maker("Muon"))
+    advance(pair, range(2))
+    early = copy.deepcopy(pair.plain_optimizer.state_dict())
+    if rank == 0:
+        pair.optimizer.load_state_dict(early)
+    with pytest.raises(DivergenceError):
+        plain_backward(pair.model, batch(rank, 2))
+        pair.optimizer.step()
+
+
+# -- close ------------------------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_close_brings_the_state_of_owners_back_unasked(rank, world_size):
+    pair = Pair(MLP, rank, world_size, optimizer=maker("Muon"))
+    advance(pair, range(2))
+    pair.engine.close()
+    for p, q in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+        assert list(pair.optimizer.state.get(p, {})) == list(pair.plain_optimizer.state.get(q, {}))
+    gradients(pair, 2)
+    for p in pair.model.parameters():
+        torch.distributed.all_reduce(p.grad)
+        p.grad /= world_size
+    for p, q in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+        q.grad.copy_(p.grad)
+    pair.optimizer.step()
+    pair.plain_optimizer.step()
+    same_params(pair.model, pair.plain)
+
+
+@ranks(2)
+def test_state_by_name_survives_close_and_another_engine(rank, world_size):
+    pair = Pair(MLP, rank, world_size, optimizer=maker("Muon"))
+    for first in (0, 2, 4):
+        advance(pair, range(first, first + 2))
+        pair.engine.close(pair.optimizer)
+        pair.engine = torch_shard.shard(pair.model)
+    advance(pair, range(6, 7))
+    same_state(pair)
