@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import torch_shard
@@ -103,6 +104,70 @@ def test_ignored_parameters_count_once(rank: int, world_size: int) -> None:
         expected = torch.nn.utils.clip_grad_norm_([q for q in plain.parameters() if q.numel()], 1e-3, p)
         torch.testing.assert_close(engine.clip_grad_norm_(1e-3, p), expected)
         assert_grads(model, plain)
+
+
+class Beside(nn.Module):
+    """A parameter outside the shards, of a dtype of its own, that some ranks may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.head = nn.Linear(5, 7), nn.Linear(7, 3)
+        self.extra = nn.Parameter(torch.full((3,), 5.0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        y = self.head(torch.tanh(self.inp(x))).double()
+        return y * self.extra if use else y
+
+
+@pytest.mark.parametrize("users", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("p", [2.0, INF, 0.0, *exhaustive(1.0, -1.0)])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@ranks(2, exhaustive=(3,))
+def test_ignored_parameters_that_some_ranks_leave_out(
+    strategy: str, p: float, users: tuple[int, ...], rank: int, world_size: int
+) -> None:
+    torch.manual_seed(0)
+    model = Beside()
+    engine = torch_shard.shard(model, unit_bytes=256, ignore=["extra"], strategy=strategy, timeout=20.0)
+    model(torch.randn(4, 5, generator=torch.Generator().manual_seed(rank)), rank in users).pow(2).mean().backward()
+    grads = [q.grad.full_tensor() for q in model.parameters() if q is not model.extra]
+    seen: list[Any] = [None] * world_size
+    dist.all_gather_object(seen, model.extra.grad)
+    reference = [torch.zeros_like(g) for g in (*grads, *seen[:1]) if g is not None]
+    for r, g in zip(reference, [*grads, *seen[:1]], strict=False):
+        r.grad = g.clone()
+    expected = torch.nn.utils.clip_grad_norm_(reference, 1e-3, p)
+    found = engine.clip_grad_norm_(1e-3, p)
+    torch.testing.assert_close(found, expected.double())
+    for q, r in zip([q for q in model.parameters() if q is not model.extra], reference, strict=False):
+        torch.testing.assert_close(q.grad.full_tensor(), r.grad)
+    own = seen[rank]  # the same factor as all the others
+    if own is not None:
+        torch.testing.assert_close(model.extra.grad, own * torch.clamp(1e-3 / (expected.double() + 1e-6), max=1.0))
+    dist.all_gather_object(seen, found.item())
+    assert len(set(seen)) == 1
+
+
+@pytest.mark.parametrize("p", [2.0, 0.0])
+@ranks(2)
+def test_a_gradient_cleared_on_one_rank_is_no_hang(p: float, rank: int, world_size: int) -> None:
+    _, model, engine = trained(world_size, rank, timeout=20.0)
+    if rank == 0:
+        model.blocks[0][0].weight.grad = None
+    norms: list[Any] = [None] * world_size
+    dist.all_gather_object(norms, engine.clip_grad_norm_(1e-3, p).item())
+    assert len(set(norms)) == 1
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@ranks(2)
+def test_plain_parameters_alone(strategy: str, rank: int, world_size: int) -> None:
+    model = Beside()
+    engine = torch_shard.shard(model, ignore=["extra"], strategy=strategy, timeout=20.0)
+    model.extra.grad = None if rank else torch.full((3,), 2.0, dtype=torch.float64)
+    for p in (2.0, 0.0):
+        expected = 3**0.5 * 2 if p else 1.0
+        assert engine.clip_grad_norm_(1e9, p, parameters=[model.extra]).item() == pytest.approx(expected)
 
 
 @ranks(2)

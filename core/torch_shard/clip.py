@@ -1,4 +1,8 @@
-"""Gradient clipping on slices: the whole gradients' norm in one small collective, and no wait for the device."""
+"""Gradient clipping on slices: the whole gradients' norm in one small collective, and no wait for the device.
+
+What is sent, and whether, follows from which parameters there are, never from which gradients this rank has: those of
+parameters outside the shards may be on some ranks only, or be cleared by hand.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,12 @@ from typing import Any
 
 import torch
 
+from .collectives import ScalarComm
 from .errors import NonFiniteError
 from .flat_buffer import FlatBuffer
 from .flat_runs import grad_of
 from .runtime import Runtime
+from .shard_attributes import get_grad
 from .shard_tensor import ShardTensor
 from .whole import reduced_grad_of
 
@@ -38,10 +44,12 @@ class _Gradients:
         no difference."""
         self.comms: dict[int, Any] = {}
         self.slices: dict[int, list[torch.Tensor]] = {}  # per comm, memory to norm and scale
-        self.tensors: dict[int, list[list[torch.Tensor]]] = {}  # per comm, the slice (or none) of each, without padding
+        # Per comm, the slice (or none) of each parameter, with a gradient or not, without padding.
+        self.tensors: dict[int, list[list[torch.Tensor]]] = {}
         self.plain: list[torch.Tensor] = []
+        self.may_be_plain = False  # on some rank
         self.padded: list[tuple[FlatBuffer, torch.Tensor]] = []
-        self.dtypes: list[torch.dtype] = []
+        self.dtypes: dict[torch.dtype, None] = {}  # in the order of their first
         if runtime.in_backward is not None:
             runtime.in_backward.refuse_clipping()
         chosen = None if parameters is None else {id(p): p for p in parameters}  # a tied parameter counts once
@@ -50,9 +58,13 @@ class _Gradients:
             for flat in [flat for unit in runtime.units for flat in unit.flats if flat.params]:
                 if chosen is not None and not all(map(chosen.__contains__, map(id, flat.params))):
                     continue
+                comm = flat.params[0]._spec.comm
+                self._open(comm)  # in one order on all ranks
                 base = _one_piece(flat) if padding else None
                 if base is not None:
-                    self._add_piece(flat, base)
+                    self.slices[id(comm)].append(base)
+                    self.dtypes[base.dtype] = None
+                    self.padded.append((flat, base))
                 elif chosen is None:
                     rest += flat.params
                 if base is not None and chosen is not None:
@@ -60,35 +72,40 @@ class _Gradients:
                         del chosen[id(p)]
         self._add([*rest, *ignored] if chosen is None else chosen.values())
 
-    def _add_piece(self, flat: FlatBuffer, base: torch.Tensor) -> None:
-        comm = flat.params[0]._spec.comm
-        self._open(comm)
-        self.slices[id(comm)].append(base)
-        self.dtypes.append(base.dtype)
-        self.padded.append((flat, base))
-
     def _add(self, parameters: Iterable[torch.Tensor]) -> None:
         for p in parameters:
             grad = reduced_grad_of(p)
-            if isinstance(p, ShardTensor):
-                self._open(p._spec.comm)
-            if grad is None:
+            if not isinstance(p, ShardTensor):
+                self.may_be_plain = True
+                if p.requires_grad or grad is not None:
+                    self.dtypes[p.dtype] = None
+                if grad is not None:
+                    self.plain.append(grad)
                 continue
-            self.dtypes.append(grad.dtype)
-            if isinstance(grad, ShardTensor):
-                key = id(grad._spec.comm)
-                self._open(grad._spec.comm)
-                if grad._local.numel():
-                    self.slices[key].append(grad._local)
-                self.tensors[key].append([grad._local] if grad._local.numel() else [])
-            else:
-                self.plain.append(grad)
+            comm = p._spec.comm
+            self._open(comm)
+            local = None
+            if grad is not None:
+                if not isinstance(grad, ShardTensor):
+                    grad = get_grad(p)  # a derivative that autograd made
+                self.dtypes[grad.dtype] = None
+                local = grad._local if grad._local.numel() else None
+            if local is not None:
+                self.slices[id(comm)].append(local)
+            self.tensors[id(comm)].append([] if local is None else [local])
 
     def _open(self, comm: Any) -> None:
-        # Also without a gradient: whether there is one may differ between ranks, the collective may not.
         if id(comm) not in self.comms:
             self.comms[id(comm)] = comm
             self.slices[id(comm)], self.tensors[id(comm)] = [], []
+
+    def dtype(self) -> torch.dtype:
+        """That of the norm."""
+        result = None
+        for dtype in self.dtypes:
+            dtype = dtype if not dtype.is_complex else dtype.to_real()
+            result = dtype if result is None else torch.promote_types(result, dtype)
+        return torch.float32 if result is None else result
 
     def everything(self) -> list[torch.Tensor]:
         return [s for slices in self.slices.values() for s in slices] + self.plain
@@ -127,7 +144,8 @@ def clip_grad_norm_(
         error_if_nonfinite: wait for the norm and raise where it is NaN or infinite.
 
     Returns:
-        The norm before clipping, 0-d, equal on all ranks, in the gradients' (promoted) dtype.
+        The norm before clipping, 0-d, equal on all ranks, in the gradients' (promoted) dtype; plain parameters count with
+        their own, since their gradients may be on some ranks only.
 
     Raises:
         NonFiniteError: on all ranks, before anything has changed.
@@ -135,50 +153,69 @@ def clip_grad_norm_(
     max_norm, norm_type = float(max_norm), float(norm_type)
     with torch.no_grad():
         grads = _Gradients(runtime, parameters, ignored, padding=norm_type > 0)
-        total = _total_norm(runtime, grads, norm_type)
-        if error_if_nonfinite and not math.isfinite(total.item()):
+        exact = _total_norm(runtime, grads, norm_type)
+        total = exact.to(grads.dtype())
+        if error_if_nonfinite and not math.isfinite(exact.item()):
             raise NonFiniteError(
-                f"rank {runtime.collectives.world_rank}: the gradients' norm of order {norm_type} is {total.item()}, "
+                f"rank {runtime.collectives.world_rank}: the gradients' norm of order {norm_type} is {exact.item()}, "
                 "so they can't be clipped; no gradient was changed. Skip the step, or pass error_if_nonfinite=False to "
                 "scale by it anyway."
             )
         # As torch does it: the factor stays on the device, so the host never waits.
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        _scale(grads, factor)
+        factor = torch.clamp(max_norm / (exact + 1e-6), max=1.0)
+        _scale(grads, factor.to(total.dtype))
     return total
 
 
 def _total_norm(runtime: Runtime, grads: _Gradients, p: float) -> torch.Tensor:
-    device = runtime.collectives.device
-    result = torch.float32
-    for i, dtype in enumerate(dict.fromkeys(grads.dtypes)):
-        dtype = dtype if not dtype.is_complex else dtype.to_real()
-        result = dtype if i == 0 else torch.promote_types(result, dtype)
+    """The same 0-d tensor on all ranks, in fp64, as which all that is sent travels.
+
+    The plain gradients' norm travels along and rank 0's counts: the ranks must not scale by different factors.
+    """
+    c = runtime.collectives
     # Slices of a rank are summed in at least fp32: half precision would round once more for each rank.
-    compute = torch.float64 if result is torch.float64 else torch.float32
-    parts = []
-    for i, (key, comm) in enumerate(grads.comms.items()):
-        plain = grads.plain if i == 0 else []
+    compute = torch.float64 if torch.float64 in grads.dtypes or torch.complex128 in grads.dtypes else torch.float32
+    plain = None
+    if grads.may_be_plain:
+        plain = (_count if p == 0 else _norm)(grads.plain, p, compute, c.device).double().view(1)
+    parts: list[torch.Tensor] = []
+    for key, comm in grads.comms.items():
+        with_plain = plain if comm.size > 1 else None
         if p == 0:
-            parts.append(_counts(grads.tensors[key], comm, compute, device))
-            parts += [(g != 0).any().to(compute).to(device) for g in plain]
-            continue
-        own = _norm(grads.slices[key], p, compute, device)
-        if comm.size == 1:
-            parts += [own, *([_norm(plain, p, compute, device)] if plain else [])]
-            continue
-        # Norms of ranks combine as norms of tensors do, for every p and without powers that overflow. The plain
-        # gradients' norm travels along and rank 0's counts: the ranks must not scale by different factors.
-        pair = torch.stack([own, _norm(plain, p, compute, device)])
-        everyone = comm.all_gather(pair, "clip_grad_norm_")
-        parts += [*everyone[:, 0].unbind(), *([everyone[0, 1]] if plain else [])]
-    if not grads.comms:
-        counts = [(g != 0).any().to(compute).to(device) for g in grads.plain]
-        parts = counts if p == 0 else [_norm(grads.plain, p, compute, device)]
-    if not grads.dtypes:
-        return torch.zeros((), device=device)
-    total = torch.stack(parts).sum() if p == 0 else torch.linalg.vector_norm(torch.stack(parts), p)
-    return total.to(result)
+            parts.append(_counts(grads.tensors[key], with_plain, comm, c.device))
+        else:
+            own = _norm(grads.slices[key], p, compute, c.device).double().view(1)
+            # Norms of ranks combine as norms of tensors do, for every p and without powers that overflow.
+            if comm.size == 1:
+                parts.append(own)
+                continue
+            sent = own if with_plain is None else torch.cat([own, with_plain])
+            everyone = comm.all_gather(sent, "clip_grad_norm_")
+            parts.append(everyone[:, 0])
+            if with_plain is not None:
+                parts.append(everyone[0, 1:])
+        if with_plain is not None:
+            plain = None
+    if plain is not None:
+        parts.append(_of_rank_0(runtime, plain))
+    if not parts:
+        return torch.zeros((), dtype=torch.float64, device=c.device)
+    values = torch.cat(parts) if len(parts) > 1 else parts[0]
+    if p == 0:
+        return values.sum()
+    total = torch.linalg.vector_norm(values, p)
+    if p > 0 or grads.everything():
+        return total
+    return torch.where(total == math.inf, 0.0, total)  # of no gradients at all, as torch has it
+
+
+def _of_rank_0(runtime: Runtime, value: torch.Tensor) -> torch.Tensor:
+    """Replicated parameters have no communicator for slices."""
+    c = runtime.collectives
+    if c.world == 1:
+        return value
+    everyone = ScalarComm(c.watch.channels["scalar"], c.watch, c.world, c.world_rank)
+    return everyone.all_gather(value, "clip_grad_norm_")[0]
 
 
 def _norm(tensors: Sequence[torch.Tensor], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -208,13 +245,24 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return tensor.view(-1).split(_PIECE)
 
 
-def _counts(tensors: list[list[torch.Tensor]], comm: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """How many gradients are not zero everywhere: what torch's norm of norms gives for p = 0."""
-    zero = torch.zeros((), dtype=dtype, device=device)
-    found = [(t[0] != 0).any().to(dtype).to(device) if t else zero for t in tensors]
-    if not found:
-        return zero
-    return comm.all_reduce(torch.stack(found), "max", "clip_grad_norm_").sum()
+def _count(tensors: Sequence[torch.Tensor], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """How many tensors are not zero everywhere: what torch's norm of norms gives for p = 0."""
+    total = torch.zeros((), dtype=dtype, device=device)
+    for t in tensors:
+        total += (t != 0).any().to(device)
+    return total
+
+
+def _counts(
+    slices: list[list[torch.Tensor]], plain: torch.Tensor | None, comm: Any, device: torch.device
+) -> torch.Tensor:
+    """The same for each gradient of which ranks have slices, and rank 0's count of `plain` ones; 1-D."""
+    none = torch.zeros((), dtype=torch.float64, device=device)
+    found = [(t[0] != 0).any().to(device, torch.float64) if t else none for t in slices]
+    if plain is not None:
+        found.append(none if comm.rank else plain[0])
+    counts: torch.Tensor = comm.all_reduce(torch.stack(found) if found else none.view(1), "max", "clip_grad_norm_")
+    return counts
 
 
 def _scale(grads: _Gradients, factor: torch.Tensor) -> None:

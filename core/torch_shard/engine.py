@@ -133,7 +133,7 @@ class Engine:
 
         Returns:
             The norm before clipping, a 0-d tensor on the mesh's device, equal on all ranks, in the gradients'
-            (promoted) dtype.
+            (promoted) dtype. Parameters that are not sharded count with rank 0's gradients.
 
         Raises:
             NonFiniteError: on all ranks, before anything has changed.
@@ -177,6 +177,7 @@ class Engine:
         """Have `optimizer` step during every backward from now on: each unit as soon as its gradients are reduced.
 
         Gradients are freed at once, so that a rank holds those of two units at most; in exchange, every backward is a step.
+        A unit that backward needs once more behind its gradients (of a weight used detached, earlier) is stepped at the end.
         ``optimizer.step()`` may stay where it is: it finds no gradients but those of parameters that are not the engine's.
         The user's step hooks are not called; hooks on accumulated gradients are, before the step, but not at one moment on
         all ranks, so that they must not communicate (`p.grad.norm()` does). Learning rates count as they are when backward
@@ -187,9 +188,11 @@ class Engine:
             optimizer: of an element-wise class (:mod:`torch_shard.optim`); None ends it.
 
         Raises:
-            ConfigError: an optimizer of another kind.
-            ShardError: by the next backward, under :meth:`no_sync` or with ``torch.amp.GradScaler``; and by
-                :meth:`clip_grad_norm_`, :meth:`clip_grad_value_` and ``torch.nn.utils``' functions of these names.
+            ConfigError: an optimizer of another kind, or one that lists a parameter twice.
+            ShardError: by a backward that computes with a unit once more after its step (a weight in two checkpoints with
+                ``use_reentrant=True``), on all ranks, when some units have been stepped; by the next backward, under
+                :meth:`no_sync` or with ``torch.amp.GradScaler``; and by :meth:`clip_grad_norm_`, :meth:`clip_grad_value_` and
+                ``torch.nn.utils``' functions of these names.
         """
         self._watch.step_in_backward(optimizer)
 

@@ -21,13 +21,16 @@ from typing import Any
 
 import torch
 
+from .counters import Counters
 from .errors import ShardError
 from .flat_buffer import FlatBuffer
+from .flat_piece import Piece
+from .leaf import set_own_grad
 from .shard_tensor import ShardTensor
 from .state_signature import signature
 from .unit import OWN_COUNT, copy_attributes
 
-__all__ = ["Piece", "Runs", "grad_of"]
+__all__ = ["Runs", "grad_of"]
 
 SMALL = 1 << 14
 """Segments of fewer elements are worked on together..."""
@@ -35,44 +38,9 @@ TOGETHER = 1 << 20
 """...up to this many elements in all, so that copies of values and gradients stay small."""
 
 _NONE, _HERE, _OTHER = 0, 1, 2  # a parameter's gradient: none; in its unit's reduced slice; the user's own
-_flat, _spec, _local, _version = map(operator.attrgetter, ("_flat", "_spec", "_local", "_version"))
+_flat, _spec, _local = map(operator.attrgetter, ("_flat", "_spec", "_local"))
 grad_of: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 """``.grad`` as autograd keeps it; to be called with ``__torch_function__`` disabled."""
-
-
-class Piece:
-    """What the optimizer sees as one parameter."""
-
-    __slots__ = ("grads", "param", "sizes", "state", "values")
-
-    def __init__(self, values: list[torch.Tensor]) -> None:
-        self.values = values  # in the shards
-        self.sizes = [v.numel() for v in values]
-        # Of its own, as a leaf that wants a gradient: some optimizers ask for that.
-        self.param = (values[0].detach() if len(values) == 1 else torch.cat(values)).requires_grad_()
-        self.grads: list[torch.Tensor] = list(values)  # one for each, set before each step
-        self.state: dict[str, Any] = {}
-
-    def load(self) -> None:
-        """Before the arithmetic."""
-        if len(self.values) == 1:
-            self.param.grad = self.grads[0]
-        else:
-            torch.cat(self.values, out=self.param)
-            self.param.grad = torch.cat(self.grads)
-
-    def store(self) -> None:
-        """After it."""
-        if len(self.values) > 1:
-            torch._foreach_copy_(self.values, self.param.split_with_sizes(self.sizes))
-        elif self.param.data_ptr() != self.values[0].data_ptr():  # given other memory, by `p.data = ...`
-            self.values[0].copy_(self.param)
-            self.param.data = self.values[0]
-
-    def drop(self) -> None:
-        """Let go of the gradients."""
-        self.param.grad = None
-        self.grads = self.values.copy()
 
 
 class _Segment:
@@ -99,7 +67,23 @@ class _Run:
 
 
 class Runs:
-    """The sharded parameters of one group."""
+    """The sharded parameters of one group.
+
+    An *arrangement* is how they are divided into runs, with the pieces and their state. It is made from what follows, and
+    holds as long as none of it has changed, which is all that :meth:`is_as_left` looks at:
+
+    - the parameters and their order: others are another Runs (`FlatStep._same_parameters`);
+    - which gradients there are, and that they are parts of their units' reduced slices, of which the pieces then take the new
+      ones; with a gradient of the user's own nothing is kept for the next step;
+    - the dict of each parameter in the optimizer's state, and the values in it, by identity: keys, dtypes, and numbers with
+      them (`signature`);
+    - where the elements of those lie;
+    - the values of counters, since those of a run must agree;
+    - Python attributes of the parameters, where the optimizer may look at them;
+    - how large a piece may be.
+
+    Options of the group are not among it: they are read anew in each step.
+    """
 
     def __init__(
         self, listed: Sequence[Any], found: Sequence[tuple[FlatBuffer, Sequence[ShardTensor]]], attributes: bool = False
@@ -123,8 +107,9 @@ class Runs:
         ]
         self.pieces: list[Piece] = []
         self.stepped: list[ShardTensor] = []
-        self.followers: list[torch.Tensor] = []  # counters that are not stepped themselves
-        self.leaders: list[torch.Tensor] = []  # for each the one that is
+        self.counters = Counters()
+        self.fits_fused = False
+        """Whether a fused kernel on the CPU takes all pieces with the state that they have."""
         self._runs: list[_Run] = []
         # As the last step has left it. `regular`: all gradients came from reductions.
         self._regular, self._split = False, -1
@@ -132,14 +117,16 @@ class Runs:
         self._present_specs: list[Any] = []
         self._firsts: list[int] = []  # of each present parameter: the position of the first one in its shard
         self._absent: list[ShardTensor] = []
-        # For each shard: that position, the sizes of the parts into which its reduced slice is cut, and whose they are.
-        self._cuts: list[tuple[int, list[int], list[tuple[Piece, int] | None]]] = []
+        self._first_of: dict[int, int] = {}  # the same by shard
+        # What pieces' gradients are made of: parts of present parameters, by position; or of reduced slices: which of the
+        # piece's parts, by the position of a present parameter from which shard, where it begins, and its length.
+        self._gathered: list[tuple[Piece, list[int]]] = []
+        self._narrowed: list[tuple[Piece, int, int, int, int]] = []
         self._entries: list[dict[str, Any] | None] = []
         self._values: list[Any] = []
         self._elements: list[Any] = []  # those of the values that have elements, and their memory
         self._memory: list[torch.Tensor] = []
-        self._counters: list[torch.Tensor] = []
-        self._versions: list[int] = []
+        self._seen: list[Any] = []  # attributes
 
     # -- before a step --------------------------------------------------------------------------------------------
     def is_as_left(self, state: Any, split: int) -> bool:
@@ -163,29 +150,35 @@ class Runs:
         values = [value for own in self._entries if own for value in own.values()]
         if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
             return False
-        if list(map(_version, self._counters)) != self._versions:
+        if not self.counters.are_as_left():
             return False
+        if self._attributes:
+            seen = self._all_attributes()
+            if len(seen) != len(self._seen) or not all(map(operator.is_, seen, self._seen)):
+                return False
         # Two optimizers may share state, by load_state_dict(), and the other one have laid it out anew.
         if not all(map(operator.is_, map(_local, self._elements), self._memory)):
             return False
-        self._point(results)
+        self._point(grads)
         return True
 
-    def _point(self, results: Sequence[torch.Tensor]) -> None:
-        for first, sizes, owners in self._cuts:
-            for owner, grad in zip(owners, results[first].split_with_sizes(sizes), strict=True):
-                if owner is not None:
-                    owner[0].grads[owner[1]] = grad
+    def _point(self, grads: Sequence[Any]) -> None:
+        parts = list(map(_local, grads))
+        for piece, numbers in self._gathered:
+            piece.grads = [parts[n] for n in numbers]
+        for piece, slot, first, start, length in self._narrowed:
+            piece.grads[slot] = grads[first]._flat.narrow(0, start, length)
+        self.counters.load()
         for piece in self.pieces:
             piece.load()
 
     def arrange(self, state: Any, split: int) -> None:
         """Take everything as it is now, and divide it into runs anew."""
         # First let go of what there was: state that was replaced since.
-        self._runs, self.pieces, self.stepped, self.followers, self.leaders = [], [], [], [], []
-        self._entries, self._values, self._elements, self._memory, self._counters = [], [], [], [], []
-        self._cuts, self._regular = [], False
-        pattern, results = self._gradients()
+        self._runs, self.pieces, self.stepped = [], [], []
+        self._entries, self._values, self._elements, self._memory, self._seen = [], [], [], [], []
+        self._gathered, self._narrowed, self._regular = [], [], False
+        pattern = self._gradients()
         kinds = {
             i: (self.flats[self.shard_of[i]].dtype, signature(p, state.get(p)), i if self._stands_out(p) else None)
             for i, p in enumerate(self.params)
@@ -209,21 +202,29 @@ class Runs:
         self._present = [self.params[i] for i in present]
         self._present_specs = [self.specs[i] for i in present]
         self._absent = [self.params[i] for i, kind in enumerate(pattern) if kind == _NONE]
-        first: dict[int, int] = {}
-        self._firsts = [first.setdefault(self.shard_of[i], n) for n, i in enumerate(present)]
-        self._cuts = [(n, *self._cut_of(shard)) for shard, n in first.items()]
-        self._point({n: results[shard] for shard, n in first.items()})  # type: ignore[arg-type]
-        self._pair(state)
+        self._first_of = {}
+        self._firsts = [self._first_of.setdefault(self.shard_of[i], n) for n, i in enumerate(present)]
+        self._find_gradients({i: n for n, i in enumerate(present)})
         self._keep(state)
+        self._point(list(map(grad_of, self._present)))
 
     def _stands_out(self, p: ShardTensor) -> bool:
         return self._attributes and len(p.__dict__) > OWN_COUNT
 
+    def _all_attributes(self) -> list[Any]:
+        """Names and values; what the user changes within a value is seen through it."""
+        found: list[Any] = []
+        for p in self.params:
+            own = p.__dict__
+            if len(own) > OWN_COUNT:
+                found += (p, *own, *own.values())
+        return found
+
     def _shard(self, i: int) -> torch.Tensor:
         return self.flats[self.shard_of[i]].shard
 
-    def _gradients(self) -> tuple[list[int], dict[int, torch.Tensor]]:
-        """Of what kind each parameter's gradient is, and the reduced slice of each shard."""
+    def _gradients(self) -> list[int]:
+        """Of what kind each parameter's gradient is."""
         pattern: list[int] = []
         results: dict[int, torch.Tensor] = {}
         for p, spec, shard in zip(self.params, self.specs, self.shard_of, strict=True):
@@ -237,7 +238,7 @@ class Runs:
                 pattern.append(_HERE)
             else:
                 pattern.append(_OTHER)
-        return pattern, results
+        return pattern
 
     # -- runs -----------------------------------------------------------------------------------------------------
     def _segments(self, pattern: list[int], kinds: dict[int, Any]) -> tuple[list[_Segment], list[int]]:
@@ -293,32 +294,29 @@ class Runs:
                     piece.state[key] = value.clone() if start and isinstance(value, torch.Tensor) else value
             run.pieces.append(piece)
 
-    def _cut_of(self, shard: int) -> tuple[list[int], list[tuple[Piece, int] | None]]:
-        """How a shard's reduced slice is cut so that each gradient is one part."""
-        wanted: list[tuple[int, int, tuple[Piece, int]]] = []
+    def _find_gradients(self, numbers: dict[int, int]) -> None:
+        """Where the pieces' gradients come from; `numbers`: those of the parameters among the present."""
+        self._gathered, self._narrowed = [], []
         for run in self._runs:
+            if run.segments[0].grad is not None:
+                continue
+            lengths = [sum(map(self._length, segment.members)) for segment in run.segments]
+            # Parts of the gradients are there already, so that there is nothing to cut; unless padding lies between them.
+            if lengths == [s.stop - s.start for s in run.segments] and (
+                len(run.segments) > 1 or (len(run.pieces) == 1 and len(run.segments[0].members) == 1)
+            ):
+                parts = [numbers[i] for segment in run.segments for i in segment.members]
+                self._gathered.append((run.pieces[0], parts))
+                continue
             for n, segment in enumerate(run.segments):
-                if segment.shard != shard or segment.grad is not None:
-                    continue
-                if len(run.segments) > 1:
-                    wanted.append((segment.start, segment.stop, (run.pieces[0], n)))
-                    continue
-                start = segment.start
+                first, start = self._first_of[segment.shard], segment.start
                 for piece in run.pieces:
-                    wanted.append((start, start + piece.sizes[0], (piece, 0)))
-                    start += piece.sizes[0]
-        sizes: list[int] = []
-        owners: list[tuple[Piece, int] | None] = []
-        end = 0
-        for start, stop, owner in sorted(wanted, key=lambda part: part[:2]):
-            if start > end:
-                sizes.append(start - end)
-                owners.append(None)
-            sizes.append(stop - start)
-            owners.append(owner)
-            end = stop
-        rest = self.flats[shard].layout.shard_numel - end
-        return [*sizes, rest], [*owners, None]
+                    self._narrowed.append((piece, n, first, start, piece.sizes[n]))
+                    start += piece.sizes[n]
+
+    def _length(self, i: int) -> int:
+        start, stop = self.ranges[i]
+        return stop - start
 
     # -- state ----------------------------------------------------------------------------------------------------
     def _bases(self, run: _Run, state: Any) -> dict[str, torch.Tensor]:
@@ -366,32 +364,17 @@ class Runs:
         place = run.places[i]
         return base[start + place : stop + place]
 
-    def _pair(self, state: Any) -> None:
-        """Find the counters. The optimizer steps those of a run's first member, the others follow."""
-        self._counters, self.followers, self.leaders = [], [], []
-        for run in self._runs:
-            first: dict[str, torch.Tensor] = {}
-            for n, i in enumerate(run.members):
-                for key, value in (state.get(self.params[i]) or {}).items():
-                    if type(value) is ShardTensor or not isinstance(value, torch.Tensor):
-                        continue
-                    self._counters.append(value)
-                    if n:
-                        self.followers.append(value)
-                        self.leaders.append(first[key])
-                    else:
-                        first[key] = value
-
     def _keep(self, state: Any) -> None:
         self._entries = [state.get(p) for p in self.params]
+        numbers = ([self._entries[i] for i in run.members] for run in self._runs)
+        self.counters.pair(
+            (members, [piece.state for piece in run.pieces]) for members, run in zip(numbers, self._runs, strict=True)
+        )
         self._values = [value for own in self._entries if own for value in own.values()]
         self._elements = [value for value in self._values if type(value) is ShardTensor]
         self._memory = list(map(_local, self._elements))
-        self.note()
-
-    def note(self) -> None:
-        """Counters are as the step has left them."""
-        self._versions = list(map(_version, self._counters))
+        self._seen = self._all_attributes() if self._attributes else []
+        self.fits_fused = _fit_fused(self.pieces)
 
     # -- after a step ---------------------------------------------------------------------------------------------
     def publish(self, state: Any) -> None:
@@ -403,8 +386,20 @@ class Runs:
                 state.setdefault(self.params[i], {})
         for run in self._runs:
             self._publish(run, state)
-        self._pair(state)
         self._keep(state)
+
+    def store_gradients(self) -> None:
+        """Make what the step has done to gradients the user's; for pieces that are whole runs."""
+        for run in self._runs:
+            (piece,) = run.pieces
+            if not piece.take_gradient():
+                piece.store_gradient()
+                continue
+            grad = piece.given
+            for i in run.members:
+                # A new one: whoever holds the old one keeps it as it was.
+                part = None if grad is None else self._part(run, grad.detach(), i)
+                set_own_grad(self.params[i], None if part is None else ShardTensor._wrap(part, self.specs[i]))
 
     def _publish(self, run: _Run, state: Any) -> None:
         first = run.pieces[0].state
@@ -470,3 +465,19 @@ def _runs(segments: list[_Segment], kinds: dict[int, Any]) -> list[_Run]:
         else:
             runs.append(_Run([segment], kind))
     return runs + [_Run(found, kind) for kind, found in small.items()]
+
+
+def _fit_fused(pieces: Sequence[Piece]) -> bool:
+    """torch's for-loop takes a mixture of state that is there and state that is not (SGD's momentum), counters that are Python
+    numbers, and other dtypes than the parameter's; the fused kernels raise."""
+    kinds: set[frozenset[str]] = set()
+    for piece in pieces:
+        kinds.add(frozenset(key for key, value in piece.state.items() if value is not None))
+        for value in piece.state.values():
+            if value is None:
+                continue
+            if not isinstance(value, torch.Tensor):
+                return False
+            if value.dtype != (piece.param.dtype if value.dim() else torch.float32):
+                return False
+    return len(kinds) < 2

@@ -9,14 +9,15 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .flat_buffer import FlatBuffer
-from .flat_runs import Piece, Runs
-from .optim import is_torchs
+from .flat_piece import Piece
+from .flat_runs import Runs
+from .optim import is_torchs, kind_of
 from .shard_tensor import ShardTensor
 from .step_checks import check_units, refuse_unreduced, several_engines, shard_state
 
@@ -32,6 +33,13 @@ _LIST = 1 << 24  # elements of one call of a foreach implementation, whose tempo
 # five times as fast as. Whoever sets `foreach` or `fused` gets what he asks for.
 _FUSED_ON_CPU = frozenset({torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad})
 _FUSED_DTYPES = frozenset({torch.float32, torch.float64})
+
+
+def _is_step_of_torchs(optimizer: Any) -> bool:
+    """Whether what runs is one of torch's own functions, which have one loop, read no attributes of parameters, and leave
+    gradients as they are."""
+    # A subclass of no kind of its own is here for a function that it has inherited.
+    return is_torchs(type(optimizer)) or kind_of(type(optimizer)) is None
 
 
 class _State(MutableMapping[Any, Any]):
@@ -111,7 +119,7 @@ class _Group:
                 by_flat.setdefault((unit.index, unit.flats.index(flat)), (flat, []))[1].append(p)
         if only is not None:
             self.rest = []
-        self.runs = Runs(params, [by_flat[place] for place in sorted(by_flat)], not is_torchs(type(optimizer)))
+        self.runs = Runs(params, [by_flat[place] for place in sorted(by_flat)], not _is_step_of_torchs(optimizer))
         flats = self.runs.flats
         self.on_cpu = all(flat.shard.device.type == "cpu" for flat in flats)
         self.may_fuse = (
@@ -149,12 +157,18 @@ class _Working:
 class FlatStep:
     """The steps of one optimizer; see :class:`~torch_shard.stand_in.Work`."""
 
-    def __init__(self, optimizer: Any, runtime: Runtime, only: FlatBuffer | None = None) -> None:
-        """`only`: step nothing but this flat buffer's parameters."""
+    def __init__(
+        self,
+        optimizer: Any,
+        runtime: Runtime,
+        only: FlatBuffer | None = None,
+        groups: Callable[[], list[dict[str, Any]]] | None = None,
+    ) -> None:
+        """`only`: step nothing but this flat buffer's parameters, with options from `groups` in place of the optimizer's."""
         # What is kept must not keep the optimizer itself, by which it is found.
         self._optimizer: Any = weakref.ref(optimizer)
-        self.runtime, self._only = runtime, only
-        self._torchs = is_torchs(type(optimizer))
+        self.runtime, self._only, self._given = runtime, only, groups
+        self._torchs = _is_step_of_torchs(optimizer)
         self._groups: list[_Group] = []
         self.state = _State({})
         self._working: list[_Working] = []
@@ -164,6 +178,8 @@ class FlatStep:
         self._drop()  # of a step that was never ended
         optimizer = self._optimizer()
         refuse_unreduced(optimizer, self.runtime)
+        if self._only is None and self.runtime.in_backward is not None:
+            self.runtime.in_backward.before_step(optimizer)
         try:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 self._look(optimizer)
@@ -172,7 +188,8 @@ class FlatStep:
             raise
 
     def _look(self, optimizer: Any) -> None:
-        groups, state = optimizer.param_groups, optimizer.state
+        groups = optimizer.param_groups if self._given is None else self._given()
+        state = optimizer.state
         same = self._same_parameters(groups)
         if not same:
             counts = Counter(id(p) for group in groups for p in group["params"])
@@ -197,6 +214,9 @@ class FlatStep:
             if own.runs.params or self._only is None:
                 self._add(own, group, fuse)
 
+    def zero_grad(self, usual: Callable[[], None]) -> None:
+        usual()
+
     def forget(self) -> None:
         """Let go of everything that was kept for the next step."""
         self._drop()
@@ -212,8 +232,7 @@ class FlatStep:
         """Make the step's groups of one of the user's."""
         options = {key: value for key, value in group.items() if key != "params"}
         pieces = own.runs.pieces
-        # Fused SGD takes no mixture of momentum that is there and momentum that is not.
-        if fuse and len({not piece.state for piece in pieces}) < 2:
+        if fuse and own.runs.fits_fused:
             options["fused"] = True
         # torch's own do not mind how many groups there are.
         limit = _LIST if self._torchs and not options.get("fused") else 0
@@ -242,7 +261,10 @@ class FlatStep:
             self._publish(work)
 
     def through(self) -> None:
-        pass
+        # A closure may follow, that looks at what the loop has done. Steps of torch's call theirs before their only loop.
+        if not self._torchs:
+            for work in self._working:
+                self._publish(work)
 
     def close(self) -> None:
         """Put values, state and options where the user finds them. Local."""
@@ -266,15 +288,21 @@ class FlatStep:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for piece in work.pieces:
                 piece.store()
+            if not self._torchs:
+                runs.store_gradients()
+            elif (
+                getattr(optimizer, "grad_scale", None) is not None
+            ):  # which fused kernels divide gradients by, for good
+                for piece in work.pieces:
+                    piece.store_gradient()
             if len(made) != len(work.made) or not all(map(operator.is_, made, work.made)):
                 runs.publish(optimizer.state)
                 work.made = [value for piece in work.pieces for value in piece.state.values()]
             if work.last:
-                if runs.followers:
-                    torch._foreach_copy_(runs.followers, runs.leaders)
+                runs.counters.follow()
                 # Autograd's view of them: a graph that has saved one must not be run any more, nor a gathered copy be used.
                 torch.autograd.graph.increment_version([*runs.stepped, *(flat.shard for flat in runs.flats)])
-        runs.note()
+        runs.counters.note()
         for key, value in work.options.items():
             if work.given.get(key, self) is not value:  # the optimizer itself has set it
                 work.group[key] = work.given[key] = value

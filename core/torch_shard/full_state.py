@@ -233,7 +233,7 @@ def _stand_in(value: torch.Tensor) -> torch.Tensor:
 # -- the optimizer ----------------------------------------------------------------------------------------------------
 
 
-def _names(runtime: Runtime, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> dict[int, str]:
+def names_of(runtime: Runtime, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> dict[int, str]:
     """The name of each of the optimizer's parameters, by id."""
     names = {id(p): n for unit in runtime.units for n, p in zip(unit.names, unit.params, strict=True)}
     if model is not None:
@@ -262,7 +262,11 @@ def _slot(runtime: Runtime, param: torch.Tensor) -> tuple[FlatBuffer, int] | Non
 
 
 def optim_state_dict(
-    runtime: Runtime, optimizer: torch.optim.Optimizer, rank0_only: bool = True, model: nn.Module | None = None
+    runtime: Runtime,
+    optimizer: torch.optim.Optimizer,
+    rank0_only: bool = True,
+    model: nn.Module | None = None,
+    given: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Whole optimizer state by parameter name, on the CPU. Collective.
 
@@ -271,6 +275,7 @@ def optim_state_dict(
         optimizer: any that holds parameters of the model.
         rank0_only: the other ranks return an empty dict.
         model: finds the names of ignored parameters.
+        given: state by number, in place of the optimizer's own.
 
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: torch's own optimizer state dict
@@ -281,8 +286,8 @@ def optim_state_dict(
     names: dict[int, str] = {}
     taken: dict[str, Any] = {"state": {}, "param_groups": []}
     try:
-        names = _names(runtime, optimizer, model)
-        taken = optimizer.state_dict()
+        names = names_of(runtime, optimizer, model)
+        taken = optimizer.state_dict() if given is None else given
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     numbers = [p for group in optimizer.param_groups for p in group["params"]]  # torch counts like this
@@ -356,11 +361,26 @@ def load_optim_state_dict(
         StateDictError: on all ranks, with everything that does not fit; nothing has been loaded.
     """
     what = "engine.load_optim_state_dict"
+    optimizer.load_state_dict(optim_state_dict_to_load(runtime, optimizer, state_dict, model, what))
+
+
+def optim_state_dict_to_load(
+    runtime: Runtime,
+    optimizer: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    model: nn.Module | None,
+    what: str,
+) -> dict[str, Any]:
+    """From state by name, for the optimizer's ``load_state_dict``: by number, with this rank's slices. Collective.
+
+    Raises:
+        StateDictError: on all ranks, with everything that does not fit.
+    """
     error: Exception | None = None
     names: dict[int, str] = {}
     trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     try:
-        names = _names(runtime, optimizer, model)
+        names = names_of(runtime, optimizer, model)
         error = _describe(runtime, what, *_compare(runtime, optimizer, names, state_dict))
     except Exception as problem:  # the other ranks must hear of it
         error = problem
@@ -372,18 +392,18 @@ def load_optim_state_dict(
     bare = [n for i, n in names.items() if i in trained and n not in state_dict["state"]] if state_dict["state"] else []
     if bare:
         logger.warning("%s: no state for %s while others have some: they start anew", what, ", ".join(bare))
-    load_by_name(optimizer, names, state_dict, elsewhere)
+    return by_number(optimizer, names, state_dict, elsewhere)
 
 
-def load_by_name(
+def by_number(
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
     state_dict: Mapping[str, Any],
     elsewhere: Mapping[int, bool] | None = None,
-) -> None:
-    """Load a checked dict; `names` by id of the parameters, `elsewhere` of those whose state is whole at one rank. Local."""
+) -> dict[str, Any]:
+    """A checked dict in torch's form: numbers for names, in the optimizer's own order, with this rank's slices. `names` by
+    id of the parameters, `elsewhere` of those whose state is whole at one rank. Not collective."""
     elsewhere = elsewhere or {}
-    # torch's form: numbers for names, in the optimizer's own order.
     state: dict[Any, Any] = {key: owned_state.copied(state_dict["state"][key]) for key in state_dict.get(OTHER, ())}
     groups: list[dict[str, Any]] = []
     number = 0
@@ -396,14 +416,14 @@ def load_by_name(
                 if not elsewhere[id(p)]:
                     state[number] = owned_state.copied(entries)  # torch may keep what it is given
             elif entries:
-                state[number] = {key: _loaded(p, key, value) for key, value in entries.items()}
+                state[number] = {key: own_part(p, key, value) for key, value in entries.items()}
             number += 1
         if "param_names" in saved:
             groups[-1]["param_names"] = [names[id(p)] for p in group["params"]]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return {"state": state, "param_groups": groups}
 
 
-def _loaded(param: torch.Tensor, key: str, value: Any) -> Any:
+def own_part(param: torch.Tensor, key: str, value: Any) -> Any:
     """One entry of the state of `param`: this rank's slice where it has the parameter's shape."""
     if not isinstance(value, torch.Tensor):
         return value

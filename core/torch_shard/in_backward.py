@@ -2,27 +2,37 @@
 
 Gradients are gone again before those of the next but one unit arrive, so that no rank ever holds more than two units' of
 them. (LOMO, arXiv 2306.09782, does so for SGD; torch's post-accumulate hooks for one optimizer per parameter.)
+
+A unit whose values backward may need once more behind its last gradient (``x @ weight.detach().t()``, early in forward) is
+stepped at the end. Every forward of a unit that backward has not come back to yet counts, as long as its graph is alive: a
+fact of the program, so that ranks with one graph decide alike. What this cannot see (a checkpoint with
+``use_reentrant=True`` records no forward) is noted where the unit is computed with, and at the end all ranks raise.
 """
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import ShardError
+from . import scaled_losses
+from .errors import ConfigError, ShardError
 from .flat_buffer import FlatBuffer
 from .flat_step import FlatStep
 from .gradient_buffer import GradientBuffer
+from .group_options import Options
 from .leaf import own_grad, set_own_grad
 from .shard_tensor import ShardTensor
 from .stand_in import stand_in
 
 if TYPE_CHECKING:
     from .runtime import Runtime
+    from .unit import Unit
+    from .use import Use
 
 __all__ = ["InBackward"]
 
@@ -34,20 +44,36 @@ _READERS = {
 
 
 class InBackward:
-    """The optimizer that steps during one engine's backwards."""
+    """The optimizer that steps during one engine's backwards.
+
+    Raises:
+        ConfigError: it lists a parameter more than once.
+    """
 
     def __init__(self, optimizer: Any, runtime: Runtime) -> None:
         self.optimizer = optimizer
         self._runtime = weakref.ref(runtime)
+        self._refuse_repeated()
+        scaled_losses.follow()
         step = type(optimizer).step
         self._function = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
         self._steps: dict[int, tuple[FlatBuffer, FlatStep]] = {}
         for unit in runtime.units:
             for flat in unit.flats:
-                self._steps[id(flat.gradients)] = flat, FlatStep(optimizer, runtime, only=flat)
+                self._steps[id(flat.gradients)] = flat, FlatStep(optimizer, runtime, flat, self._fresh_groups)
         self._stepped: set[int] = set()
         self._kinds: dict[type, type] = {}
-        self._looked = False
+        self._options: list[Options] = []  # of the groups, as the latest backward found them
+        self._fresh: list[dict[str, Any]] = []
+        # By index of the unit. Forwards that backward has not come back to:
+        self._expected: dict[int, weakref.WeakSet[Use]] = {}
+        self._issued: dict[int, bool] = {}  # reduced in this backward; True: and not stepped yet, whatever the time
+        self._gathered: set[int] = set()  # gathered once more behind that
+        self._demanded: set[int] = set()  # ... because this rank computes with it
+        # A forward from before may be in the next backward, and was not noted.
+        self._all_at_end = bool(runtime.forward_order)
+        self._inside = self._begun = False  # see `outermost`
+        self._uses: dict[int, int] = {}  # of the memory of replicated units, between backwards
 
     @property
     def _where(self) -> str:
@@ -61,20 +87,19 @@ class InBackward:
         Raises:
             ShardError: under ``no_sync``, or with a GradScaler; nothing has been changed.
         """
-        self._stepped.clear()
         if not syncing:
             raise ShardError(
                 f"{self._where}no_sync() with engine.step_in_backward(): each backward is a step, so nothing can be accumulated. "
                 "Leave one of them out."
             )
-        if not self._looked:
-            # A scaled loss can't be told from another one, so a scaler that has scaled one is looked for before the first
-            # step; one that comes later is found when it reads the gradients.
-            gc.collect()
-            scaler = torch.amp.GradScaler
-            if any(issubclass(type(o), scaler) and o._enabled and o._scale is not None for o in gc.get_objects()):
-                raise self._refused("torch.amp.GradScaler (one in this process has scaled a loss)")
-            self._looked = True
+        if scaled_losses.is_running():
+            raise self._refused("torch.amp.GradScaler (it has scaled this backward's loss)")
+        self._refuse_repeated()
+        if not self._begun:
+            for noted in (self._stepped, self._issued, self._gathered, self._demanded):
+                noted.clear()
+            self._options = [Options(group) for group in self.optimizer.param_groups]
+            self._begun = self._inside
         with torch._C.DisableTorchFunctionSubclass():
             for group in self.optimizer.param_groups:
                 for p in group["params"]:
@@ -90,6 +115,13 @@ class InBackward:
         Raises:
             ShardError: a parameter has got a gradient behind its step.
         """
+        for options in self._options:
+            options.write_back()
+        if not self._inside:
+            self._all_at_end = False
+        for flat, _ in self._steps.values():
+            if not flat.sharded:
+                self._uses[id(flat)] = _storage_uses(flat)
         with torch._C.DisableTorchFunctionSubclass():
             for number in self._stepped:
                 _, work = self._steps[number]
@@ -100,7 +132,104 @@ class InBackward:
                             "parameter itself (weight decay as p.pow(2).sum(), say). Use the optimizer's weight_decay, or leave "
                             "engine.step_in_backward() out."
                         )
-        self._stepped.clear()
+
+    def outermost(self, begins: bool) -> None:
+        """A call of ``torch.autograd.backward`` by the user begins or ends. All is one step inside, but may be several
+        backwards to the engine: of checkpoints with ``use_reentrant=True``, where nothing of the engine's is behind them."""
+        self._inside, self._begun = begins, False
+        if not begins:
+            self._all_at_end = False
+
+    def _refuse_repeated(self) -> None:
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        ids = [number for params in groups for number in map(id, params)]
+        if len(ids) == len(set(ids)):
+            return
+        repeated = {number for number, count in Counter(ids).items() if count > 1}
+        for p in (p for params in groups for p in params):
+            if id(p) in repeated and isinstance(p, ShardTensor):
+                raise ConfigError(
+                    f"{self._where}{type(self.optimizer).__qualname__} lists {p._spec.name} more than once, which "
+                    "engine.step_in_backward() can't step as often; list each parameter once."
+                )
+
+    # -- options --------------------------------------------------------------------------------------------------
+    def _fresh_groups(self) -> list[dict[str, Any]]:
+        return self._fresh
+
+    def before_step(self, optimizer: Any) -> None:
+        """The user calls ``optimizer.step()``: it and the units' steps before it are one step, so that what an optimizer
+        counts in its groups (``group["step"] += 1``) begins for it as it began for them."""
+        if optimizer is self.optimizer:
+            for options in self._options:
+                options.undo()
+
+    # -- when a unit is stepped -------------------------------------------------------------------------------------
+    def expect(self, use: Use) -> None:
+        """Backward may come back to a forward of a unit."""
+        found = self._expected.get(use.unit.index)
+        if found is None:
+            found = self._expected[use.unit.index] = weakref.WeakSet()
+        found.add(use)
+
+    def reached(self, use: Use) -> None:
+        """It does so now."""
+        found = self._expected.get(use.unit.index)
+        if found is not None:
+            found.discard(use)
+
+    def postpones(self, unit: Unit) -> bool:
+        """The gradients of `unit` are complete: whether it is stepped at the end of backward only."""
+        postponed = (
+            self._all_at_end
+            or bool(unit.kept)
+            or len(self._expected.get(unit.index, ())) > 0
+            or (not unit.sharded and any(_storage_uses(flat) > self._uses_of(flat) for flat in unit.flats))
+        )
+        self._issued[unit.index] = postponed and self._issued.get(unit.index, True)
+        return postponed
+
+    def _uses_of(self, flat: FlatBuffer) -> int:
+        """How many tensors there are over a replicated unit's memory when autograd has saved none."""
+        return self._uses.get(id(flat), flat.storage_baseline)
+
+    def gathered(self, unit: Unit) -> None:
+        """`unit` is gathered, by whatever rank's need."""
+        if unit.index in self._issued:
+            self._gathered.add(unit.index)
+
+    def demanded(self, unit: Unit) -> None:
+        """This rank computes with `unit` in backward."""
+        again = self._gathered if unit.sharded else self._issued
+        if unit.index in again:
+            self._demanded.add(unit.index)
+
+    def marks(self) -> list[int]:
+        """For the end of backward, whether each unit was gathered from what may be its step's result, and whether this rank
+        computes with what it has gathered. The largest of any rank counts."""
+        runtime = self._runtime()
+        marks: list[int] = []
+        for unit in runtime.units if runtime is not None else ():
+            stepped = self._issued.get(unit.index) is False
+            here = self._gathered if unit.sharded else self._issued
+            marks += [stepped and unit.index in here, unit.index in self._demanded]
+        return marks
+
+    def check(self, marks: Sequence[int]) -> None:
+        """`marks` of all ranks.
+
+        Raises:
+            ShardError: on all ranks; a unit was needed once more when some rank may have stepped it.
+        """
+        runtime = self._runtime()
+        for i, unit in enumerate(runtime.units if runtime is not None else ()):
+            if all(marks[2 * i : 2 * i + 2]):
+                raise ShardError(
+                    f"{self._where}backward computed with {unit.names[0]} (unit {unit.name!r}) once more after its step, by a "
+                    "checkpoint with use_reentrant=True, a hook, or a graph that other ranks do not have; plain torch calls "
+                    "that modified by an inplace operation. Gradients may be wrong and some units have been updated: go on "
+                    "from a checkpoint, with use_reentrant=False or without engine.step_in_backward()."
+                )
 
     # -- one unit -----------------------------------------------------------------------------------------------
     def step(self, gradients: GradientBuffer) -> None:
@@ -111,11 +240,18 @@ class InBackward:
                 f"{self._where}parameters of {flat.layout.slots[0].name}'s unit got gradients twice in one backward, so they "
                 "can't be stepped during it; leave engine.step_in_backward() out."
             )
+        self._fresh = [options.fresh() for options in self._options]
         other, session = stand_in(self.optimizer, work, self._kinds)
         self._function(other)
         session.end()
+        for options, group in zip(self._options, self._fresh, strict=True):
+            options.stepped(group)
+        self._fresh = []
         self.optimizer._opt_called = True  # as far as torch's schedulers are concerned
         self._stepped.add(id(gradients))
+        unit = flat.unit()
+        if unit is not None:
+            self._issued[unit.index] = False
         with torch._C.DisableTorchFunctionSubclass():
             held = work.held()
             for p in held:
@@ -144,3 +280,8 @@ class InBackward:
 
     def refuse_clipping(self) -> None:
         raise self._refused("clipping gradients (engine.clip_grad_norm_, clip_grad_value_)")
+
+
+def _storage_uses(flat: FlatBuffer) -> int:
+    storage: int = torch._C._storage_Use_Count(flat.full.untyped_storage()._cdata)
+    return storage

@@ -54,6 +54,17 @@ def register(cls: type, kind: Kind) -> type:
       when they have gone back. One of the user's groups may come in several parts, some of them without a parameter, each
       with the options as they were before the step. Random numbers that it draws differ between the ranks.
 
+    What it may do besides, with ``"elementwise"``:
+
+    - go through ``self.param_groups`` several times, in nested loops too, and call the closure again behind a loop (SAM): the
+      closure finds what the loop has done. Parameters that were taken before a closure are out of date after it: go through
+      the groups anew. A closure behind ``self.param_groups[0]``, without a loop, does not find what was done.
+    - count in a group (``group["step"] += 1``) or in itself, once for each step, however many tensors its parameters are;
+    - change ``p.grad`` in place, replace it or set it to None, also with ``self.zero_grad()``: so it is after the step. All
+      parameters of a tensor get the same, so that it must not depend on the gradient's values which of these it does.
+    - read Python attributes that the user has given to a parameter (``p.lr_scale``), which is then stepped by itself: many
+      such parameters cost time. Attributes that it sets itself are not kept: use ``self.state[p]``.
+
     With ``"matrix"`` state of any form is kept, at the rank that owns the parameter; ``optimizer.state_dict()`` is that rank's
     part, and ``engine.optim_state_dict(optimizer)`` the whole. A rank sends about three times its share of the parameters'
     bytes in a step.

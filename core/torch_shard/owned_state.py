@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import statistics
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from .watch import blocking
 from .whole import agree
 
 __all__ = [
+    "broadcast_object",
     "collect",
     "copied",
     "elsewhere",
@@ -204,7 +205,12 @@ class _Sent:
 
 
 def collect(
-    runtime: Runtime, state: MutableMapping[int, Any], count: int, wanted: bool, what: str
+    runtime: Runtime,
+    state: MutableMapping[int, Any],
+    count: int,
+    wanted: bool,
+    what: str,
+    keep: Callable[[int, Any], Any] = lambda _, entries: entries,
 ) -> MutableMapping[int, Any]:
     """State of which only some ranks have entries, from the first of those to all. Collective.
 
@@ -215,6 +221,7 @@ def collect(
         wanted: whether this rank shall have the result, on the CPU; it takes part in any case, and holds one parameter's state
             at a time.
         what: for messages.
+        keep: called with the number and the entries of a parameter, returns what the result shall have of them.
 
     Returns:
         `state` itself where all ranks have entries for the same parameters; else a new dict in the order of the numbers.
@@ -236,15 +243,15 @@ def collect(
             for number, owner in source.items()
             if owner == rank
         }
-        described: dict[int, Any] = _broadcast_object(runtime, mine, rank, what)
+        described: dict[int, Any] = broadcast_object(runtime, mine, rank, what)
         for number, description in described.items():
             tensors = tensors_of(state[number]) if rank == c.world_rank else []
             received = _broadcast_tensors(runtime, tensors, _sent_in(description), rank, wanted, what)
-            complete[number] = _filled_in(description, iter(received)) if wanted else {}
+            complete[number] = keep(number, _filled_in(description, iter(received))) if wanted else {}
     return dict(sorted(complete.items(), key=lambda item: (not isinstance(item[0], int), str(item[0]).zfill(12))))
 
 
-def _broadcast_object(runtime: Runtime, value: Any, source: int, what: str) -> Any:
+def broadcast_object(runtime: Runtime, value: Any, source: int, what: str) -> Any:
     """Its own ranks' objects, so unpickling them is safe. Collective."""
     c = runtime.collectives
     raw = bytearray(pickle.dumps(value)) if c.world_rank == source else bytearray(8)

@@ -21,6 +21,7 @@ from .gradient_buffer import WANTED, GradientBuffer
 
 if TYPE_CHECKING:
     from .flat_buffer import FlatBuffer
+    from .in_backward import InBackward
     from .unit import Unit
 
 # Reductions in flight: each holds two buffers of its unit's size. Above this many, backward pauses for the oldest, but
@@ -45,6 +46,8 @@ class Reductions:
         # Called with gradients as soon as they are published; without it they are published at the end of a backward.
         self.on_published: Callable[[GradientBuffer], None] | None = None
         self._units: dict[int, tuple[Unit, FlatBuffer]] = {}  # by gradient buffer
+        # Gradients that are published at the end all the same: backward may need their unit's values once more.
+        self._postponed: dict[int, GradientBuffer] = {}
         self._marked: dict[int, list[int]] | None = None  # what the ranks have agreed on, once they have
 
     def begin(self, forward_order: Iterable[Unit]) -> None:
@@ -67,10 +70,15 @@ class Reductions:
     def _issue(self, unit: Unit) -> None:
         unit.rounds += 1
         self._issued("reduce", unit)
+        stepping = unit.runtime.in_backward
+        # After the last node nothing is needed any more. Decided here and not when the sum is there: that may be any time.
+        postponed = stepping is not None and self._marked is None and stepping.postpones(unit)
         for flat in unit.flats:
             gradients = flat.gradients
             if not gradients.wants_any:
                 continue
+            if postponed:
+                self._postponed[id(gradients)] = gradients
             reduction = gradients.start_reduction(unit.reduce_text)
             if self.on_published is not None:
                 self._units[id(gradients)] = unit, flat
@@ -100,6 +108,8 @@ class Reductions:
             self._publish_now(gradients)
 
     def _publish_now(self, gradients: GradientBuffer) -> None:
+        if id(gradients) in self._postponed:
+            return
         unit, flat = self._units[id(gradients)]
         # Before the end of backward only complete units are reduced: all ranks have what this one has.
         marks = gradients.marks() if self._marked is None else self._marked[id(flat)]
@@ -107,11 +117,11 @@ class Reductions:
         assert self.on_published is not None
         self.on_published(gradients)
 
-    def flush(self, units: list[Unit], agreement: Agreement, idle: set[int]) -> bool:
+    def flush(self, units: list[Unit], agreement: Agreement, idle: set[int], stepping: InBackward | None) -> bool:
         """At the end of backward: reduce what is left, publish every `.grad`, and run the hooks on them. Collective.
 
-        `idle` are the indices of units that this rank gathered, but did not need. Returns whether some unit was
-        needed by no rank.
+        `idle` are the indices of units that this rank gathered, but did not need; `stepping`, where units are stepped during
+        backward. Returns whether some unit was needed by no rank.
         """
         # Does this rank come with reductions that it could not issue in time?
         marks: list[int] = [any(not u.rounds and u.index not in self._incomplete for u in self._order)]
@@ -121,6 +131,8 @@ class Reductions:
             marks.append(unit.index not in idle)
             for flat in unit.flats:
                 marks += flat.gradients.marks()
+        if stepping is not None:
+            marks += stepping.marks()
         agreed = agreement.check("the end of backward", torch.tensor(marks, dtype=torch.uint8))
         assert agreed is not None
         answer, at = agreed.tolist(), 1
@@ -136,6 +148,8 @@ class Reductions:
             for flat in unit.flats:
                 marked[id(flat)] = answer[at : at + len(flat.params)]
                 at += len(flat.params)
+        if stepping is not None:
+            stepping.check(answer[at:])
         self._note_incomplete(marked)
         self._marked = marked
         for unit in self._order:  # first what other ranks have issued before they came here
@@ -146,6 +160,9 @@ class Reductions:
                 self._issue(unit)
         while self._in_flight:
             self._collect_oldest()
+        postponed, self._postponed = self._postponed, {}
+        for gradients in postponed.values():
+            self._publish_now(gradients)
         if self.on_published is None:
             self._publish([(unit, flat) for unit in units for flat in unit.flats], marked)
         self._marked = None
@@ -179,5 +196,6 @@ class Reductions:
         self._in_flight.clear()
         self._marked = None
         self._units.clear()
+        self._postponed.clear()
         self._order, self._used = [], []
         self.collectives.forget_ended()

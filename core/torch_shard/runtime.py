@@ -83,7 +83,7 @@ class Runtime:
 
     def ready(self) -> None:
         if self.together is not None:
-            self.together.widen(1 + sum(2 + len(u.params) for u in self.units))
+            self.together.widen(1 + sum(4 + len(u.params) for u in self.units))
         self.agreement = self.schedule.agreement = Agreement(self.collectives, self.together)
         # Ranks that have differed remember different orders.
         self.agreement.on_difference = self.schedule.order.forget
@@ -174,8 +174,10 @@ class Runtime:
             found += unit.kept_tensors()
         # An in-place operation on a view replaces its node, and the hook with it; the base's node stays.
         found += [base for t in found if (base := t._base) is not None and base.requires_grad and not base.is_leaf]
+        if self.in_backward is not None and found:
+            self.in_backward.expect(use)
         if not unit.sharded:
-            if use.versions:
+            if use.versions or self.in_backward is not None:
                 for tensor in found:
                     tensor.register_hook(Check(use))
             return
@@ -252,12 +254,16 @@ class Runtime:
                 self.forward_order.setdefault(unit.index, unit)
         if unit.sharded:
             self.schedule.demand(unit, phase)
+        if phase == BACKWARD and self.in_backward is not None:
+            self.in_backward.demanded(unit)
 
     # -- backward -----------------------------------------------------------------------------------------------
     def trigger(self, use: Use) -> None:
         """The gradient of an output of `use` has arrived: backward of that unit begins."""
         self.arm()
         unit = use.unit
+        if self.in_backward is not None:
+            self.in_backward.reached(use)
         if unit.is_summoned:
             return
         if torch.is_grad_enabled():  # create_graph: the new graph needs the values once more
@@ -280,12 +286,16 @@ class Runtime:
             for flat in unit.flats:
                 flat.gradients.check_held()
         self.checked = True
+        if self.in_backward is not None:
+            self.in_backward.outermost(True)
 
     def after_backward(self) -> None:
         self.checked = False
         for unit in self.units:
             for flat in unit.flats:
                 flat.gradients.keep_held()
+        if self.in_backward is not None:
+            self.in_backward.outermost(False)
 
     def holds_gradients(self) -> bool:
         """Whether something waits for its reduction, or was lost while it did."""
@@ -363,7 +373,8 @@ class Runtime:
             schedule.end_backward()
             if self.syncing:
                 assert self.agreement is not None
-                if self.reductions.flush(self.units, self.agreement, schedule.passed - schedule.needed):
+                idle = schedule.passed - schedule.needed
+                if self.reductions.flush(self.units, self.agreement, idle, self.in_backward):
                     schedule.order.forget()  # no rank needs it in backward any more: learn the order anew
                 if self.in_backward is not None:
                     self.in_backward.end()
@@ -389,6 +400,8 @@ class Runtime:
                 self.session = False
 
     def note_issued(self, kind: str, unit: Unit) -> None:
+        if kind == "gather" and self.in_backward is not None:
+            self.in_backward.gathered(unit)
         if self.together is not None:
             self.together.note(kind, self.number, unit.index)
 

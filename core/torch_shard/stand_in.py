@@ -41,6 +41,9 @@ class Work(Protocol):
     def state(self) -> Any:
         """Stands for the optimizer's ``state``."""
 
+    def zero_grad(self, usual: Callable[[], None]) -> None:
+        """The step clears gradients: `usual` does so for those in :meth:`groups`."""
+
     def forget(self) -> None:
         """State has been loaded: what was kept of the old one is let go."""
 
@@ -102,8 +105,7 @@ class Session:
         if self.ended:
             self._optimizer().zero_grad(*args, **kwargs)
         else:
-            clear: Any = getattr(self.work, "zero_grad", lambda given: given())
-            clear(functools.partial(usual, *args, **kwargs))
+            self.work.zero_grad(functools.partial(usual, *args, **kwargs))
 
     def health_check(self) -> None:
         optimizer = self._optimizer()
@@ -115,6 +117,8 @@ class Session:
         """The closure, after which everything is looked at anew."""
 
         def run() -> Any:
+            if self.fresh is not None:
+                self.work.through()  # what the step has done without a loop over the groups
             result = closure()
             self.fresh = None
             return result

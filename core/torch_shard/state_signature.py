@@ -28,7 +28,7 @@ def signature(param: ShardTensor, entries: Any) -> Any:
                 raise _unusable(
                     param, key, f"has shape {tuple(value.shape)} where the parameter has {tuple(param.shape)}"
                 )
-            found.append((key, value.dtype, value.item()))
+            found.append((key, value.dtype, value.device, value.item()))
         elif value is None or isinstance(value, (bool, int, float, complex, str)):
             found.append((key, type(value), value))
         else:

@@ -19,7 +19,7 @@ sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 class Use:
     """One forward of a unit that backward will come back to: the sequence numbers of its nodes, and what they saved."""
 
-    __slots__ = ("end", "saved", "start", "task", "unit", "versions")
+    __slots__ = ("__weakref__", "end", "saved", "start", "task", "unit", "versions")
 
     def __init__(self, unit: Unit, start: int) -> None:
         self.unit, self.start, self.end, self.saved, self.task = unit, start, start, True, -1
@@ -57,6 +57,9 @@ class Check:
         self.use = use
 
     def __call__(self, grad: torch.Tensor) -> None:
+        stepping = self.use.unit.runtime.in_backward
+        if stepping is not None:
+            stepping.reached(self.use)
         self.use.check()
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import torch_shard
 from tests.compat.harness import MLP, Pair, average_grads, batch, plain_backward, same, same_params
 from tests.marks import exhaustive
 from tests.optim.helpers import Odd, by_ndim, same_optimizers
@@ -134,6 +137,154 @@ def test_no_more_gradients_than_those_of_two_units_are_held(rank, world_size):
     assert max(held) <= 2 * most < len(held) / 2
 
 
+class Early(nn.Module):
+    """A weight that is computed with, without a gradient, before the forward that gives it one: backward needs it later."""
+
+    def __init__(self, way="plain"):
+        super().__init__()
+        self.way = way
+        self.inp, self.again, self.mid = nn.Linear(5, 6), Own(), nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+        self.early = True
+
+    def forward(self, x):
+        x = torch.tanh(self.inp(x))
+        if self.early:
+            x = torch.tanh(self.part(x, "detached"))
+        x = torch.tanh(self.mid(x))
+        return self.head(torch.tanh(self.part(x, "both" if self.way == "one forward" else "usual")))
+
+    def part(self, x, how):
+        if "checkpoint" in self.way:
+            return checkpoint(self.again, x, how, use_reentrant=self.way == "reentrant checkpoint")
+        return self.again(x, how)
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x, how):
+        if how != "usual":
+            x = torch.tanh(x @ self.weight.detach().t())
+        return x if how == "detached" else x @ self.weight.t()
+
+
+@pytest.mark.parametrize("way", ["plain", "checkpoint", "one forward"])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", *exhaustive("shard_grad_op")])
+@ranks(2, exhaustive=(1, 3))
+def test_weights_that_backward_needs_behind_their_gradient(rank, world_size, strategy, way):
+    pair = Pair(lambda: Early(way), rank, world_size, unit_bytes=100, strategy=strategy, optimizer=OPTIMIZERS["SGD"])
+    pair.engine.step_in_backward(pair.optimizer)
+    train(pair, range(3))
+    pair.model.early = pair.plain.early = False
+    train(pair, range(3, 5))
+    pair.model.early = pair.plain.early = True
+    train(pair, range(5, 7))
+    pair.check()
+    same_optimizers(pair.optimizer, pair.plain_optimizer)
+
+
+class Regions(nn.Module):
+    """All of it in checkpoints whose forward records nothing, a weight in two of them."""
+
+    def __init__(self, how, tail):
+        super().__init__()
+        self.inp, self.again, self.between, self.how = nn.Linear(5, 6), Own(), nn.Linear(6, 6), how
+        self.tail = nn.Linear(6, 6) if tail else nn.Identity()
+
+    def forward(self, x):
+        x = checkpoint(self.inp, x.requires_grad_(), use_reentrant=True)
+        x = checkpoint(self.again, torch.tanh(x), self.how, use_reentrant=True)
+        x = checkpoint(self.between, torch.tanh(x), use_reentrant=True)
+        return self.tail(checkpoint(self.again, torch.tanh(x), "usual", use_reentrant=True))
+
+
+@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize("how", ["detached", "both"])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@ranks(2)
+def test_uses_that_nothing_announces_are_right_or_an_error_on_all_ranks(rank, world_size, strategy, how, tail):
+    options = {"unit_bytes": 100, "strategy": strategy, "optimizer": OPTIMIZERS["SGD"]}
+    pair = Pair(lambda: Regions(how, tail), rank, world_size, **options)
+    pair.engine.step_in_backward(pair.optimizer)
+    try:
+        train(pair, range(3))
+    except ShardError as error:
+        assert "again.weight" in str(error) and "step_in_backward" in str(error)  # noqa: PT017
+        failed = 1.0
+    else:
+        pair.check()
+        failed = 0.0
+    everyone = torch.tensor([failed, 1 - failed])
+    dist.all_reduce(everyone)
+    assert everyone.max() == world_size
+
+
+@ranks(2)
+def test_a_use_that_only_one_rank_has_is_right_or_an_error_on_all(rank, world_size):
+    pair = Pair(Early, rank, world_size, unit_bytes=100)
+    pair.engine.step_in_backward(pair.optimizer)
+
+    def run(model, x, early):
+        y = torch.tanh(model.again(torch.tanh(model.inp(x)), "detached"))
+        z = model.head(torch.tanh(model.again(torch.tanh(model.mid(torch.tanh(model.inp(x)))), "usual")))
+        loss = z.pow(2).mean() + (y.pow(2).mean() if early else 0.0)
+        del y, z
+        loss.backward()
+
+    train(pair, range(2), lambda model, x: run(model, x, True))
+    try:
+        train(pair, range(2, 4), lambda model, x: run(model, x, rank == 0))
+    except ShardError as error:
+        assert "again" in str(error)  # noqa: PT017
+    else:
+        pair.check()
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@ranks(2)
+def test_the_mode_may_begin_between_forward_and_backward(rank, world_size, strategy):
+    pair = Pair(Early, rank, world_size, unit_bytes=100, strategy=strategy)
+    loss = pair.model(batch(rank, 0)).pow(2).mean()
+    pair.engine.step_in_backward(pair.optimizer)
+    loss.backward()
+    pair.plain(batch(rank, 0)).pow(2).mean().backward()
+    average_grads(pair.plain)
+    pair.plain_optimizer.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("checkpointed", [None, False, True])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@ranks(2)
+def test_ordinary_models_are_stepped_before_the_end(rank, world_size, strategy, checkpointed):
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(6))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.tanh(layer(x) if checkpointed is None else checkpoint(layer, x, use_reentrant=checkpointed))
+            return x
+
+    pair = Pair(Deep, rank, world_size, unit_bytes=1, strategy=strategy)
+    pair.engine.step_in_backward(pair.optimizer)
+    for step in range(3):
+        events = []
+        first, last = pair.model.layers[0].weight, pair.model.layers[-1].weight
+        handles = [
+            first.register_hook(lambda g, seen=events: seen.append("computed")),
+            last.register_post_accumulate_grad_hook(lambda p, seen=events: seen.append("stepped")),
+        ]
+        plain_backward(pair.model, batch(rank, step).requires_grad_())
+        assert events == ["stepped", "computed"]
+        for handle in handles:
+            handle.remove()
+
+
 def refused(fn, *words, error=ShardError):
     with pytest.raises(error) as found:
         fn()
@@ -178,8 +329,103 @@ def test_a_gradient_scaler_is_refused_by_name(rank, world_size, early):
         scaler.step(pair.optimizer)
 
     refused(step, "GradScaler", "step_in_backward")
-    if early:
-        same_params(pair.model, pair.plain)  # before anything was changed
+    same_params(pair.model, pair.plain)  # before anything was changed
+
+
+class OwnScaler(torch.amp.GradScaler):
+    def scale(self, outputs):
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        return [outputs[0] * self._scale]
+
+
+@ranks(2)
+def test_scalers_of_other_classes_and_losses_in_lists(rank, world_size):
+    pair = Pair(MLP, rank, world_size)
+    pair.engine.step_in_backward(pair.optimizer)
+    for scaler in (OwnScaler("cpu"), torch.amp.GradScaler("cpu")):
+        scaled = scaler.scale([pair.model(batch(rank, 1)).pow(2).mean()])
+        refused((scaled[0] + 1).backward, "GradScaler", "step_in_backward")
+        same_params(pair.model, pair.plain)
+
+
+@ranks(2)
+def test_a_gradient_scaler_that_scales_nothing_of_the_model_is_none_of_its_business(rank, world_size):
+    pair = Pair(MLP, rank, world_size)
+    pair.engine.step_in_backward(pair.optimizer)
+    other, off = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
+    other.scale(nn.Linear(2, 2)(torch.ones(2)).sum()).backward()
+    train(pair, range(2), lambda m, x: off.scale(m(x).pow(2).mean()).backward())
+    pair.check()
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts in its groups, as apex's FusedAdam does; once as a number and once as a tensor."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            group["seen"] = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["seen"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * group["step"] * group["seen"], alpha=group["lr"])
+
+
+torch_shard.optim.register(Counting, "elementwise")
+
+
+@pytest.mark.parametrize("stays", [False, True])
+@ranks(2)
+def test_what_an_optimizer_counts_in_its_groups_is_counted_once(rank, world_size, stays):
+    pair = Pair(Odd, rank, world_size, ignore=["extra"] if stays else [], optimizer=lambda m: Counting(by_ndim(m)))
+    pair.engine.step_in_backward(pair.optimizer)
+    for step in range(4):
+        for model in (pair.model, pair.plain):
+            plain_backward(model, batch(rank, step))
+        average_grads(pair.plain)
+        if stays:  # and has to step what the engine has not
+            pair.model.extra.grad = pair.plain.extra.grad.clone()
+            pair.optimizer.step()
+        pair.plain_optimizer.step()
+        for optimizer in (pair.optimizer, pair.plain_optimizer):
+            optimizer.zero_grad()
+        for group, other in zip(pair.optimizer.param_groups, pair.plain_optimizer.param_groups, strict=True):
+            assert group["step"] == other["step"] and group["seen"] == other["seen"]
+    pair.check()
+
+
+@ranks(2)
+def test_options_edited_before_the_users_step_stay_edited(rank, world_size):
+    pair = Pair(MLP, rank, world_size, optimizer=lambda m: Counting(m.parameters()))
+    pair.engine.step_in_backward(pair.optimizer)
+    plain_backward(pair.model, batch(rank, 0))
+    group = pair.optimizer.param_groups[0]
+    group["step"] = 10
+    group["seen"].fill_(20)
+    pair.optimizer.step()
+    assert (group["step"], group["seen"].item()) == (11, 21)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@ranks(2)
+def test_a_parameter_that_is_listed_twice_is_refused_by_name(rank, world_size):
+    pair = Pair(MLP, rank, world_size, optimizer=lambda m: O.SGD([*m.parameters(), m.head.weight], lr=0.1))
+    refused(
+        lambda: pair.engine.step_in_backward(pair.optimizer), "head.weight", f"rank {rank}", "once", error=ConfigError
+    )
+    for optimizer in (pair.optimizer, pair.plain_optimizer):
+        optimizer.param_groups[0]["params"].pop()
+    pair.engine.step_in_backward(pair.optimizer)
+    train(pair, range(1))
+    pair.optimizer.param_groups[0]["params"].append(pair.model.head.weight)
+    refused(lambda: plain_backward(pair.model, batch(rank, 1)), "head.weight", "once", error=ConfigError)
+    pair.check()
 
 
 @ranks(2)
@@ -226,3 +472,22 @@ def test_an_exception_in_backward_and_then_a_step(rank, world_size):
     handle.remove()
     train(pair, range(3, 5))
     pair.check()
+
+
+@ranks(2)
+def test_counting_where_each_checkpoint_is_a_backward_of_its_own(rank, world_size):
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.tanh(checkpoint(layer, x, use_reentrant=True))
+            return x
+
+    pair = Pair(Deep, rank, world_size, unit_bytes=1, optimizer=lambda m: Counting(m.parameters()))
+    pair.engine.step_in_backward(pair.optimizer)
+    train(pair, range(3), lambda model, x: plain_backward(model, x.requires_grad_()))
+    pair.check()
+    assert pair.optimizer.param_groups[0]["step"] == 3

@@ -1,0 +1,65 @@
+"""What an element-wise optimizer sees as one parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["Piece"]
+
+
+class Piece:
+    """A plain 1-D leaf: a part of a shard itself, or a copy of several small parts."""
+
+    __slots__ = ("_parts", "given", "grads", "param", "sizes", "state", "values")
+
+    def __init__(self, values: list[torch.Tensor]) -> None:
+        self.values = values  # in the shards
+        self.sizes = [v.numel() for v in values]
+        # Of its own, as a leaf that wants a gradient: some optimizers ask for that.
+        self.param = (values[0].detach() if len(values) == 1 else torch.cat(values)).requires_grad_()
+        self.grads: list[torch.Tensor] = list(values)  # what the gradient consists of, set before each step
+        self.given: torch.Tensor | None = None  # the gradient with which the step began
+        self.state: dict[str, Any] = {}
+        self._parts = self._split()
+
+    def _split(self) -> tuple[torch.Tensor, ...]:
+        return self.param.detach().split_with_sizes(self.sizes) if len(self.values) > 1 else ()
+
+    def load(self) -> None:
+        """Before the arithmetic."""
+        if len(self.values) == 1:
+            self.param.grad = self.given = self.grads[0]
+        else:
+            torch.cat(self.values, out=self.param)
+            self.param.grad = self.given = torch.cat(self.grads)
+
+    def store(self) -> None:
+        """After it."""
+        if len(self.values) > 1:
+            if self.param.data_ptr() != self._parts[0].data_ptr():  # given other memory, by `p.data = ...`
+                self._parts = self._split()
+            torch._foreach_copy_(self.values, self._parts)
+        elif self.param.data_ptr() != self.values[0].data_ptr():
+            self.values[0].copy_(self.param)
+            self.param.data = self.values[0]
+
+    def store_gradient(self) -> None:
+        """After it, where the step may have changed the gradient in place."""
+        # Whether it has can't be asked: a write through `.data` moves no version, and fused kernels move it always.
+        if len(self.values) > 1 and self.given is not None and self.grads:
+            torch._foreach_copy_(self.grads, self.given.split_with_sizes([grad.numel() for grad in self.grads]))
+
+    def take_gradient(self) -> bool:
+        """Whether the step has replaced or removed the gradient; what is there counts as given from then on."""
+        grad = self.param.grad
+        if grad is self.given:
+            return False
+        self.given, self.grads = grad, []
+        return True
+
+    def drop(self) -> None:
+        """Let go of the gradients."""
+        self.param.grad = self.given = None
+        self.grads = self.values.copy()

@@ -1,0 +1,70 @@
+"""Whether a backward began at a loss that a ``torch.amp.GradScaler`` has scaled.
+
+A scaled loss can't be told from another one. So ``GradScaler.scale`` is wrapped, once, for the life of the process: it puts
+a hook on what it returns, which backward calls first. What the hook leaves lives as long as the graph task, which holds it
+as one of its callbacks, so an exception leaves nothing behind. Tested on torch 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+__all__ = ["follow", "is_running"]
+
+
+class _Task:
+    """Held by autograd's graph task alone."""
+
+    def __call__(self) -> None:
+        pass
+
+
+_tasks: weakref.WeakSet[_Task] = weakref.WeakSet()
+
+
+def is_running() -> bool:
+    """Whether a backward from a scaled loss runs."""
+    return bool(_tasks)
+
+
+def follow() -> None:
+    """Hear of losses that are scaled from now on. Classes derived from GradScaler later must call ``super().scale()``."""
+    classes: list[type] = [torch.amp.GradScaler]
+    for cls in classes:
+        classes += cls.__subclasses__()
+        scale: Any = cls.__dict__.get("scale")
+        if scale is not None and not getattr(scale, "_torch_shard", False):
+            cls.scale = _wrapped(scale)  # type: ignore[attr-defined]
+
+
+def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scale(self: Any, outputs: Any) -> Any:
+        result = original(self, outputs)
+        return _marked(result) if self.is_enabled() else result
+
+    scale._torch_shard = True  # type: ignore[attr-defined]
+    return scale
+
+
+def _marked(scaled: Any) -> Any:
+    if isinstance(scaled, torch.Tensor):
+        if scaled.requires_grad:
+            scaled.register_hook(_begins)
+    elif isinstance(scaled, (list, tuple)):
+        for each in scaled:
+            _marked(each)
+    elif isinstance(scaled, Iterable):  # not gone through yet
+        return map(_marked, scaled)
+    return scaled
+
+
+def _begins(grad: torch.Tensor) -> None:
+    task = _Task()
+    _tasks.add(task)
+    torch.autograd.Variable._execution_engine.queue_callback(task)
