@@ -34,7 +34,7 @@ def model_state(engine: Engine, model: nn.Module) -> dict[str, Any]:
     whole = engine.state_dict(rank0_only=True, offload_to_cpu=True)
     if engine.rank == 0:
         return whole
-    return {name: _on_meta(value) for name, value in model.state_dict().items()}
+    return {name: _on_meta(value) for name, value in engine.state_dict(form="sharded", offload_to_cpu=False).items()}
 
 
 def _on_meta(value: Any) -> Any:

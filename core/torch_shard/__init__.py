@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import errors, optim
+from . import errors, optim, optim_state
 from .config import ShardConfig
 from .engine import Engine, engine_of, shard
 from .errors import ShardError
@@ -22,5 +22,6 @@ __all__ = [
     "errors",
     "make_plan",
     "optim",
+    "optim_state",
     "shard",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import autograd_bridge, clip, full_state, restore, setup
+from . import autograd_bridge, clip, full_state, restore, setup, state_forms
 from . import gathered as _gathered
 from .config import ShardConfig
 from .errors import ConfigError, ShardError
@@ -236,32 +236,42 @@ class Engine:
 
     # -- state --------------------------------------------------------------------------------------------------
     def state_dict(self, *, form: str = "full", rank0_only: bool = True, offload_to_cpu: bool = True) -> dict[str, Any]:
-        """The model's state dict with plain, whole tensors, as the unsharded model gives it. Collective.
+        """The model's state dict, with the names that the unsharded model gives. Collective where `form` is ``"full"``.
 
         Args:
-            form: ``"full"``.
-            rank0_only: other ranks get an empty dict, and hold no more than two whole units at a time.
-            offload_to_cpu: the tensors are on the CPU.
+            form: ``"full"``: plain, whole tensors, as the unsharded model has them, in new memory. ``torch.save`` it on rank
+                0, with a ``torch.distributed.barrier()`` behind it on all ranks.
+                ``"sharded"``: ShardTensors of global shape, which share memory with the parameters; for
+                torch.distributed.checkpoint.
+                ``"local"``: this rank's slices, plain and 1-D, which share that memory, too. Only the same number of ranks,
+                strategy and units can load them.
+            rank0_only: of the full form other ranks get an empty dict, and hold no more than two whole units at a time.
+            offload_to_cpu: the tensors are on the CPU, copied there if need be.
 
         Returns:
-            The module's own dict: names, global shapes, strides and dtypes as before sharding, in new memory.
-            ``torch.save`` it on rank 0, with a ``torch.distributed.barrier()`` behind it on all ranks.
+            The module's own dict: names, strides and dtypes are as before sharding.
 
         Raises:
             ConfigError: another `form`.
-            UnitStateError: inside a forward or :meth:`gathered`.
+            UnitStateError: the full form inside a forward or :meth:`gathered`.
         """
+        if form == "sharded":
+            return state_forms.sharded(self.model, self._runtime, offload_to_cpu)
+        if form == "local":
+            return state_forms.local(self.model, self._runtime, offload_to_cpu)
         if form != "full":
-            raise ConfigError(f"form must be 'full', not {form!r}.")
+            raise ConfigError(f"form must be 'full', 'sharded' or 'local', not {form!r}.")
         return full_state.state_dict(self.model, self._runtime, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
 
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
-        """Load plain, whole tensors by name. Collective; nothing is changed unless everything fits.
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, *, form: str = "full") -> Any:
+        """Load tensors by name. Collective; nothing is changed unless everything fits.
 
         Args:
             state_dict: on every rank, on any device; each rank keeps its slices. It may come from any number of ranks
                 or from plain training.
             strict: missing and unexpected entries are errors.
+            form: ``"full"`` or ``"sharded"``: whole tensors, ShardTensors (cut in any way, by an engine that is still open),
+                or some of each. ``"local"``: the slices that :meth:`state_dict` gave on this rank.
 
         Returns:
             What ``Module.load_state_dict`` returns: the missing and the unexpected keys.
@@ -270,6 +280,10 @@ class Engine:
             StateDictError: on all ranks, with every missing, unexpected and wrongly shaped entry.
             UnitStateError: inside a forward or :meth:`gathered`.
         """
+        if form not in ("full", "sharded", "local"):
+            raise ConfigError(f"form must be 'full', 'sharded' or 'local', not {form!r}.")
+        if form == "local":
+            state_dict = state_forms.from_local(self.model, self._runtime, state_dict)
         return full_state.load_state_dict(self.model, self._runtime, state_dict, strict)
 
     def optim_state_dict(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = True) -> dict[str, Any]:

@@ -41,10 +41,45 @@ def state_dict(
     error: Exception | None = None
     found: dict[str, Any] = {}
     try:
-        _refuse_inside(runtime, what)
-        found = model.state_dict()
+        found = own_state_dict(model, runtime)
     except Exception as problem:  # the other ranks must hear of it
         error = problem
+    make_whole(runtime, found, rank0_only, offload_to_cpu, what, error)
+    return found
+
+
+def own_state_dict(model: nn.Module, runtime: Runtime) -> dict[str, Any]:
+    """``model.state_dict()`` with ShardTensors, whatever form is set for it. Not collective."""
+    kept, runtime.state_dict_settings = runtime.state_dict_settings, None
+    try:
+        found: dict[str, Any] = model.state_dict()
+    finally:
+        runtime.state_dict_settings = kept
+    return found
+
+
+def make_whole(
+    runtime: Runtime,
+    found: dict[str, Any],
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    what: str,
+    error: Exception | None = None,
+) -> None:
+    """Put whole copies in place of ShardTensors and references, in a state dict. Collective.
+
+    Args:
+        runtime: of the sharded model.
+        found: changed; on ranks that shall have nothing it is empty afterwards.
+        rank0_only: the other ranks shall have nothing.
+        offload_to_cpu: put all tensors on the CPU.
+        what: for messages.
+        error: why this rank cannot go on.
+    """
+    try:
+        _refuse_inside(runtime, what)
+    except Exception as problem:  # the other ranks must hear of it
+        error = error or problem
     sharded = {k: v for k, v in found.items() if isinstance(v, ShardTensor)}
     agree(runtime, what, list(sharded), error)
     wanted = not rank0_only or runtime.collectives.world_rank == 0
@@ -76,11 +111,9 @@ def state_dict(
         found[key] = whole.cpu() if offload_to_cpu else whole
     if not wanted:
         found.clear()
-        return found
     for key, value in found.items():
         if isinstance(value, torch.Tensor) and key not in sharded:
             found[key] = _copied(value, offload_to_cpu)
-    return found
 
 
 def _refuse_inside(runtime: Runtime, what: str) -> None:
@@ -136,7 +169,7 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
         if isinstance(value, ShardTensor) and not _fits(runtime, value):
             given[key] = value.full_tensor()  # from another engine, or for another number of ranks
     metadata = getattr(state_dict, "_metadata", None)
-    plain = _WithMetadata(given)
+    plain = WithMetadata(given)
     if metadata is not None:
         plain._metadata = metadata
     result = model.load_state_dict(plain, strict=strict)
@@ -144,10 +177,13 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
     return result
 
 
-class _WithMetadata(dict):  # type: ignore[type-arg]
+class WithMetadata(dict):  # type: ignore[type-arg]
     """A dict that takes torch's ``_metadata`` attribute."""
 
     _metadata: Any
+
+
+_WithMetadata = WithMetadata
 
 
 def _fits(runtime: Runtime, value: ShardTensor) -> bool:
@@ -177,7 +213,7 @@ def _rehearse(model: nn.Module, given: Mapping[str, Any]) -> tuple[list[str], li
     """Run the modules' loading on meta tensors, where copying has no effect: missing, unexpected, errors."""
     if not isinstance(given, Mapping):
         raise StateDictError(f"a state dict is a mapping from names to tensors, not {type(given).__name__}.")
-    trial = _WithMetadata({k: _stand_in(v).data if isinstance(v, ShardTensor) else v for k, v in given.items()})
+    trial = WithMetadata({k: _stand_in(v).data if isinstance(v, ShardTensor) else v for k, v in given.items()})
     metadata = getattr(given, "_metadata", None)
     if metadata is not None:
         trial._metadata = metadata

@@ -90,12 +90,15 @@ def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, gro
     Args and errors as in :func:`full_optim_state_dict`.
     """
     what = "sharded_optim_state_dict"
-    engine = _engine(model, what, group)
+    return _sharded(_engine(model, what, group), optim, None, what)
+
+
+def _sharded(engine: Engine, optim: torch.optim.Optimizer, given: dict[str, Any] | None, what: str) -> dict[str, Any]:
     names: list[str] = []
     taken: dict[str, Any] = {"state": {}, "param_groups": []}
     error: Exception | None = None
     try:
-        names, taken = _by_number(engine, optim), optim.state_dict()
+        names, taken = _by_number(engine, optim), optim.state_dict() if given is None else given
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     agree(engine._runtime, what, names, error)
@@ -109,7 +112,8 @@ def optim_state_dict(
     optim_state_dict: dict[str, Any] | None = None,
     group: Any = None,
 ) -> dict[str, Any]:
-    """Whole optimizer state by parameter name on every rank, on the CPU. Collective.
+    """Optimizer state by parameter name, in the form that is set by :mod:`torch_shard.state_dict_type`; whole, on every rank
+    and on the CPU, where none is set. Collective.
 
     Args:
         model: a sharded model.
@@ -118,11 +122,21 @@ def optim_state_dict(
         group: as in :func:`full_optim_state_dict`.
 
     Returns, and errors, as in :func:`full_optim_state_dict`.
+
+    Raises:
+        ConfigError: besides, local slices are set, which have no form for optimizers.
     """
-    engine = _engine(model, "optim_state_dict", group)
-    if optim_state_dict is None:
-        return engine.optim_state_dict(optim, rank0_only=False)
-    return full_state.optim_state_dict(engine._runtime, optim, False, model, dict(optim_state_dict))
+    what = "optim_state_dict"
+    engine = _engine(model, what, group)
+    settings = engine._runtime.state_dict_settings
+    form = "FULL_STATE_DICT" if settings is None else settings.state_dict_type.name
+    if form == "LOCAL_STATE_DICT":
+        raise ConfigError(f"rank {engine.rank}: {what}: LOCAL_STATE_DICT is for models; set another type.")
+    if form == "SHARDED_STATE_DICT":
+        return _sharded(engine, optim, optim_state_dict, what)
+    config = None if settings is None else settings.optim_state_dict_config
+    rank0_only = bool(getattr(config, "rank0_only", False))
+    return full_state.optim_state_dict(engine._runtime, optim, rank0_only, model, optim_state_dict)
 
 
 # -- for loading ------------------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ class Runtime:
         self.forward_order: dict[int, Unit] = {}
         self.forward_sync = True
         self.end: weakref.ref[EndOfBackward] | None = None
+        self.state_dict_settings: Any = None  # see torch_shard.state_dict_type
         self.tasks: set[int] = set()
         self.syncing = True
         self.reductions = Reductions(collectives, self.note_issued)

@@ -1,0 +1,163 @@
+"""Which form ``model.state_dict()`` has, for code written for torch's FullyShardedDataParallel.
+
+There a setting on the model decides what its ``state_dict()`` gives. The same functions are here, with torch's own
+enumeration and configuration classes::
+
+    from torch_shard.state_dict_type import FullStateDictConfig, StateDictType, state_dict_type
+
+    with state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
+        whole = model.state_dict()
+
+Without a setting ``model.state_dict()`` holds ShardTensors, as with ``SHARDED_STATE_DICT``. What is loaded need not be of the
+form that is set, apart from local slices: ``model.load_state_dict`` takes whole tensors and ShardTensors at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
+from .engine import Engine, engine_of
+from .errors import ConfigError
+from .full_state import make_whole
+from .shard_tensor import ShardTensor
+
+__all__ = [
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "OptimStateDictConfig",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "get_state_dict_type",
+    "set_state_dict_type",
+    "state_dict_type",
+]
+
+_CONFIGS: dict[StateDictType, tuple[type[Any], type[Any]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+}
+
+
+def set_state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> StateDictSettings:
+    """Say what ``module.state_dict()`` and :func:`torch_shard.optim_state.optim_state_dict` give from now on. Not collective;
+    do it on all ranks. With ``FULL_STATE_DICT`` these are collective.
+
+    Args:
+        module: a sharded model.
+        state_dict_type: the form.
+        state_dict_config: of the class that belongs to the form; None for its defaults.
+        optim_state_dict_config: likewise, for the optimizer.
+
+    Returns:
+        What was set before.
+
+    Raises:
+        ConfigError: `module` is not sharded, or a configuration is of another form.
+    """
+    engine = _engine(module, "set_state_dict_type")
+    if state_dict_type not in _CONFIGS:
+        raise ConfigError(f"set_state_dict_type: state_dict_type must be a StateDictType, not {state_dict_type!r}.")
+    config, optim_config = _CONFIGS[state_dict_type]
+    for given, kind in ((state_dict_config, config), (optim_state_dict_config, optim_config)):
+        if given is not None and type(given) is not kind:
+            raise ConfigError(
+                f"set_state_dict_type: {state_dict_type.name} needs a {kind.__name__}, not a {type(given).__name__}."
+            )
+    before = get_state_dict_type(module)
+    settings = StateDictSettings(
+        state_dict_type,
+        config() if state_dict_config is None else dataclasses.replace(state_dict_config),
+        optim_config() if optim_state_dict_config is None else dataclasses.replace(optim_state_dict_config),
+    )
+    if not any(isinstance(hook, _Convert) for hook in module._state_dict_hooks.values()):
+        module.register_state_dict_post_hook(_Convert())
+    engine._runtime.state_dict_settings = settings
+    return before
+
+
+def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+    """What is set. Not collective.
+
+    Raises:
+        ConfigError: `module` is not sharded.
+    """
+    settings: StateDictSettings | None = _engine(module, "get_state_dict_type")._runtime.state_dict_settings
+    if settings is not None:
+        return settings
+    return StateDictSettings(
+        StateDictType.SHARDED_STATE_DICT,
+        ShardedStateDictConfig(offload_to_cpu=False),
+        ShardedOptimStateDictConfig(offload_to_cpu=False),
+    )
+
+
+@contextlib.contextmanager
+def state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> Iterator[None]:
+    """:func:`set_state_dict_type` for a block."""
+    runtime = _engine(module, "state_dict_type")._runtime
+    before = runtime.state_dict_settings
+    set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+    try:
+        yield
+    finally:
+        runtime.state_dict_settings = before
+
+
+class _Convert:
+    """A post-hook of ``state_dict`` on the sharded model."""
+
+    def __call__(self, module: nn.Module, found: dict[str, Any], prefix: str, metadata: Any) -> None:
+        engine = engine_of(module)
+        settings: StateDictSettings | None = None if engine is None else engine._runtime.state_dict_settings
+        if engine is None or settings is None:
+            return
+        config: Any = settings.state_dict_config
+        if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
+            make_whole(engine._runtime, found, config.rank0_only, config.offload_to_cpu, "model.state_dict")
+            return
+        for key, value in found.items():
+            if isinstance(value, ShardTensor):
+                if config.offload_to_cpu and value._local.device.type != "cpu":
+                    found[key] = value = ShardTensor(value._local.detach().cpu(), value._spec)
+                if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+                    found[key] = value._local.detach()
+
+
+def _engine(module: nn.Module, what: str) -> Engine:
+    engine = engine_of(module)
+    if engine is None:
+        raise ConfigError(f"{what}: the module is not sharded itself; pass the one that shard() was called with.")
+    return engine
