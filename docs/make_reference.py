@@ -110,6 +110,35 @@ def pages() -> tuple[Page, ...]:
             ),
         ),
         Page(
+            "optim_state.md",
+            "Optimizer state",
+            "`torch_shard.optim_state`: optimizer state in other forms, under the names that torch's FullyShardedDataParallel "
+            "gives its functions.",
+            tuple(
+                Entry(f"{core}/optim_state.py", name, f"torch_shard.optim_state.{name}")
+                for name in (
+                    "full_optim_state_dict",
+                    "sharded_optim_state_dict",
+                    "optim_state_dict",
+                    "optim_state_dict_to_load",
+                    "shard_full_optim_state_dict",
+                    "flatten_sharded_optim_state_dict",
+                    "scatter_full_optim_state_dict",
+                    "rekey_optim_state_dict",
+                )
+            ),
+        ),
+        Page(
+            "state_dict_type.md",
+            "The model's own state dict",
+            "`torch_shard.state_dict_type`: what `model.state_dict()` gives, for code written for torch's "
+            "FullyShardedDataParallel.",
+            tuple(
+                Entry(f"{core}/state_dict_type.py", name, f"torch_shard.state_dict_type.{name}")
+                for name in ("set_state_dict_type", "get_state_dict_type", "state_dict_type")
+            ),
+        ),
+        Page(
             "errors.md",
             "Errors",
             "Every error of the engine. [Troubleshooting](../troubleshooting.md) shows their messages.",

@@ -21,7 +21,7 @@ from torch import nn
 from torch_shard import Engine, ShardTensor
 from torch_shard.errors import ShardError, StateDictError
 
-__all__ = ["load_optimizer", "load_safely", "make_way", "model_state", "optimizer_state"]
+__all__ = ["is_sharded", "load_optimizer", "load_safely", "make_way", "model_state", "optimizer_state"]
 
 # -- the model --------------------------------------------------------------------------------------------------------
 
@@ -51,7 +51,7 @@ def optimizer_state(engine: Engine, optimizer: Any, *, rank0_only: bool = True) 
 
     With `rank0_only` the other ranks get the groups without any state.
     """
-    if not _is_sharded(optimizer):
+    if not is_sharded(optimizer):
         return optimizer.state_dict()
     named = engine.optim_state_dict(optimizer, rank0_only=rank0_only)
     names = _names(engine, optimizer)
@@ -70,7 +70,7 @@ def optimizer_state(engine: Engine, optimizer: Any, *, rank0_only: bool = True) 
 
 def load_optimizer(engine: Engine, optimizer: Any, state: Mapping[str, Any]) -> None:
     """Load what a Trainer saved for this optimizer, sharded or not. Collective; all ranks give the same state."""
-    if not _is_sharded(optimizer):
+    if not is_sharded(optimizer):
         optimizer.load_state_dict(state)
         return
     names = [name for group in _names(engine, optimizer) for name in group]
@@ -91,27 +91,7 @@ def load_optimizer(engine: Engine, optimizer: Any, state: Mapping[str, Any]) -> 
     engine.load_optim_state_dict(optimizer, named)
 
 
-def make_plain(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """After ``engine.close()``: put whole state, taken before, over the parameters that are plain again."""
-    # Not load_state_dict: that would also replace the groups' dicts, which schedulers hold.
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, entries in state["state"].items():
-        if not isinstance(number, int):
-            continue  # of no parameter
-        param = params[number]
-        own = optimizer.state.pop(param, {})  # and back: in the order of the numbers, whoever had it
-        for key, value in entries.items():
-            own[key] = value if key == "step" else _moved(value, param.device)
-        optimizer.state[param] = own
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    return type(value)(_moved(child, device) for child in value) if type(value) in (list, tuple) else value
-
-
-def _is_sharded(optimizer: Any) -> bool:
+def is_sharded(optimizer: Any) -> bool:
     return any(isinstance(p, ShardTensor) for group in optimizer.param_groups for p in group["params"])
 
 

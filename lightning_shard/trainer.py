@@ -364,14 +364,10 @@ class TrainerStrategyMixin(RanksMixin):
 
     def _unshard(self, engine: Engine) -> None:
         optimizers = [self._unwrapped(optimizer) for optimizer in self.optimizers]
-        whole = [_checkpoint.optimizer_state(engine, optimizer, rank0_only=False) for optimizer in optimizers]
         try:
-            engine.close()
+            engine.close(*filter(_checkpoint.is_sharded, optimizers))
         except UnitStateError as error:
             logger.warning("the model stays sharded after this run: %s", error)
-            return
-        for optimizer, state in zip(optimizers, whole, strict=True):
-            _checkpoint.make_plain(optimizer, state)
 
     def _unwrapped(self, optimizer: Any) -> Any:
         return optimizer.optimizer if isinstance(optimizer, self._private.LightningOptimizer) else optimizer

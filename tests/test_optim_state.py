@@ -111,6 +111,15 @@ def test_full_state_on_rank_0_is_scattered(rank, world_size, keys, name):
     goes_on(pair, loaded)
 
 
+@ranks(2)
+def test_empty_entries_are_scattered_too(rank, world_size):
+    pair = trained("AdamW", rank, world_size)
+    full = by_name(pair)
+    full["state"]["extra"] = {}
+    given = full if rank == 0 else None
+    goes_on(pair, optim_state.scatter_full_optim_state_dict(given, pair.model, optim=pair.optimizer))
+
+
 @pytest.mark.parametrize("name", MAKE)
 @ranks(2, exhaustive=(1, 3, 4))
 def test_sharded_state_is_saved_by_dcp_and_goes_back(rank, world_size, name, tmp_path):

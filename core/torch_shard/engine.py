@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import autograd_bridge, clip, full_state, restore, setup, state_forms
+from . import autograd_bridge, clip, full_state, named_state, restore, setup, state_forms
 from . import gathered as _gathered
 from .config import ShardConfig
 from .errors import ConfigError, ShardError
@@ -303,7 +304,7 @@ class Engine:
         Raises:
             StateDictError: the optimizer holds a parameter that is not this model's.
         """
-        return full_state.optim_state_dict(self._runtime, optimizer, rank0_only, self.model)
+        return named_state.optim_state_dict(self._runtime, optimizer, rank0_only, self.model)
 
     def load_optim_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`optim_state_dict` gave, on any number of ranks. Collective: every rank needs the dict.
@@ -314,7 +315,79 @@ class Engine:
         Raises:
             StateDictError: on all ranks, with everything that does not fit; nothing has been loaded.
         """
-        full_state.load_optim_state_dict(self._runtime, optimizer, state_dict, self.model)
+        named_state.load_optim_state_dict(self._runtime, optimizer, state_dict, self.model)
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        optimizer: Any = None,
+        *,
+        extra: Any = None,
+        models: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+    ) -> None:
+        """Write a checkpoint that any number of ranks can load. Collective.
+
+        Each rank writes its own slices, in the parameters' shapes and under their names, in the format of
+        torch.distributed.checkpoint. The directory appears in one step when everything in it is durable: a process that is killed
+        leaves what was at `path` before. It belongs to the checkpoint, so that the next save to it deletes what else is there.
+
+        Args:
+            path: the directory, the same on all ranks, on a file system that they share.
+            optimizer: one, several in a list (their parameters differ), or a dict of them by name.
+            extra: plain Python objects and tensors, which :meth:`load` returns; rank 0's are saved, the other ranks' are not
+                looked at.
+            models: further sharded models, by name: engines, or modules given to :func:`torch_shard.shard`.
+            keep: delete the oldest checkpoints beside this one, when it is whole, so that so many remain with it. The name
+                needs a number, as in ``step-100``: only directories whose names differ in it alone, and that have a manifest,
+                count.
+
+        Raises:
+            CheckpointError: on all ranks: the path can't be written, the disk is full, the ranks don't share the path, `extra` or
+                the optimizer's state holds objects that would not be loaded again. Nothing has changed.
+            ConfigError: an argument is wrong.
+            DivergenceError: the ranks passed different arguments.
+            UnitStateError: inside a forward or ``engine.gathered()``.
+        """
+        from .checkpoint import save  # torch.distributed.checkpoint takes time to import
+
+        save(self, path, optimizer, extra=extra, models=models, keep=keep)
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        optimizer: Any = None,
+        *,
+        dtype: torch.dtype | None = None,
+        models: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Load a checkpoint that :meth:`save`, or torch.distributed.checkpoint, has written. Collective.
+
+        It may come from any number of ranks, any strategy and any units, from FSDP2, DDP or an unsharded model. Each rank
+        reads its own slices. Everything is read into new memory first, as much again as this rank holds of parameters and
+        optimizer state (in the host's memory), so that a damaged file changes nothing.
+
+        Args:
+            path: the directory.
+            optimizer: as for :meth:`save`; None leaves optimizers alone.
+            dtype: convert floating-point entries to this dtype where the model has it and the checkpoint another one. Without it
+                that is an error.
+            models: as for :meth:`save`.
+
+        Returns:
+            The `extra` that was saved, on every rank; None where there is none.
+
+        Raises:
+            CheckpointError: on all ranks: there is no checkpoint, files are missing or damaged, or it holds objects that are
+                not loaded because unpickling them could run code. Nothing has changed.
+            StateDictError: on all ranks, with everything that is missing, unexpected, or of another shape or dtype. Nothing has
+                changed.
+            UnitStateError: inside a forward or ``engine.gathered()``.
+        """
+        from .checkpoint import load
+
+        return load(self, path, optimizer, dtype=dtype, models=models)
 
     def memory_summary(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
         """Bytes this rank holds now. Not collective.
@@ -348,9 +421,9 @@ class Engine:
     def close(self, *optimizers: torch.optim.Optimizer) -> None:
         """Give the plain model back: whole parameters in the same objects, no hooks of the engine. Collective.
 
-        Gradients become whole too, and the state of the `optimizers` that are named and of those that step on whole
-        matrices; the user's own hooks stay. The state of any other optimizer stays cut and can't be used. Needs memory for
-        the whole model on every rank.
+        Gradients become whole too, and the state of the `optimizers` that are named; the user's own hooks stay. The
+        state of an optimizer that is not named stays cut, or with the ranks that own the parameters: it can go on on another
+        engine, but not on the plain model. Needs memory for the whole model on every rank.
 
         Raises:
             UnitStateError: inside a forward or :meth:`gathered`, or where a graph or a weak reference still holds a

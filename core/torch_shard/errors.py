@@ -8,6 +8,7 @@ docstring says so: errors that every rank can see are raised on every rank.
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "DivergenceError",
     "LayoutError",
@@ -156,4 +157,14 @@ class UnitStateError(ShardError):
     graph. It replaces reading memory that is not there.
     Remedy: the message says which use of the named unit went past the engine; running that code
     through a module's ``forward`` or inside ``engine.gathered(...)`` avoids it.
+    """
+
+
+class CheckpointError(ShardError):
+    """A checkpoint can't be written or read.
+
+    Raised: on all ranks, by ``engine.save`` and ``engine.load``: a path that can't be written or that the ranks don't share, a
+    full disk, files that are missing, damaged or made by a newer version, and objects that are not loaded because unpickling
+    them could run code. What is in training, and the checkpoint that was there before, are as they were.
+    Remedy: the message names file and parameter, and what to do.
     """

@@ -214,8 +214,8 @@ class FlatStep:
             if own.runs.params or self._only is None:
                 self._add(own, group, fuse)
 
-    def zero_grad(self, usual: Callable[[], None]) -> None:
-        usual()
+    def zero_grad(self, given: Callable[[], None], users: Callable[[], None]) -> None:
+        given()
 
     def forget(self) -> None:
         """Let go of everything that was kept for the next step."""
@@ -261,16 +261,18 @@ class FlatStep:
             self._publish(work)
 
     def through(self) -> None:
-        # A closure may follow, that looks at what the loop has done. Steps of torch's call theirs before their only loop.
-        if not self._torchs:
-            for work in self._working:
-                self._publish(work)
+        pass
+
+    def pause(self) -> None:
+        for work in self._working:
+            self._publish(work)
 
     def close(self) -> None:
         """Put values, state and options where the user finds them. Local."""
-        for work in self._working:
-            self._publish(work)
+        self.pause()
         self._drop()
+        if self._only is None and self.runtime.in_backward is not None:
+            self.runtime.in_backward.after_step(self._optimizer())
 
     def held(self) -> list[ShardTensor]:
         """The parameters that had a gradient in the last step."""

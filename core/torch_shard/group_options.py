@@ -18,7 +18,8 @@ class Options:
         self._group = group
         self._before = {key: _own(value) for key, value in group.items() if key != "params"}
         self._made: dict[str, Any] = {}
-        self._versions: dict[str, int] = {}  # of tensors, as they were written back
+        self._undone: dict[str, Any] = {}
+        self._versions: dict[str, int] = {}  # of tensors, as they were put into the group
 
     def fresh(self) -> dict[str, Any]:
         """A group for one step; the values are its own."""
@@ -34,8 +35,12 @@ class Options:
         """Put what the steps have made of the options into the user's group."""
         for key, value in self._made.items():
             _put(self._group, key, value)
-            if isinstance(value, torch.Tensor):
-                self._versions[key] = self._group[key]._version
+            self._note(key)
+
+    def _note(self, key: str) -> None:
+        held = self._group.get(key)
+        if isinstance(held, torch.Tensor):
+            self._versions[key] = held._version
 
     def undo(self) -> None:
         """The options as they were before, but for what somebody else has changed since."""
@@ -47,11 +52,25 @@ class Options:
                 edited = held is not value and _changed(held, value)
             if edited:
                 continue
+            self._undone[key] = value
             if key in self._before:
                 _put(self._group, key, self._before[key])
+                self._note(key)
             else:
                 del self._group[key]
         self._made.clear()
+
+    def redo(self) -> None:
+        """A step was made with them. What it has left as it was becomes what it was before :meth:`undo`."""
+        for key, value in self._undone.items():
+            held = self._group.get(key)
+            if isinstance(held, torch.Tensor):
+                same = held._version == self._versions.get(key)
+            else:
+                same = key not in self._group if key not in self._before else not _changed(held, self._before[key])
+            if same:
+                _put(self._group, key, value)
+        self._undone.clear()
 
 
 def _own(value: Any) -> Any:

@@ -164,6 +164,12 @@ class InBackward:
             for options in self._options:
                 options.undo()
 
+    def after_step(self, optimizer: Any) -> None:
+        """It has made its step. Most have nothing left to count, without gradients."""
+        if optimizer is self.optimizer:
+            for options in self._options:
+                options.redo()
+
     # -- when a unit is stepped -------------------------------------------------------------------------------------
     def expect(self, use: Use) -> None:
         """Backward may come back to a forward of a unit."""

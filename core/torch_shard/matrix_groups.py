@@ -185,4 +185,7 @@ class Given:
     def end(self) -> None:
         """The step has ended."""
         self._steps += bool(self._versions)
+        self.drop()
+
+    def drop(self) -> None:
         self._versions, self._kept = [], []

@@ -23,6 +23,7 @@ import functools
 import operator
 import weakref
 import zlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,7 @@ from .leaf import set_own_grad
 from .matrix_groups import Given, OwnState, Working
 from .matrix_parts import Entry, Part, Spares
 from .optim import is_torchs, kind_of
-from .owned_state import everyone, give_owners, settle, stages_of
+from .owned_state import give_owners, settle, stages_of
 from .shard_tensor import ShardTensor
 from .step_checks import check_units, refuse_unreduced, several_engines
 from .unit import Unit
@@ -73,7 +74,7 @@ class MatrixStep:
         # What the step has done to gradients, by id of the user's parameters.
         self._cleared: set[int] = set()
         self._edited: set[int] = set()
-        self._zeroed: tuple[Any, Any] | None = None  # with which arguments `zero_grad` was called
+        self._clear: Callable[[], None] | None = None  # `zero_grad` was called
         # The ranks tell each other what a step has done besides updating; torch's own do nothing else.
         self._tells = not is_torchs(type(optimizer))
         # A class that is of no kind itself calls a step of torch's: see `_refuse_state_of_its_own`.
@@ -114,6 +115,7 @@ class MatrixStep:
                     last = n + 1 == len(parts)
                     self._working.append(Working(group, part, params, rest if last else [], refuse))
         self._left, self._left_at, self._passed = False, -1, False
+        self._forget_notes()
 
     def _is_ours(self, p: Any) -> bool:
         unit = p._unit_ref() if type(p) is ShardTensor and p._unit_ref is not None else None
@@ -270,28 +272,37 @@ class MatrixStep:
             self._finish()
             self._hear_at_once()
 
-    def zero_grad(self, usual: Any) -> None:
+    def zero_grad(self, given: Callable[[], None], users: Callable[[], None]) -> None:
         if self._at >= 0 or not self._passed:
             raise self._other_way("called zero_grad() before the end of its loop over the groups")
-        self._zeroed = usual.args, usual.keywords
+        self._clear = users
 
     def forget(self) -> None:
         """State has been loaded: nothing of what there was is kept."""
         self._made, self._entries = (), None
         self.state = OwnState({})
+        self._forget_notes()
 
-    def close(self) -> None:
+    def _forget_notes(self) -> None:
+        """What a step that has failed has left."""
+        self._cleared, self._edited, self._clear = set(), set(), None
+        self._given.drop()
+
+    def pause(self) -> None:
         self.through()
         for work in self._working:
             work.write_back()
         wrong = self._other_ways()
-        # What these refer to shall not outlive an engine because a frame refers to the step.
-        self._working, self.state = [], OwnState({})
-        if self._tells:
+        if self._tells and self._passed:
             wrong = self._tell(wrong)
         if wrong:
             raise self._other_way(wrong)
         self._give_gradients()
+
+    def close(self) -> None:
+        self.pause()
+        # What these refer to shall not outlive an engine because a frame refers to the step.
+        self._working, self.state = [], OwnState({})
 
     # -- after it -------------------------------------------------------------------------------------------------
     def _collect(self, number: int) -> None:
@@ -352,8 +363,12 @@ class MatrixStep:
         if self.runtime.collectives.size == 1:
             return wrong
         told = [2 if id(p) in self._cleared else int(id(p) in self._edited) for p in self._params]
-        table = everyone(self.runtime, [*told, _WRONG.index(wrong)], f"{self._name}.step()")
-        *most, worst = map(max, zip(*table, strict=True))
+        what, agreement = f"the end of {self._name}.step()", self.runtime.agreement
+        assert agreement is not None
+        agreement.note(zlib.crc32(what.encode()), what)
+        answer = agreement.check(what, torch.tensor([*told, _WRONG.index(wrong)], dtype=torch.uint8, device="cpu"))
+        assert answer is not None
+        *most, worst = answer.tolist()
         self._cleared = {id(p) for p, said in zip(self._params, most, strict=True) if said == 2}
         self._edited = {id(p) for p, said in zip(self._params, most, strict=True) if said == 1}
         return _WRONG[worst]
@@ -362,7 +377,7 @@ class MatrixStep:
         """Do to the user's gradients what the owners' steps have done to theirs."""
         cleared, self._cleared = self._cleared, set()
         edited, self._edited = self._edited, set()
-        zeroed, self._zeroed = self._zeroed, None
+        clear, self._clear = self._clear, None
         with torch._C.DisableTorchFunctionSubclass():
             for p in self._params if cleared or edited else ():
                 if id(p) in cleared:
@@ -371,8 +386,8 @@ class MatrixStep:
                     # Sent back they would cost a third more bytes, for what is cleared next nearly always.
                     flat, index = _place(p)
                     flat.gradients.outdate(index, self._name)
-        if zeroed is not None:
-            self._optimizer().zero_grad(*zeroed[0], **zeroed[1])
+        if clear is not None:
+            clear()
 
     # -- ways of stepping that would change nothing ---------------------------------------------------------------
     def _other_ways(self) -> str:

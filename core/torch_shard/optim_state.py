@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import full_state, owned_state
+from . import named_state, owned_state
 from .engine import Engine, engine_of
 from .errors import ConfigError, StateDictError
 from .whole import agree
@@ -102,7 +102,10 @@ def _sharded(engine: Engine, optim: torch.optim.Optimizer, given: dict[str, Any]
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     agree(engine._runtime, what, names, error)
-    state = owned_state.collect(engine._runtime, taken["state"], len(names), True, what, _slices_of(optim))
+    keep = _slices_of(optim)
+    state = owned_state.collect(engine._runtime, taken["state"], len(names), True, what, keep)
+    if engine.world_size == 1 and owned_state.is_matrix(engine._runtime, optim):
+        state = {number: keep(number, own) if number in range(len(names)) else own for number, own in state.items()}
     return _renamed({**taken, "state": state}, dict(enumerate(names)), what, engine.rank)
 
 
@@ -136,7 +139,7 @@ def optim_state_dict(
         return _sharded(engine, optim, optim_state_dict, what)
     config = None if settings is None else settings.optim_state_dict_config
     rank0_only = bool(getattr(config, "rank0_only", False))
-    return full_state.optim_state_dict(engine._runtime, optim, rank0_only, model, optim_state_dict)
+    return named_state.optim_state_dict(engine._runtime, optim, rank0_only, model, optim_state_dict)
 
 
 # -- for loading ------------------------------------------------------------------------------------------------------
@@ -240,7 +243,8 @@ def scatter_full_optim_state_dict(
         error = problem
     agree(runtime, what, names, error)
     keep, count = _slices_of(optim), len(names)
-    own = {key: value for key, value in numbered["state"].items() if key not in range(count)}
+    # State of no parameter, and of parameters that have none.
+    own = {key: value for key, value in numbered["state"].items() if key not in range(count) or not value}
     groups, own = owned_state.broadcast_object(runtime, (numbered["param_groups"], own), 0, what)
     state = {number: entries for number, entries in numbered["state"].items() if number not in own}
     if engine.world_size > 1:
@@ -253,7 +257,7 @@ def _slices_of(optim: torch.optim.Optimizer) -> Callable[[int, Any], Any]:
     params = [p for group in optim.param_groups for p in group["params"]]
 
     def keep(number: int, entries: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: full_state.own_part(params[number], key, value) for key, value in entries.items()}
+        return {key: named_state.own_part(params[number], key, value) for key, value in entries.items()}
 
     return keep
 
@@ -319,11 +323,11 @@ def _renamed(state_dict: Mapping[str, Any], mapping: Mapping[Any, Any], what: st
             {**group, "params": [mapping[key] for key in group["params"]]} for group in state_dict["param_groups"]
         ],
     }
-    return {**result, full_state.OTHER: other} if other else result
+    return {**result, named_state.OTHER: other} if other else result
 
 
 def _by_number(engine: Engine, optim: torch.optim.Optimizer) -> list[str]:
-    names = full_state.names_of(engine._runtime, optim, engine.model)
+    names = named_state.names_of(engine._runtime, optim, engine.model)
     return [names[id(p)] for group in optim.param_groups for p in group["params"]]
 
 
@@ -348,7 +352,7 @@ def _to_load(
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     agree(engine._runtime, what, None, error)
-    result = full_state.optim_state_dict_to_load(engine._runtime, optim, named, engine.model, what)
+    result = named_state.optim_state_dict_to_load(engine._runtime, optim, named, engine.model, what)
     if directly:
         optim.load_state_dict(result)
     return result

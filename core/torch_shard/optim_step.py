@@ -175,6 +175,9 @@ class StepWatch:
         """`step` begins in `frame`, inside those that run already. A step that has failed has told nobody, so whether one
         still runs is seen on the stack."""
         self._running = [*self._on_stack(frame.f_back), step]
+        for outer in self._running[:-1]:
+            if outer.session is not None:
+                outer.session.pause()
         trials = any(s.trial is not None for s in self._running)
         runtime.collectives.scalar.refused = self._refused if trials else None
 

@@ -254,6 +254,8 @@ def collect(
 def broadcast_object(runtime: Runtime, value: Any, source: int, what: str) -> Any:
     """Its own ranks' objects, so unpickling them is safe. Collective."""
     c = runtime.collectives
+    if c.world == 1 or c.backend == "fake":
+        return value
     raw = bytearray(pickle.dumps(value)) if c.world_rank == source else bytearray(8)
     size = torch.tensor([len(raw)], dtype=torch.int64, device="cpu")
     blocking(c.watch, "control", what, dist.broadcast, size, src=c.watch.ranks[source])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import full_state, owned_state
+from . import named_state, owned_state
 from .errors import UnitStateError
 from .flat_buffer import FlatBuffer
 from .leaf import set_own_grad
@@ -27,8 +26,7 @@ def close_units(
 
     Values, gradients (reduced, whole), ``requires_grad``, attributes and hooks are kept; hooks see the local gradient
     and are called once ``.grad`` is accumulated, as in plain torch. Needs memory for the whole model on every rank.
-    The state of `optimizers` becomes whole and plain too, and that of any that steps on whole matrices: plain state on some
-    ranks only would not show that the others lack it. The state of any other optimizer stays cut and can't be used.
+    The state of `optimizers` becomes whole and plain too; that of any other optimizer stays cut and can't be used.
 
     Raises:
         UnitStateError: inside a forward or ``engine.gathered``, or where a parameter can't be swapped because of weak
@@ -39,11 +37,11 @@ def close_units(
     try:
         for unit in runtime.units:
             _check(unit)
-        optimizers += [o for o in _owners_optimizers(runtime) if not any(o is other for other in optimizers)]
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     agree(runtime, "engine.close", [type(o).__name__ for o in optimizers], error)
-    states = [(o, full_state.optim_state_dict(runtime, o, rank0_only=False, model=model)) for o in optimizers]
+    left_out = [o for o in runtime.owners.optimizers() if not any(o is other for other in optimizers)]
+    states = [(o, named_state.optim_state_dict(runtime, o, rank0_only=False, model=model)) for o in optimizers]
     names = {id(p): name for unit in runtime.units for name, p in zip(unit.names, unit.params, strict=True)}
     if model is not None:
         names = {**{id(p): name for name, p in model.named_parameters()}, **names}
@@ -65,6 +63,10 @@ def close_units(
             module._init_flat_weights()
     for optimizer, state in states:
         _give_back(optimizer, names, state["state"])
+    if runtime.collectives.size > 1:
+        for optimizer in left_out:
+            if hasattr(optimizer, "register_step_pre_hook"):
+                _NotGivenBack(optimizer, runtime.collectives.world_rank)
     runtime.units.clear()
     runtime.schedule.gathered.clear()
     runtime.in_backward = runtime.reductions.on_published = None
@@ -85,16 +87,30 @@ def _give_back(optimizer: torch.optim.Optimizer, names: dict[int, str], state: d
                 optimizer.state.pop(p, None)
 
 
-def _owners_optimizers(runtime: Runtime) -> list[Any]:
-    """Those that step on whole matrices and have state."""
+class _NotGivenBack:
+    """On an optimizer of whole matrices that ``engine.close`` was not told of: its state has stayed with the owners, each
+    rank would step plain parameters with a part of it or without, and replicas would differ without a word."""
 
-    def found() -> list[Any]:
-        return [o for o in runtime.owners.optimizers() if o.state]
+    def __init__(self, optimizer: Any, rank: int) -> None:
+        self._rank = rank
+        self._handles = [
+            optimizer.register_step_pre_hook(self.check),
+            optimizer.register_load_state_dict_post_hook(self.remove),
+        ]
 
-    if runtime.collectives.size == 1 or not found():
-        return []
-    gc.collect()  # one that is not used any more
-    return found()
+    def check(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if any(isinstance(p, ShardTensor) for group in optimizer.param_groups for p in group["params"]):
+            return  # another engine, which finds the state where it is
+        name = type(optimizer).__name__
+        raise UnitStateError(
+            f"rank {self._rank}: {name}.step() on a model whose engine was closed without naming it, so each rank has the state "
+            f"of some parameters only. Close with engine.close(optimizer), or load the optimizer's state, or make a new {name}. "
+            "Nothing was changed."
+        )
+
+    def remove(self, _: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
 
 
 def _check(unit: Unit) -> None:

@@ -37,12 +37,15 @@ class Work(Protocol):
     def through(self) -> None:
         """A loop over the groups has come to its end."""
 
+    def pause(self) -> None:
+        """A closure is about to run, or a step of another optimizer: what this one has done so far is there for them."""
+
     @property
     def state(self) -> Any:
         """Stands for the optimizer's ``state``."""
 
-    def zero_grad(self, usual: Callable[[], None]) -> None:
-        """The step clears gradients: `usual` does so for those in :meth:`groups`."""
+    def zero_grad(self, given: Callable[[], None], users: Callable[[], None]) -> None:
+        """The step clears gradients: `given` does so for those in :meth:`groups`, `users` for the user's."""
 
     def forget(self) -> None:
         """State has been loaded: what was kept of the old one is let go."""
@@ -64,9 +67,6 @@ class StandIn:
     @property
     def state(self) -> Any:
         return self._session.state()
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        self._session.zero_grad(super().zero_grad, *args, **kwargs)  # type: ignore[misc]
 
     def _accelerator_graph_capture_health_check(self) -> None:
         # torch's check reads the options, ahead of the closure.
@@ -96,16 +96,22 @@ class Session:
         self.groups()
         return self.work.state
 
+    def pause(self) -> None:
+        """Something else runs, behind which everything is looked at anew."""
+        if self.fresh is not None and not self.ended:
+            self.work.pause()
+            self.fresh = None
+
     def end(self) -> None:
         """The step has ended."""
         self.work.close()
         self.ended, self.fresh = True, None
 
-    def zero_grad(self, usual: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def zero_grad(self, given: Callable[[], None], users: Callable[[], None]) -> None:
         if self.ended:
-            self._optimizer().zero_grad(*args, **kwargs)
+            users()
         else:
-            self.work.zero_grad(functools.partial(usual, *args, **kwargs))
+            self.work.zero_grad(given, users)
 
     def health_check(self) -> None:
         optimizer = self._optimizer()
@@ -114,14 +120,11 @@ class Session:
             check(optimizer)
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, after which everything is looked at anew."""
+        """The closure, with the user's view brought up to date before it."""
 
         def run() -> Any:
-            if self.fresh is not None:
-                self.work.through()  # what the step has done without a loop over the groups
-            result = closure()
-            self.fresh = None
-            return result
+            self.pause()
+            return closure()
 
         return run
 
@@ -145,13 +148,20 @@ class Groups(list[dict[str, Any]]):
         self.work.through()
 
 
+def _zero_grad(self: StandIn, cls: Any, *args: Any, **kwargs: Any) -> None:
+    users = functools.partial(self._session._optimizer().zero_grad, *args, **kwargs)
+    self._session.zero_grad(functools.partial(cls.zero_grad, self, *args, **kwargs), users)
+
+
 def stand_in(optimizer: Any, work: Work, kinds: dict[type, type]) -> tuple[Any, Session]:
     """Make the object that takes `optimizer`'s place in its ``step``; `kinds`: the classes of such objects, kept by class of
     optimizer (a new one for each step would be a class to collect, and a call of the user's ``__init_subclass__``)."""
     cls = type(optimizer)
     kind = kinds.get(cls)
     if kind is None:
-        names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        names: dict[str, Any] = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        if hasattr(cls, "zero_grad"):
+            names["zero_grad"] = functools.partialmethod(_zero_grad, cls)
         kind = kinds[cls] = type(cls.__name__, (StandIn, cls), names)
     other: Any = object.__new__(kind)
     object.__setattr__(other, "__dict__", optimizer.__dict__)  # past a __setattr__ of its own

@@ -166,7 +166,7 @@ def _slice(value: torch.Tensor, param: ShardTensor) -> ShardTensor:
 class Trial:
     """The first steps of an optimizer that the engine does not know. An operation that slices can't do, a matrix product for
     example, may come after others have changed something already; so what there was is kept, and put back then: parameters,
-    state, the groups' options, and plain values among the optimizer's attributes.
+    gradients, state, the groups' options, and plain values among the optimizer's attributes.
 
     There are two such steps, because the first one may do no more than to make the state. Later ones are not undone, which
     would take the memory of a second copy all the time.
@@ -205,7 +205,7 @@ class Trial:
         """An operation in it was refused."""
         if self._kept is not None:
             self._kept.restore()
-            self._undone = True
+            self._kept, self._undone = None, True
 
     def explain(self, message: str) -> str:
         """Say whose operation it was."""
@@ -224,6 +224,7 @@ class _Kept:
         self._optimizer = weakref.ref(optimizer)
         params = [p for group in optimizer.param_groups for p in group["params"]]
         self._values = [(p, _memory(p).clone()) for p in params]
+        self._grads = [(p, p.grad, None if p.grad is None else _memory(p.grad).clone()) for p in params]
         self._state = {key: _snapshot(value) for key, value in optimizer.state.items()}
         self._options = [
             {k: _snapshot(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups
@@ -235,10 +236,15 @@ class _Kept:
         with torch.no_grad():
             for p, value in self._values:
                 _memory(p).copy_(value)
+            for p, grad, kept in self._grads:
+                if p.grad is not grad:
+                    p.grad = grad
+                if kept is not None:
+                    _memory(grad).copy_(kept)
             for key in [key for key in optimizer.state if key not in self._state]:
                 del optimizer.state[key]
-            for key, kept in self._state.items():
-                optimizer.state[key] = _restored(kept)
+            for key, entries in self._state.items():
+                optimizer.state[key] = _restored(entries)
             for group, options in zip(optimizer.param_groups, self._options, strict=False):
                 for key in [key for key in group if key != "params" and key not in options]:
                     del group[key]

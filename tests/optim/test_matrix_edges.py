@@ -15,7 +15,7 @@ from tests.optim.helpers import O
 from tests.optim.matrix_optimizers import advance, gradients, maker, same_state
 from tests.ranks import ranks
 from torch_shard import owned_state
-from torch_shard.errors import DivergenceError, ShardError
+from torch_shard.errors import DivergenceError, ShardError, UnitStateError
 
 
 class Descent(O.Optimizer):
@@ -269,25 +269,144 @@ def test_state_loaded_on_one_rank_only_is_an_error_on_all(rank, world_size):
         pair.optimizer.step()
 
 
-# -- close ------------------------------------------------------------------------------------------------------------
+# -- closures and failures --------------------------------------------------------------------------------------------
+
+
+class Twice(Descent):
+    """Sharpness-aware: a loop, another gradient at the place it comes to, and a second loop from where it began."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["old"] = p.clone()
+                p.add_(p.grad, alpha=0.1)
+        self.zero_grad()
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(self.state[p]["old"])
+                p.sub_(p.grad, alpha=group["lr"])
+        return loss
+
+
+class TwiceByNone(Twice):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        pass
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["old"] = p.clone()
+                p.add_(p.grad, alpha=0.1)
+                p.grad = None
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(self.state[p]["old"])
+                p.sub_(p.grad, alpha=group["lr"])
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Twice, TwiceByNone])
+@ranks(2, exhaustive=(1, 3))
+def test_gradients_are_cleared_before_the_closure(rank, world_size, kind):
+    pair = pair_of(kind, rank, world_size)
+    for step in range(3):
+        gradients(pair, 2 * step)
+        for model, optimizer in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
+
+            def closure(model: Any = model, step: int = step) -> Any:
+                return plain_backward(model, batch(0, 2 * step + 1))
+
+            optimizer.step(closure)
+        assert all(p.grad is not None for p in pair.model.parameters())
+        same_params(pair.model, pair.plain)
+
+
+class FailsOnce(Descent):
+    failed = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"])
+                if not self.failed:
+                    p.grad.mul_(2) if p.dim() == 2 else setattr(p, "grad", None)
+        if not self.failed:
+            self.failed = True
+            raise KeyError("behind the loop")
 
 
 @ranks(2)
-def test_close_brings_the_state_of_owners_back_unasked(rank, world_size):
-    pair = Pair(MLP, rank, world_size, optimizer=maker("Muon"))
+def test_what_a_failed_step_did_to_gradients_is_not_done_to_the_next(rank, world_size):
+    pair = pair_of(FailsOnce, rank, world_size)
+    gradients(pair, 0)
+    with pytest.raises(KeyError):
+        pair.optimizer.step()
+    gradients(pair, 1)
+    pair.optimizer.step()
+    assert all(p.grad is not None for p in pair.model.parameters())
+    plain_backward(pair.model, batch(rank, 2))  # accumulates
+
+
+# -- close ------------------------------------------------------------------------------------------------------------
+
+
+@ranks(2, exhaustive=(3,))
+def test_state_that_close_was_not_told_of_is_not_used_on_the_plain_model(rank, world_size):
+    pair = pair_of(Remembers, rank, world_size)
     advance(pair, range(2))
     pair.engine.close()
-    for p, q in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
-        assert list(pair.optimizer.state.get(p, {})) == list(pair.plain_optimizer.state.get(q, {}))
     gradients(pair, 2)
-    for p in pair.model.parameters():
-        torch.distributed.all_reduce(p.grad)
-        p.grad /= world_size
-    for p, q in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
-        q.grad.copy_(p.grad)
+    with pytest.raises(UnitStateError, match=r"Remembers\.step\(\) .* engine\.close\(optimizer\)"):
+        pair.optimizer.step()
+    pair.engine = torch_shard.shard(pair.model)  # which finds the state at its owners
+    advance(pair, range(3, 5))
+    pair.engine.close(pair.optimizer)
+    pair.optimizer.load_state_dict(copy.deepcopy(pair.plain_optimizer.state_dict()))
+    for model in (pair.model, pair.plain):
+        model.zero_grad()
+        plain_backward(model, batch(0, 5))
     pair.optimizer.step()
     pair.plain_optimizer.step()
     same_params(pair.model, pair.plain)
+
+
+class Remembers(Descent):
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        total = self.state[p]["sum"] = self.state[p].get("sum", 0.0) + p.grad
+        p.sub_(total, alpha=group["lr"])
+
+
+class One(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = torch.nn.Linear(5, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.only(x)
+        return y
+
+
+@pytest.mark.parametrize("named", [False, True])
+@ranks(2)
+def test_a_rank_that_owns_nothing_closes_too(rank, world_size, named):
+    torch_shard.optim.register(Remembers, kind="matrix")
+    apart = torch.zeros(3, requires_grad=True)  # of no module
+    pair = Pair(One, rank, world_size, optimizer=lambda model: Remembers(model.parameters()))
+    other = Remembers([*pair.model.parameters(), apart])
+    gradients(pair, 0)
+    for optimizer in (pair.optimizer, other, pair.plain_optimizer):
+        optimizer.step()
+    held = [other] if rank == 0 else []  # what is alive need not be alike
+    del other, optimizer
+    pair.engine.close(*([pair.optimizer] if named else []))
+    assert type(pair.model.only.weight) is torch.nn.Parameter and len(held) == (rank == 0)
 
 
 @ranks(2)

@@ -57,6 +57,7 @@ class Shrinks(O.Optimizer):
             group["new"] = True
             for p in group["params"]:
                 self.state[p]["sums"] = [p.grad.clone()]
+                p.grad.add_(p)
                 p.mul_(0.5)
         self.state["all"]["n"] = 1
         if self.inner is not None:
@@ -64,6 +65,40 @@ class Shrinks(O.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 p.mul_((p.grad @ p.grad.T).trace()) if p.dim() == 2 else p.zero_()
+
+
+class Averages(O.Optimizer):
+    """Lookahead, as it is written: steps another optimizer, and draws the parameters back now and then."""
+
+    def __init__(self, params: Any, inner: Any) -> None:
+        super().__init__(params, {"rounds": 0})
+        self.inner = inner
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["slow"] = p.clone()
+                p.mul_(0.9)
+        self.inner.step()
+        for group in self.param_groups:
+            group["rounds"] += 1
+            for p in group["params"]:
+                p.lerp_(self.state[p]["slow"], 0.5)
+
+
+@pytest.mark.parametrize("kind", ["elementwise", "matrix"])
+@pytest.mark.parametrize("inner", ["AdamW", "Adafactor"])
+@ranks(2, exhaustive=(1, 3))
+def test_a_declared_optimizer_may_step_another_one(rank, world_size, inner, kind):
+    class Kind(Averages):
+        pass
+
+    torch_shard.optim.register(Kind, kind=kind)
+    pair = Pair(MLP, rank, world_size, optimizer=lambda m: Kind(m.parameters(), MAKE[inner](m)))
+    for step in range(3):
+        pair.step(plain_backward, batch(rank, step))
+        same_params(pair.model, pair.plain)
 
 
 class Descends(O.Optimizer):
@@ -104,9 +139,12 @@ def test_a_refused_step_is_undone_with_all_that_it_changed(rank, world_size, nes
         return [getattr(p, "_local", p).detach().clone() for p in model.parameters()]
 
     before = values()
+    gradients = [None if p.grad is None else getattr(p.grad, "_local", p.grad).clone() for p in model.parameters()]
     for _ in range(2):
         with pytest.raises(NeedsGatherError, match=r"Shrinks.step\(\), .* the step is undone"):
             optimizer.step()
+        for p, kept in zip(model.parameters(), gradients, strict=True):
+            assert p.grad is None if kept is None else torch.equal(getattr(p.grad, "_local", p.grad), kept)
         assert all(map(torch.equal, values(), before))
         (group,) = optimizer.param_groups
         assert (group["rounds"], float(group["total"]), group["list"], "new" in group) == (0, 0.0, [1], False)

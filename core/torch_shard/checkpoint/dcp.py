@@ -1,0 +1,98 @@
+"""What this package needs of torch.distributed.checkpoint beyond its public interface, in one place.
+
+Tested with torch 2.13.
+"""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import pickle
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from ..errors import CheckpointError
+
+__all__ = ["METADATA", "StorageInfo", "load_metadata"]
+
+METADATA = ".metadata"
+"""Name of the file in which DCP keeps its metadata."""
+
+# Where an entry lies: file, offset, length. FileSystemReader finds objects of this class in the metadata.
+StorageInfo = filesystem._StorageInfo
+
+_CLASSES: dict[tuple[str, str], Any] = {
+    **{
+        (metadata.__name__, name): getattr(metadata, name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    },
+    (filesystem.__name__, "_StorageInfo"): StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("builtins", "set"): set,
+    # A checkpoint_id may be a path; which class it had does not matter.
+    **{
+        (module, name): pathlib.PurePosixPath if "Posix" in name else pathlib.PureWindowsPath
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """The metadata is a pickle, which could call any function: only DCP's own classes are let through."""
+
+    def __init__(self, file: IO[bytes], path: str) -> None:
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = _CLASSES.get((module, name))
+        if found is None and module == "torch":
+            found = getattr(torch, name, None)
+            if not isinstance(found, torch.dtype):
+                found = None
+        if found is None:
+            raise CheckpointError(
+                f"{self._path} asks for {module}.{name}, which no checkpoint's metadata needs: it was refused, and nothing was "
+                "loaded. Don't trust this file unless you know where it comes from; a planner or storage of your own that keeps "
+                "such objects in it needs torch.distributed.checkpoint.load itself."
+            )
+        return found
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise CheckpointError(
+            f"{self._path} refers to data outside itself, which no checkpoint's metadata does: refused."
+        )
+
+
+def load_metadata(file: IO[bytes], path: str) -> Metadata:
+    """Read DCP's metadata without running what it may contain. Not collective.
+
+    Raises:
+        CheckpointError: it is damaged, or asks for a class that is not DCP's; names it.
+    """
+    try:
+        found = _Unpickler(file, path).load()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} is damaged, so nothing was loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
+        raise CheckpointError(f"{path} holds {type(found).__name__} in place of DCP's metadata; nothing was loaded.")
+    if getattr(found, "storage_meta", None) is None:
+        found.storage_meta = StorageMeta()
+    return found

@@ -1,0 +1,261 @@
+"""Reading a checkpoint of this package: every byte that is used has been verified, and no others are read.
+
+A rank that needs a part of an entry reads the blocks that hold it (4 MiB each) and continues the file's running checksum from
+the mark before them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import io
+import math
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ..errors import CheckpointError
+from ..layout import contiguous_stride
+from .dcp import METADATA, load_metadata
+from .manifest import FileRecord, Item, Manifest
+
+__all__ = ["CheckedFile", "ShardReader", "check_sizes", "damaged_parts"]
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Raise for files that are missing or have another size than they were written with. Not collective."""
+    problems = []
+    for name, record in manifest.files.items():
+        try:
+            size = os.stat(folder / name).st_size
+        except FileNotFoundError:
+            problems.append(f"{name} is missing, with {_some(record)}")
+            continue
+        if size != record.size:
+            cut = record.item_at(size) if size < record.size else None
+            where = f", so that {cut.name} and what follows it are lost" if cut is not None else ""
+            problems.append(f"{name} has {size} bytes, and was written with {record.size}{where}")
+    if problems:
+        raise CheckpointError(
+            f"{folder} is damaged, so nothing was loaded: {'; '.join(problems)}. Load an earlier checkpoint."
+        )
+
+
+def _some(record: FileRecord) -> str:
+    names = list(dict.fromkeys(item.name for item in record.items))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (", ".join(names[:3]) or "DCP's metadata") + more
+
+
+class CheckedFile:
+    """One file of a checkpoint. What :meth:`read` has given is what was written."""
+
+    def __init__(self, folder: Path, name: str, record: FileRecord) -> None:
+        self.folder, self.name, self.record = folder, name, record
+        self._positions = [position for position, _ in record.marks]
+        try:
+            self._fd = os.open(folder / name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(
+                    self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL
+                )  # the disk reads ahead while a block is verified
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{folder / name} is missing, with {_some(record)}, so nothing was loaded. Load an earlier checkpoint."
+            ) from error
+
+    def __enter__(self) -> CheckedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._fd)
+
+    def read(self, start: int, stop: int, into: memoryview) -> None:
+        """Fill `into` with bytes ``[start, stop)``.
+
+        Raises:
+            CheckpointError: a block that holds some of them is not as it was written; names what lies there.
+        """
+        marks = self.record.marks
+        i = bisect.bisect_right(self._positions, start) - 1
+        while start < stop:
+            (first, crc), (last, expected) = marks[i], marks[i + 1]
+            end = min(stop, last)
+            whole = start == first and end == last
+            block = into[: end - start] if whole else memoryview(bytearray(last - first))
+            self._fill(block, first)
+            if zlib.crc32(block, crc) != expected:
+                raise self._damaged(first, last)
+            if not whole:
+                into[: end - start] = block[start - first : end - first]
+            into = into[end - start :]
+            start, i = end, i + 1
+
+    def _fill(self, block: memoryview, at: int) -> None:
+        while block:
+            count = os.preadv(self._fd, [block], at)
+            if not count:
+                raise self._damaged(at, at + len(block))
+            block, at = block[count:], at + count
+
+    def _damaged(self, first: int, last: int) -> CheckpointError:
+        touched = [i.name for i in self.record.items if i.start < last and i.start + i.length > first]
+        what = ", ".join(dict.fromkeys(touched)) or "no parameter"
+        return CheckpointError(
+            f"{self.folder / self.name} is damaged: bytes [{first}, {last}), which hold {what}, differ from what was written "
+            "(checksum). Nothing was loaded. Load an earlier checkpoint."
+        )
+
+
+def damaged_parts(folder: Path, manifest: Manifest, files: Iterable[str] | None = None) -> list[str]:
+    """Read files whole and say what differs from what was written. Not collective; one block in memory at a time.
+
+    Args:
+        folder, manifest: of the checkpoint.
+        files: some of them (ranks may divide them); all by default.
+    """
+    problems: list[str] = []
+    for name in manifest.files if files is None else files:
+        record = manifest.files[name]
+        try:
+            with CheckedFile(folder, name, record) as file:
+                size = os.stat(folder / name).st_size
+                if size != record.size:
+                    problems.append(f"{folder / name} has {size} bytes, and was written with {record.size}.")
+                for (first, _), (last, _) in zip(record.marks, record.marks[1:], strict=False):
+                    try:
+                        file.read(first, last, memoryview(bytearray(last - first)))
+                    except CheckpointError as error:
+                        problems.append(str(error))
+        except CheckpointError as error:
+            problems.append(str(error))
+    return problems
+
+
+class ShardReader(StorageReader):
+    """A DCP storage reader for a checkpoint with a manifest."""
+
+    def __init__(self, path: str | os.PathLike[str], manifest: Manifest) -> None:
+        self.path, self.manifest = Path(path), manifest
+        self._metadata: Metadata | None = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path of a file system."""
+        return "://" not in str(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Forget the metadata; another path needs another reader."""
+        self._metadata = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """DCP's metadata, verified and unpickled with its own classes only."""
+        record = self.manifest.files[METADATA]
+        with CheckedFile(self.path, METADATA, record) as file:
+            raw = bytearray(record.size)
+            file.read(0, record.size, memoryview(raw))
+        return load_metadata(io.BytesIO(raw), str(self.path / METADATA))
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Keep the metadata."""
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """As they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read this rank's items into the planner's tensors, one file after the other and each from front to back."""
+        assert self._metadata is not None
+        wanted: dict[str, list[tuple[int, int]]] = {}
+        for number, read in enumerate(plan.items):
+            info = self._metadata.storage_data[read.storage_index]
+            wanted.setdefault(info.relative_path, []).append((info.offset, number))
+        for name, numbers in sorted(wanted.items()):
+            record = self.manifest.files.get(name)
+            if record is None:
+                raise CheckpointError(f"{self.path}: the manifest has no file {name}, which the metadata names.")
+            items = {(item.name, item.offsets): item for item in record.items}
+            with CheckedFile(self.path, name, record) as file:
+                for _, number in sorted(numbers):
+                    self._read(file, items, plan.items[number], planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(
+        self,
+        file: CheckedFile,
+        items: dict[tuple[str, tuple[int, ...] | None], Item],
+        read: ReadItem,
+        planner: LoadPlanner,
+    ) -> None:
+        index = read.storage_index
+        is_object = read.type == LoadItemType.BYTE_IO
+        item = items.get((index.fqn, None if is_object or index.offset is None else tuple(index.offset)))
+        if item is None:
+            raise CheckpointError(
+                f"{file.folder / file.name}: the manifest has no {index.fqn} there, but the metadata has."
+            )
+        if is_object:
+            raw = bytearray(item.length)
+            file.read(item.start, item.start + item.length, memoryview(raw))
+            planner.load_bytes(read, io.BytesIO(raw))
+            return
+        target = planner.resolve_tensor(read).detach()
+        shape, dtype = self._chunk(index)
+        _read_tensor(file, item, shape, dtype, read, target)
+        planner.commit_tensor(read, target)
+
+    def _chunk(self, index: MetadataIndex) -> tuple[torch.Size, torch.dtype]:
+        assert self._metadata is not None
+        found = self._metadata.state_dict_metadata[index.fqn]
+        assert isinstance(found, TensorStorageMetadata)
+        chunks = found.chunks
+        if index.index is not None and index.index < len(chunks) and chunks[index.index].offsets == index.offset:
+            return chunks[index.index].sizes, found.properties.dtype
+        return next(chunk.sizes for chunk in chunks if chunk.offsets == index.offset), found.properties.dtype
+
+
+def _read_tensor(
+    file: CheckedFile, item: Item, shape: torch.Size, dtype: torch.dtype, read: ReadItem, target: torch.Tensor
+) -> None:
+    """Copy a box of a saved chunk, whose values lie row by row, to `target`."""
+    lengths = tuple(read.lengths) if shape else ()  # of a 0-dim tensor DCP may give one length
+    count = math.prod(lengths)
+    if not count:
+        return
+    strides = contiguous_stride(shape)
+    first = sum(offset * stride for offset, stride in zip(read.storage_offsets, strides, strict=False)) if shape else 0
+    span = sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True)) + 1
+    start, size = item.values + first * dtype.itemsize, span * dtype.itemsize
+    if target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous() and span == count:
+        with _memory(target, size) as view:
+            file.read(start, start + size, view)
+        return
+    raw = torch.empty(size, dtype=torch.uint8)
+    with _memory(raw, size) as view:
+        file.read(start, start + size, view)
+    target.copy_(raw.view(dtype).as_strided(lengths, strides).view(target.shape))
+
+
+@contextlib.contextmanager
+def _memory(tensor: torch.Tensor, size: int) -> Iterator[memoryview]:
+    """A tensor's bytes, to be written to."""
+    yield memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")

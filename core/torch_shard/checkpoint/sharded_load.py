@@ -1,0 +1,228 @@
+"""Loading: everything is compared and read, with its checksums, before anything is changed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .. import full_state
+from ..errors import ConfigError, StateDictError
+from ..shard_tensor import ShardTensor
+from .contents import EXTRA, Optimizers, Source, sources_of
+from .load_optimizer import OptimizerLoad
+from .phases import broadcast, each
+from .saved import extra_of, model_entries, place
+from .source import Checkpoint
+
+__all__ = ["load"]
+
+
+def load(
+    engine: Any,
+    path: str | os.PathLike[str],
+    optimizer: Any = None,
+    *,
+    dtype: torch.dtype | None = None,
+    models: Mapping[str, Any] | None = None,
+) -> Any:
+    """Load a checkpoint that :func:`save`, or torch.distributed.checkpoint, has written. Collective.
+
+    It may come from any number of ranks, any strategy and any units, from FSDP2, DDP or an unsharded model. Each rank reads its
+    own slices. Everything is read into new memory first, as much again as this rank holds of parameters and optimizer state
+    (in the host's memory), so that a damaged file changes nothing.
+
+    Args:
+        engine: of the model.
+        path: the directory.
+        optimizer: as for :func:`save`; None leaves optimizers alone.
+        dtype: convert floating-point entries to this dtype where the model has it and the checkpoint another one. Without it
+            that is an error.
+        models: as for :func:`save`.
+
+    Returns:
+        The `extra` that was saved, on every rank; None where there is none.
+
+    Raises:
+        CheckpointError: on all ranks: there is no checkpoint, files are missing or damaged, or it holds objects that are
+            not loaded because unpickling them could run code. Nothing has changed.
+        StateDictError: on all ranks, with everything that is missing, unexpected, or of another shape or dtype. Nothing has
+            changed.
+        UnitStateError: inside a forward or ``engine.gathered()``.
+    """
+    runtime, what = engine._runtime, "engine.load"
+    me = runtime.collectives.world_rank
+
+    def prepare() -> _Load:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}.")
+        sources = sources_of(engine, models)
+        for source in sources:
+            full_state.refuse_inside(source.runtime, what)
+        checkpoint = Checkpoint.open(path, sizes=me == 0)
+        return _Load(checkpoint, sources, Optimizers.of(optimizer), dtype)
+
+    work = each(runtime, what, prepare, key=lambda found: (found.checkpoint.fingerprint, dtype))
+    nonce = broadcast(runtime, secrets.token_hex(8), what)
+    each(runtime, what, work.compare, nonce=f"{nonce}/compare")
+    # Gives parameters owners, the same on all ranks; that is no change to what is trained.
+    each(runtime, what, work.read, nonce=f"{nonce}/read")
+    for source, values in zip(work.sources, work.values(), strict=True):
+        full_state.load_state_dict(source.model, source.runtime, values)
+    each(runtime, what, work.apply)
+    return work.known.get(EXTRA)
+
+
+class _Load:
+    """One load, on one rank."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, sources: list[Source], optimizers: Optimizers, dtype: torch.dtype | None
+    ) -> None:
+        self.checkpoint, self.sources, self.dtype = checkpoint, sources, dtype
+        self.live = [full_state.own_state_dict(source.model, source.runtime) for source in sources]
+        saved = [
+            model_entries(checkpoint.metadata, source.path, live)
+            for source, live in zip(sources, self.live, strict=True)
+        ]
+        self.entries = [model.entries for model in saved]
+        self.nested = [model.nested for model in saved]
+        self.optimizers = [
+            OptimizerLoad(checkpoint, sources, where, held, number)
+            for where, held in optimizers.entries
+            for number in range(len(held))
+        ]
+        self.known: dict[str, Any] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    # -- comparing ----------------------------------------------------------------------------------------------
+    def compare(self) -> None:
+        """Read what is small, and raise for everything that does not fit."""
+        small = [full for part in self.optimizers for full in part.small()]
+        small += [full for own in self.entries for full in own.values() if self.checkpoint.tensor(full) is None]
+        small += [full for own in self.nested for parts in own.values() for full in parts.values()]
+        if extra_of(self.checkpoint.metadata):
+            small.append(EXTRA)
+        scalars = {}
+        for full in small:
+            found = self.checkpoint.tensor(full)
+            if found is not None:  # a learning rate, say
+                scalars[full] = torch.empty(found.size, dtype=found.properties.dtype)
+        self.known = self.checkpoint.read(scalars, [full for full in dict.fromkeys(small) if full not in scalars])
+        self.known.update(scalars)
+        missing: list[str] = []
+        unexpected: list[str] = []
+        problems: list[str] = []
+        for number, source in enumerate(self.sources):
+            lists = full_state.rehearse(source.model, self._with_versions(number, self._stand_ins(number)))
+            for into, found_now in zip((missing, unexpected, problems), lists, strict=True):
+                into += [source.prefix + text for text in found_now]
+            problems += self._wrong_dtypes(number)
+        for part in self.optimizers:
+            lists = part.compare(self.known, self.dtype)
+            for into, found_now in zip((missing, unexpected, problems), lists, strict=True):
+                into += found_now
+        lines = [f"missing: {', '.join(missing)}"] if missing else []
+        lines += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
+        lines += problems
+        if lines:
+            raise StateDictError(
+                f"{self.checkpoint.folder} does not fit, and nothing was loaded. It must be a checkpoint of this model and "
+                "these optimizers.\n  " + "\n  ".join(lines)
+            )
+
+    def _stand_ins(self, number: int) -> dict[str, Any]:
+        result = self._nested(number)
+        for key, full in self.entries[number].items():
+            found = self.checkpoint.tensor(full)
+            if found is None:
+                result[key] = self.known[full]
+            else:
+                result[key] = torch.empty(found.size, dtype=found.properties.dtype, device="meta")
+        return result
+
+    def _nested(self, number: int) -> dict[str, Any]:
+        """Entries that are dicts and lists, put together."""
+        result: dict[str, Any] = {}
+        for key, parts in self.nested[number].items():
+            for path, full in parts.items():
+                place(result, (key, *path), self.known[full])
+        return result
+
+    def _with_versions(self, number: int, values: dict[str, Any]) -> Any:
+        """A state dict with the versions of the modules' own formats, where they are known."""
+        result = full_state.WithMetadata(values)
+        manifest = self.checkpoint.manifest
+        if manifest is not None:
+            result._metadata = manifest.module_versions.get(".".join(self.sources[number].path), {})
+        return result
+
+    def _wrong_dtypes(self, number: int) -> list[str]:
+        problems = []
+        for key, full in self.entries[number].items():
+            found, live = self.checkpoint.tensor(full), self.live[number].get(key)
+            if found is None or not isinstance(live, torch.Tensor) or found.properties.dtype == live.dtype:
+                continue
+            saved = found.properties.dtype
+            if self.dtype == live.dtype and saved.is_floating_point:
+                continue
+            hint = (
+                f"; pass dtype={live.dtype} to convert it"
+                if saved.is_floating_point and live.is_floating_point()
+                else ""
+            )
+            problems.append(
+                f"{self.sources[number].prefix}{key} is {saved} in the checkpoint and {live.dtype} here{hint}"
+            )
+        return problems
+
+    # -- reading ------------------------------------------------------------------------------------------------
+    def read(self) -> None:
+        """Read this rank's slices into new memory."""
+        with torch.inference_mode(False):
+            shared: dict[tuple[Any, ...], torch.Tensor] = {}
+            dtypes: dict[str, torch.dtype] = {}
+            self.by_key: list[dict[str, torch.Tensor]] = []
+            for number, source in enumerate(self.sources):
+                self.by_key.append({})
+                for key, full in self.entries[number].items():
+                    found, live = self.checkpoint.tensor(full), self.live[number].get(key)
+                    if found is None:
+                        continue
+                    dtypes[source.prefix + key] = found.properties.dtype
+                    # Tied parameters that were written once are read once.
+                    where = (self.checkpoint.places(full), id(live._spec) if isinstance(live, ShardTensor) else full)
+                    value = shared.get(where) if where[0] else None
+                    if value is None:
+                        value = self.tensors[full] = _fresh(live, found.size, found.properties.dtype)
+                        shared[where] = value
+                    self.by_key[number][key] = value
+            for part in self.optimizers:
+                self.tensors.update(part.destinations(dtypes, self.dtype))
+            self.checkpoint.read(self.tensors, ())
+
+    def values(self) -> list[Any]:
+        """The state dict of each model."""
+        found = []
+        for number in range(len(self.sources)):
+            values = {
+                key: self.by_key[number].get(key, self.known.get(full)) for key, full in self.entries[number].items()
+            }
+            found.append(self._with_versions(number, {**values, **self._nested(number)}))
+        return found
+
+    # -- applying -----------------------------------------------------------------------------------------------
+    def apply(self) -> None:
+        """The optimizers; the models are loaded."""
+        for part in self.optimizers:
+            part.apply(self.known)
+
+
+def _fresh(live: Any, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for an entry: a slice where the model has one, converted to its dtype."""
+    if isinstance(live, ShardTensor) and live.shape == size:
+        return ShardTensor(torch.empty(live._spec.length, dtype=live.dtype), live._spec)
+    return torch.empty(size, dtype=live.dtype if isinstance(live, torch.Tensor) else dtype)

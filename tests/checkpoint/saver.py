@@ -1,0 +1,52 @@
+"""Two ranks that save one checkpoint after the other, until they are killed: `python -m tests.checkpoint.saver FOLDER`."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_shard
+from torch_shard.checkpoint import load, save
+from torch_shard.checkpoint.folder import find
+from torch_shard.errors import CheckpointError
+
+
+def rank_main(rank: int, world_size: int, port: int, path: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(500, 500), nn.Linear(500, 500))
+    engine = torch_shard.shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = 0
+    there = True
+    try:
+        find(path / "c")
+    except CheckpointError:
+        there = False
+    dist.barrier()
+    if there:
+        step = load(engine, path / "c", optimizer)
+    if rank == 0:
+        (path / "running").touch()
+    while True:
+        step += 1
+        model(torch.ones(1, 500)).sum().backward()
+        optimizer.step()
+        save(engine, path / "c", optimizer, extra=step)
+
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("fork")
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    made = [context.Process(target=rank_main, args=(rank, 2, server.port, Path(sys.argv[1]))) for rank in range(2)]
+    for process in made:
+        process.start()
+    for process in made:
+        process.join()

@@ -1,0 +1,319 @@
+"""Damaged, foreign and hostile files: an error on all ranks that names file and parameter, and nothing half loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from tests.checkpoint.helpers import adamw, build, files_of, load, same, save, train, whole
+from tests.odd_model import Net
+from tests.ranks import ranks
+from torch_shard.checkpoint.dcp import load_metadata
+from torch_shard.errors import CheckpointError, StateDictError
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 3))
+
+
+def refused(rank: int, folder: Path, damage: Callable[[Path], None], match: str, error: type = CheckpointError) -> None:
+    """Save, damage, and see that loading fails on all ranks and changes nothing; then that a good one loads."""
+    model, engine, optimizer = build(model=wide)
+    model(torch.ones(2, 300)).sum().backward()
+    optimizer.step()
+    save(engine, folder / "c", optimizer, extra={"a": 1})
+    if rank == 0:
+        shutil.copytree(folder / "c", folder / "good")
+        damage(folder / "c")
+    dist.barrier()
+    again, other, second = build(seed=1, model=wide)
+    again(torch.ones(2, 300)).sum().backward()
+    second.step()
+    before = whole(other, second)
+    with pytest.raises(error, match=match):
+        load(other, folder / "c", second)
+    same(whole(other, second), before)
+    load(other, folder / "good", second)
+    same(whole(other, second), whole(engine, optimizer))
+
+
+def flip(path: Path, position: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 4]))
+
+
+def values_of(folder: Path, name: str) -> tuple[str, int]:
+    """The file and position of the first values of an entry."""
+    found = json.loads((folder / "manifest.json").read_text())["manifest"]
+    for file, record in found["files"].items():
+        for item in record["items"]:
+            if item[0] == name:
+                return file, item[4]
+    raise KeyError(name)
+
+
+@pytest.mark.parametrize("name", ["model.0.weight", "model.1.bias", "optimizer.state.0.weight.exp_avg", "extra"])
+@ranks(2)
+def test_a_flipped_bit_is_found_with_file_and_parameter(name, rank, tmp_path):
+    def damage(folder: Path) -> None:
+        file, position = values_of(folder, name)
+        flip(folder / file, position + 1)
+
+    refused(rank, tmp_path, damage, rf"distcp is damaged: bytes .* {name.replace('.', '[.]')}")
+
+
+@ranks(2)
+def test_a_truncated_file(rank, tmp_path):
+    def damage(folder: Path) -> None:
+        os.truncate(folder / "__1_0.distcp", 2000)
+
+    refused(rank, tmp_path, damage, r"__1_0\.distcp has 2000 bytes, and was written with \d+, so that model\.")
+
+
+@ranks(2)
+def test_a_missing_file(rank, tmp_path):
+    refused(rank, tmp_path, lambda c: (c / "__1_0.distcp").unlink(), r"__1_0\.distcp is missing, with model\.")
+
+
+@ranks(2)
+def test_a_missing_manifest(rank, tmp_path):
+    refused(rank, tmp_path, lambda c: (c / "manifest.json").unlink(), r"manifest\.json is missing")
+
+
+@ranks(2)
+def test_missing_metadata(rank, tmp_path):
+    refused(rank, tmp_path, lambda c: (c / ".metadata").unlink(), r"\.metadata is missing")
+
+
+@pytest.mark.parametrize("file", ["manifest.json", ".metadata"])
+@ranks(2)
+def test_a_flipped_bit_in_a_description(file, rank, tmp_path):
+    refused(rank, tmp_path, lambda c: flip(c / file, (c / file).stat().st_size // 2), f"{file} is damaged")
+
+
+@ranks(2)
+def test_files_of_two_checkpoints(rank, tmp_path):
+    _model, engine, optimizer = build(model=wide)
+    save(engine, tmp_path / "a", optimizer)
+    save(engine, tmp_path / "b", optimizer)
+    if rank == 0:
+        shutil.copy(tmp_path / "a" / ".metadata", tmp_path / "b" / ".metadata")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="damaged"):
+        load(engine, tmp_path / "b", optimizer)
+
+
+def of_version(folder: Path, version: int) -> None:
+    path = folder / "manifest.json"
+    inner = json.loads(path.read_text())["manifest"]
+    body = json.dumps({**inner, "version": version, "something": "new"})
+    path.write_text(f'{{"crc32":"{zlib.crc32(body.encode()):08x}","manifest":{body}}}')
+
+
+@ranks(2)
+def test_a_newer_format(rank, tmp_path):
+    refused(
+        rank, tmp_path, lambda c: of_version(c, 2), r"manifest\.json has format version 2, .*Upgrade torch-shard-engine"
+    )
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, ("touch exploded",)
+
+
+@ranks(2)
+def test_a_bomb_in_the_metadata_is_not_touched_off(rank, tmp_path):
+    def damage(folder: Path) -> None:
+        (folder / "manifest.json").unlink()  # whoever builds a bomb leaves out what would find it
+        with open(folder / ".metadata", "wb") as file:
+            pickle.dump({"state_dict_metadata": Bomb()}, file)
+
+    os.chdir(tmp_path)
+    refused(rank, tmp_path, damage, r"\.metadata asks for (posix|os)\.system")
+    assert "exploded" not in files_of(tmp_path)
+
+
+@ranks(2)
+def test_a_bomb_in_an_object_is_not_touched_off(rank, tmp_path):
+    os.chdir(tmp_path)
+    dcp.save({"model": wide().state_dict(), "extra": Bomb()}, checkpoint_id=tmp_path / "c")
+    before = files_of(tmp_path)
+    _model, engine, _ = build(model=wide)
+    with pytest.raises(CheckpointError, match=r"extra was refused.*(posix|os)\.system"):
+        load(engine, tmp_path / "c")
+    assert files_of(tmp_path) == before
+
+
+@ranks(2)
+def test_a_cut_off_checkpoint_of_torchs(rank, tmp_path):
+    """It has no checksums that torch would look at, so that a flipped bit can't be found."""
+    dcp.save({"model": wide().state_dict()}, checkpoint_id=tmp_path / "c")
+    if rank == 0:
+        with open(tmp_path / "c" / ".metadata", "rb") as file:
+            metadata = load_metadata(file, "")
+        info = metadata.storage_data[MetadataIndex("model.0.weight", torch.Size((0, 0)))]
+        os.truncate(tmp_path / "c" / info.relative_path, info.offset + info.length // 2)
+    dist.barrier()
+    _model, engine, _ = build(model=wide)
+    before = whole(engine)
+    with pytest.raises(CheckpointError, match=r"distcp is damaged or missing: model\.0\.weight"):
+        load(engine, tmp_path / "c")
+    same(whole(engine), before)
+
+
+@ranks(2)
+def test_no_checkpoint(rank, tmp_path):
+    _model, engine, _ = build(model=wide)
+    with pytest.raises(CheckpointError, match="there is no checkpoint at"):
+        load(engine, tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        load(engine, tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="is a file"):
+        load(engine, tmp_path / "file")
+
+
+# -- another model ----------------------------------------------------------------------------------------------------
+
+
+class Other(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(5, 9)
+        self.more = nn.Linear(2, 2)
+        del self.frozen
+
+
+@ranks(2)
+def test_everything_that_does_not_fit_is_listed(rank, tmp_path):
+    model, engine, optimizer = build(model=Net)
+    train(model, optimizer, rank, range(1))
+    save(engine, tmp_path / "c", optimizer)
+    _again, other, second = build(seed=1, model=Other)
+    before = whole(other, second)
+    with pytest.raises(StateDictError) as caught:
+        load(other, tmp_path / "c", second)
+    lines = str(caught.value).splitlines()
+    assert "more.weight" in lines[1] and "more.bias" in lines[1] and lines[1].strip().startswith("missing")
+    assert "frozen" in lines[2] and lines[2].strip().startswith("unexpected")
+    for text in (
+        "size mismatch for head.weight",
+        "size mismatch for head.bias",
+        "optimizer: head.bias: exp_avg has shape",
+    ):
+        assert text in str(caught.value), str(caught.value)
+    same(whole(other, second), before)
+
+
+@ranks(2)
+def test_another_optimizer(rank, tmp_path):
+    model, engine, optimizer = build(model=Net)
+    train(model, optimizer, rank, range(1))
+    save(engine, tmp_path / "c")
+    with pytest.raises(StateDictError, match="missing: optimizer"):
+        load(engine, tmp_path / "c", optimizer)
+    save(engine, tmp_path / "c", optimizer)
+    one = torch.optim.AdamW(model.parameters())
+    with pytest.raises(StateDictError, match="2 parameter groups where the optimizer has 1"):
+        load(engine, tmp_path / "c", one)
+    assert not one.state
+    load(engine, tmp_path / "c")
+
+
+@ranks(2)
+def test_one_rank_alone_has_another_model(rank, tmp_path):
+    """What one rank finds, all ranks hear of."""
+    _model, engine, optimizer = build(model=Net)
+    save(engine, tmp_path / "c", optimizer)
+    before = whole(engine, optimizer)
+    if rank == 1:
+        optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(StateDictError, match="failed on rank 1" if rank == 0 else "unexpected"):
+        load(engine, tmp_path / "c", optimizer)
+    same(whole(engine), {"model": before["model"]})
+
+
+# -- where nothing can be written -------------------------------------------------------------------------------------
+
+
+def not_saved(rank: int, path: Path | str, match: str) -> None:
+    model, engine, optimizer = build(model=wide, make=adamw)
+    model(torch.ones(2, 300)).sum().backward()
+    optimizer.step()
+    before = whole(engine, optimizer)
+    with pytest.raises(CheckpointError, match=match):
+        save(engine, path, optimizer)
+    dist.barrier()  # rank 0 tidies up
+    same(whole(engine, optimizer), before)
+    optimizer.step()
+
+
+@ranks(2)
+def test_a_path_below_a_file(rank, tmp_path):
+    if rank == 0:
+        (tmp_path / "file").touch()
+    dist.barrier()
+    not_saved(rank, tmp_path / "file" / "c", "Not a directory|File exists")
+
+
+@ranks(2)
+def test_a_read_only_file_system(rank):
+    not_saved(rank, "/proc/torch-shard-checkpoint", "No such file|Permission|Read-only|not permitted")
+
+
+@ranks(2)
+def test_a_path_that_the_ranks_do_not_share_is_found_before_writing(rank, tmp_path):
+    (tmp_path / str(rank)).mkdir()
+    os.chdir(tmp_path / str(rank))
+    not_saved(rank, "/proc/self/cwd/c", "rank 1 does not see .* don't share this path")
+    dist.barrier()
+    assert files_of(tmp_path / "0") == files_of(tmp_path / "1") == []
+
+
+@ranks(2)
+def test_a_full_disk(rank, tmp_path):
+    """Played by a limit on the size of files, on one rank; the checkpoint of before stays."""
+    _model, engine, optimizer = build(model=wide)
+    save(engine, tmp_path / "c", optimizer)
+    old, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old[1]))
+    try:
+        not_saved(rank, tmp_path / "c", "File too large")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert files_of(tmp_path) == ["c"]
+    before = whole(engine, optimizer)
+    load(engine, tmp_path / "c", optimizer)
+    same(whole(engine, optimizer), before)
+
+
+@ranks(2)
+def test_what_is_no_checkpoint_is_not_replaced(rank, tmp_path):
+    if rank == 0:
+        (tmp_path / "work").mkdir()
+        (tmp_path / "work" / "thesis.tex").touch()
+        (tmp_path / "file").touch()
+    dist.barrier()
+    not_saved(rank, tmp_path / "work", r"exists and holds no checkpoint \(thesis\.tex\)")
+    not_saved(rank, tmp_path / "file", "is a file")
+    assert files_of(tmp_path) == ["file", "work"] and files_of(tmp_path / "work") == ["thesis.tex"]

@@ -1,0 +1,231 @@
+"""A checkpoint appears in one step, and old ones go when the new one is whole: kills at any moment, leftovers, retention."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.checkpoint.helpers import build, files_of, load, same, save, train, whole
+from tests.odd_model import Net
+from tests.ranks import ranks
+from torch_shard.checkpoint import folder
+from torch_shard.checkpoint.folder import PROBE, Saving, commit, discard, find
+from torch_shard.checkpoint.reader import damaged_parts
+from torch_shard.checkpoint.source import Checkpoint
+from torch_shard.checkpoint.writer import ShardWriter
+from torch_shard.errors import CheckpointError, MissingRankError
+
+ROOT = Path(__file__).parents[2]
+NONCE = "0123456789abcdef"
+
+
+@ranks(2)
+def test_nothing_else_remains(rank, tmp_path):
+    model, engine, optimizer = build(model=Net)
+    for _ in range(2):
+        train(model, optimizer, rank, range(1))
+        save(engine, tmp_path / "deep" / "c", optimizer)
+        assert files_of(tmp_path / "deep") == ["c"]
+        assert files_of(tmp_path / "deep" / "c") == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
+    _again, other, second = build(seed=1, model=Net)
+    load(other, tmp_path / "deep" / "c", second)
+    same(whole(other, second), whole(engine, optimizer))
+
+
+@ranks(2)
+def test_fewer_ranks_files_do_not_outlive_a_save(rank, tmp_path):
+    _model, engine, _ = build(model=Net)
+    save(engine, tmp_path / "c")
+    if rank == 0:
+        (tmp_path / "c" / "__7_0.distcp").touch()
+    dist.barrier()
+    save(engine, tmp_path / "c")
+    assert "__7_0.distcp" not in files_of(tmp_path / "c")
+
+
+@ranks(2)
+def test_a_dead_saves_leftovers_are_removed_by_the_next(rank, tmp_path):
+    _model, engine, _ = build(model=Net)
+    if rank == 0:
+        (tmp_path / f".c.saving-{NONCE}").mkdir()
+        (tmp_path / f".c.saving-{NONCE}" / "__0_0.distcp").touch()
+        other = tmp_path / f".step-7.saving-{NONCE}"
+        other.mkdir()
+        os.utime(other, (1, 1))
+        (tmp_path / ".mine.saving-x").mkdir()
+        young = tmp_path / f".step-8.saving-{NONCE}"
+        young.mkdir()
+        alive = tmp_path / f".c.saving-{NONCE[::-1]}"
+        alive.mkdir()
+        held = open(alive / PROBE, "w")  # noqa: SIM115 - the lock goes with it
+        fcntl.flock(held, fcntl.LOCK_EX)
+    dist.barrier()
+    save(engine, tmp_path / "c")
+    assert files_of(tmp_path) == sorted(["c", ".mine.saving-x", f".step-8.saving-{NONCE}", f".c.saving-{NONCE[::-1]}"])
+    dist.barrier()
+
+
+@ranks(2)
+def test_a_checkpoint_that_lost_its_name_between_two_renames_is_found_and_gets_it_back(rank, tmp_path):
+    _model, engine, optimizer = build(model=Net)
+    save(engine, tmp_path / "c", optimizer)
+    if rank == 0:
+        os.rename(tmp_path / "c", tmp_path / f".c.previous-{NONCE}")
+    dist.barrier()
+    load(engine, tmp_path / "c", optimizer)
+    dist.barrier()
+    save(engine, tmp_path / "c", optimizer)
+    assert files_of(tmp_path) == ["c"]
+
+
+def test_without_an_exchange_in_one_step_the_old_one_steps_aside(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
+    for nonce, text in ((NONCE, "one"), (NONCE[::-1], "two")):
+        saving = Saving.begin(tmp_path / "c", nonce)
+        (saving.path / "manifest.json").write_text(text)
+        commit(saving, tmp_path / "c")
+        discard(tmp_path / "c", nonce)
+        saving.close()
+        assert (find(tmp_path / "c") / "manifest.json").read_text() == text
+        assert files_of(tmp_path) == ["c"]
+
+
+@ranks(2)
+def test_a_link_is_replaced_and_what_it_leads_to_stays(rank, tmp_path):
+    _model, engine, _ = build(model=Net)
+    save(engine, tmp_path / "step-1")
+    if rank == 0:
+        (tmp_path / "last").symlink_to("step-1")
+    dist.barrier()
+    load(engine, tmp_path / "last")
+    dist.barrier()
+    save(engine, tmp_path / "last")
+    assert not (tmp_path / "last").is_symlink()
+    assert files_of(tmp_path) == ["last", "step-1"]
+    load(engine, tmp_path / "step-1")
+
+
+@ranks(2)
+def test_a_slow_disk_is_no_missing_rank(rank, tmp_path):
+    _model, engine, _ = build(model=Net, timeout=1.0)
+    original = ShardWriter.write_data
+    if rank == 1:
+
+        def slow(self, plan, planner):
+            time.sleep(3.0)
+            return original(self, plan, planner)
+
+        ShardWriter.write_data = slow
+    try:
+        save(engine, tmp_path / "c")
+    finally:
+        ShardWriter.write_data = original
+    load(engine, tmp_path / "c")
+
+
+@ranks(2)
+def test_a_rank_that_does_not_come_is_missed(rank, tmp_path):
+    _model, engine, _ = build(model=Net, timeout=1.5)
+    if rank == 0:
+        with pytest.raises(MissingRankError, match=r"engine\.save"):
+            save(engine, tmp_path / "c")
+        assert files_of(tmp_path) == []
+    else:
+        time.sleep(4.0)
+
+
+def test_without_a_process_group(tmp_path):
+    model, engine, optimizer = build(model=Net)
+    train(model, optimizer, 0, range(2))
+    save(engine, tmp_path / "c", optimizer, extra=1)
+    _again, other, second = build(seed=1, model=Net)
+    assert load(other, tmp_path / "c", second) == 1
+    same(whole(other, second), whole(engine, optimizer))
+
+
+# -- retention --------------------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_the_newest_are_kept(rank, tmp_path):
+    _model, engine, _ = build(model=Net)
+    if rank == 0:
+        (tmp_path / "step-0").mkdir()
+        (tmp_path / "step-0" / "notes.txt").touch()
+        (tmp_path / "step-best").mkdir()
+    dist.barrier()
+    # 7 is saved again: what counts is when.
+    for step in (7, 8, 9, 7, 10):
+        save(engine, tmp_path / f"step-{step}", keep=2)
+    save(engine, tmp_path / "other-1", keep=1)
+    assert files_of(tmp_path) == ["other-1", "step-0", "step-10", "step-7", "step-best"]
+    load(engine, tmp_path / "step-7")
+
+
+@ranks(2)
+def test_a_save_that_fails_deletes_nothing(rank, tmp_path):
+    _model, engine, _ = build(model=Net)
+    for step in (1, 2):
+        save(engine, tmp_path / f"step-{step}")
+    with pytest.raises(CheckpointError):
+        save(engine, tmp_path / "step-3", extra=object(), keep=1)
+    dist.barrier()  # rank 0 tidies up
+    assert files_of(tmp_path) == ["step-1", "step-2"]
+
+
+# -- kills ------------------------------------------------------------------------------------------------------------
+
+
+def killed(path: Path, count: int, seed: int) -> None:
+    """Processes that save one checkpoint after the other are killed, all of them; then the newest loads and verifies."""
+    generator = random.Random(seed)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    before, changed = -1, 0
+    for number in range(count):
+        log = path / f"log-{number}"
+        command = [sys.executable, "-m", "tests.checkpoint.saver", str(path)]
+        with open(log, "wb") as out:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True
+            )
+        try:
+            deadline = time.monotonic() + 60
+            while not (path / "running").exists():
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.01)
+            (path / "running").unlink()
+            time.sleep(generator.uniform(0.0, 0.4))
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if (path / "c").exists() or before >= 0:
+            found = verified(path / "c")
+            assert found >= before, (found, before)  # never an older one
+            changed += found > before
+            before = found
+    assert changed or count < 5
+
+
+def verified(target: Path) -> int:
+    """Every byte of a checkpoint is as it was written; returns the step that it holds."""
+    opened = Checkpoint.open(target, sizes=True)
+    assert opened.manifest is not None
+    assert damaged_parts(opened.folder, opened.manifest) == []
+    step: int = opened.read({}, ["extra"])["extra"]
+    return step
+
+
+@pytest.mark.parametrize("count", [5, pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_killed_at_a_random_moment_the_newest_checkpoint_is_whole(count, tmp_path):
+    killed(tmp_path, count, seed=count)
+    shutil.rmtree(tmp_path / "c", ignore_errors=True)

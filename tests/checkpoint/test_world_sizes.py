@@ -1,0 +1,93 @@
+"""A checkpoint loads on any number of ranks, under any strategy, with any units: the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.helpers import build, load, loads, same, save, saved_by, train, whole
+from tests.marks import exhaustive
+from tests.odd_model import Net
+from tests.ranks import ranks, run
+
+SIZES = (1, 2, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def of_all_sizes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sizes")
+    for size in SIZES:
+        run(size, saved_by, str(folder / f"from-{size}"), {})
+    return folder
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_number_of_ranks_loads_what_every_other_has_saved(size, of_all_sizes):
+    for first in SIZES:
+        run(size, loads, str(of_all_sizes / f"from-{first}"), {})
+
+
+STRATEGIES = [
+    (2, "full_shard", 3, "no_shard"),
+    (3, "no_shard", 2, "full_shard"),
+    (2, "shard_grad_op", 2, "full_shard"),
+    *exhaustive(
+        (1, "full_shard", 2, "shard_grad_op"),
+        (2, "no_shard", 3, "no_shard"),
+        (3, "shard_grad_op", 1, "no_shard"),
+        (2, "no_shard", 2, "shard_grad_op"),
+        (2, "full_shard", 2, "no_shard"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("first", "one", "second", "other"), STRATEGIES)
+def test_another_strategy_loads_it(first, one, second, other, tmp_path):
+    run(first, saved_by, str(tmp_path / "c"), {"strategy": one})
+    run(second, loads, str(tmp_path / "c"), {"strategy": other})
+
+
+@pytest.mark.parametrize("units", [{"unit_bytes": 1 << 20}, {"unit_bytes": 1}])
+def test_another_plan_of_units_loads_it(units, tmp_path):
+    run(2, saved_by, str(tmp_path / "c"), {"unit_bytes": 400})
+    run(2, loads, str(tmp_path / "c"), units)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard", "shard_grad_op")])
+@ranks(2, exhaustive=(1, 3))
+def test_a_resumed_training_is_one_that_was_not_stopped(rank, strategy, tmp_path):
+    model, engine, optimizer = build(strategy=strategy)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    train(model, optimizer, rank, range(3))
+    schedule.step()
+    save(engine, tmp_path / "c", optimizer, extra={"schedule": schedule.state_dict()})
+    losses = train(model, optimizer, rank, range(3, 8))
+
+    again, other, resumed = build(seed=5, strategy=strategy)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(resumed, 0.9)
+    schedule.load_state_dict(load(other, tmp_path / "c", resumed)["schedule"])
+    assert train(again, resumed, rank, range(3, 8)) == losses
+    same(whole(other, resumed), whole(engine, optimizer))
+
+
+@ranks(2)
+def test_saving_changes_nothing(rank, tmp_path):
+    model, engine, optimizer = build()
+    train(model, optimizer, rank, range(2))
+    before = whole(engine, optimizer)
+    save(engine, tmp_path / "c", optimizer)
+    same(whole(engine, optimizer), before)
+
+
+@ranks(2)
+def test_each_rank_writes_its_own_slices_only(rank, world_size, tmp_path):
+    _model, engine, optimizer = build(model=Net)
+    save(engine, tmp_path / "c", optimizer)
+    total = sum(u.full_bytes for u in engine.units)
+    size = (tmp_path / "c" / f"__{rank}_0.distcp").stat().st_size
+    entries = 2000  # bytes that surround each
+    assert size < total / 2 + 40 * entries
+    _again, alone, _ = build(model=Net)
+    assert load(alone, tmp_path / "c") is None
