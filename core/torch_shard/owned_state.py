@@ -122,7 +122,8 @@ def stages_of(params: Sequence[ShardTensor], ranks: int) -> dict[int, int]:
     stage, filled = 0, 0
     stage_of: dict[int, int] = {}
     for _, members in sorted(units.items()):
-        whole = sum(size[i] for i in members) <= limit
+        # A unit is divided only where it is much too large, because its matrices are not equally so.
+        whole = sum(size[i] for i in members) <= max(limit, sum(size) // 12)
         for run in [members] if whole else [[i] for i in members]:
             more = sum(size[i] for i in run)
             if filled and filled + more > limit:
