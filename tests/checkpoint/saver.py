@@ -1,8 +1,13 @@
-"""Two ranks that save one checkpoint after the other, until they are killed: `python -m tests.checkpoint.saver FOLDER`."""
+"""Two ranks that save one checkpoint after the other, until they are killed: `python -m tests.checkpoint.saver FOLDER`.
+
+Each line on standard input starts two of them, in a process group of their own whose number is printed, and "gone" when they
+are.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 from pathlib import Path
 
@@ -43,10 +48,18 @@ def rank_main(rank: int, world_size: int, port: int, path: Path) -> None:
 
 
 if __name__ == "__main__":
+    # torch, and what its optimizers import at their first step, is imported once: that takes longer than a round.
+    warm = nn.Parameter(torch.ones(1))
+    warm.grad = torch.ones(1)
+    torch.optim.AdamW([warm]).step()
     context = multiprocessing.get_context("fork")
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    made = [context.Process(target=rank_main, args=(rank, 2, server.port, Path(sys.argv[1]))) for rank in range(2)]
-    for process in made:
-        process.start()
-    for process in made:
-        process.join()
+    for _ in sys.stdin:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        made = [context.Process(target=rank_main, args=(rank, 2, server.port, Path(sys.argv[1]))) for rank in range(2)]
+        for process in made:
+            process.start()
+            os.setpgid(process.pid or 0, made[0].pid or 0)
+        print(made[0].pid, flush=True)
+        for process in made:
+            process.join()
+        print("gone", flush=True)

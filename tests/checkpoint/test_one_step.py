@@ -190,29 +190,36 @@ def killed(path: Path, count: int, seed: int) -> None:
     """Processes that save one checkpoint after the other are killed, all of them; then the newest loads and verifies."""
     generator = random.Random(seed)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    before, changed = -1, 0
-    for number in range(count):
-        log = path / f"log-{number}"
-        command = [sys.executable, "-m", "tests.checkpoint.saver", str(path)]
-        with open(log, "wb") as out:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True
-            )
-        try:
-            deadline = time.monotonic() + 60
-            while not (path / "running").exists():
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-                time.sleep(0.01)
-            (path / "running").unlink()
-            time.sleep(generator.uniform(0.0, 0.4))
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        if (path / "c").exists() or before >= 0:
-            found = verified(path / "c")
-            assert found >= before, (found, before)  # never an older one
-            changed += found > before
-            before = found
+    before, changed, log = -1, 0, path / "log"
+    command = [sys.executable, "-m", "tests.checkpoint.saver", str(path)]
+    with (
+        open(log, "wb") as errors,
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+        ) as saver,
+    ):
+        assert saver.stdin is not None and saver.stdout is not None
+        for _ in range(count):
+            saver.stdin.write("again\n")
+            saver.stdin.flush()
+            group = int(saver.stdout.readline() or "0")
+            assert group, log.read_text()
+            try:
+                deadline = time.monotonic() + 60
+                while not (path / "running").exists():
+                    assert time.monotonic() < deadline, log.read_text()
+                    time.sleep(0.01)
+                (path / "running").unlink()
+                time.sleep(generator.uniform(0.0, 0.4))
+            finally:
+                os.killpg(group, signal.SIGKILL)
+            assert saver.stdout.readline() == "gone\n"  # the last write of a killed process may still be under way
+            if (path / "c").exists() or before >= 0:
+                found = verified(path / "c")
+                assert found >= before, (found, before)  # never an older one
+                changed += found > before
+                before = found
+        saver.stdin.close()
     assert changed or count < 5
 
 
