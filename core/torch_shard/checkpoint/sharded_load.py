@@ -29,30 +29,7 @@ def load(
     dtype: torch.dtype | None = None,
     models: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Load a checkpoint that :func:`save`, or torch.distributed.checkpoint, has written. Collective.
-
-    It may come from any number of ranks, any strategy and any units, from FSDP2, DDP or an unsharded model. Each rank reads its
-    own slices. Everything is read into new memory first, as much again as this rank holds of parameters and optimizer state
-    (in the host's memory), so that a damaged file changes nothing.
-
-    Args:
-        engine: of the model.
-        path: the directory.
-        optimizer: as for :func:`save`; None leaves optimizers alone.
-        dtype: convert floating-point entries to this dtype where the model has it and the checkpoint another one. Without it
-            that is an error.
-        models: as for :func:`save`.
-
-    Returns:
-        The `extra` that was saved, on every rank; None where there is none.
-
-    Raises:
-        CheckpointError: on all ranks: there is no checkpoint, files are missing or damaged, or it holds objects that are
-            not loaded because unpickling them could run code. Nothing has changed.
-        StateDictError: on all ranks, with everything that is missing, unexpected, or of another shape or dtype. Nothing has
-            changed.
-        UnitStateError: inside a forward or ``engine.gathered()``.
-    """
+    """Load into `engine`'s model; see :meth:`torch_shard.Engine.load`. Collective."""
     runtime, what = engine._runtime, "engine.load"
     me = runtime.collectives.world_rank
 

@@ -41,29 +41,7 @@ def save(
     models: Mapping[str, Any] | None = None,
     keep: int | None = None,
 ) -> None:
-    """Write a checkpoint that any number of ranks can load. Collective.
-
-    Each rank writes its own slices, in the parameters' shapes and under their names, in the format of
-    torch.distributed.checkpoint. The directory appears in one step when everything in it is durable: a process that is killed
-    leaves what was at `path` before. It belongs to the checkpoint, so that the next save to it deletes what else is there.
-
-    Args:
-        engine: of the model.
-        path: the directory, the same on all ranks, on a file system that they share.
-        optimizer: one, several in a list (their parameters differ), or a dict of them by name.
-        extra: plain Python objects and tensors, which :func:`load` returns; rank 0's are saved, the other ranks' are not
-            looked at.
-        models: further sharded models, by name: engines, or modules given to :func:`torch_shard.shard`.
-        keep: delete the oldest checkpoints beside this one, when it is whole, so that so many remain with it. The name needs a
-            number, as in ``step-100``: only directories whose names differ in it alone, and that have a manifest, count.
-
-    Raises:
-        CheckpointError: on all ranks: the path can't be written, the disk is full, the ranks don't share the path, `extra` or
-            the optimizer's state holds objects that would not be loaded again. Nothing has changed.
-        ConfigError: an argument is wrong.
-        DivergenceError: the ranks passed different arguments.
-        UnitStateError: inside a forward or ``engine.gathered()``.
-    """
+    """Write a checkpoint of `engine`'s model; see :meth:`torch_shard.Engine.save`. Collective."""
     runtime, what = engine._runtime, "engine.save"
     me = runtime.collectives.world_rank
 
