@@ -33,6 +33,7 @@ class Entry:
         title: as users write it.
         members: of a class, in the order of the page; None for all public ones.
         constructor: whether users build the class themselves, so that its arguments are shown.
+        bases: of a class, those whose members are shown behind its own: source file and name of each.
     """
 
     path: str
@@ -40,6 +41,7 @@ class Entry:
     title: str
     members: tuple[str, ...] | None = None
     constructor: bool = False
+    bases: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,12 @@ def pages() -> tuple[Page, ...]:
             (
                 Entry(f"{core}/engine.py", "shard", "torch_shard.shard"),
                 Entry(f"{core}/engine.py", "engine_of", "torch_shard.engine_of"),
-                Entry(f"{core}/engine.py", "Engine", "torch_shard.Engine"),
+                Entry(
+                    f"{core}/engine.py",
+                    "Engine",
+                    "torch_shard.Engine",
+                    bases=((f"{core}/engine_state.py", "EngineState"),),
+                ),
             ),
         ),
         Page(
@@ -183,9 +190,10 @@ def find(entry: Entry) -> Documented:
 def members(entry: Entry, node: ast.ClassDef) -> list[ast.FunctionDef]:
     """The documented methods and properties of a class; of a property only the getter."""
     found: dict[str, ast.FunctionDef] = {}
-    for child in node.body:
-        if isinstance(child, ast.FunctionDef) and not child.name.startswith("_"):
-            found.setdefault(child.name, child)
+    for each in (node, *(find(Entry(path, name, name)) for path, name in entry.bases)):
+        for child in each.body:
+            if isinstance(child, ast.FunctionDef) and not child.name.startswith("_"):
+                found.setdefault(child.name, child)
     if entry.members is None:
         return list(found.values())
     missing = [name for name in entry.members if name not in found]
