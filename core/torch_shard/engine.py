@@ -275,12 +275,18 @@ class Engine(EngineState):
         Raises:
             UnitStateError: inside a forward or :meth:`gathered`, or where a graph or a weak reference still holds a
                 parameter; nothing has changed then.
+            CheckpointError: an asynchronous :meth:`save` has failed; nothing has changed, and the next call closes.
         """
+        if self._pending is not None:  # on all ranks, or none
+            from .checkpoint.phases import each
+
+            each(self._runtime, "engine.close", self.finish_saving)
         units = list(self.units)
         restore.close_units(self._runtime, optimizers, self.model)
         unregister(self.model, units)  # last: a close that is refused must leave the hooks
         self._watch.close()
         self._runtime.collectives.close()
+        self._staging = None
         self.model.__dict__.pop(_ATTRIBUTE, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,6 +14,10 @@ from . import full_state, named_state, state_forms
 from .errors import ConfigError
 from .runtime import Runtime
 
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes time to import
+    from .checkpoint.pending import PendingSave
+    from .checkpoint.staging import Staging
+
 __all__ = ["EngineState"]
 
 
@@ -21,6 +25,8 @@ class EngineState(abc.ABC):
     """Methods of the engine; each only says what it does, and other modules do it."""
 
     _runtime: Runtime
+    _pending: PendingSave | None = None  # the last asynchronous save
+    _staging: Staging | None = None  # what such saves copy to
 
     @property
     @abc.abstractmethod
@@ -118,7 +124,8 @@ class EngineState(abc.ABC):
         extra: Any = None,
         models: Mapping[str, Any] | None = None,
         keep: int | None = None,
-    ) -> None:
+        asynchronous: bool = False,
+    ) -> PendingSave | None:
         """Write a checkpoint that any number of ranks can load. Collective.
 
         Each rank writes its own slices, in the parameters' shapes and under their names, in the format of
@@ -134,17 +141,35 @@ class EngineState(abc.ABC):
             keep: delete the oldest checkpoints beside this one, when it is whole, so that so many remain with it. The name
                 needs a number, as in ``step-100``: only directories whose names differ in it alone, and that have a manifest,
                 count.
+            asynchronous: return when everything has been copied to host memory; threads write the files while training goes
+                on. That memory, as much as this rank holds of parameters and optimizer state, is kept for the next time, until
+                :meth:`close`. The next :meth:`save`, :meth:`load`, :meth:`finish_saving` or :meth:`close` waits for this one, and
+                raises its failure on all ranks. A program that ends waits, too.
+
+        Returns:
+            Of an asynchronous save, an object with ``done()`` and ``wait()``; else None.
 
         Raises:
             CheckpointError: on all ranks: the path can't be written, the disk is full, the ranks don't share the path, `extra` or
-                the optimizer's state holds objects that would not be loaded again. Nothing has changed.
+                the optimizer's state holds objects that would not be loaded again. Nothing has changed. Or the asynchronous save
+                before this one has failed; then this one has not begun.
             ConfigError: an argument is wrong.
             DivergenceError: the ranks passed different arguments.
             UnitStateError: inside a forward or ``engine.gathered()``.
         """
-        from .checkpoint import save  # torch.distributed.checkpoint takes time to import
+        from .checkpoint import save
 
-        save(self, path, optimizer, extra=extra, models=models, keep=keep)
+        return save(self, path, optimizer, extra=extra, models=models, keep=keep, asynchronous=asynchronous)
+
+    def finish_saving(self) -> None:
+        """Wait until the last asynchronous save is durable, if there was one. Not collective.
+
+        Raises:
+            CheckpointError: it has failed; raised once, on every rank that asks.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
 
     def load(
         self,

@@ -44,7 +44,7 @@ def rank_main(rank: int, world_size: int, port: int, path: Path) -> None:
         step += 1
         model(torch.ones(1, 500)).sum().backward()
         optimizer.step()
-        save(engine, path / "c", optimizer, extra=step)
+        save(engine, path / "c", optimizer, extra=step, asynchronous=step % 2 == 0)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ with a manifest beside it; :mod:`.folder` says how it gets there in one step.
 
 from __future__ import annotations
 
+from .pending import PendingSave
 from .sharded_load import load
-from .sharded_save import save
+from .sharded_save import save, save_contents
 
-__all__ = ["load", "save"]
+__all__ = ["PendingSave", "load", "save", "save_contents"]

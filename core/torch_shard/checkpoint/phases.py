@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MissingRankError
 from ..runtime import Runtime
 from ..watch import blocking, default_store
 from ..whole import agree
+from .meeting import Meeting
 
-__all__ = ["broadcast", "each", "gather", "scatter"]
+__all__ = ["broadcast", "each", "gather", "meeting_of", "scatter"]
 
 T = TypeVar("T")
 
@@ -39,7 +38,8 @@ def each(runtime: Runtime, what: str, function: Callable[[], T], nonce: str = ""
     """
     error: Exception | None = None
     result: Any = None
-    with _at_work(runtime, what, nonce):
+    meeting = meeting_of(runtime, nonce)
+    with _at_work(meeting):
         try:
             result = function()
         except OSError as problem:
@@ -51,69 +51,34 @@ def each(runtime: Runtime, what: str, function: Callable[[], T], nonce: str = ""
             error = problem
     own = None if error is not None else key(result) if callable(key) else key
     agree(runtime, what, own, error)
-    _forget(runtime, nonce)
+    if meeting is not None:  # all ranks have seen that all are there
+        meeting.forget()
     return result  # type: ignore[no-any-return]
 
 
-@contextlib.contextmanager
-def _at_work(runtime: Runtime, what: str, nonce: str) -> Iterator[None]:
-    """Say through the store that this rank is at work inside; leave when all have come, or one is missing."""
+def meeting_of(runtime: Runtime, nonce: str) -> Meeting | None:
+    """Of the runtime's ranks; None where there is no other rank, or no `nonce`."""
     c = runtime.collectives
-    here = _keys(runtime, nonce)
-    if not here:
+    if c.world == 1 or not nonce or "control" not in c.watch.channels:
+        return None
+    key = f"{c.watch.channels['control'].groups.key}/checkpoint/{nonce}"
+    return Meeting(default_store(), key, c.world_rank, c.world, c.watch.timeout)
+
+
+@contextlib.contextmanager
+def _at_work(meeting: Meeting | None) -> Iterator[None]:
+    """Say through the store that this rank is at work inside; leave when all have come, or one is missing."""
+    if meeting is None:
         yield
         return
-    store = default_store()
-    beats = [f"{key}/beat" for key in here]
-    stop = threading.Event()
-
-    def beat() -> None:
-        while not stop.wait(c.watch.timeout / 4):
-            with contextlib.suppress(RuntimeError):
-                store.add(beats[c.world_rank], 1)
-
-    thread = threading.Thread(target=beat, name="torch_shard checkpoint", daemon=True)
-    thread.start()
     try:
-        yield
+        with meeting.at_work():
+            yield
     finally:
-        stop.set()
-        thread.join()
-        with contextlib.suppress(RuntimeError):  # the store is gone: what follows will say so
-            store.set(here[c.world_rank], "x")
-            _wait(store, here, beats, c.watch.timeout)
-
-
-def _keys(runtime: Runtime, nonce: str) -> list[str]:
-    """Of the store, one for each rank; none where there is no other rank, or no `nonce`."""
-    c = runtime.collectives
-    base = c.watch.channels["control"].groups.key if c.world > 1 and nonce and "control" in c.watch.channels else ""
-    return [f"{base}/checkpoint/{nonce}/{rank}" for rank in range(c.world)] if base else []
-
-
-def _forget(runtime: Runtime, nonce: str) -> None:
-    """All ranks have seen that all are there."""
-    for key in _keys(runtime, nonce)[runtime.collectives.world_rank :][:1]:
-        with contextlib.suppress(RuntimeError):
-            default_store().delete_key(key)
-
-
-def _wait(store: Any, here: list[str], beats: list[str], timeout: float) -> None:
-    seen: dict[int, int] = {}
-    pause, looked = 0.0005, time.monotonic()
-    heard = looked
-    while not store.check(here):
-        now = time.monotonic()
-        if now > looked + timeout / 4:
-            looked = now
-            for rank, key in enumerate(beats):
-                count = store.add(key, 0)
-                if count != seen.setdefault(rank, 0):
-                    seen[rank], heard = count, now
-        if now > heard + timeout:
-            return  # the comparison that follows names the missing rank
-        time.sleep(pause)
-        pause = min(2 * pause, 0.01)
+        # Whatever is wrong here, the comparison that follows names it.
+        with contextlib.suppress(RuntimeError, MissingRankError):
+            meeting.say("done")
+            meeting.wait("done", list(range(meeting.world)))
 
 
 # -- objects ----------------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ def load(
     me = runtime.collectives.world_rank
 
     def prepare() -> _Load:
+        engine.finish_saving()
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}.")
         sources = sources_of(engine, models)

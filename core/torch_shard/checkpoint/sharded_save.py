@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import io
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint import planner as torch_planner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .. import full_state
 from ..errors import CheckpointError, ConfigError
 from ..log import logger
-from ..runtime import Runtime
 from ..shard_tensor import ShardTensor
 from .contents import EXTRA, MODEL, MODELS, OPTIMIZER, Optimizers, Source, optimizer_state, sources_of
 from .dcp import METADATA
 from .folder import Saving, commit, discard, hidden, pattern, prune, sees
 from .manifest import MANIFEST, SAVE_ID, FileRecord, Manifest
-from .phases import broadcast, each, gather, scatter
+from .pending import PendingSave
+from .phases import broadcast, each, gather, meeting_of
+from .save_plan import SavePlanner, agree_on_plan
+from .staging import Staging
 from .writer import ShardWriter, checksum_of
 
-__all__ = ["save"]
+__all__ = ["save", "save_contents"]
+
+_Part = tuple[str, FileRecord | None, list[WriteResult]]  # a rank's file, what it holds, where
 
 
 def save(
@@ -40,50 +43,173 @@ def save(
     extra: Any = None,
     models: Mapping[str, Any] | None = None,
     keep: int | None = None,
-) -> None:
+    asynchronous: bool = False,
+) -> PendingSave | None:
     """Write a checkpoint of `engine`'s model; see :meth:`torch_shard.Engine.save`. Collective."""
+
+    def prepare() -> tuple[list[Source], dict[str, Any]]:
+        sources = sources_of(engine, models)
+        contents = _contents(sources, Optimizers.of(optimizer))
+        if extra is not None:
+            contents[EXTRA] = extra
+        return sources, contents
+
+    return _save(engine, path, prepare, keep, asynchronous)
+
+
+def save_contents(
+    engine: Any,
+    path: str | os.PathLike[str],
+    contents: Mapping[str, Any],
+    *,
+    keep: int | None = None,
+    asynchronous: bool = False,
+) -> PendingSave | None:
+    """Write a checkpoint that holds what is given, as :func:`save` does. Collective; for front ends.
+
+    Args:
+        engine: its ranks write, and its model is described in the manifest.
+        path, keep, asynchronous: as for :meth:`torch_shard.Engine.save`.
+        contents: by :mod:`.contents`'s names, the same on all ranks; tensors, ShardTensors and objects. ``extra`` counts on
+            rank 0.
+    """
+    return _save(engine, path, lambda: (sources_of(engine, None), dict(contents)), keep, asynchronous)
+
+
+def _save(
+    engine: Any,
+    path: str | os.PathLike[str],
+    prepare: Callable[[], tuple[list[Source], dict[str, Any]]],
+    keep: int | None,
+    asynchronous: bool,
+) -> PendingSave | None:
     runtime, what = engine._runtime, "engine.save"
     me = runtime.collectives.world_rank
 
-    def prepare() -> tuple[Path, list[Source], dict[str, Any]]:
+    def begin() -> tuple[Path, dict[str, Any], dict[str, Any]]:
+        engine.finish_saving()
         target = _target(path, keep)
-        sources = sources_of(engine, models)
+        sources, contents = prepare()
         for source in sources:
             full_state.refuse_inside(source.runtime, what)
-        contents = _contents(sources, Optimizers.of(optimizer))
-        if extra is not None and me == 0:
-            contents[EXTRA] = extra
-        return target, sources, contents
+        if me:
+            contents.pop(EXTRA, None)
+        return target, contents, _facts(engine, sources, contents)
 
-    def settings(found: tuple[Path, list[Source], dict[str, Any]]) -> object:
-        return str(found[0]), keep, sorted(found[2].keys() - {EXTRA})
+    def settings(found: tuple[Path, dict[str, Any], dict[str, Any]]) -> object:
+        return str(found[0]), keep, asynchronous, sorted(found[1].keys() - {EXTRA})
 
-    target, sources, contents = each(runtime, what, prepare, key=settings)
-    versions = {".".join(source.path): _versions(_entry(contents, source.path)) for source in sources}
+    target, contents, facts = each(runtime, what, begin, key=settings)
     nonce = broadcast(runtime, secrets.token_hex(8), what)
-    beside = hidden(target, nonce)
-    held: list[Saving] = []  # on rank 0
-    done = False
+    work = _Save(target, nonce, keep, facts, runtime.collectives)
+    pending: PendingSave | None = None
     try:
-        begin = functools.partial(Saving.begin, target, nonce)
-        each(runtime, what, lambda: held.append(begin()) if me == 0 else None, nonce=f"{nonce}/begin")
-        each(runtime, what, lambda: _check_shared(beside, nonce, me))
-        planner, writer = _Planner(), ShardWriter(beside, save_id=SAVE_ID + nonce)
-        plan, metadata = _plan(runtime, what, planner, writer, contents)
-        results = each(runtime, what, lambda: _write(planner, writer, plan), nonce=f"{nonce}/write")
-        everything = gather(runtime, (writer.name, writer.record, results), what)
-
-        def finish() -> None:
-            if everything is not None and metadata is not None:
-                _finish(engine, sources, versions, beside, writer, metadata, everything)
-                commit(held[0], target)
-
-        each(runtime, what, finish, nonce=f"{nonce}/finish")
-        done = True
-        each(runtime, what, functools.partial(_tidy, runtime, target, nonce, keep), nonce=f"{nonce}/tidy")
+        each(runtime, what, work.begin, nonce=f"{nonce}/begin")
+        each(runtime, what, work.check_shared)
+        plan, metadata = agree_on_plan(runtime, what, work.planner, work.writer, contents)
+        if asynchronous:
+            staging = engine._staging = engine._staging or Staging()
+            staged = each(runtime, what, lambda: _Staged(staging, work.planner, plan), nonce=f"{nonce}/stage")
+            pending = engine._pending = PendingSave(
+                target,
+                meeting_of(runtime, f"{nonce}/pending"),
+                write=lambda: work.write(plan, staged),
+                finish=lambda parts: work.finish(metadata, parts),
+                close=work.close,
+            )
+            return pending
+        own = each(runtime, what, lambda: work.write(plan, work.planner), nonce=f"{nonce}/write")
+        parts = gather(runtime, own, what)
+        each(runtime, what, lambda: None if parts is None else work.finish(metadata, parts), nonce=f"{nonce}/finish")
+        each(runtime, what, functools.partial(discard, target, nonce, me, work.world), nonce=f"{nonce}/discard")
     finally:
-        for saving in held:
-            saving.close(remove=not done)
+        if pending is None:
+            work.close(work.committed)
+    return None
+
+
+class _Save:
+    """One save on one rank. Nothing here is collective, and only what rank 0 does makes a checkpoint of the parts."""
+
+    def __init__(self, target: Path, nonce: str, keep: int | None, facts: dict[str, Any], collectives: Any) -> None:
+        self.target, self.nonce, self.keep, self.facts = target, nonce, keep, facts
+        self.rank, self.world = collectives.world_rank, collectives.world
+        self.beside = hidden(target, nonce)
+        self.planner, self.writer = SavePlanner(), ShardWriter(self.beside, save_id=SAVE_ID + nonce)
+        self.saving: Saving | None = None
+        self.committed = False
+
+    def begin(self) -> None:
+        """Rank 0: the directory."""
+        if self.rank == 0:
+            self.saving = Saving.begin(self.target, self.nonce)
+
+    def check_shared(self) -> None:
+        """Raise where this rank has another directory of that name, or none."""
+        if not sees(self.beside, self.nonce):
+            raise CheckpointError(
+                f"rank {self.rank} does not see {self.beside}, which rank 0 has just made: the ranks don't share this path. Save "
+                "to a file system that all nodes mount at the same place. Nothing was saved."
+            )
+
+    def write(self, plan: SavePlan, planner: torch_planner.SavePlanner) -> _Part:
+        """This rank's file."""
+        results: list[WriteResult] = self.writer.write_data(plan, planner).wait()
+        return self.writer.name, self.writer.record, results
+
+    def finish(self, metadata: Metadata | None, parts: list[_Part]) -> None:
+        """Rank 0: metadata and manifest, and the whole at its place; then, of what is not needed any more, what `keep` says."""
+        assert self.saving is not None and metadata is not None
+        self.writer.finish(metadata, [results for _, _, results in parts])
+        files = {name: record for name, record, _ in parts if record is not None}
+        files[METADATA] = checksum_of(self.beside / METADATA)
+        manifest = Manifest(id=str(self.writer.save_id), files=files, **self.facts)
+        with open(self.beside / MANIFEST, "w", encoding="utf-8") as file:
+            file.write(manifest.to_text())
+            file.flush()
+            os.fsync(file.fileno())
+        commit(self.saving, self.target)
+        self.committed = True
+        if self.keep is not None:
+            try:
+                prune(self.target, self.keep)
+            except OSError as error:  # the new checkpoint is there, so that this is no reason to fail
+                logger.warning("older checkpoints beside %s could not be removed: %s", self.target, error)
+
+    def close(self, done: bool) -> None:
+        """Let go; what was at the target before, or what was written in vain, is deleted."""
+        if self.saving is not None:
+            if done:
+                discard(self.target, self.nonce)
+            self.saving.close(remove=not done)
+
+
+class _Staged(torch_planner.SavePlanner):
+    """A snapshot of what a plan writes, in place of a planner that looks at the live state."""
+
+    def __init__(self, staging: Staging, planner: SavePlanner, plan: SavePlan) -> None:
+        data = [planner.resolve_data(item) for item in plan.items]
+        tensors = [value for value in data if isinstance(value, torch.Tensor)]
+        copies = iter(staging.snapshot(tensors))
+        copied = [next(copies) if isinstance(value, torch.Tensor) else value for value in data]
+        # An item is known by its place in the plan; two of them may be equal.
+        self._held = {id(item): value for item, value in zip(plan.items, copied, strict=True)}
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The copy of an item of that plan."""
+        return self._held[id(write_item)]
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        """Not used: the plan is made."""
+
+    def create_local_plan(self) -> SavePlan:
+        raise NotImplementedError
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        raise NotImplementedError
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        raise NotImplementedError
 
 
 def _target(path: str | os.PathLike[str], keep: int | None) -> Path:
@@ -114,173 +240,24 @@ def _contents(sources: list[Source], optimizers: Optimizers) -> dict[str, Any]:
     return contents
 
 
-def _check_shared(folder: Path, nonce: str, rank: int) -> None:
-    if not sees(folder, nonce):
-        raise CheckpointError(
-            f"rank {rank} does not see {folder}, which rank 0 has just made: the ranks don't share this path. Save to a file "
-            "system that all nodes mount at the same place. Nothing was saved."
-        )
-
-
-# -- who writes what --------------------------------------------------------------------------------------------------
-
-
-class _Planner(DefaultSavePlanner):
-    """torch's planner, with three differences: `extra` is one object, entries keep the order of the state dicts, and what is
-    not sharded comes from the lowest rank that has it, since ranks need not agree on buffers."""
-
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        rest = {key: value for key, value in state_dict.items() if key != EXTRA}
-        super().set_up_planner(rest, storage_meta, is_coordinator)
-        for path, value in _empty_in(rest, ()):
-            self.state_dict.setdefault(".".join(map(str, path)), value)
-            self.mappings.setdefault(".".join(map(str, path)), path)
-        if EXTRA in state_dict:
-            self.state_dict[EXTRA] = state_dict[EXTRA]
-            self.mappings[EXTRA] = (EXTRA,)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        seen: set[str] = set()
-        plans = []
-        for plan in all_plans:
-            mine: list[WriteItem] = []
-            for item in plan.items:
-                if item.type == WriteItemType.SHARD:
-                    mine.append(item)
-                elif item.index.fqn not in seen:
-                    seen.add(item.index.fqn)
-                    mine.append(item)
-            plans.append(dataclasses.replace(plan, items=mine))
-        chosen, metadata = super().create_global_plan(plans)
-        # Entries in the order of the state dicts, not by who writes them: optimizers' steps may depend on that of their state.
-        paths: dict[str, Any] = {}
-        for plan in all_plans:
-            for name, path in plan.planner_data.items():
-                paths.setdefault(name, path)
-        entries = metadata.state_dict_metadata
-        metadata.planner_data = paths
-        metadata.state_dict_metadata = {name: entries[name] for name in paths if name in entries}
-        return chosen, metadata
-
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        if write_item.type != WriteItemType.BYTE_IO:
-            return object
-        return _object_bytes(write_item.index.fqn, object)
-
-
-def _empty_in(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Empty dicts within values, which torch's planner leaves out."""
-    if not isinstance(value, Mapping):
-        return
-    inside = path[0] != OPTIMIZER or "state" in path[:-2] if path else False
-    if not value and inside and len(path) > 1:
-        yield path, {}
-    for key, child in value.items():
-        yield from _empty_in(child, (*path, str(key)))
-
-
-def _object_bytes(name: str, value: Any) -> io.BytesIO:
-    """An object as torch.save has it; refused where it would not be loaded again."""
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"{name} can't be saved: {_reason(error)} Checkpoints hold tensors, numbers, strings, lists, tuples and dicts, since "
-            "unpickling anything else can run code. Convert it (vars(namespace), value.item()), or allow its class when saving "
-            "and loading with torch.serialization.add_safe_globals([Class])."
-        ) from error
-    file.seek(0)
-    return file
-
-
-def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
-    return f"{type(error).__name__}: {(lines or [str(error).strip()])[0]}"
-
-
-def _plan(
-    runtime: Runtime, what: str, planner: _Planner, writer: ShardWriter, contents: dict[str, Any]
-) -> tuple[SavePlan, Metadata | None]:
-    """Agree on who writes what: this rank's plan, and on rank 0 the metadata. Collective."""
-    first = runtime.collectives.world_rank == 0
-
-    def local() -> SavePlan:
-        planner.set_up_planner(contents, writer.storage_meta(), first)
-        writer.set_up_storage_writer(first)
-        return writer.prepare_local_plan(planner.create_local_plan())
-
-    own = each(runtime, what, local)
-    plans = gather(runtime, own, what)
-
-    def everyone() -> tuple[list[SavePlan], Metadata] | None:
-        if plans is None:
-            return None
-        chosen, metadata = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(chosen), metadata
-
-    made = each(runtime, what, everyone)
-    mine = scatter(
-        runtime, None if made is None else [dataclasses.replace(p, planner_data=None) for p in made[0]], what
-    )
-    return planner.finish_plan(mine), None if made is None else made[1]
-
-
-def _write(planner: _Planner, writer: ShardWriter, plan: SavePlan) -> list[WriteResult]:
-    done: list[WriteResult] = writer.write_data(plan, planner).wait()
-    return done
-
-
-def _finish(
-    engine: Any,
-    sources: list[Source],
-    versions: dict[str, dict[str, Any]],
-    beside: Path,
-    writer: ShardWriter,
-    metadata: Metadata,
-    everything: list[tuple[str, FileRecord | None, list[WriteResult]]],
-) -> None:
-    """Rank 0: metadata and manifest."""
-    writer.finish(metadata, [results for _, _, results in everything])
-    files = {name: record for name, record, _ in everything if record is not None}
-    files[METADATA] = checksum_of(beside / METADATA)
-    manifest = Manifest(
-        id=str(writer.save_id),
-        world_size=engine.world_size,
-        strategy=engine.config.strategy,
-        units=tuple(
+def _facts(engine: Any, sources: list[Source], contents: dict[str, Any]) -> dict[str, Any]:
+    """What the manifest says of the model and its engine, as they are now."""
+    return {
+        "world_size": engine.world_size,
+        "strategy": engine.config.strategy,
+        "units": tuple(
             {"name": s.prefix + u.name, "parameters": [s.prefix + n for n in u.names]}
             for s in sources
             for u in s.runtime.units
         ),
-        parameters=tuple(row for source in sources for row in _table(source)),
-        module_versions=versions,
-        files=files,
-    )
-    with open(beside / MANIFEST, "w", encoding="utf-8") as file:
-        file.write(manifest.to_text())
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _tidy(runtime: Runtime, target: Path, nonce: str, keep: int | None) -> None:
-    """Delete what is not needed any more. The new checkpoint is there, so that failing here is no reason to fail."""
-    rank = runtime.collectives.world_rank
-    discard(target, nonce, rank, runtime.collectives.world)
-    if keep is not None and rank == 0:
-        try:
-            prune(target, keep)
-        except OSError as error:
-            logger.warning("older checkpoints beside %s could not be removed: %s", target, error)
+        "parameters": tuple(row for source in sources for row in _table(source)),
+        "module_versions": {".".join(source.path): _versions(_entry(contents, source.path)) for source in sources},
+    }
 
 
 def _entry(contents: dict[str, Any], path: tuple[str, ...]) -> Any:
     for key in path:
-        contents = contents[key]
+        contents = contents.get(key, {})
     return contents
 
 

@@ -1,0 +1,121 @@
+"""A save whose files are written while training goes on: a thread on each rank, and what all of them make of it."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from ..log import logger
+from .meeting import Meeting
+
+__all__ = ["PendingSave"]
+
+
+class PendingSave:
+    """What ``engine.save(..., asynchronous=True)`` returns. Its methods are not collective.
+
+    The thread is no daemon: a program that ends waits for it.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        meeting: Meeting | None,
+        write: Callable[[], Any],
+        finish: Callable[[list[Any]], None],
+        close: Callable[[bool], None],
+    ) -> None:
+        """Begin.
+
+        Args:
+            target: of the checkpoint, for messages.
+            meeting: of the ranks; None where there is one.
+            write: this rank's part; what it returns goes to rank 0.
+            finish: makes the checkpoint appear, from what all ranks returned; called on rank 0.
+            close: called on every rank in the end, with whether the checkpoint is there.
+        """
+        self.path = target
+        self._meeting, self._write, self._finish, self._close = meeting, write, finish, close
+        self._error: CheckpointError | None = None
+        self._living = contextlib.ExitStack()
+        if meeting is not None:  # here, since a program that is about to end starts no threads
+            self._living.enter_context(meeting.at_work())
+        self._thread = threading.Thread(target=self._run, name=f"torch_shard save of {target.name}")
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether the checkpoint is there, or has failed."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is there, on all ranks.
+
+        Raises:
+            CheckpointError: it has failed. Raised once: the next save, load or close does not raise it again.
+        """
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    # -- in the thread ------------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        problem: str | None = None
+        try:
+            with self._living:
+                problem = self._together() if self._meeting is not None else self._alone()
+        except Exception as error:  # the store is gone, or a rank
+            problem = _text(error)
+        if problem is not None:
+            self._error = CheckpointError(
+                f"the asynchronous save to {self.path} failed: {problem} If there is a checkpoint at that path, it is "
+                "whole. The state that was to be saved is gone; save again."
+            )
+            # The next call may never come.
+            logger.error("%s", self._error)
+        self._close(problem is None)
+
+    def _alone(self) -> str | None:
+        try:
+            self._finish([self._write()])
+        except Exception as error:
+            return _text(error)
+        return None
+
+    def _together(self) -> str | None:
+        """Write, and learn what became of it: None, or what went wrong on any rank."""
+        meeting = self._meeting
+        assert meeting is not None
+        try:
+            own: tuple[str | None, Any] = (None, self._write())
+        except Exception as error:
+            own = (f"rank {meeting.rank}: {_text(error)}", None)
+        meeting.say("written", pickle.dumps(own))
+        if meeting.rank:
+            problem: str | None = pickle.loads(meeting.hear("outcome", 0))
+            meeting.forget()
+            meeting.say("heard")
+            return problem
+        try:
+            everything = [pickle.loads(meeting.hear("written", rank)) for rank in range(meeting.world)]
+            problem = "; ".join(text for text, _ in everything if text is not None) or None
+            if problem is None:
+                self._finish([part for _, part in everything])
+        except Exception as error:
+            problem = _text(error)
+        meeting.say("outcome", pickle.dumps(problem))
+        # The store may end with this process.
+        with contextlib.suppress(Exception):
+            meeting.wait("heard", list(range(1, meeting.world)))
+            meeting.forget()
+        return problem
+
+
+def _text(error: Exception) -> str:
+    text = str(error) if isinstance(error, (CheckpointError, OSError)) else f"{type(error).__name__}: {error}"
+    return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -1,0 +1,195 @@
+"""``engine.save(..., asynchronous=True)``: training goes on, and what is saved is what was there at the call."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.checkpoint.helpers import build, files_of, load, same, save, train, whole
+from tests.checkpoint.test_one_step import verified
+from tests.odd_model import Net
+from tests.ranks import ranks
+from torch_shard.checkpoint.staging import Staging
+from torch_shard.checkpoint.writer import ShardWriter
+from torch_shard.errors import CheckpointError, MissingRankError
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextlib.contextmanager
+def writing(fails: bool = False) -> Iterator[threading.Event]:
+    """Files are written when the event is set, or writing them fails then."""
+    original, event = ShardWriter.write_data, threading.Event()
+
+    def later(self, plan, planner):
+        assert event.wait(30)
+        if fails:
+            raise OSError(28, "No space left on device")
+        return original(self, plan, planner)
+
+    ShardWriter.write_data = later
+    try:
+        yield event
+    finally:
+        event.set()
+        ShardWriter.write_data = original
+
+
+@ranks(1, 2, 4)
+def test_what_is_saved_is_what_was_there_at_the_call(rank, tmp_path):
+    model, engine, optimizer = build()
+    train(model, optimizer, rank, range(2))
+    expected, extra = whole(engine, optimizer), {"steps": [2]}
+    with writing() as event:
+        pending = save(engine, tmp_path / "c", optimizer, extra=extra, asynchronous=True)
+        extra["steps"].append(3)
+        train(model, optimizer, rank, range(2, 4))
+        optimizer.param_groups[0]["lr"] = 1.0
+        with torch.no_grad():
+            model.norm.running_mean.add_(1)
+        assert not pending.done() and not (tmp_path / "c").exists()
+        event.set()
+        pending.wait()
+    assert pending.done()
+    _again, other, second = build(seed=1)
+    assert load(other, tmp_path / "c", second) == {"steps": [2]}
+    found = whole(other, second)
+    if rank == 0:  # of buffers, rank 0's are saved
+        same(found, expected)
+    assert verified(tmp_path / "c") == {"steps": [2]} and files_of(tmp_path) == ["c"]
+
+
+@ranks(2)
+def test_the_next_save_waits_and_both_are_whole(rank, tmp_path):
+    model, engine, optimizer = build(model=Net)
+    with writing() as event:
+        save(engine, tmp_path / "step-1", optimizer, extra=1, asynchronous=True)
+        train(model, optimizer, rank, range(1))
+        threading.Timer(0.3, event.set).start()
+        save(engine, tmp_path / "step-2", optimizer, extra=2, asynchronous=True)
+        assert (tmp_path / "step-1").is_dir()
+        engine.finish_saving()
+    assert verified(tmp_path / "step-1") == 1 and verified(tmp_path / "step-2") == 2
+    save(engine, tmp_path / "step-3", keep=1, asynchronous=True)
+    assert load(engine, tmp_path / "step-3") is None  # waits
+    assert files_of(tmp_path) == ["step-3"]
+
+
+@pytest.mark.parametrize("call", ["save", "load", "close", "finish_saving"])
+@ranks(2)
+def test_a_failure_on_one_rank_is_raised_by_the_next_call_on_all(rank, call, tmp_path):
+    model, engine, optimizer = build(model=Net)
+    save(engine, tmp_path / "c", extra="old")
+    with writing(fails=rank == 1) as event:
+        save(engine, tmp_path / "c", asynchronous=True)
+        event.set()
+        train(model, optimizer, rank, range(1))
+        before = whole(engine)
+        calls = {
+            "save": lambda: save(engine, tmp_path / "d"),
+            "load": lambda: load(engine, tmp_path / "c"),
+            "close": engine.close,
+            "finish_saving": engine.finish_saving,
+        }
+        with pytest.raises(CheckpointError, match=r"c failed: rank 1: .*No space left"):
+            calls[call]()
+    dist.barrier()
+    same(whole(engine), before)
+    assert files_of(tmp_path) == ["c"] and verified(tmp_path / "c") == "old"
+    save(engine, tmp_path / "d", extra="new", asynchronous=True)  # raised once
+    engine.close()
+    assert verified(tmp_path / "d") == "new"
+
+
+@ranks(2)
+def test_what_cannot_be_saved_is_found_by_the_call_itself(rank, tmp_path):
+    _model, engine, _ = build(model=Net)
+    with pytest.raises(CheckpointError, match="extra"):
+        save(engine, tmp_path / "c", extra=object(), asynchronous=True)
+    dist.barrier()
+    assert files_of(tmp_path) == []
+    engine.finish_saving()
+
+
+@ranks(2)
+def test_a_slow_disk_is_no_missing_rank(rank, tmp_path):
+    _model, engine, _ = build(model=Net, timeout=1.0)
+    with writing() as event:
+        save(engine, tmp_path / "c", extra=1, asynchronous=True)
+        threading.Timer(3.0 if rank else 0.0, event.set).start()
+        engine.finish_saving()
+    assert verified(tmp_path / "c") == 1
+
+
+@ranks(2, fresh=True, may_die=(1,))
+def test_a_rank_that_is_gone_is_missed(rank, tmp_path):
+    import os
+
+    _model, engine, _ = build(model=Net, timeout=1.5)
+    with writing() as event:
+        save(engine, tmp_path / "c", asynchronous=True)
+        if rank == 1:
+            os._exit(0)
+        event.set()
+        with pytest.raises(CheckpointError, match="rank 1"):
+            engine.finish_saving()
+    assert files_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["works", "fails"])
+def test_a_program_that_ends_loses_nothing(kind, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "tests.checkpoint.leaver", str(tmp_path)]
+    pipe = subprocess.PIPE
+    started = [
+        subprocess.Popen([*command, str(rank), "2", str(port), kind], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=120) for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    if kind == "fails":
+        assert files_of(tmp_path) == ["expected"]
+        assert all("no space left" in errors for _, errors in said), said
+        return
+    assert files_of(tmp_path) == ["c", "expected"]
+    _model, engine, optimizer = build(seed=1, model=Net)
+    load(engine, tmp_path / "c", optimizer)
+    same(whole(engine, optimizer), torch.load(tmp_path / "expected", weights_only=True))
+
+
+def test_memory_of_a_snapshot_is_used_again():
+    staging = Staging()
+    first = [torch.randn(1000), torch.randn(3, 5).t(), torch.tensor(2), torch.empty(0), torch.ones(7, dtype=torch.bool)]
+    copies = staging.snapshot([*first, first[0]])
+    same(copies, [*first, first[0]])
+    assert copies[0].data_ptr() == copies[-1].data_ptr() != first[0].data_ptr()
+    kept, held = copies[0].data_ptr(), staging.nbytes
+    second = [t.clone() + 1 if t.dtype != torch.bool else ~t for t in first]
+    copies = staging.snapshot(second)
+    same(copies, second)
+    assert copies[0].data_ptr() == kept and staging.nbytes == held
+    staging.free()
+    assert staging.nbytes == 0
+
+
+@ranks(2)
+def test_a_rank_that_does_not_come_is_missed(rank, tmp_path):
+    _model, engine, _ = build(model=Net, timeout=1.5)
+    if rank == 0:
+        with pytest.raises(MissingRankError, match=r"engine\.save"):
+            save(engine, tmp_path / "c", asynchronous=True)
+        assert files_of(tmp_path) == []
+    else:
+        time.sleep(4.0)
