@@ -9,12 +9,12 @@ import torch
 
 from .. import named_state, owned_state
 from ..runtime import Runtime
-from ..shard_tensor import ShardTensor
+from ..shard_tensor import ShardTensor, same_cut
 from .contents import Source, param_names
 from .saved import SavedOptimizer, optimizer_entries, place
 from .source import Checkpoint
 
-__all__ = ["OptimizerLoad"]
+__all__ = ["OptimizerLoad", "keep_as_saved"]
 
 
 class OptimizerLoad:
@@ -146,9 +146,10 @@ class OptimizerLoad:
 
     # -- reading ------------------------------------------------------------------------------------------------
     def destinations(
-        self, saved_dtypes: Mapping[str, torch.dtype], dtype: torch.dtype | None
+        self, saved_dtypes: Mapping[str, torch.dtype], dtype: torch.dtype | None, in_place: bool
     ) -> dict[str, torch.Tensor]:
-        """Fresh tensors for what this rank needs, by name of the entry. Call on all ranks, after they agreed."""
+        """Memory for what this rank needs, by name of the entry: with `in_place` the optimizer's own where it has some, else new.
+        Call on all ranks, after they agreed."""
         self.elsewhere = owned_state.elsewhere(self.runtime, self.optimizer, self.names, self.given["state"])
         found: dict[str, torch.Tensor] = {}
         for p in self._params():
@@ -161,12 +162,22 @@ class OptimizerLoad:
                     continue
                 kept = self._dtype(p, path, saved.properties.dtype, saved_dtypes.get(name), dtype)
                 sharded = isinstance(p, ShardTensor) and id(p) not in self.elsewhere and path[-1] != "step"
-                if sharded and saved.size == p.shape:
+                live = self._own(p, path) if in_place else None
+                if live is not None and live.shape == saved.size and live.dtype == kept:
+                    found[full] = live
+                elif sharded and saved.size == p.shape:
                     found[full] = ShardTensor(torch.empty(p._spec.length, dtype=kept), p._spec)
                 else:
                     found[full] = torch.empty(saved.size, dtype=kept)
         self.tensors = found
         return found
+
+    def _own(self, p: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
+        """This rank's slice as the optimizer holds it now, if it is cut as the parameter is."""
+        live = self.optimizer.state.get(p, {}).get(path[0]) if len(path) == 1 else None
+        if isinstance(live, ShardTensor) and isinstance(p, ShardTensor) and same_cut(live._spec, p._spec):
+            return live
+        return None
 
     def _dtype(
         self, p: Any, path: tuple[Any, ...], saved: torch.dtype, of_param: torch.dtype | None, asked: torch.dtype | None
@@ -199,16 +210,19 @@ class OptimizerLoad:
                         place(state[number], path, _on(values[full], p.device, path))
                 number += 1
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-        self._keep_as_saved(state)
+        keep_as_saved(self.optimizer, state)
 
-    def _keep_as_saved(self, state: dict[int, dict[str, Any]]) -> None:
-        """torch casts state to the parameter's dtype when it loads, and makes generators of strings in tuples; what was saved
-        stays what it was."""
-        for number, p in enumerate(self._params()):
-            for key, value in state.get(number, {}).items():
-                live = self.optimizer.state.get(p, {}).get(key)
-                if not isinstance(value, torch.Tensor) or isinstance(live, torch.Tensor) and live.dtype != value.dtype:
-                    self.optimizer.state[p][key] = value
+
+def keep_as_saved(optimizer: Any, state: Mapping[Any, Any]) -> None:
+    """Put back what ``load_state_dict`` has changed of `state`, by number. Local.
+
+    torch casts state to the parameter's dtype when it loads, and makes generators of strings in tuples.
+    """
+    for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        for key, value in state.get(number, {}).items():
+            live = optimizer.state.get(p, {}).get(key)
+            if not isinstance(value, torch.Tensor) or isinstance(live, torch.Tensor) and live.dtype != value.dtype:
+                optimizer.state[p][key] = value
 
 
 def _runtime_of(sources: Sequence[Source], optimizer: Any) -> Runtime:

@@ -1,7 +1,7 @@
 """Reading a checkpoint of this package: every byte that is used has been verified, and no others are read.
 
 A rank that needs a part of an entry reads the blocks that hold it (4 MiB each) and continues the file's running checksum from
-the mark before them.
+the mark before them. What has been verified once is not verified again while the file stays open.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from .dcp import METADATA, load_metadata
 from .manifest import FileRecord, Item, Manifest
 
 __all__ = ["CheckedFile", "ShardReader", "check_sizes", "damaged_parts"]
+
+_OPEN = 128  # files that are kept open, of which a checkpoint has one for each rank that wrote it
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
@@ -63,6 +65,8 @@ class CheckedFile:
     def __init__(self, folder: Path, name: str, record: FileRecord) -> None:
         self.folder, self.name, self.record = folder, name, record
         self._positions = [position for position, _ in record.marks]
+        self._verified = bytearray(len(record.marks))  # of each block, whether
+        self._buffer = bytearray()
         try:
             self._fd = os.open(folder / name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             if hasattr(os, "posix_fadvise"):
@@ -80,6 +84,10 @@ class CheckedFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
         os.close(self._fd)
 
     def read(self, start: int, stop: int, into: memoryview) -> None:
@@ -88,20 +96,52 @@ class CheckedFile:
         Raises:
             CheckpointError: a block that holds some of them is not as it was written; names what lies there.
         """
+        for i, first, last in self._blocks(start, stop):
+            part = into[: min(stop, last) - max(start, first)]
+            if self._verified[i]:
+                self._fill(part, max(start, first))
+            elif len(part) == last - first:
+                self._fill(part, first)
+                self._check(i, part)
+            else:
+                block = self._scratch(last - first)
+                self._fill(block, first)
+                self._check(i, block)
+                part[:] = block[max(start - first, 0) :][: len(part)]
+            into = into[len(part) :]
+
+    def verify(self, start: int, stop: int) -> None:
+        """Read the blocks that hold bytes ``[start, stop)``, and keep nothing but that they are as they were written.
+
+        Raises:
+            CheckpointError: one of them is not; names what lies there.
+        """
+        for i, first, last in self._blocks(start, stop):
+            if not self._verified[i]:
+                block = self._scratch(last - first)
+                self._fill(block, first)
+                self._check(i, block)
+
+    def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Number and bounds of each block that holds some of the bytes."""
         marks = self.record.marks
         i = bisect.bisect_right(self._positions, start) - 1
         while start < stop:
-            (first, crc), (last, expected) = marks[i], marks[i + 1]
-            end = min(stop, last)
-            whole = start == first and end == last
-            block = into[: end - start] if whole else memoryview(bytearray(last - first))
-            self._fill(block, first)
-            if zlib.crc32(block, crc) != expected:
-                raise self._damaged(first, last)
-            if not whole:
-                into[: end - start] = block[start - first : end - first]
-            into = into[end - start :]
-            start, i = end, i + 1
+            first, start = marks[i][0], marks[i + 1][0]
+            yield i, first, start
+            i += 1
+
+    def _check(self, i: int, block: memoryview) -> None:
+        (first, crc), (last, expected) = self.record.marks[i : i + 2]
+        if zlib.crc32(block, crc) != expected:
+            raise self._damaged(first, last)
+        self._verified[i] = True
+
+    def _scratch(self, size: int) -> memoryview:
+        # Kept: new memory costs more than the checksum.
+        if len(self._buffer) < size:
+            self._buffer = bytearray(size)
+        return memoryview(self._buffer)[:size]
 
     def _fill(self, block: memoryview, at: int) -> None:
         while block:
@@ -136,7 +176,7 @@ def damaged_parts(folder: Path, manifest: Manifest, files: Iterable[str] | None 
                     problems.append(f"{folder / name} has {size} bytes, and was written with {record.size}.")
                 for (first, _), (last, _) in zip(record.marks, record.marks[1:], strict=False):
                     try:
-                        file.read(first, last, memoryview(bytearray(last - first)))
+                        file.verify(first, last)
                     except CheckpointError as error:
                         problems.append(str(error))
         except CheckpointError as error:
@@ -150,6 +190,7 @@ class ShardReader(StorageReader):
     def __init__(self, path: str | os.PathLike[str], manifest: Manifest) -> None:
         self.path, self.manifest = Path(path), manifest
         self._metadata: Metadata | None = None
+        self._files: dict[str, CheckedFile] = {}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -159,6 +200,7 @@ class ShardReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget the metadata; another path needs another reader."""
         self._metadata = None
+        self.close()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP's metadata, verified and unpickled with its own classes only."""
@@ -182,30 +224,55 @@ class ShardReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items into the planner's tensors, one file after the other and each from front to back."""
+        for file, item, read in self._places(plan):
+            self._read(file, item, read, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def verify_data(self, plan: LoadPlan) -> None:
+        """Look at all bytes that :meth:`read_data` would read, which then need no second look.
+
+        Raises:
+            CheckpointError: something is damaged or missing.
+        """
+        for file, item, read in self._places(plan):
+            if read.type == LoadItemType.BYTE_IO:
+                file.verify(item.start, item.start + item.length)
+            else:
+                file.verify(*_box(item, *self._chunk(read.storage_index), read)[:2])
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _places(self, plan: LoadPlan) -> Iterator[tuple[CheckedFile, Item, ReadItem]]:
         assert self._metadata is not None
         wanted: dict[str, list[tuple[int, int]]] = {}
         for number, read in enumerate(plan.items):
             info = self._metadata.storage_data[read.storage_index]
             wanted.setdefault(info.relative_path, []).append((info.offset, number))
         for name, numbers in sorted(wanted.items()):
-            record = self.manifest.files.get(name)
-            if record is None:
-                raise CheckpointError(f"{self.path}: the manifest has no file {name}, which the metadata names.")
-            items = {(item.name, item.offsets): item for item in record.items}
-            with CheckedFile(self.path, name, record) as file:
-                for _, number in sorted(numbers):
-                    self._read(file, items, plan.items[number], planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+            file, items = self._file(name), self._items(name)
+            for _, number in sorted(numbers):
+                yield file, self._item(file, items, plan.items[number]), plan.items[number]
+            if len(self._files) > _OPEN:
+                self._files.pop(name).close()
 
-    def _read(
-        self,
-        file: CheckedFile,
-        items: dict[tuple[str, tuple[int, ...] | None], Item],
-        read: ReadItem,
-        planner: LoadPlanner,
-    ) -> None:
+    def _file(self, name: str) -> CheckedFile:
+        record = self.manifest.files.get(name)
+        if record is None:
+            raise CheckpointError(f"{self.path}: the manifest has no file {name}, which the metadata names.")
+        if name not in self._files:
+            self._files[name] = CheckedFile(self.path, name, record)
+        return self._files[name]
+
+    def _items(self, name: str) -> dict[tuple[str, tuple[int, ...] | None], Item]:
+        return {(item.name, item.offsets): item for item in self.manifest.files[name].items}
+
+    def _item(self, file: CheckedFile, items: dict[tuple[str, tuple[int, ...] | None], Item], read: ReadItem) -> Item:
         index = read.storage_index
         is_object = read.type == LoadItemType.BYTE_IO
         item = items.get((index.fqn, None if is_object or index.offset is None else tuple(index.offset)))
@@ -213,13 +280,16 @@ class ShardReader(StorageReader):
             raise CheckpointError(
                 f"{file.folder / file.name}: the manifest has no {index.fqn} there, but the metadata has."
             )
-        if is_object:
+        return item
+
+    def _read(self, file: CheckedFile, item: Item, read: ReadItem, planner: LoadPlanner) -> None:
+        if read.type == LoadItemType.BYTE_IO:
             raw = bytearray(item.length)
             file.read(item.start, item.start + item.length, memoryview(raw))
             planner.load_bytes(read, io.BytesIO(raw))
             return
         target = planner.resolve_tensor(read).detach()
-        shape, dtype = self._chunk(index)
+        shape, dtype = self._chunk(read.storage_index)
         _read_tensor(file, item, shape, dtype, read, target)
         planner.commit_tensor(read, target)
 
@@ -237,22 +307,32 @@ def _read_tensor(
     file: CheckedFile, item: Item, shape: torch.Size, dtype: torch.dtype, read: ReadItem, target: torch.Tensor
 ) -> None:
     """Copy a box of a saved chunk, whose values lie row by row, to `target`."""
-    lengths = tuple(read.lengths) if shape else ()  # of a 0-dim tensor DCP may give one length
-    count = math.prod(lengths)
-    if not count:
+    start, stop, lengths, strides = _box(item, shape, dtype, read)
+    size = stop - start
+    if not size:
         return
-    strides = contiguous_stride(shape)
-    first = sum(offset * stride for offset, stride in zip(read.storage_offsets, strides, strict=False)) if shape else 0
-    span = sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True)) + 1
-    start, size = item.values + first * dtype.itemsize, span * dtype.itemsize
-    if target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous() and span == count:
+    if target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous() and size == target.nbytes:
         with _memory(target, size) as view:
-            file.read(start, start + size, view)
+            file.read(start, stop, view)
         return
     raw = torch.empty(size, dtype=torch.uint8)
     with _memory(raw, size) as view:
-        file.read(start, start + size, view)
+        file.read(start, stop, view)
     target.copy_(raw.view(dtype).as_strided(lengths, strides).view(target.shape))
+
+
+def _box(
+    item: Item, shape: torch.Size, dtype: torch.dtype, read: ReadItem
+) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    """Where in the file the values of a box of a chunk are, from the first to the last, and their shape and strides there."""
+    lengths = tuple(read.lengths) if shape else ()  # of a 0-dim tensor DCP may give one length
+    strides = contiguous_stride(shape)
+    first = sum(offset * stride for offset, stride in zip(read.storage_offsets, strides, strict=False)) if shape else 0
+    span = sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True)) + 1
+    if not math.prod(lengths):
+        first = span = 0
+    start = item.values + first * dtype.itemsize
+    return start, start + span * dtype.itemsize, lengths, strides
 
 
 @contextlib.contextmanager

@@ -1,4 +1,10 @@
-"""Loading: everything is compared and read, with its checksums, before anything is changed."""
+"""Loading: everything is compared, and every byte looked at, before anything is changed.
+
+What has checksums is read twice: once to verify it, keeping nothing, and when all ranks have, into the parameters and the
+optimizer's state themselves. The second time it comes from the page cache, which costs a fraction of the new memory that a copy
+would need. What has none (torch.distributed.checkpoint's own) is read into new memory, since only reading can tell what is
+damaged.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +16,11 @@ from typing import Any
 import torch
 
 from .. import full_state
-from ..errors import ConfigError, StateDictError
+from ..errors import CheckpointError, ConfigError, StateDictError
 from ..shard_tensor import ShardTensor
 from .contents import EXTRA, Optimizers, Source, sources_of
+from .full_files import is_full
+from .full_load import load_full
 from .load_optimizer import OptimizerLoad
 from .phases import broadcast, each
 from .saved import extra_of, model_entries, place
@@ -30,6 +38,8 @@ def load(
     models: Mapping[str, Any] | None = None,
 ) -> Any:
     """Load into `engine`'s model; see :meth:`torch_shard.Engine.load`. Collective."""
+    if is_full(path):  # ranks that see different things fail together: both ways begin with the same comparison
+        return load_full(engine, path, optimizer, dtype=dtype, models=models)
     runtime, what = engine._runtime, "engine.load"
     me = runtime.collectives.world_rank
 
@@ -45,12 +55,16 @@ def load(
 
     work = each(runtime, what, prepare, key=lambda found: (found.checkpoint.fingerprint, dtype))
     nonce = broadcast(runtime, secrets.token_hex(8), what)
-    each(runtime, what, work.compare, nonce=f"{nonce}/compare")
-    # Gives parameters owners, the same on all ranks; that is no change to what is trained.
-    each(runtime, what, work.read, nonce=f"{nonce}/read")
-    for source, values in zip(work.sources, work.values(), strict=True):
-        full_state.load_state_dict(source.model, source.runtime, values)
-    each(runtime, what, work.apply)
+    try:
+        each(runtime, what, work.compare, nonce=f"{nonce}/compare")
+        # Gives parameters owners, the same on all ranks; that is no change to what is trained.
+        each(runtime, what, work.verify, nonce=f"{nonce}/verify")
+        each(runtime, what, work.fill, nonce=f"{nonce}/fill")
+        for source, values in zip(work.sources, work.values(), strict=True):
+            full_state.load_state_dict(source.model, source.runtime, values)
+        each(runtime, what, work.apply)
+    finally:
+        work.checkpoint.close()
     return work.known.get(EXTRA)
 
 
@@ -75,6 +89,7 @@ class _Load:
         ]
         self.known: dict[str, Any] = {}
         self.tensors: dict[str, torch.Tensor] = {}
+        self.verified = False
 
     # -- comparing ----------------------------------------------------------------------------------------------
     def compare(self) -> None:
@@ -158,14 +173,16 @@ class _Load:
         return problems
 
     # -- reading ------------------------------------------------------------------------------------------------
-    def read(self) -> None:
-        """Read this rank's slices into new memory."""
+    def verify(self) -> None:
+        """Choose where this rank's slices go, and look at them. What can't be verified is read now, into new memory."""
         with torch.inference_mode(False):
+            in_place = self.checkpoint.manifest is not None
             shared: dict[tuple[Any, ...], torch.Tensor] = {}
             dtypes: dict[str, torch.dtype] = {}
             self.by_key: list[dict[str, torch.Tensor]] = []
             for number, source in enumerate(self.sources):
                 self.by_key.append({})
+                own = in_place and _loads_plainly(source.model)
                 for key, full in self.entries[number].items():
                     found, live = self.checkpoint.tensor(full), self.live[number].get(key)
                     if found is None:
@@ -175,12 +192,27 @@ class _Load:
                     where = (self.checkpoint.places(full), id(live._spec) if isinstance(live, ShardTensor) else full)
                     value = shared.get(where) if where[0] else None
                     if value is None:
-                        value = self.tensors[full] = _fresh(live, found.size, found.properties.dtype)
+                        value = self.tensors[full] = _destination(live, found.size, found.properties.dtype, own)
                         shared[where] = value
                     self.by_key[number][key] = value
             for part in self.optimizers:
-                self.tensors.update(part.destinations(dtypes, self.dtype))
-            self.checkpoint.read(self.tensors, ())
+                self.tensors.update(part.destinations(dtypes, self.dtype, in_place))
+            self.verified = self.checkpoint.verify(self.tensors)
+            if not self.verified:
+                self.checkpoint.read(self.tensors, ())
+
+    def fill(self) -> None:
+        """Read what has been verified. From here on the old values are lost."""
+        if not self.verified:
+            return
+        try:
+            with torch.inference_mode(False):
+                self.checkpoint.read(self.tensors, ())
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(
+                f"{self.checkpoint.folder} was whole a moment ago and can't be read now ({error}): some parameters and optimizer "
+                "state have been overwritten. Load a checkpoint before training goes on."
+            ) from error
 
     def values(self) -> list[Any]:
         """The state dict of each model."""
@@ -199,8 +231,19 @@ class _Load:
             part.apply(self.known)
 
 
-def _fresh(live: Any, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for an entry: a slice where the model has one, converted to its dtype."""
+def _destination(live: Any, size: torch.Size, dtype: torch.dtype, in_place: bool) -> torch.Tensor:
+    """Memory for an entry: a slice where the model has one, converted to its dtype; with `in_place` the model's own."""
     if isinstance(live, ShardTensor) and live.shape == size:
-        return ShardTensor(torch.empty(live._spec.length, dtype=live.dtype), live._spec)
+        own = live._local.detach() if in_place else torch.empty(live._spec.length, dtype=live.dtype)
+        return ShardTensor(own, live._spec)
     return torch.empty(size, dtype=live.dtype if isinstance(live, torch.Tensor) else dtype)
+
+
+def _loads_plainly(model: torch.nn.Module) -> bool:
+    """Whether loading copies each entry to the parameter of its name. Hooks may exchange entries, so that filling one parameter
+    would overwrite what another one is to get."""
+    torchs_own = torch.nn.Module.load_state_dict
+    return type(model).load_state_dict is torchs_own and all(
+        not module._load_state_dict_pre_hooks and type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
+        for module in model.modules()
+    )

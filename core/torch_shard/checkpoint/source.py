@@ -6,9 +6,9 @@ import io
 import os
 import pickle
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -43,6 +43,10 @@ class Checkpoint:
 
     def __init__(self, folder: Path, manifest: Manifest | None, metadata: Metadata, fingerprint: int) -> None:
         self.folder, self.manifest, self.metadata, self.fingerprint = folder, manifest, metadata, fingerprint
+        self._reader: ShardReader | None = None
+        if manifest is not None:
+            self._reader = ShardReader(folder, manifest)
+            self._reader.set_up_storage_reader(metadata, False)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], sizes: bool) -> Checkpoint:
@@ -93,13 +97,19 @@ class Checkpoint:
         infos = [self.metadata.storage_data[MetadataIndex(name, chunk.offsets)] for chunk in chunks]
         return tuple((info.relative_path, info.offset, info.length) for info in infos)
 
-    def read(self, tensors: Mapping[str, torch.Tensor], objects: Iterable[str]) -> dict[str, Any]:
+    def read(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        objects: Iterable[str],
+        unpickle: Callable[[str, IO[bytes]], Any] | None = None,
+    ) -> dict[str, Any]:
         """Fill tensors and read objects. Not collective.
 
         Args:
             tensors: by name; a plain one of the entry's shape takes all of it, a ShardTensor its slice. Converted to their
                 dtypes.
             objects: names of others.
+            unpickle: makes an object of its name and bytes; by default torch's loader that runs no code.
 
         Returns:
             The objects by name.
@@ -107,21 +117,42 @@ class Checkpoint:
         Raises:
             CheckpointError: something is damaged or missing, or an object's class is not allowed.
         """
-        planner = _Into(tensors, self.folder)
-        items = [_object_item(name) for name in objects]
+        planner = _Into(tensors, self.folder, unpickle)
+        items = [_object_item(name) for name in objects] + self._items(tensors)
+        with torch.no_grad():
+            if self._reader is not None:
+                self._reader.read_data(LoadPlan(items), planner).wait()
+            else:
+                self._read_with_torch(items, planner)
+        return planner.objects
+
+    def verify(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Look at all bytes that :meth:`read` would fill these tensors with; it will then do no more than that. Not collective.
+
+        Returns:
+            False where there are no checksums, so that only reading can tell.
+
+        Raises:
+            CheckpointError: something is damaged or missing.
+        """
+        if self._reader is None:
+            return False
+        self._reader.verify_data(LoadPlan(self._items(tensors)))
+        return True
+
+    def close(self) -> None:
+        """Let go of the files."""
+        if self._reader is not None:
+            self._reader.close()
+
+    def _items(self, tensors: Mapping[str, torch.Tensor]) -> list[ReadItem]:
+        items: list[ReadItem] = []
         for name, value in tensors.items():
             found = self.tensor(name)
             if found is None:
                 raise CheckpointError(f"{self.folder}: {name} is no tensor.")
             items += create_read_items_for_chunk_list(name, found, _chunks(value))
-        with torch.no_grad():
-            if self.manifest is not None:
-                reader = ShardReader(self.folder, self.manifest)
-                reader.set_up_storage_reader(self.metadata, False)
-                reader.read_data(LoadPlan(items), planner).wait()
-            else:
-                self._read_with_torch(items, planner)
-        return planner.objects
+        return items
 
     def _read_with_torch(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         """Entry by entry, for an error that names it. torch's reader finds what is cut off or no archive; it is built without
@@ -160,8 +191,14 @@ def _chunks(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
 class _Into(LoadPlanner):
     """Puts what is read where it belongs."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        folder: Path,
+        unpickle: Callable[[str, IO[bytes]], Any] | None = None,
+    ) -> None:
         self.tensors, self.folder, self.objects = tensors, folder, dict[str, Any]()
+        self._unpickle = unpickle
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         """Not used: the items are made here."""
@@ -177,6 +214,9 @@ class _Into(LoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
+        if self._unpickle is not None:
+            self.objects[name] = self._unpickle(name, value)
+            return
         try:
             self.objects[name] = torch.load(value, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
