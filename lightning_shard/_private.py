@@ -6,6 +6,9 @@ something, this is the file to look at. Tested with :data:`TESTED` of each of th
 Attributes of Lightning's own objects that the strategy reads or writes, and why:
 
 - ``Strategy._lightning_module``, ``_optimizers``, ``_launcher``, ``_precision_plugin``: set by the base class;
+- ``Strategy._checkpoint_io``: what the user gave, or None; a wrapping plugin takes a base from us in its property
+  ``checkpoint_io`` unless it has one;
+- ``LightningModule._trainer``: None where there is no Trainer;
 - ``Strategy._layer_sync``: where the Trainer leaves the plugin of ``sync_batchnorm=True``;
 - ``Trainer.fit`` passes ``weights_only`` to the launcher, by that name (see :func:`asked_weights_only`);
 - ``LightningModule.forward`` may be shadowed in the instance for the time of one call (as Lightning's own redirection
@@ -51,6 +54,9 @@ class Private:
     LightningOptimizer: Any
     TrainerFn: Any
     MisconfigurationException: type[Exception]
+    WrappingCheckpointIO: Any
+    TorchCheckpointIO: Any
+    version: str
     # Parts of Lightning that are public, but wanted by both namespaces' classes.
     Precision: Any
     MixedPrecision: Any
@@ -90,6 +96,9 @@ def private(namespace: str) -> Private:
         LightningOptimizer=pl("core.optimizer.LightningOptimizer"),
         TrainerFn=pl("trainer.states.TrainerFn"),
         MisconfigurationException=pl("utilities.exceptions.MisconfigurationException"),
+        WrappingCheckpointIO=pl("plugins.io.wrapper._WrappingCheckpointIO"),
+        TorchCheckpointIO=pl("plugins.io.TorchCheckpointIO"),
+        version=str(importlib.import_module(trainer_root).__version__),
         Precision=pl("plugins.precision.Precision"),
         MixedPrecision=pl("plugins.precision.MixedPrecision"),
         refused_precision=tuple(

@@ -1,197 +1,341 @@
-"""Single-file checkpoints: in and out of the form that a single-device Trainer reads and writes."""
+"""The strategy's part in checkpoints: which form is written, which one is read, and what is done about older ones.
+
+The forms themselves are in ``full_checkpoint`` (one file) and ``sharded_checkpoint`` (a folder).
+"""
 
 from __future__ import annotations
 
-import argparse
-import collections
-import datetime
-import decimal
-import operator
-import pathlib
-import pickle
-import shutil
-import sys
-import types
+import contextlib
+import re
+import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
-from torch import nn
 
-from torch_shard import Engine, ShardTensor
-from torch_shard.errors import ShardError, StateDictError
+from torch_shard import Engine
+from torch_shard.checkpoint.folder import find
+from torch_shard.checkpoint.phases import broadcast, each
+from torch_shard.checkpoint.sharded_save import save_contents
+from torch_shard.errors import CheckpointError, ConfigError, StateDictError
+from torch_shard.log import logger
 
-__all__ = ["is_sharded", "load_optimizer", "load_safely", "make_way", "model_state", "optimizer_state"]
+from . import files as _files
+from . import full_checkpoint as _full
+from . import sharded_checkpoint as _sharded
+from ._private import Private
+from .safe_load import classes_to_allow
 
-# -- the model --------------------------------------------------------------------------------------------------------
+if TYPE_CHECKING:
+    _Base: TypeAlias = Any
+else:
+    _Base = object
+
+__all__ = ["CheckpointMixin", "StateDictType"]
+
+StateDictType = Literal["full", "sharded"]
+T = TypeVar("T")
 
 
-def model_state(engine: Engine, model: nn.Module) -> dict[str, Any]:
-    """The whole state dict on the CPU of rank 0; elsewhere the same entries without memory. Collective.
+class CheckpointMixin(_Base):  # type: ignore[misc]
+    """The part of a strategy that saves and loads."""
 
-    An ``on_save_checkpoint`` that drops or renames entries runs on all ranks, and so finds them on all ranks.
+    _private: Private
+    _checkpoint_io: Any
+    _file_io: Any  # the class of CheckpointIO that is used where the user has given none
+    _state_dict_type: StateDictType
+    _async_save: bool
+    _weights_only: bool | None
+    _weights_only_asked: bool | None
+    _failed: bool
+    _pending: Any  # the save that runs in the background
+    _pending_occasion: tuple[Path, Any] | None  # its path, and the step that it is of
+    _shared: Counter[Path]  # how many more callbacks than one have saved there
+    _files_given: int  # single files that rank 0 has handed to the plugin
+    _removals: list[tuple[Any, int]]  # on rank 0: older checkpoints, and how many files had been handed over
+
+    def _check_checkpoint_settings(self) -> None:
+        if self._state_dict_type not in ("full", "sharded"):
+            raise ConfigError(f"state_dict_type must be 'full' or 'sharded', not {self._state_dict_type!r}.")
+        if self._async_save and self._state_dict_type == "full":
+            raise ConfigError(
+                "async_save=True is for state_dict_type='sharded'. One file is written in the background with "
+                "Lightning's plugin: Trainer(plugins=[AsyncCheckpointIO()])."
+            )
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """Reads and writes single files: the user's plugin, or Lightning's own made to write beside the target."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = self._file_io()
+        elif isinstance(self._checkpoint_io, self._private.WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = self._file_io()  # ignored where the user has given one
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
+
+    # -- a checkpoint is restored -------------------------------------------------------------------------------------
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: the checkpoint is loaded into shards, so that no rank holds the whole model on its device."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """True: optimizer states go through :meth:`load_optimizer_state_dict`."""
+        return True
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of any form, with torch's safe loader unless the user asked otherwise. Collective.
+
+        Of a folder each rank reads its own slices into ShardTensors; a file is mapped, and its tensors are views of it.
+        Model and optimizer states are loaded later, from what is returned, so that edits in ``on_load_checkpoint`` count.
+
+        Raises:
+            CheckpointError: on all ranks: there is none, it is damaged, of an unknown form, or holds objects that are
+                refused.
+        """
+        for asked in (self._weights_only_asked, self._weights_only):
+            weights_only = asked if weights_only is None else weights_only
+        self._finish_save()
+        # Ranks must read the same one, also where the path holds a time or a version.
+        path = self.broadcast(checkpoint_path)
+        path = self._together(lambda: _existing(path))
+        if _files.is_local(path) and Path(path).is_dir():
+            engine = self.engine_or_none
+            if engine is None:
+                raise CheckpointError(
+                    f"{path} is a sharded checkpoint, which is read while a module is sharded: pass it as ckpt_path to "
+                    "fit, validate, test or predict, or consolidate it to one file."
+                )
+            fitting = self.lightning_module.trainer.state.fn == self._private.TrainerFn.FITTING
+            optimizers = [self._unwrapped(optimizer) for optimizer in self.optimizers] if fitting else []
+            return _sharded.read_folder(engine, Path(path), optimizers, weights_only, self._private.version)
+        io = self.checkpoint_io
+        maps = type(self._base_io()).load_checkpoint is self._private.TorchCheckpointIO.load_checkpoint
+        return self._together(lambda: _full.read_file(path, io, maps, weights_only))
+
+    def _base_io(self) -> Any:
+        """The plugin that reads and writes, without those around it."""
+        io = self.checkpoint_io
+        while isinstance(io, self._private.WrappingCheckpointIO):
+            io = io.checkpoint_io
+        return io
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the model's state, of either form. Collective."""
+        engine = self.engine_or_none
+        if engine is None:
+            super().load_model_state_dict(checkpoint, strict=strict)
+        else:
+            engine.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer states of either form, written on any number of ranks. Collective."""
+        engine = self.engine_or_none
+        states = checkpoint["optimizer_states"]
+        if states and len(states) != len(self.optimizers):
+            raise StateDictError(
+                f"rank {self.global_rank}: the checkpoint has {len(states)} optimizers, configure_optimizers gives "
+                f"{len(self.optimizers)}. Give those that were saved, or edit checkpoint['optimizer_states'] in "
+                "on_load_checkpoint; an empty list starts them anew."
+            )
+        for optimizer, state in zip(map(self._unwrapped, self.optimizers), states, strict=False):
+            if engine is None:
+                optimizer.load_state_dict(state)
+            elif _sharded.is_named(state):
+                _sharded.load_optimizer(engine, optimizer, state)
+            else:
+                _full.load_optimizer(engine, optimizer, state)
+
+    # -- a checkpoint is written --------------------------------------------------------------------------------------
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The state dict: of the full form whole on rank 0, and on the others the same entries without memory (collective);
+        of the sharded form ShardTensors."""
+        engine = self.engine_or_none
+        if engine is None:
+            return super().lightning_module_state_dict()
+        if self._state_dict_type == "sharded":
+            return _sharded.model_state(engine)
+        return _full.model_state(engine, self.lightning_module)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """State of one optimizer: of the full form whole on rank 0, in torch's own form (collective); of the sharded form by
+        parameter name, in ShardTensors."""
+        optimizer = self._unwrapped(optimizer)
+        engine = self.engine_or_none
+        if engine is None:
+            return super().optimizer_state(optimizer)
+        if self._state_dict_type == "sharded":
+            return _sharded.optimizer_state(engine, optimizer)
+        return _full.optimizer_state(engine, optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint: one file by rank 0, or a folder by all ranks. Collective: a failure is raised on all.
+
+        After a run that has given the plain module back there is nothing sharded to write: that is one file in any case.
+        """
+        filepath = self.broadcast(filepath)
+        engine = self.engine_or_none
+        if self._state_dict_type == "sharded" and engine is not None:
+            if storage_options is not None:
+                raise ConfigError(
+                    "storage_options is for plugins, which write single files; this checkpoint is a folder."
+                )
+            self._save_folder(engine, checkpoint, _sharded.local_path(filepath))
+        else:
+            self._finish_save()
+            if self._state_dict_type == "sharded":
+                logger.info("%s becomes one file: the module is plain and whole after the run", filepath)
+            self._on_first(
+                f"write the checkpoint {filepath}", lambda: self._save_file(checkpoint, filepath, storage_options)
+            )
+
+    def _save_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+        # Ours puts the file where a folder is by itself.
+        own = isinstance(self._base_io(), _files.FileMixin)
+        with contextlib.nullcontext() if own else _files.aside(path):
+            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        self._files_given += 1
+        self._keep(path)
+        self._remove_replaced()
+
+    def _save_folder(self, engine: Engine, checkpoint: dict[str, Any], target: Path) -> None:
+        occasion = (target, checkpoint.get("global_step"))
+        if self._pending is not None and occasion == self._pending_occasion:
+            # A second callback has chosen the same name, since it does not see the one that is being written.
+            self._shared[target] += 1
+        self._finish_save()
+        contents = _sharded.contents_of(checkpoint)
+        extra = contents["extra"] if self.is_global_zero else {}
+        allowed = self._together(lambda: classes_to_allow(extra))
+        # Rank 0's view for all. Replacing a file is rare, so that nothing is gained by doing it in the background.
+        is_file, nonce = self.broadcast((target.is_file() and not target.is_symlink(), secrets.token_hex(8)))
+        with torch.serialization.safe_globals(allowed):
+            if is_file:
+                beside = _files.hidden(target, nonce)
+                save_contents(engine, beside, contents)
+                self._on_first(f"replace {target}", lambda: _files.swap(beside, target))
+                self._on_first(f"delete what was {target}", lambda: _files.delete(beside))
+            else:
+                background = self._async_save and not self._links()
+                self._pending = save_contents(engine, target, contents, asynchronous=background)
+                self._pending_occasion = occasion
+        self._keep(target)
+
+    def _links(self) -> bool:
+        """Whether a callback links to each checkpoint at once: until it is whole, the link would lead nowhere."""
+        return any(getattr(callback, "save_last", None) == "link" for callback in self._callbacks())
+
+    def _callbacks(self) -> list[Any]:
+        module = self.lightning_module
+        return [] if module is None or module._trainer is None else module.trainer.callbacks
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete a checkpoint; while a newer one is written in the background, only when that is whole."""
+        if not self.is_global_zero:
+            return
+        target = Path(filepath).absolute() if _files.is_local(filepath) else None
+        if target is not None and self._shared[target]:
+            self._shared[target] -= 1  # another callback's, too
+        else:
+            self._removals.append((filepath, self._files_given))
+            if self._pending is None:
+                self._remove_replaced()
+
+    # -- older saves --------------------------------------------------------------------------------------------------
+    def _finish_save(self) -> None:
+        """Wait for the save in the background, then delete what had to stay until then. Collective where there is one.
+
+        Raises:
+            CheckpointError: on all ranks: it has failed. The older checkpoints are kept.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            try:
+                pending.wait()
+            except CheckpointError:
+                self._removals = []
+                raise
+        self._remove_replaced()
+
+    def _remove_replaced(self) -> None:
+        """Delete what was to be deleted, but for what a plugin that writes in the background has not replaced yet."""
+        base, waiting = self._base_io(), []
+        for path, given in self._removals:
+            if isinstance(base, _files.FileMixin) and base.written < given:
+                waiting.append((path, given))
+                continue
+            try:
+                if _files.is_local(path) and (Path(path).is_dir() or Path(path).is_symlink()):
+                    _files.remove(Path(path).absolute())
+                else:
+                    self.checkpoint_io.remove_checkpoint(path)
+            except OSError as error:  # on this rank alone, and no reason to end a run
+                logger.warning("the older checkpoint %s could not be deleted: %s", path, error)
+        self._removals = waiting
+
+    def _keep(self, path: Any) -> None:
+        """Not to be deleted any more: it has been saved again."""
+        self._removals = [(other, given) for other, given in self._removals if str(other) != str(path)]
+
+    def _finish_saves_at_end(self) -> Exception | None:
+        """At the end of a run: wait for everything that is being written. What went wrong, on all ranks."""
+        error: Exception | None = None
+        for step in (self._finish_save, self.checkpoint_io.teardown, self._remove_replaced):
+            try:
+                step()
+            except Exception as problem:
+                error = error or problem
+        # A user's plugin may fail on rank 0 alone. After a failed run the other ranks may be anywhere.
+        if not self._failed and not isinstance(self.checkpoint_io, _files.FileMixin):
+            told = self.broadcast(None if error is None else f"{type(error).__name__}: {error}")
+            if told is not None and error is None:
+                error = CheckpointError(f"rank 0 could not write a checkpoint: {told}")
+        return error
+
+    # -- together -----------------------------------------------------------------------------------------------------
+    def _together(self, function: Callable[[], T]) -> T:
+        """Run it on every rank; all return, or all raise. Collective while a module is sharded."""
+        engine = self.engine_or_none
+        if engine is None:
+            return function()
+        runtime, what = engine._runtime, "loading or saving a checkpoint"
+        nonce = broadcast(runtime, secrets.token_hex(8), what)  # with which it may take its time
+        return each(runtime, what, function, nonce=nonce)
+
+    def _on_first(self, what: str, function: Callable[[], None]) -> None:
+        """Run it on rank 0; a failure is raised on all ranks. Collective."""
+        failure: Exception | None = None
+        if self.is_global_zero:
+            try:
+                function()
+            except Exception as error:
+                failure = error
+        # Without this the other ranks would wait in the barrier that follows until the process group's timeout.
+        said = self.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        if said is not None:
+            raise OSError(f"rank 0 could not {what}: {said}")
+
+
+def _existing(path: Any) -> Any:
+    """The path, where there is something; Lightning's choice of the newest SLURM checkpoint put right.
+
+    It takes the digits of every name with "hpc_ckpt_" in it for a number, those of what a killed save has left, too.
     """
-    whole = engine.state_dict(rank0_only=True, offload_to_cpu=True)
-    if engine.rank == 0:
-        return whole
-    return {name: _on_meta(value) for name, value in engine.state_dict(form="sharded", offload_to_cpu=False).items()}
-
-
-def _on_meta(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty(value.shape, dtype=value.dtype, device="meta")
-
-
-# -- optimizers -------------------------------------------------------------------------------------------------------
-
-
-def optimizer_state(engine: Engine, optimizer: Any, *, rank0_only: bool = True) -> dict[str, Any]:
-    """Whole optimizer state as ``optimizer.state_dict()`` of a single device gives it, by number. Collective.
-
-    With `rank0_only` the other ranks get the groups without any state.
-    """
-    if not is_sharded(optimizer):
-        return optimizer.state_dict()
-    named = engine.optim_state_dict(optimizer, rank0_only=rank0_only)
-    names = _names(engine, optimizer)
-    numbers = _numbers(names)
-    groups = [
-        {**{k: v for k, v in group.items() if k != "params"}, "params": [numbers[name] for name in group_names]}
-        for group, group_names in zip(optimizer.param_groups, names, strict=True)
-    ]
-    # Numbers in ascending order, as torch writes them: the order of names is that of the units.
-    state = {name: entries for name, entries in named.get("state", {}).items() if name not in numbers}
-    for name, number in sorted(numbers.items(), key=operator.itemgetter(1)):
-        if name in named.get("state", {}):
-            state[number] = named["state"][name]
-    return {"state": state, "param_groups": groups}
-
-
-def load_optimizer(engine: Engine, optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Load what a Trainer saved for this optimizer, sharded or not. Collective; all ranks give the same state."""
-    if not is_sharded(optimizer):
-        optimizer.load_state_dict(state)
-        return
-    names = [name for group in _names(engine, optimizer) for name in group]
-    saved_order = [number for group in state["param_groups"] for number in group["params"]]
-    if len(saved_order) != len(names):
-        raise StateDictError(
-            f"rank {engine.rank}: the checkpoint's optimizer has {len(saved_order)} parameters, this "
-            f"{type(optimizer).__name__} has {len(names)}; configure_optimizers must give the groups that were saved."
-        )
-    name_of = dict(zip(saved_order, names, strict=True))
-    named = {
-        "state": {name_of.get(number, number): entries for number, entries in state["state"].items()},
-        "other_state": [key for key in state["state"] if key not in name_of],
-        "param_groups": [
-            {**group, "params": [name_of[number] for number in group["params"]]} for group in state["param_groups"]
-        ],
-    }
-    engine.load_optim_state_dict(optimizer, named)
-
-
-def is_sharded(optimizer: Any) -> bool:
-    return any(isinstance(p, ShardTensor) for group in optimizer.param_groups for p in group["params"])
-
-
-def _names(engine: Engine, optimizer: Any) -> list[list[str]]:
-    known = {id(p): name for name, p in engine.model.named_parameters()}
-    known.update({id(p): name for unit in engine.units for name, p in zip(unit.names, unit.params, strict=True)})
-    try:
-        return [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    except KeyError:
-        raise StateDictError(
-            f"rank {engine.rank}: {type(optimizer).__name__} mixes parameters of the LightningModule with others, so "
-            "its state can't be saved by name; register the others in the module."
-        ) from None
-
-
-def _numbers(names: list[list[str]]) -> dict[str, int]:
-    flat = [name for group in names for name in group]
-    return {name: number for number, name in enumerate(flat)}
-
-
-# -- the file ---------------------------------------------------------------------------------------------------------
-
-
-def make_way(path: Any) -> None:
-    """Remove a sharded checkpoint (a folder) where a single file of that name is about to be written."""
-    folder = pathlib.Path(str(path))
-    if not folder.is_dir():
-        return
-    if not any((folder / marker).is_file() for marker in (".metadata", "meta.pt")):
-        raise IsADirectoryError(f"{folder} is a folder, and not a checkpoint; the checkpoint needs another path.")
-    shutil.rmtree(folder)
-
-
-def load_safely(load: Callable[[bool | None], dict[str, Any]], path: Any, weights_only: bool | None) -> dict[str, Any]:
-    """Read a checkpoint; unless told otherwise with the loader that runs no code from the file.
-
-    Args:
-        load: reads the file with the ``weights_only`` it is given.
-        path: for messages.
-        weights_only: what the user asked for; None means the safe loader, which then also accepts the harmless
-            classes that hyper-parameters are made of.
-
-    Raises:
-        ShardError: the file holds something else; the message says how to load it if it can be trusted.
-    """
-    if weights_only is not None:
-        return load(weights_only)
-    try:
-        with torch.serialization.safe_globals(_harmless()):
-            return load(True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).strip().splitlines()
-        found = next((line.strip() for line in reason if "GLOBAL" in line or "Unsupported" in line), reason[0])
-        raise ShardError(
-            f"{path} holds objects that the safe loader does not accept ({found}). If you trust the file, load it with "
-            "ShardStrategy(weights_only=False) or Trainer.fit(..., weights_only=False), or allow its classes with "
-            "torch.serialization.add_safe_globals([...])."
-        ) from error
-
-
-def _harmless() -> list[Any]:
-    """Classes that only hold data, as hyper-parameters use them."""
-    found: list[Any] = [
-        argparse.Namespace,
-        types.SimpleNamespace,
-        collections.defaultdict,
-        collections.deque,
-        dict,
-        list,
-        set,
-        int,
-        decimal.Decimal,
-        datetime.date,
-        datetime.datetime,
-        datetime.timedelta,
-        datetime.timezone,
-        pathlib.PurePath,
-        pathlib.PurePosixPath,
-        pathlib.PureWindowsPath,
-        pathlib.PosixPath,
-        pathlib.WindowsPath,
-    ]
-    for module, name in (
-        ("lightning.fabric.utilities.data", "AttributeDict"),
-        ("lightning_fabric.utilities.data", "AttributeDict"),
-        ("omegaconf.base", "ContainerMetadata"),
-        ("omegaconf.base", "Metadata"),
-        ("omegaconf.nodes", "AnyNode"),
-        ("omegaconf.dictconfig", "DictConfig"),
-        ("omegaconf.listconfig", "ListConfig"),
-    ):
-        if module in sys.modules and hasattr(sys.modules[module], name):
-            found.append(getattr(sys.modules[module], name))
-    if "omegaconf" in sys.modules:
-        found.append(Any)  # what a DictConfig's metadata names as its element type
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        core = sys.modules.get("numpy._core.multiarray") or sys.modules.get("numpy.core.multiarray")
-        if core is not None:
-            found.append(core.scalar)
-        found.append(numpy.dtype)
-        found += {type(numpy.dtype(kind)) for kind in "?bhilqBHILQefd"}
-    return found
+    if not _files.is_local(path) or Path(path).exists():
+        return path
+    if re.fullmatch(r"hpc_ckpt_\d+\.ckpt", Path(path).name):
+        found = {p for p in Path(path).parent.glob("hpc_ckpt_*.ckpt") if re.fullmatch(r"hpc_ckpt_\d+", p.stem)}
+        if found:
+            return str(max(found, key=lambda p: int(p.stem.removeprefix("hpc_ckpt_"))))
+    if Path(path).is_symlink():
+        raise CheckpointError(f"{path} is a link to {Path(path).readlink()}, where there is no checkpoint.")
+    # One that a save has lost its name of, on a file system without an exchange of names.
+    return str(find(Path(path).absolute()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pytorch_lightning.strategies import ParallelStrategy
 
 from ._private import private
+from .files import FileMixin
 from .trainer import LauncherMixin, TrainerStrategyMixin
 
 __all__ = ["ShardStrategy"]
@@ -23,8 +24,13 @@ class _MultiProcessingLauncher(LauncherMixin, _PRIVATE.MultiProcessingLauncher):
     pass
 
 
+class _FileIO(FileMixin, _PRIVATE.TorchCheckpointIO):  # type: ignore[misc, name-defined]
+    pass
+
+
 class ShardStrategy(TrainerStrategyMixin, ParallelStrategy):  # type: ignore[misc]
     __doc__ = TrainerStrategyMixin.__doc__
 
     _private = _PRIVATE
     _launchers = (_ScriptLauncher, _MultiProcessingLauncher)
+    _file_io = _FileIO

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -20,16 +21,17 @@ from torch_shard import Engine, ShardConfig
 from torch_shard.errors import ConfigError, UnitStateError
 from torch_shard.log import logger
 
-from . import checkpoint as _checkpoint
 from . import precision as _precision
 from ._private import run_as_forward
+from .checkpoint import CheckpointMixin, StateDictType
+from .full_checkpoint import is_sharded
 from .memory import fits_on_every_rank
 from .ranks import LauncherMixin, RanksMixin, StartMethod
 
 __all__ = ["LauncherMixin", "StartMethod", "TrainerStrategyMixin"]
 
 
-class TrainerStrategyMixin(RanksMixin):
+class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
     """Trains with parameters, gradients and optimizer state sharded over the ranks; otherwise as DDP does.
 
     Args:
@@ -48,6 +50,12 @@ class TrainerStrategyMixin(RanksMixin):
             whole gradients on every rank meanwhile. By default each micro-batch is reduced.
         unshard_at_end: give the whole, plain module (and optimizer state) back on every rank when a run ends, as DDP
             does. By default where it fits in memory; else the module stays sharded and the log says so.
+        state_dict_type: ``"full"`` checkpoints are one file each, gathered and written by rank 0, as a single device has
+            them; ``"sharded"`` ones a folder each, to which every rank writes its slices. Both, and those of Lightning's
+            other strategies, are loaded whatever this is. After a run that gave the plain module back (`unshard_at_end`)
+            ``trainer.save_checkpoint`` writes one file in any case.
+        async_save: write sharded checkpoints while training goes on. A save waits for the one before; older checkpoints
+            are deleted only when the newer one is whole; a failure is raised by the next save, or at the end of the run.
         weights_only: load checkpoints with torch's safe loader or without it. By default the safe one, which
             accepts usual hyper-parameters too.
 
@@ -71,6 +79,8 @@ class TrainerStrategyMixin(RanksMixin):
         start_method: StartMethod = "popen",
         defer_gradient_sync: bool = False,
         unshard_at_end: bool | None = None,
+        state_dict_type: StateDictType = "full",
+        async_save: bool = False,
         weights_only: bool | None = None,
         **overrides: Any,
     ) -> None:
@@ -97,7 +107,14 @@ class TrainerStrategyMixin(RanksMixin):
         self._start_method = start_method
         self._defer_gradient_sync = defer_gradient_sync
         self._unshard_at_end = unshard_at_end
+        self._state_dict_type = state_dict_type
+        self._async_save = async_save
         self._weights_only = weights_only
+        self._check_checkpoint_settings()
+        self._pending = self._pending_occasion = None
+        self._shared = Counter()
+        self._files_given = 0
+        self._removals = []
         self._weights_only_asked: bool | None = None  # by the running fit, validate, test or predict
         self._layers_synced = False
         self._failed = False
@@ -193,48 +210,6 @@ class TrainerStrategyMixin(RanksMixin):
             if type(module)._apply is not nn.Module._apply and next(module.parameters(), None) is None:
                 module.to(self.root_device)
 
-    # -- a checkpoint is restored -------------------------------------------------------------------------------------
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """True: the checkpoint is loaded into shards, so that no rank holds the whole model on its device."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """True: optimizer states go through :meth:`load_optimizer_state_dict`."""
-        return True
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint file, with torch's safe loader unless the user asked otherwise.
-
-        Model and optimizer states are returned too, and loaded later from what is returned, so that edits in
-        ``on_load_checkpoint`` count.
-        """
-        for asked in (self._weights_only_asked, self._weights_only):
-            weights_only = asked if weights_only is None else weights_only
-        return _checkpoint.load_safely(
-            lambda safe: self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=safe),
-            checkpoint_path,
-            weights_only,
-        )
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the model's whole, plain state. Collective."""
-        engine = self.engine_or_none
-        if engine is None:
-            super().load_model_state_dict(checkpoint, strict=strict)
-        else:
-            engine.load_state_dict(checkpoint["state_dict"], strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load whole, plain optimizer states, written on any number of ranks. Collective."""
-        engine = self.engine_or_none
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            if engine is None:
-                optimizer.load_state_dict(state)
-            else:
-                _checkpoint.load_optimizer(engine, optimizer, state)
-
     # -- steps --------------------------------------------------------------------------------------------------------
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """``LightningModule.training_step``; with automatic optimization it counts as a forward of the module."""
@@ -271,39 +246,6 @@ class TrainerStrategyMixin(RanksMixin):
         with engine.no_sync() if engine is not None and self._defer_gradient_sync else contextlib.nullcontext():
             yield
 
-    # -- a checkpoint is written --------------------------------------------------------------------------------------
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole state dict on rank 0; on the other ranks the same entries without memory. Collective."""
-        engine = self.engine_or_none
-        if engine is None:
-            return super().lightning_module_state_dict()
-        assert self.lightning_module is not None
-        return _checkpoint.model_state(engine, self.lightning_module)
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Whole state of one optimizer on rank 0, in torch's own form. Collective."""
-        optimizer = self._unwrapped(optimizer)
-        engine = self.engine_or_none
-        if engine is None:
-            return super().optimizer_state(optimizer)
-        return _checkpoint.optimizer_state(engine, optimizer)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write one file, on rank 0. Collective: a failure there is raised on all ranks."""
-        failure: Exception | None = None
-        if self.is_global_zero:
-            try:
-                _checkpoint.make_way(filepath)
-                self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-            except Exception as error:
-                failure = error
-        # Without this the other ranks would wait in the barrier that follows until the process group's timeout.
-        said = self.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
-        if failure is not None:
-            raise failure
-        if said is not None:
-            raise OSError(f"rank 0 could not write the checkpoint {filepath}: {said}")
-
     # -- a run ends ---------------------------------------------------------------------------------------------------
     def on_exception(self, exception: BaseException) -> None:
         """Remember it: the other ranks may be anywhere, so teardown must not wait for them."""
@@ -314,6 +256,7 @@ class TrainerStrategyMixin(RanksMixin):
 
         It stays sharded after an exception, with ``unshard_at_end=False``, and where it would not fit in memory.
         """
+        unsaved = self._finish_saves_at_end()
         engine = self.engine_or_none
         if engine is not None and not self._failed and self._wants_plain(engine):
             self._unshard(engine)
@@ -326,10 +269,13 @@ class TrainerStrategyMixin(RanksMixin):
                 if self.lightning_module is not None:
                     self.lightning_module.cpu()
         # Not super().teardown(): it moves parameters off their device whatever they are.
-        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator):
             with self._cleaning_up():
                 assert part is not None
                 part.teardown()
+        with self._cleaning_up():
+            if unsaved is not None:
+                raise unsaved
 
     @contextlib.contextmanager
     def _cleaning_up(self) -> Iterator[None]:
@@ -365,7 +311,7 @@ class TrainerStrategyMixin(RanksMixin):
     def _unshard(self, engine: Engine) -> None:
         optimizers = [self._unwrapped(optimizer) for optimizer in self.optimizers]
         try:
-            engine.close(*filter(_checkpoint.is_sharded, optimizers))
+            engine.close(*filter(is_sharded, optimizers))
         except UnitStateError as error:
             logger.warning("the model stays sharded after this run: %s", error)
 

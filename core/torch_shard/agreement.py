@@ -9,8 +9,9 @@ all of them raise the same error.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +46,15 @@ class Agreement:
         self.hash = ((self.hash ^ code) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) & _MASK
         if len(self.history) < _HISTORY:
             self.history.append(text)
+
+    @contextlib.contextmanager
+    def unnoted(self) -> Iterator[None]:
+        """Inside, what is noted does not count: for work that one rank may break off, after which the ranks compare."""
+        kept = self.hash, list(self.history)
+        try:
+            yield
+        finally:
+            self.hash, self.history = kept
 
     def check(self, what: str, payload: torch.Tensor | None = None) -> torch.Tensor | None:
         """Collective. Compare the sequences; returns `payload` (uint8), reduced by MAX over the ranks."""

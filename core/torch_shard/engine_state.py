@@ -171,6 +171,52 @@ class EngineState(abc.ABC):
         if pending is not None:
             pending.wait()
 
+    def save_full(
+        self,
+        path: str | os.PathLike[str],
+        optimizer: Any = None,
+        *,
+        extra: Any = None,
+        format: str | None = None,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str = "5GB",
+    ) -> None:
+        """Write the whole model as plain torch, or Hugging Face's tools, read it. Collective.
+
+        Parameters are gathered one unit at a time and rank 0 writes them, so that no rank holds more than two units above its
+        slices (rank 0 one output file besides, where it writes safetensors). Only rank 0 needs to see `path`. What was there is
+        replaced in one step, when everything is durable.
+
+        In a torch file is the model's state dict itself, for ``model.load_state_dict(torch.load(path))`` in plain torch. With an
+        optimizer or `extra` it is ``{"model": ..., "optimizer": ..., "extra": ...}``, where optimizer state is by number, as
+        ``optimizer.state_dict()`` of an unsharded model has it: several are a list, or a dict by name.
+
+        In safetensors are tensors by name, of tied weights one. A directory has ``model.safetensors``, or
+        ``model-00001-of-0000N.safetensors`` with ``model.safetensors.index.json``, as transformers' ``from_pretrained`` reads it;
+        its other files are kept.
+
+        Args:
+            path: of the torch file, of one safetensors file (``.safetensors``), or of the directory.
+            optimizer: one, several in a list, or a dict of them by name; torch files only.
+            extra: plain Python objects and tensors; rank 0's are saved; torch files only.
+            format: ``"torch"`` or ``"safetensors"``. By default the name decides: safetensors for ``.safetensors``, for a
+                directory that exists and for a name without a suffix of letters; else torch.
+            dtype: what the model's floating-point entries become in the file; None leaves them as they are.
+            max_shard_size: of safetensors files in a directory: bytes, or text such as ``"5GB"``. One tensor is never divided.
+
+        Raises:
+            CheckpointError: on all ranks: the path can't be written, the disk is full, what is at the path would be lost, or
+                there are objects that would not be loaded again, or not in this format. What was there is as it was.
+            ConfigError: an argument is wrong, or an optimizer or `extra` was given for safetensors.
+            DivergenceError: the ranks passed different arguments.
+            StateDictError: the optimizer holds a parameter that is not this model's.
+            UnavailableError: the safetensors library is not installed.
+            UnitStateError: inside a forward or :meth:`gathered`.
+        """
+        from .checkpoint import save_full
+
+        save_full(self, path, optimizer, extra=extra, format=format, dtype=dtype, max_shard_size=max_shard_size)
+
     def load(
         self,
         path: str | os.PathLike[str],
@@ -179,14 +225,19 @@ class EngineState(abc.ABC):
         dtype: torch.dtype | None = None,
         models: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Load a checkpoint that :meth:`save`, or torch.distributed.checkpoint, has written. Collective.
+        """Load a checkpoint of :meth:`save`, :meth:`save_full`, DCP, plain torch or Hugging Face's tools. Collective.
 
         It may come from any number of ranks, any strategy and any units, from FSDP2, DDP or an unsharded model. Each rank
-        reads its own slices. Everything is read into new memory first, as much again as this rank holds of parameters and
-        optimizer state (in the host's memory), so that a damaged file changes nothing.
+        reads its own slices. Those of :meth:`save` are verified, all files of them, before anything is changed; what
+        torch.distributed.checkpoint has written, without checksums, is read into new memory first.
+
+        Full checkpoints are mapped and compared, and then each rank copies its slices out of them; the whole is never in memory.
+        They are torch files (a state dict by itself, in ``{"model": ...}`` or ``{"state_dict": ...}``, with optimizer state by
+        number or by name; Lightning's checkpoints, too) or safetensors. Damage within the values goes unnoticed there, as in
+        plain torch: the files have no checksums that a part can be verified with. Optimizer state is copied into new memory.
 
         Args:
-            path: the directory.
+            path: a directory, or a file; every rank must see the same one.
             optimizer: as for :meth:`save`; None leaves optimizers alone.
             dtype: convert floating-point entries to this dtype where the model has it and the checkpoint another one. Without it
                 that is an error.

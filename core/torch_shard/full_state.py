@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from .agreement import NoteLoad
 from .errors import StateDictError, UnitStateError
 from .flat_buffer import FlatBuffer
 from .runtime import Runtime
+from .shard_spec import ShardSpec
 from .shard_tensor import ShardTensor, same_cut
 from .unit import Unit
 from .whole import agree, gathered_values
@@ -63,22 +65,25 @@ def make_whole(
     offload_to_cpu: bool,
     what: str,
     error: Exception | None = None,
+    prefix: str = "",
 ) -> None:
     """Put whole copies in place of ShardTensors and references, in a state dict. Collective.
 
     Args:
         runtime: of the sharded model.
-        found: changed; on ranks that shall have nothing it is empty afterwards.
+        found: changed; on ranks that shall have nothing it is empty afterwards, but for other modules' entries.
         rank0_only: the other ranks shall have nothing.
         offload_to_cpu: put all tensors on the CPU.
         what: for messages.
         error: why this rank cannot go on.
+        prefix: of the sharded module's names in the state dict.
     """
     try:
         refuse_inside(runtime, what)
     except Exception as problem:  # the other ranks must hear of it
         error = error or problem
-    sharded = {k: v for k, v in found.items() if isinstance(v, ShardTensor)}
+    keys = [key for key in found if key.startswith(prefix)]
+    sharded = {k: found[k] for k in keys if isinstance(found[k], ShardTensor)}
     agree(runtime, what, list(sharded), error)
     wanted = not rank0_only or runtime.collectives.world_rank == 0
     places: dict[int, tuple[Unit, FlatBuffer]] = {
@@ -88,7 +93,7 @@ def make_whole(
     rest: list[str] = []
     for key, value in sharded.items():
         place = places.get(id(value._spec.layout))
-        if place is not None and _is_parameter(value, place[1]):
+        if place is not None and is_parameter(value, place[1]):
             by_unit.setdefault(place[0].index, []).append((key, place[1]))
         else:
             rest.append(key)  # a hook of the module has made something else of it
@@ -108,10 +113,12 @@ def make_whole(
         whole = sharded[key].full_tensor()
         found[key] = whole.cpu() if offload_to_cpu else whole
     if not wanted:
-        found.clear()
-    for key, value in found.items():
-        if isinstance(value, torch.Tensor) and key not in sharded:
-            found[key] = copied(value, offload_to_cpu)
+        for key in keys:
+            del found[key]
+        return
+    for key in keys:
+        if isinstance(found[key], torch.Tensor) and key not in sharded:
+            found[key] = copied(found[key], offload_to_cpu)
 
 
 def refuse_inside(runtime: Runtime, what: str) -> None:
@@ -124,7 +131,7 @@ def refuse_inside(runtime: Runtime, what: str) -> None:
             )
 
 
-def _is_parameter(value: ShardTensor, flat: FlatBuffer) -> bool:
+def is_parameter(value: ShardTensor, flat: FlatBuffer) -> bool:
     own = flat.params[value._spec.index]._local
     return (
         value._local.data_ptr() == own.data_ptr()
@@ -163,15 +170,27 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
     kinds = [(k, isinstance(v, ShardTensor)) for k, v in state_dict.items()] if error is None else None
     agree(runtime, what, kinds, error)
     given = dict(state_dict)
+    specs = {p._spec.name: p._spec for unit in runtime.units for p in unit.params}
     for key, value in given.items():
-        if isinstance(value, ShardTensor) and not _fits(runtime, value):
+        if isinstance(value, ShardTensor) and not _fits(specs, value):
             given[key] = value.full_tensor()  # from another engine, or for another number of ranks
     metadata = getattr(state_dict, "_metadata", None)
     plain = WithMetadata(given)
     if metadata is not None:
         plain._metadata = metadata
-    result = model.load_state_dict(plain, strict=strict)
+    error = None
+    result = None
+    try:
+        with runtime.agreement.unnoted() if runtime.agreement is not None else contextlib.nullcontext():
+            result = model.load_state_dict(plain, strict=strict)
+    except Exception as problem:  # a module's own hook, or what it keeps in get_extra_state
+        error = StateDictError(
+            f"rank {runtime.collectives.world_rank}: {what}: a module failed while its values were being loaded, and some have "
+            f"been overwritten; load again before training goes on: {type(problem).__name__}: {problem}"
+        )
+        error.__cause__ = problem
     runtime.parameters_changed()
+    agree(runtime, what, None, error)
     return result
 
 
@@ -181,9 +200,9 @@ class WithMetadata(dict):  # type: ignore[type-arg]
     _metadata: Any
 
 
-def _fits(runtime: Runtime, value: ShardTensor) -> bool:
-    spec = value._spec
-    return any(p._spec.name == spec.name and same_cut(spec, p._spec) for unit in runtime.units for p in unit.params)
+def _fits(specs: Mapping[str, ShardSpec], value: ShardTensor) -> bool:
+    own = specs.get(value._spec.name)
+    return own is not None and same_cut(value._spec, own)
 
 
 def describe(
@@ -219,10 +238,14 @@ def rehearse(model: nn.Module, given: Mapping[str, Any]) -> tuple[list[str], lis
     def visit(module: nn.Module, entries: dict[str, Any], prefix: str) -> None:
         local = {} if metadata is None else metadata.get(prefix[:-1], {})
         module._load_from_state_dict(entries, prefix, local, True, missing, unexpected, problems)
+        below: dict[str, dict[str, Any]] = {}
+        for key, value in entries.items():
+            name, dot, _ = key[len(prefix) :].partition(".")
+            if dot and key.startswith(prefix):
+                below.setdefault(name, {})[key] = value
         for name, child in module._modules.items():
             if child is not None:
-                below = f"{prefix}{name}."
-                visit(child, {k: v for k, v in entries.items() if k.startswith(below)}, below)
+                visit(child, below.get(name, {}), f"{prefix}{name}.")
         if missing or unexpected:
             # Such hooks may forgive a missing key; they need not run where there is none.
             keys = nn.modules.module._IncompatibleKeys(missing, unexpected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from .errors import StateDictError
 from .flat_buffer import FlatBuffer
 from .full_state import copied, describe
 from .log import logger
+from .optim import COUNTERS
 from .runtime import Runtime
 from .shard_tensor import ShardTensor, same_cut, slice_full
 from .whole import agree, whole_slices
@@ -76,45 +78,25 @@ def optim_state_dict(
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     numbers = [p for group in optimizer.param_groups for p in group["params"]]  # torch counts like this
-    state: dict[Any, Any] = {}
-    jobs: dict[tuple[int, str, str], dict[int, torch.Tensor]] = {}
-    flats = {id(flat): flat for unit in runtime.units for flat in unit.flats}
-    rest: list[tuple[str, str, ShardTensor]] = []
-    for number, entries in taken["state"].items():
-        if not _is_number(number, numbers):
-            state[number] = entries  # the optimizer's own, of no parameter
-            continue
-        param = numbers[number]
-        name = names[id(param)]
-        state[name] = dict(entries)
-        for key, value in entries.items():
-            if isinstance(value, ShardTensor):
-                slot = _slot(runtime, param)
-                if slot is not None and same_cut(value._spec, param._spec):
-                    jobs.setdefault((id(slot[0]), str(key), str(value.dtype)), {})[slot[1]] = value._local
-                else:
-                    rest.append((name, key, value))
-    order = {id(flat): n for n, flat in enumerate(flats.values())}
-    chosen = sorted(jobs, key=lambda j: (order[j[0]], j[1], j[2]))
-    key = [(order[j[0]], j[1], j[2], sorted(jobs[j])) for j in chosen] + [(n, k) for n, k, _ in rest]
-    agree(runtime, what, (len(numbers), key), error)
+    cut = sharded_entries(runtime, numbers, taken["state"])
+    agree(runtime, what, (len(numbers), cut.key), error)
     wanted = not rank0_only or runtime.collectives.world_rank == 0
+    # In the order of the parameters, and with what other ranks own.
     known = owned_state.collect(runtime, taken["state"], len(numbers), wanted, what)
-    if known is not taken["state"]:  # in the order of the parameters, and with what other ranks own
-        state = {
-            names[id(numbers[n])] if _is_number(n, numbers) else n: dict(own) if isinstance(own, dict) else own
-            for n, own in known.items()
-        }
-    for job in chosen:
-        flat = flats[job[0]]
-        slices = [jobs[job].get(i) for i in range(len(flat.params))]
+    state: dict[Any, Any] = {
+        names[id(numbers[n])] if is_number(n, numbers) else n: dict(own) if isinstance(own, dict) else own
+        for n, own in known.items()
+    }
+    for flat, entry, slices in cut.jobs:
         whole = whole_slices(flat, slices, what)
         if wanted:
             for i, value in enumerate(whole):
                 if value is not None:
-                    state[flat.layout.slots[i].name][job[1]] = copied(value, to_cpu=True)
-    for name, entry, value in rest:
-        state[name][entry] = value.full_tensor().cpu()
+                    state[flat.layout.slots[i].name][entry] = copied(value, to_cpu=True)
+    for number, entry, value in cut.rest:
+        state[names[id(numbers[number])]][entry] = value.full_tensor().cpu()
+    for number, entry, container in cut.nested:
+        state[names[id(numbers[number])]][entry] = owned_state.mapped(container, _whole)
     if not wanted:
         return {}
     # A snapshot: the next step changes what is whole here.
@@ -130,7 +112,62 @@ def optim_state_dict(
 OTHER = "other_state"  # entry of our dicts: keys in "state" that are no parameter's
 
 
-def _is_number(key: Any, numbers: list[Any]) -> bool:
+@dataclass(frozen=True)
+class ShardedEntries:
+    """An optimizer's sharded state, in the order in which all ranks gather it.
+
+    Attributes:
+        jobs: what is gathered together: a flat, one kind of state, and this rank's slices by the flat's parameters.
+        rest: number, kind and value of what is cut in another way than its parameter.
+        nested: number, kind and value of containers with such tensors.
+        key: equal on ranks that gather the same.
+    """
+
+    jobs: tuple[tuple[FlatBuffer, str, tuple[torch.Tensor | None, ...]], ...]
+    rest: tuple[tuple[int, str, ShardTensor], ...]
+    nested: tuple[tuple[int, str, Any], ...]
+    key: object
+
+
+def sharded_entries(runtime: Runtime, params: list[Any], state: Mapping[Any, Any]) -> ShardedEntries:
+    """Find them. Not collective.
+
+    Args:
+        runtime: of the engine.
+        params: the optimizer's, as torch counts them.
+        state: by number, as ``optimizer.state_dict()["state"]``.
+    """
+    jobs: dict[tuple[int, str, str], dict[int, torch.Tensor]] = {}
+    flats = {id(flat): flat for unit in runtime.units for flat in unit.flats}
+    rest: list[tuple[int, str, ShardTensor]] = []
+    nested: list[tuple[int, str, Any]] = []
+    for number, entries in state.items():
+        if not is_number(number, params):
+            continue
+        for key, value in entries.items():
+            if isinstance(value, ShardTensor):
+                slot = _slot(runtime, params[number])
+                if slot is not None and same_cut(value._spec, params[number]._spec):
+                    jobs.setdefault((id(slot[0]), str(key), str(value.dtype)), {})[slot[1]] = value._local
+                else:
+                    rest.append((number, key, value))
+            elif any(isinstance(tensor, ShardTensor) for tensor in owned_state.tensors_of(value)):
+                nested.append((number, key, value))
+    order = {id(flat): n for n, flat in enumerate(flats.values())}
+    chosen = sorted(jobs, key=lambda j: (order[j[0]], j[1], j[2]))
+    return ShardedEntries(
+        tuple((flats[j[0]], j[1], tuple(jobs[j].get(i) for i in range(len(flats[j[0]].params)))) for j in chosen),
+        tuple(rest),
+        tuple(nested),
+        [(order[j[0]], j[1], j[2], sorted(jobs[j])) for j in chosen] + [(n, k) for n, k, _ in (*rest, *nested)],
+    )
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor().cpu() if isinstance(tensor, ShardTensor) else tensor
+
+
+def is_number(key: Any, numbers: list[Any]) -> bool:
     """Whether a key of torch's state dict stands for a parameter."""
     return type(key) is int and 0 <= key < len(numbers)
 
@@ -147,7 +184,9 @@ def load_optim_state_dict(
         StateDictError: on all ranks, with everything that does not fit; nothing has been loaded.
     """
     what = "engine.load_optim_state_dict"
-    optimizer.load_state_dict(optim_state_dict_to_load(runtime, optimizer, state_dict, model, what))
+    given = optim_state_dict_to_load(runtime, optimizer, state_dict, model, what)
+    optimizer.load_state_dict(given)
+    keep_as_saved(optimizer, given["state"])
 
 
 def optim_state_dict_to_load(
@@ -213,14 +252,29 @@ def own_part(param: torch.Tensor, key: str, value: Any) -> Any:
     """One entry of the state of `param`: this rank's slice where it has the parameter's shape."""
     if not isinstance(value, torch.Tensor):
         return value
-    if isinstance(value, ShardTensor) or not isinstance(param, ShardTensor) or _is_scalar(param, key, value):
+    if isinstance(value, ShardTensor) or not is_cut(param, key, value.shape):
         return value.clone()  # torch may keep what it is given
+    assert isinstance(param, ShardTensor)
     local = slice_full(value.detach(), param._spec).to(param._local.device, copy=True)
     return ShardTensor(local, param._spec)
 
 
-def _is_scalar(param: torch.Tensor, key: str, value: torch.Tensor) -> bool:
-    return key == "step" or value.shape != param.shape
+def is_cut(param: torch.Tensor, key: Any, shape: torch.Size) -> bool:
+    """Whether whole state of this shape is cut as its parameter is, and not a number of its own, which every rank has."""
+    if not isinstance(param, ShardTensor) or key == "step" or shape != param.shape:
+        return False
+    return param.dim() > 0 or key not in COUNTERS  # of a 0-dim parameter both are 0-dim
+
+
+def keep_as_saved(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None:
+    """After loading: torch casts state to the parameter's dtype, and makes generators of strings in tuples; what was saved stays
+    what it was. `state` by number, as it was loaded."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, p in enumerate(params):
+        for key, value in state.get(number, {}).items():
+            live = optimizer.state.get(p, {}).get(key)
+            if not isinstance(value, torch.Tensor) or isinstance(live, torch.Tensor) and live.dtype != value.dtype:
+                optimizer.state[p][key] = value
 
 
 def misfits(
@@ -236,9 +290,9 @@ def misfits(
         problems.append(f"{len(saved_groups)} parameter groups where the optimizer has {len(optimizer.param_groups)}")
     else:
         for number, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
-            live = [names[id(p)] for p in group["params"]]
-            missing += [f"{n} (in group {number})" for n in live if n not in set(saved["params"])]
-            unexpected += [f"{n} (in group {number})" for n in saved["params"] if n not in set(live)]
+            live, held = {names[id(p)]: None for p in group["params"]}, set(saved["params"])
+            missing += [f"{n} (in group {number})" for n in live if n not in held]
+            unexpected += [f"{n} (in group {number})" for n in saved["params"] if n not in live]
     by_name = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     listed = {n for saved in saved_groups for n in saved["params"]}
     without = [n for n in by_name if n in listed and n not in given["state"]] if given["state"] else []

@@ -29,6 +29,8 @@ _ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Lion",
 )  # fmt: skip
 _MATRIX = ("Muon", "Adafactor")
+COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""0-dim state of torch.optim's classes, of whatever shape the parameter is."""
 # Classes of packages that need not be installed, by module and name.
 _BY_NAME: dict[tuple[str, str], Kind] = {
     ("transformers.optimization", "Adafactor"): "matrix",

@@ -158,7 +158,8 @@ def optim_state_dict_to_load(
     Args:
         model: a sharded model.
         optim: an optimizer over its parameters, with their groups.
-        optim_state_dict: on every rank, by name or by number, with whole tensors or ShardTensors cut like the parameters.
+        optim_state_dict: on every rank, by name or by number, with whole tensors or ShardTensors cut like the parameters. With
+            ``rank0_only`` set (:mod:`torch_shard.state_dict_type`) that of rank 0, and the others' is not looked at.
         is_named_optimizer: accepted for the sake of code that passes it; the dict itself tells.
         load_directly: also load it.
         group: as in :func:`full_optim_state_dict`.
@@ -170,8 +171,16 @@ def optim_state_dict_to_load(
         StateDictError: on all ranks, with everything that does not fit; nothing has been changed.
         ConfigError: as :func:`full_optim_state_dict`.
     """
-    engine = _engine(model, "optim_state_dict_to_load", group)
-    return _to_load(engine, optim, optim_state_dict, "optim_state_dict_to_load", load_directly)
+    what = "optim_state_dict_to_load"
+    engine = _engine(model, what, group)
+    settings = engine._runtime.state_dict_settings
+    if settings is not None and getattr(settings.optim_state_dict_config, "rank0_only", False):
+        result = scatter_full_optim_state_dict(optim_state_dict, model, optim=optim, group=group)
+        if load_directly:
+            optim.load_state_dict(result)
+            named_state.keep_as_saved(optim, result["state"])
+        return result
+    return _to_load(engine, optim, optim_state_dict, what, load_directly)
 
 
 def shard_full_optim_state_dict(
@@ -333,6 +342,8 @@ def _by_number(engine: Engine, optim: torch.optim.Optimizer) -> list[str]:
 
 def _named(engine: Engine, optim: torch.optim.Optimizer, given: Mapping[str, Any], what: str) -> dict[str, Any]:
     names = _by_number(engine, optim)
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
+        raise StateDictError(f"rank {engine.rank}: {what}: this rank needs a dict with 'state' and 'param_groups'.")
     keys = {key for group in given["param_groups"] for key in group["params"]}
     if keys <= set(names):
         return dict(given)
@@ -355,6 +366,7 @@ def _to_load(
     result = named_state.optim_state_dict_to_load(engine._runtime, optim, named, engine.model, what)
     if directly:
         optim.load_state_dict(result)
+        named_state.keep_as_saved(optim, result["state"])
     return result
 
 

@@ -24,13 +24,17 @@ from .watch import blocking
 from .whole import agree
 
 __all__ = [
+    "Sent",
     "broadcast_object",
     "collect",
     "copied",
+    "descriptions",
     "elsewhere",
     "everyone",
     "give_owners",
     "is_matrix",
+    "mapped",
+    "sent",
     "settle",
     "stages_of",
     "tensors_of",
@@ -196,7 +200,7 @@ def _kind(entries: Any) -> int:
 # -- saving -----------------------------------------------------------------------------------------------------------
 
 
-class _Sent:
+class Sent:
     """Stands for a tensor in a description that is sent ahead of it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -227,17 +231,34 @@ def collect(
     Returns:
         `state` itself where all ranks have entries for the same parameters; else a new dict in the order of the numbers.
     """
+    described = descriptions(runtime, state, count, what)
+    if not described:
+        return state
+    complete = dict(state)
+    for number, (source, description) in described.items():
+        entries = sent(runtime, state, number, source, description, wanted, what)
+        complete[number] = keep(number, entries) if wanted else {}
+    return dict(sorted(complete.items(), key=lambda item: (not isinstance(item[0], int), str(item[0]).zfill(12))))
+
+
+def descriptions(runtime: Runtime, state: Mapping[int, Any], count: int, what: str) -> dict[int, tuple[int, Any]]:
+    """State of which only some ranks have entries: where it is, and what it looks like. Collective.
+
+    Args:
+        runtime, state, count, what: as for :func:`collect`.
+
+    Returns:
+        On all ranks, by number: the first rank that has it, and the entries with a :class:`Sent` for each tensor.
+    """
     c = runtime.collectives
     if c.world == 1 or c.backend == "fake":
-        return state
+        return {}
     table = everyone(runtime, [int(bool(state.get(number))) for number in range(count)], what)
     source = {}
     for number, kinds in enumerate(zip(*table, strict=True)):
         if 0 < sum(kinds) < c.world:
             source[number] = kinds.index(1)
-    if not source:
-        return state
-    complete = dict(state)
+    found: dict[int, tuple[int, Any]] = {}
     for rank in sorted(set(source.values())):
         mine = {
             number: _described(state[number]) if rank == c.world_rank else None
@@ -245,11 +266,21 @@ def collect(
             if owner == rank
         }
         described: dict[int, Any] = broadcast_object(runtime, mine, rank, what)
-        for number, description in described.items():
-            tensors = tensors_of(state[number]) if rank == c.world_rank else []
-            received = _broadcast_tensors(runtime, tensors, _sent_in(description), rank, wanted, what)
-            complete[number] = keep(number, _filled_in(description, iter(received))) if wanted else {}
-    return dict(sorted(complete.items(), key=lambda item: (not isinstance(item[0], int), str(item[0]).zfill(12))))
+        found.update((number, (rank, description)) for number, description in described.items())
+    return found
+
+
+def sent(
+    runtime: Runtime, state: Mapping[int, Any], number: int, source: int, description: Any, wanted: bool, what: str
+) -> Any:
+    """One parameter's entries, on the CPU, from the rank that :func:`descriptions` names. Collective.
+
+    Returns:
+        None where it is not `wanted`.
+    """
+    tensors = tensors_of(state[number]) if source == runtime.collectives.world_rank else []
+    received = _broadcast_tensors(runtime, tensors, _sent_in(description), source, wanted, what)
+    return _filled_in(description, iter(received)) if wanted else None
 
 
 def broadcast_object(runtime: Runtime, value: Any, source: int, what: str) -> Any:
@@ -268,7 +299,7 @@ def broadcast_object(runtime: Runtime, value: Any, source: int, what: str) -> An
 
 
 def _broadcast_tensors(
-    runtime: Runtime, tensors: list[torch.Tensor], sent: list[_Sent], source: int, wanted: bool, what: str
+    runtime: Runtime, tensors: list[torch.Tensor], sent: list[Sent], source: int, wanted: bool, what: str
 ) -> list[torch.Tensor]:
     """One parameter's tensors in one message. Collective."""
     c = runtime.collectives
@@ -319,33 +350,33 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return [tensor for child in children for tensor in tensors_of(child)]
 
 
-def _mapped(value: Any, change: Any) -> Any:
-    """`value` with new containers, in which `change` was called with each tensor or stand-in."""
-    if isinstance(value, (torch.Tensor, _Sent)):
+def mapped(value: Any, change: Any) -> Any:
+    """`value` with new containers, in which `change` was called with each tensor or :class:`Sent`."""
+    if isinstance(value, (torch.Tensor, Sent)):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _mapped(child, change) for key, child in value.items()}
+        return {key: mapped(child, change) for key, child in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(child, change) for child in value))
+        return type(value)(*(mapped(child, change) for child in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(child, change) for child in value)
+        return type(value)(mapped(child, change) for child in value)
     return value
 
 
 def copied(value: Any, device: str | None = None) -> Any:
     """With a copy of each plain tensor, on `device` or its own; ShardTensors stay."""
-    return _mapped(value, lambda t: t if isinstance(t, ShardTensor) else t.detach().to(device or t.device, copy=True))
+    return mapped(value, lambda t: t if isinstance(t, ShardTensor) else t.detach().to(device or t.device, copy=True))
 
 
 def _described(value: Any) -> Any:
-    return _mapped(value, lambda t: _Sent(_dense(t)))
+    return mapped(value, lambda t: Sent(_dense(t)))
 
 
-def _sent_in(value: Any) -> list[_Sent]:
-    found: list[_Sent] = []
-    _mapped(value, found.append)
+def _sent_in(value: Any) -> list[Sent]:
+    found: list[Sent] = []
+    mapped(value, found.append)
     return found
 
 
 def _filled_in(value: Any, tensors: Any) -> Any:
-    return _mapped(value, lambda _: next(tensors))
+    return mapped(value, lambda _: next(tensors))

@@ -146,7 +146,8 @@ class _Convert:
             return
         config: Any = settings.state_dict_config
         if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-            make_whole(engine._runtime, found, config.rank0_only, config.offload_to_cpu, "model.state_dict")
+            rank0_only, offload = config.rank0_only, config.offload_to_cpu
+            make_whole(engine._runtime, found, rank0_only, offload, "model.state_dict", prefix=prefix)
             return
         for key, value in found.items():
             if isinstance(value, ShardTensor):

@@ -10,7 +10,7 @@ import torch
 
 from .errors import NeedsGatherError, ShardError, UnitStateError
 from .leaf import own_grad
-from .optim import is_torchs
+from .optim import COUNTERS, is_torchs
 from .shard_tensor import ShardTensor
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ _REFUSED = (
         "passes the addresses of whole parameters to its kernels. Use torch.optim's class of the same name",
     ),
 )
-
-_COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})  # 0-dim state of torch.optim's classes
 
 
 def check_class(optimizer: Any, rank: int) -> None:
@@ -140,7 +138,7 @@ def shard_state(optimizer: Any, runtime: Runtime) -> None:
                 continue
             for key, value in own.items():
                 # Counters are whole on every rank.
-                if type(value) is not torch.Tensor or key in _COUNTERS or value.shape != p._spec.shape:
+                if type(value) is not torch.Tensor or key in COUNTERS or value.shape != p._spec.shape:
                     continue
                 unit = p._unit_ref() if p._unit_ref is not None else None
                 if unit is None or unit.runtime is not runtime or unit.is_summoned:

@@ -36,6 +36,8 @@ FLOORS: Mapping[str, str] = MappingProxyType(
     {
         "torch": MIN_TORCH,
         "packaging": "23.0",
+        "tqdm": "4.60",
+        "safetensors": "0.4.3",
         "lightning": "2.6",
         "pytorch-lightning": "2.6",
         "transformers": "5.0",
@@ -49,6 +51,8 @@ TESTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "torch": ("2.13.0",),
         "packaging": ("26.3",),
+        "tqdm": ("4.70.1",),
+        "safetensors": ("0.8.0",),
         "lightning": ("2.6.6",),
         "pytorch-lightning": ("2.6.6",),
         "transformers": ("5.23.0",),

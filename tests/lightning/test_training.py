@@ -239,8 +239,9 @@ def test_fit_validate_test_and_predict_in_any_order(rank, world_size, namespace)
         found.append(t.test(module, data, verbose=False)[0]["test"])
         return module, found
 
-    expected, (val, fitted, test, predicted, again) = run(single(namespace), 1)
-    module, found = run(trainer(namespace, world_size), world_size)
+    # Double precision: two ranks add in another order.
+    expected, (val, fitted, test, predicted, again) = run(single(namespace, precision="64-true"), 1)
+    module, found = run(trainer(namespace, world_size, precision="64-true"), world_size)
     assert found[0] == pytest.approx(val) and found[1] == pytest.approx(fitted)
     assert found[2] == pytest.approx(test) and found[4] == pytest.approx(again)
     torch.testing.assert_close(found[3], predicted[rank::world_size])

@@ -1,13 +1,15 @@
-"""Checkpoints: sharded, written by all ranks, loaded on any number of them.
+"""Checkpoints: sharded, written by all ranks, or full, in the files of plain torch; loaded on any number of ranks.
 
-:func:`save` and :func:`load` are ``engine.save`` and ``engine.load``. What is on disk is torch.distributed.checkpoint's format
-with a manifest beside it; :mod:`.folder` says how it gets there in one step.
+:func:`save`, :func:`save_full` and :func:`load` are the engine's. What a sharded one is on disk is torch.distributed.checkpoint's
+format with a manifest beside it; a full one is a file of ``torch.save``, or safetensors. :mod:`.folder` says how it gets there in
+one step.
 """
 
 from __future__ import annotations
 
+from .full_save import save_full
 from .pending import PendingSave
 from .sharded_load import load
 from .sharded_save import save, save_contents
 
-__all__ = ["PendingSave", "load", "save", "save_contents"]
+__all__ = ["PendingSave", "load", "save", "save_contents", "save_full"]

@@ -19,7 +19,6 @@ import collections
 import functools
 import io
 import pickle
-import struct
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -28,16 +27,12 @@ from typing import Any
 import torch
 
 from ..layout import contiguous_stride
+from .archive import ALIGNMENT, Member, end_of_archive
 
-__all__ = ["ALIGNMENT", "Blob", "crc_of_part", "tensor_blob"]
+__all__ = ["ALIGNMENT", "Blob", "Pickler", "Rebuilt", "Template", "crc_of_part", "template", "tensor_blob"]
 
-ALIGNMENT = 64
-"""Bytes to which values are aligned in the file, so that they can be mapped."""
-
-_ROOT = "archive"
-_FLAGS = 0x808  # checksum and sizes follow the values; names are UTF-8
-_BIG = 0xFFFFFFFF
-_DATE = (0, 33)  # 1980-01-01
+_BEHIND = ("version", ".data/serialization_id")
+"""Members that torch puts behind the values."""
 
 
 @dataclass(frozen=True)
@@ -51,94 +46,35 @@ class Blob:
 
     head: bytes
     nbytes: int
-    _before: tuple[_Member, ...]
-    _after: tuple[_Member, ...]
+    _before: tuple[Member, ...]
+    _after: tuple[tuple[str, bytes], ...]
     _local: int  # where the header of data/0 is
 
     def tail(self, crc: int) -> bytes:
         """Bytes behind the values, given their CRC-32."""
-        data = _Member("data/0", self._local, self.nbytes, crc, b"")
-        out = bytearray(data.descriptor())
+        data = Member("data/0", self._local, self.nbytes, crc)
         at = len(self.head) + self.nbytes
-        after = []
-        for member in self._after:
-            placed = _Member(member.name, at + len(out), member.size, member.crc, member.content)
-            out += placed.local() + placed.content + placed.descriptor()
-            after.append(placed)
-        start = at + len(out)
-        directory = b"".join(m.entry() for m in (*self._before, data, *after))
-        out += directory + _end(len(self._before) + 1 + len(after), len(directory), start)
-        return bytes(out)
+        out = bytearray(data.descriptor())
+        members = [*self._before, data]
+        for name, content in self._after:
+            member = Member(name, at + len(out), len(content), zlib.crc32(content))
+            out += member.local(aligned=False) + content + member.descriptor()
+            members.append(member)
+        return bytes(out + end_of_archive(members, at + len(out)))
 
 
 def tensor_blob(shape: torch.Size, dtype: torch.dtype) -> Blob:
     """The surroundings of a row-major tensor's values. Not collective."""
-    template = _template(dtype)
-    before: list[_Member] = []
+    kind = template(dtype)
+    before: list[Member] = []
     head = bytearray()
-    for name, content in (("data.pkl", template.pickle(shape)), *template.members):
-        if name in ("version", ".data/serialization_id"):
-            continue
-        member = _Member(name, len(head), len(content), zlib.crc32(content), content)
-        head += member.local() + content + member.descriptor()
+    for name, content in (("data.pkl", kind.pickle(shape)), *kind.members_before):
+        member = Member(name, len(head), len(content), zlib.crc32(content))
+        head += member.local(aligned=False) + content + member.descriptor()
         before.append(member)
-    numel = shape.numel()
-    data = _Member("data/0", len(head), numel * dtype.itemsize, 0, b"")
-    start = len(head) + len(data.local())
-    head += data.local(padding=(start // ALIGNMENT + 1) * ALIGNMENT - start)
-    after = tuple(
-        _Member(name, 0, len(content), zlib.crc32(content), content)
-        for name, content in template.members
-        if name in ("version", ".data/serialization_id")
-    )
-    return Blob(bytes(head), data.size, tuple(before), after, data.offset)
-
-
-# -- the archive ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Member:
-    name: str
-    offset: int
-    size: int
-    crc: int
-    content: bytes
-
-    def _path(self) -> bytes:
-        return f"{_ROOT}/{self.name}".encode()
-
-    def local(self, padding: int | None = None) -> bytes:
-        """The header before the content; with `padding` (at least 4) so many bytes longer, as torch's own reader expects it."""
-        small = self.size < _BIG
-        extra = b"" if small else struct.pack("<HHQQ", 1, 16, self.size, self.size)
-        if padding is not None:
-            padding += ALIGNMENT if padding < 4 else 0
-            extra += struct.pack("<HH", 0x4246, padding - 4) + b"Z" * (padding - 4)
-        size = self.size if small else _BIG
-        path = self._path()
-        fixed = struct.pack("<4sHHHHHIIIHH", b"PK\3\4", 45, _FLAGS, 0, *_DATE, 0, size, size, len(path), len(extra))
-        return fixed + path + extra
-
-    def descriptor(self) -> bytes:
-        return struct.pack("<4sIII" if self.size < _BIG else "<4sIQQ", b"PK\7\x08", self.crc, self.size, self.size)
-
-    def entry(self) -> bytes:
-        wide = [value for value in (self.size, self.size, self.offset) if value >= _BIG]
-        extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
-        size, offset, path = min(self.size, _BIG), min(self.offset, _BIG), self._path()
-        fixed = struct.pack(
-            "<4sHHHHHHIIIHH", b"PK\1\2", 45, 45, _FLAGS, 0, *_DATE, self.crc, size, size, len(path), len(extra)
-        )
-        return fixed + struct.pack("<HHHII", 0, 0, 0, 0, offset) + path + extra
-
-
-def _end(count: int, size: int, start: int) -> bytes:
-    out = b""
-    if start >= _BIG:
-        out = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, start)
-        out += struct.pack("<4sIQI", b"PK\6\7", 0, start + size, 1)
-    return out + struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, count, count, size, min(start, _BIG), 0)
+    data = Member("data/0", len(head), shape.numel() * dtype.itemsize)
+    head += data.local()
+    return Blob(bytes(head), data.size, tuple(before), kind.members_behind, data.offset)
 
 
 # -- what torch.save writes -------------------------------------------------------------------------------------------
@@ -151,7 +87,7 @@ class _Storage:
         self.pid = pid
 
 
-class _Rebuilt:
+class Rebuilt:
     """Stands for a tensor in a pickle: the function that makes it, and its arguments."""
 
     def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
@@ -170,42 +106,55 @@ class _Reader(pickle.Unpickler):
         return functools.partial(_rebuilt, found) if name.startswith("_rebuild_tensor") else found
 
 
-def _rebuilt(function: Any, *args: Any) -> _Rebuilt:
-    return _Rebuilt(function, args)
+def _rebuilt(function: Any, *args: Any) -> Rebuilt:
+    return Rebuilt(function, args)
 
 
-class _Writer(pickle.Pickler):
+class Pickler(pickle.Pickler):
+    """Writes what :class:`Rebuilt` stands for."""
+
     def persistent_id(self, obj: Any) -> Any:
         return obj.pid if isinstance(obj, _Storage) else None
 
 
-class _Template:
-    """An archive of an empty tensor, taken apart."""
+class Template:
+    """An archive of an empty tensor of some dtype, taken apart.
+
+    Attributes:
+        members_before, members_behind: names and contents of the small members before and behind the values.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         file = io.BytesIO()
         torch.save(torch.empty(0, dtype=dtype), file)
         archive = zipfile.ZipFile(file)
         contents = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
-        self.tensor: _Rebuilt = _Reader(io.BytesIO(contents.pop("data.pkl"))).load()
+        self.tensor: Rebuilt = _Reader(io.BytesIO(contents.pop("data.pkl"))).load()
         del contents["data/0"]
-        self.members = tuple(contents.items())
+        self.members_before = tuple(item for item in contents.items() if item[0] not in _BEHIND)
+        self.members_behind = tuple(item for item in contents.items() if item[0] in _BEHIND)
         self.itemsize = dtype.itemsize
 
-    def pickle(self, shape: torch.Size) -> bytes:
+    def rebuilt(self, shape: torch.Size, key: str = "0", repeated: bool = False) -> Rebuilt:
+        """A row-major tensor in a pickle whose values are the member ``data/<key>``; `repeated`: that has only one."""
         storage, _offset, _shape, _stride, grad, _hooks, *rest = self.tensor.args
-        kind, cls, key, location, _size = storage.pid
-        numel = shape.numel() * (self.itemsize if cls is torch.UntypedStorage else 1)
+        kind, cls, _key, location, _size = storage.pid
+        numel = (1 if repeated else shape.numel()) * (self.itemsize if cls is torch.UntypedStorage else 1)
         own = _Storage((kind, cls, key, location, numel))
-        args = (own, 0, tuple(shape), contiguous_stride(shape), grad, collections.OrderedDict(), *rest)
+        stride = (0,) * len(shape) if repeated else contiguous_stride(shape)
+        args = (own, 0, tuple(shape), stride, grad, collections.OrderedDict(), *rest)
+        return Rebuilt(self.tensor.function, args)
+
+    def pickle(self, shape: torch.Size) -> bytes:
+        """The pickle of an archive that holds only that tensor."""
         file = io.BytesIO()
-        _Writer(file, protocol=2).dump(_Rebuilt(self.tensor.function, args))
+        Pickler(file, protocol=2).dump(self.rebuilt(shape))
         return file.getvalue()
 
 
 @functools.lru_cache(maxsize=64)
-def _template(dtype: torch.dtype) -> _Template:
-    return _Template(dtype)
+def template(dtype: torch.dtype) -> Template:
+    return Template(dtype)
 
 
 # -- checksums --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """What this package needs of torch.distributed.checkpoint beyond its public interface, in one place.
 
-Tested with torch 2.13.
+Tested with torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -85,14 +85,31 @@ def load_metadata(file: IO[bytes], path: str) -> Metadata:
     Raises:
         CheckpointError: it is damaged, or asks for a class that is not DCP's; names it.
     """
+    before = {cls: dict(vars(cls)) for cls in set(_CLASSES.values()) if isinstance(cls, type)}
     try:
         found = _Unpickler(file, path).load()
     except CheckpointError:
         raise
     except Exception as error:
         raise CheckpointError(f"{path} is damaged, so nothing was loaded: {type(error).__name__}: {error}") from error
+    finally:
+        changed = [cls.__name__ for cls, attributes in before.items() if _restored(cls, attributes)]
+    if changed:
+        raise CheckpointError(f"{path} changes the class {changed[0]}, which no checkpoint's metadata does: refused.")
     if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
         raise CheckpointError(f"{path} holds {type(found).__name__} in place of DCP's metadata; nothing was loaded.")
     if getattr(found, "storage_meta", None) is None:
         found.storage_meta = StorageMeta()
     return found
+
+
+def _restored(cls: type, attributes: dict[str, Any]) -> bool:
+    """Undo what a pickle did to a class, which it can name in place of an object; whether there was anything."""
+    now = dict(vars(cls))
+    different = [name for name in now.keys() | attributes.keys() if now.get(name, cls) is not attributes.get(name, cls)]
+    for name in different:
+        if name in attributes:
+            setattr(cls, name, attributes[name])
+        else:
+            delattr(cls, name)
+    return bool(different)

@@ -24,7 +24,9 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -40,6 +42,7 @@ PROBE = ".probe"
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|previous)-[0-9a-f]{16}")
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
 _AT_FDCWD = -100
+_DAY = 86400.0
 
 
 class Saving:
@@ -49,19 +52,21 @@ class Saving:
         self.path, self.nonce, self._lock = path, nonce, lock
 
     @classmethod
-    def begin(cls, target: Path, nonce: str) -> Saving:
+    def begin(cls, target: Path, nonce: str, refuse: Callable[[Path], None] | None = None) -> Saving:
         """Make a directory beside `target`, and its parents; remove what dead saves have left there.
 
         Args:
             target: where the checkpoint will be.
             nonce: sixteen hexadecimal digits, never used before.
+            refuse: raises where what is at the target must not be replaced; by default where it is no checkpoint.
 
         Raises:
-            CheckpointError: what is at the target is no checkpoint, and would be lost.
+            CheckpointError: what is at the target would be lost.
             OSError: the directory can't be made.
         """
-        _refuse_to_replace(target)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        _refuse_to_lose_the_ground(target)
+        (refuse or _refuse_to_replace)(target)
+        _make_parents(target.parent)
         tidy(target)
         path = hidden(target, nonce)
         path.mkdir()
@@ -98,6 +103,25 @@ def sees(path: Path, nonce: str) -> bool:
         return (path / PROBE).read_text() == nonce
     except OSError:
         return False
+
+
+def _refuse_to_lose_the_ground(target: Path) -> None:
+    """The old directory is deleted in the end, and with it whatever runs in it loses its working directory."""
+    with contextlib.suppress(FileNotFoundError):
+        here = Path.cwd()
+        if target in (here, *here.parents):
+            raise CheckpointError(
+                f"{target} is the working directory, or above it; a checkpoint takes the place of its directory. Give another "
+                "path, for example a directory inside it."
+            )
+
+
+def _make_parents(folder: Path) -> None:
+    """Make a directory and those above it, durably."""
+    missing = [p for p in (folder, *folder.parents) if not p.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync(path.parent)
 
 
 def _refuse_to_replace(target: Path) -> None:
@@ -137,29 +161,43 @@ def commit(saving: Saving, target: Path) -> None:
     sync(saving.path)
     if not os.path.lexists(target):
         os.rename(saving.path, target)
-    elif not _exchange(saving.path, target):
-        os.rename(target, _aside(target, saving.nonce))
-        os.rename(saving.path, target)
+    else:
+        _take_over(target, saving.path)
+        if not _exchange(saving.path, target):
+            aside = _aside(target, saving.nonce)
+            os.rename(target, aside)
+            try:
+                os.rename(saving.path, target)
+            except OSError:
+                os.rename(aside, target)
+                raise
     sync(target.parent)
     # Not before: without it another program's save beside this one would take it for one that died.
     with contextlib.suppress(OSError):
         (target / PROBE).unlink()
 
 
+def _take_over(target: Path, new: Path) -> None:
+    """Give the new directory the old one's mode and group, which may let others in."""
+    with contextlib.suppress(OSError):
+        found = target.stat()
+        if hasattr(os, "chown"):
+            with contextlib.suppress(OSError):
+                os.chown(new, -1, found.st_gid)
+        os.chmod(new, stat.S_IMODE(found.st_mode))
+
+
 def _aside(target: Path, nonce: str) -> Path:
     return target.parent / f".{target.name}.previous-{nonce}"
 
 
-def discard(target: Path, nonce: str, rank: int = 0, ranks: int = 1) -> None:
-    """Delete what was at the target before a commit; what `rank` 0 does suffices, but large files take their time."""
+def discard(target: Path, nonce: str) -> None:
+    """Delete what was at the target before a commit.
+
+    By the process that committed and no other: another node's may still see, under the hidden name, what has been renamed.
+    """
     for old in (hidden(target, nonce), _aside(target, nonce)):
-        if ranks > 1 and old.is_dir() and not old.is_symlink():
-            with contextlib.suppress(OSError):
-                for name in sorted(os.listdir(old))[rank::ranks]:
-                    with contextlib.suppress(OSError):
-                        (old / name).unlink()
-        if rank == 0:
-            _delete(old)
+        _delete(old)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -182,9 +220,7 @@ def _delete(path: Path) -> None:
         if path.is_symlink() or path.is_file():
             path.unlink()
         elif path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)  # other ranks may be at it
-            if path.is_dir():
-                shutil.rmtree(path)
+            shutil.rmtree(path)
     except OSError as error:
         logger.warning("%s could not be removed (%s); the next save beside it tries again", path, error)
 
@@ -195,14 +231,17 @@ def _delete(path: Path) -> None:
 def tidy(target: Path) -> None:
     """Remove the hidden directories of saves that died, and give an old checkpoint its name back if it has lost it.
 
-    Saves to other names in the same directory may be another program's, and just beginning: theirs must be a minute old.
+    Saves to other names in the same directory may be another program's, and at work on a file system whose locks are those of
+    one node: what is theirs must be a day old.
     """
     for path, match in _hidden(target.parent):
         own = target.parent / match["name"]
+        if own != target and _age(path) < _DAY:
+            continue
         if match["kind"] == "previous" and not os.path.lexists(own):
             with contextlib.suppress(OSError):
                 os.rename(path, own)
-        elif (own == target or _age(path) > 60) and _is_dead(path):
+        elif _is_dead(path, unsure=own == target):
             _delete(path)
 
 
@@ -222,18 +261,20 @@ def _hidden(parent: Path) -> list[tuple[Path, re.Match[str]]]:
     return [(path, match) for path, match in matches if match is not None]
 
 
-def _is_dead(path: Path) -> bool:
-    """Whether no process holds the lock of a directory that was being written."""
+def _is_dead(path: Path, unsure: bool) -> bool:
+    """Whether no process holds the lock of a directory that was being written; `unsure` where that can't be told."""
     try:
         fd = os.open(path / PROBE, os.O_RDWR)
-    except OSError:
+    except FileNotFoundError:
         return True
+    except OSError:
+        return unsure
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks: whoever saves to this place is the only one
-        return True
+    except OSError:  # a file system without locks
+        return unsure
     finally:
         os.close(fd)
     return True
@@ -248,7 +289,8 @@ def find(target: Path) -> Path:
     if os.path.lexists(target):
         return target
     for path, match in _hidden(target.parent):
-        if match["name"] == target.name and match["kind"] == "previous" and (path / MANIFEST).exists():
+        whole = any((path / name).exists() for name in (MANIFEST, METADATA))
+        if match["name"] == target.name and match["kind"] == "previous" and whole:
             return path
     raise CheckpointError(f"there is no checkpoint at {target}.")
 
@@ -257,15 +299,16 @@ def find(target: Path) -> Path:
 
 
 def pattern(name: str) -> re.Pattern[str] | None:
-    """What the names of a checkpoint's siblings look like: the same but for the numbers. None for a name without a number."""
-    parts = re.split(r"\d+", name)
-    return re.compile(r"\d+".join(map(re.escape, parts))) if len(parts) > 1 else None
+    """What the names of a checkpoint's siblings look like: the same but for the last number, since others may tell models and
+    runs apart. None for a name without a number."""
+    found = re.fullmatch(r"(.*?)\d+(\D*)", name, re.DOTALL)
+    return re.compile(rf"{re.escape(found[1])}\d+{re.escape(found[2])}") if found is not None else None
 
 
 def prune(target: Path, keep: int) -> list[Path]:
     """Delete the oldest siblings of a checkpoint that is whole, so that `keep` remain with it. Returns what was deleted.
 
-    Only directories are looked at whose name is like the target's but for the numbers, and which have a manifest.
+    Only directories are looked at whose name is like the target's but for the last number, and which have a manifest.
     """
     alike = pattern(target.name)
     siblings: list[tuple[float, str, Path]] = []

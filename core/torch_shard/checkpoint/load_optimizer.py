@@ -14,7 +14,7 @@ from .contents import Source, param_names
 from .saved import SavedOptimizer, optimizer_entries, place
 from .source import Checkpoint
 
-__all__ = ["OptimizerLoad", "keep_as_saved"]
+__all__ = ["OptimizerLoad"]
 
 
 class OptimizerLoad:
@@ -27,21 +27,32 @@ class OptimizerLoad:
         self,
         checkpoint: Checkpoint,
         sources: Sequence[Source],
-        path: tuple[str, ...],
+        what: str,
         optimizers: Sequence[Any],
         number: int,
+        names: dict[int, str],
+        saved: SavedOptimizer | None,
     ) -> None:
         self.checkpoint, self.optimizer, self.number = checkpoint, optimizers[number], number
         self.runtime = _runtime_of(sources, self.optimizer)
-        self.what = ".".join(path)
-        everyone = [param_names(sources, o) for o in optimizers]
-        self.names = everyone[number]
-        self.saved = optimizer_entries(checkpoint.metadata, path, {n for names in everyone for n in names.values()})
+        self.what, self.names, self.saved = what, names, saved
         # Several optimizers without names are saved as one, group behind group.
         self.first = sum(len(o.param_groups) for o in optimizers[:number])
         self.alone = len(optimizers) == 1
         self.given: dict[str, Any] = {"state": {}, "param_groups": []}
         self.entries: dict[str, dict[tuple[Any, ...], str]] = {}
+
+    @classmethod
+    def of(
+        cls, checkpoint: Checkpoint, sources: Sequence[Source], path: tuple[str, ...], optimizers: Sequence[Any]
+    ) -> list[OptimizerLoad]:
+        """Those that are saved in one place."""
+        everyone = [param_names(sources, optimizer) for optimizer in optimizers]
+        saved = optimizer_entries(checkpoint.metadata, path, {n for names in everyone for n in names.values()})
+        return [
+            cls(checkpoint, sources, ".".join(path), optimizers, number, names, saved)
+            for number, names in enumerate(everyone)
+        ]
 
     # -- comparing ----------------------------------------------------------------------------------------------
     def small(self) -> list[str]:
@@ -105,7 +116,8 @@ class OptimizerLoad:
             for path, full in entries.items():
                 place(group, path, known[full])
             params = group.setdefault("params", [])
-            if saved.numbered or all(isinstance(n, int) for n in params):
+            # Names may look like numbers, so what the group says counts where it says it.
+            if all(isinstance(n, int) for n in params) if params else saved.numbered:
                 names = live[i] if i < len(live) else []
                 group["numbers"] = params
                 group["params"] = names if len(names) == len(params) else [f"parameter {n}" for n in params]
@@ -152,6 +164,8 @@ class OptimizerLoad:
         Call on all ranks, after they agreed."""
         self.elsewhere = owned_state.elsewhere(self.runtime, self.optimizer, self.names, self.given["state"])
         found: dict[str, torch.Tensor] = {}
+        manifest = self.checkpoint.manifest
+        whole = frozenset(() if manifest is None else manifest.whole)
         for p in self._params():
             name = self.names[id(p)]
             if self.elsewhere.get(id(p), False):
@@ -161,11 +175,11 @@ class OptimizerLoad:
                 if saved is None:
                     continue
                 kept = self._dtype(p, path, saved.properties.dtype, saved_dtypes.get(name), dtype)
-                sharded = isinstance(p, ShardTensor) and id(p) not in self.elsewhere and path[-1] != "step"
+                cut = full not in whole and id(p) not in self.elsewhere and named_state.is_cut(p, path[-1], saved.size)
                 live = self._own(p, path) if in_place else None
                 if live is not None and live.shape == saved.size and live.dtype == kept:
                     found[full] = live
-                elif sharded and saved.size == p.shape:
+                elif cut:
                     found[full] = ShardTensor(torch.empty(p._spec.length, dtype=kept), p._spec)
                 else:
                     found[full] = torch.empty(saved.size, dtype=kept)
@@ -210,19 +224,7 @@ class OptimizerLoad:
                         place(state[number], path, _on(values[full], p.device, path))
                 number += 1
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-        keep_as_saved(self.optimizer, state)
-
-
-def keep_as_saved(optimizer: Any, state: Mapping[Any, Any]) -> None:
-    """Put back what ``load_state_dict`` has changed of `state`, by number. Local.
-
-    torch casts state to the parameter's dtype when it loads, and makes generators of strings in tuples.
-    """
-    for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        for key, value in state.get(number, {}).items():
-            live = optimizer.state.get(p, {}).get(key)
-            if not isinstance(value, torch.Tensor) or isinstance(live, torch.Tensor) and live.dtype != value.dtype:
-                optimizer.state[p][key] = value
+        named_state.keep_as_saved(self.optimizer, state)
 
 
 def _runtime_of(sources: Sequence[Source], optimizer: Any) -> Runtime:

@@ -6,6 +6,7 @@ of the parameters, and for every file its size and checksums::
     {"crc32": "89abcdef", "manifest": {
       "format": "torch-shard checkpoint", "version": 1, "id": ..., "saved_at": seconds since 1970,
       "torch": ..., "torch_shard": ..., "world_size": ..., "strategy": ...,
+      "whole": [entries of optimizer state that have their parameter's shape, but are not cut as it is],
       "units": [{"name": ..., "parameters": [names]}],
       "parameters": [{"name": ..., "shape": [...], "dtype": "float32", "trainable": true}],
       "module_versions": {...},
@@ -22,7 +23,7 @@ import json
 import os
 import time
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ class Manifest:
     parameters: tuple[dict[str, Any], ...]
     module_versions: dict[str, dict[str, Any]]
     files: dict[str, FileRecord]
+    whole: tuple[str, ...] = ()
     torch: str = torch.__version__
     torch_shard: str = __version__
     saved_at: float = field(default_factory=time.time)
@@ -149,9 +151,10 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
             )
             for name, record in inner["files"].items()
         }
-        return Manifest(
-            **{**inner, "files": files, "units": tuple(inner["units"]), "parameters": tuple(inner["parameters"])}
-        )
+        lists = {name: tuple(inner.get(name, ())) for name in ("units", "parameters", "whole")}
+        # A later release may say more within one version.
+        known = {each.name: inner[each.name] for each in fields(Manifest) if each.name in inner}
+        return Manifest(**{**known, **lists, "files": files})
     except Exception as error:
         raise CheckpointError(
             f"{path} is damaged ({type(error).__name__}: {error}). Load an earlier checkpoint."

@@ -39,7 +39,8 @@ def each(runtime: Runtime, what: str, function: Callable[[], T], nonce: str = ""
     error: Exception | None = None
     result: Any = None
     meeting = meeting_of(runtime, nonce)
-    with _at_work(meeting):
+    agreement = runtime.agreement
+    with _at_work(meeting), agreement.unnoted() if agreement is not None else contextlib.nullcontext():
         try:
             result = function()
         except OSError as problem:

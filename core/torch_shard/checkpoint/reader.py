@@ -1,7 +1,7 @@
 """Reading a checkpoint of this package: every byte that is used has been verified, and no others are read.
 
 A rank that needs a part of an entry reads the blocks that hold it (4 MiB each) and continues the file's running checksum from
-the mark before them. What has been verified once is not verified again while the file stays open.
+the mark before them. What was verified ahead (:meth:`CheckedFile.verify`) is compared with a faster sum when it is read.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CheckedFile:
     def __init__(self, folder: Path, name: str, record: FileRecord) -> None:
         self.folder, self.name, self.record = folder, name, record
         self._positions = [position for position, _ in record.marks]
-        self._verified = bytearray(len(record.marks))  # of each block, whether
+        self._sums: dict[tuple[int, int], int] = {}  # of what was verified ahead
         self._buffer = bytearray()
         try:
             self._fd = os.open(folder / name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
@@ -97,30 +97,35 @@ class CheckedFile:
             CheckpointError: a block that holds some of them is not as it was written; names what lies there.
         """
         for i, first, last in self._blocks(start, stop):
-            part = into[: min(stop, last) - max(start, first)]
-            if self._verified[i]:
-                self._fill(part, max(start, first))
-            elif len(part) == last - first:
+            low, high = max(start, first), min(stop, last)
+            part = into[: high - low]
+            known = self._sums.get((low, high))
+            if known is not None:
+                self._fill(part, low)
+                if _fast_sum(part) != known:
+                    raise self._damaged(low, high)
+            elif high - low == last - first:
                 self._fill(part, first)
                 self._check(i, part)
             else:
                 block = self._scratch(last - first)
                 self._fill(block, first)
                 self._check(i, block)
-                part[:] = block[max(start - first, 0) :][: len(part)]
-            into = into[len(part) :]
+                part[:] = block[low - first : high - first]
+            into = into[high - low :]
 
     def verify(self, start: int, stop: int) -> None:
-        """Read the blocks that hold bytes ``[start, stop)``, and keep nothing but that they are as they were written.
+        """Look at the blocks that hold bytes ``[start, stop)``, for a later :meth:`read` of just these.
 
         Raises:
-            CheckpointError: one of them is not; names what lies there.
+            CheckpointError: one of them is not as it was written; names what lies there.
         """
         for i, first, last in self._blocks(start, stop):
-            if not self._verified[i]:
-                block = self._scratch(last - first)
-                self._fill(block, first)
-                self._check(i, block)
+            low, high = max(start, first), min(stop, last)
+            block = self._scratch(last - first)
+            self._fill(block, first)
+            self._check(i, block)
+            self._sums[low, high] = _fast_sum(block[low - first : high - first])
 
     def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Number and bounds of each block that holds some of the bytes."""
@@ -135,7 +140,6 @@ class CheckedFile:
         (first, crc), (last, expected) = self.record.marks[i : i + 2]
         if zlib.crc32(block, crc) != expected:
             raise self._damaged(first, last)
-        self._verified[i] = True
 
     def _scratch(self, size: int) -> memoryview:
         # Kept: new memory costs more than the checksum.
@@ -157,6 +161,13 @@ class CheckedFile:
             f"{self.folder / self.name} is damaged: bytes [{first}, {last}), which hold {what}, differ from what was written "
             "(checksum). Nothing was loaded. Load an earlier checkpoint."
         )
+
+
+def _fast_sum(block: memoryview) -> int:
+    """Tells whether bytes that were right a moment ago are still the same; several times as fast as a CRC."""
+    words = len(block) // 8 * 8 if len(block) >= 1 << 16 else 0
+    total = int(torch.frombuffer(block[:words], dtype=torch.int64).sum()) if words else 0
+    return hash((total, zlib.crc32(block[words:])))
 
 
 def damaged_parts(folder: Path, manifest: Manifest, files: Iterable[str] | None = None) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,28 +15,35 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from ..errors import CheckpointError
 from ..runtime import Runtime
+from ..shard_tensor import ShardTensor
 from .contents import EXTRA, OPTIMIZER
-from .phases import each, gather, scatter
+from .phases import broadcast, each, gather, scatter
 from .writer import ShardWriter
 
 __all__ = ["SavePlanner", "agree_on_plan"]
 
 
 class SavePlanner(DefaultSavePlanner):
-    """torch's planner, with three differences: `extra` is one object, entries keep the order of the state dicts, and what is
-    not sharded comes from the lowest rank that has it, since ranks need not agree on buffers."""
+    """torch's planner, with these differences: what its names can't express is one object, entries keep the order of the state
+    dicts, and what is not sharded comes from the lowest rank that has it, since ranks need not agree on buffers."""
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        rest = {key: value for key, value in state_dict.items() if key != EXTRA}
-        super().set_up_planner(rest, storage_meta, is_coordinator)
-        for path, value in _empty_in(rest, ()):
-            self.state_dict.setdefault(".".join(map(str, path)), value)
-            self.mappings.setdefault(".".join(map(str, path)), path)
-        if EXTRA in state_dict:
-            self.state_dict[EXTRA] = state_dict[EXTRA]
-            self.mappings[EXTRA] = (EXTRA,)
+        super().set_up_planner(_expressible(state_dict, ()), storage_meta, is_coordinator)
+
+    def own_part(self, plan: SavePlan, of_rank_0: bytes) -> SavePlan:
+        """A local plan without what rank 0 will write anyway, where it has the same entries: all ranks' would be as many
+        messages that say the same."""
+        if self.digest() != of_rank_0:
+            return plan
+        items = [item for item in plan.items if item.type == WriteItemType.SHARD]
+        return dataclasses.replace(plan, items=items, planner_data={})
+
+    def digest(self) -> bytes:
+        """Equal on ranks that have the same entries; ``extra`` is rank 0's in any case."""
+        names = [(name, path) for name, path in self.mappings.items() if path[0] != EXTRA]
+        return hashlib.sha256(repr(names).encode()).digest()
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         seen: set[str] = set()
@@ -66,24 +74,65 @@ class SavePlanner(DefaultSavePlanner):
         return _object_bytes(write_item.index.fqn, object)
 
 
-def _empty_in(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Empty dicts within values, which torch's planner leaves out."""
-    if not isinstance(value, Mapping):
-        return
-    inside = path[0] != OPTIMIZER or "state" in path[:-2] if path else False
-    if not value and inside and len(path) > 1:
-        yield path, {}
-    for key, child in value.items():
-        yield from _empty_in(child, (*path, str(key)))
+class _Object:
+    """A value that is written as one object, whatever torch's planner would make of it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _expressible(value: Any, path: tuple[str, ...]) -> Any:
+    """The same with one object in place of each container that would come back as another one: torch's planner leaves out empty
+    ones and makes strings of all keys."""
+    if path == (EXTRA,):
+        return _Object(value)
+    if isinstance(value, Mapping):
+        if not value and _is_value(path):
+            return _Object({})
+        if all(isinstance(key, str) for key in value):
+            return {key: _expressible(child, (*path, key)) for key, child in value.items()}
+        if any(True for _ in shards_in(value)):
+            odd = next(key for key in value if not isinstance(key, str))
+            raise CheckpointError(
+                f"{'.'.join(path)} has the key {odd!r}, and sharded tensors: such entries are saved by name, so that their keys "
+                "must be strings."
+            )
+        return _Object(dict(value))
+    if isinstance(value, list):
+        return [_expressible(child, (*path, str(i))) for i, child in enumerate(value)] or _Object([])
+    return value
+
+
+def _is_value(path: tuple[str, ...]) -> bool:
+    """Whether a dict at this place is a value, and not a level of the layout (a parameter without state, say)."""
+    if len(path) < 2:
+        return False
+    if path[0] != OPTIMIZER:
+        return True
+    return "state" in path[1:-2] or "param_groups" in path[1:-2]
+
+
+def shards_in(value: Any) -> Iterator[ShardTensor]:
+    """The ShardTensors within nested containers."""
+    if isinstance(value, ShardTensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for child in value.values():
+            yield from shards_in(child)
+    elif isinstance(value, (list, tuple)):
+        for child in value:
+            yield from shards_in(child)
 
 
 def _object_bytes(name: str, value: Any) -> io.BytesIO:
     """An object as torch.save has it; refused where it would not be loaded again."""
+    value = value.value if isinstance(value, _Object) else value
     file = io.BytesIO()
     try:
         torch.save(value, file)
         file.seek(0)
-        torch.load(file, weights_only=True)
+        if type(value) not in (int, float, bool, str, type(None)):  # which need no proof, and are most
+            torch.load(file, weights_only=True)
     except Exception as error:
         raise CheckpointError(
             f"{name} can't be saved: {_reason(error)} Checkpoints hold tensors, numbers, strings, lists, tuples and dicts, since "
@@ -111,7 +160,8 @@ def agree_on_plan(
         return writer.prepare_local_plan(planner.create_local_plan())
 
     own = each(runtime, what, local)
-    plans = gather(runtime, own, what)
+    digest = broadcast(runtime, planner.digest() if first else b"", what)
+    plans = gather(runtime, own if first else planner.own_part(own, digest), what)
 
     def everyone() -> tuple[list[SavePlan], Metadata] | None:
         if plans is None:

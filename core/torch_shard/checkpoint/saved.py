@@ -50,10 +50,14 @@ def model_entries(metadata: Metadata, path: tuple[str, ...], keys: Iterable[str]
     # The first of equals.
     base, wrapper = max(places, key=lambda place: sum("".join(place) + key in saved for key in keys))
     prefix = base + wrapper
-    if not prefix:  # anything else may lie beside the model
-        return SavedModel({key: key for key in keys if key in saved})
     found = SavedModel()
     paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    if not prefix:  # anything else may lie beside the model
+        found.entries = {key: key for key in keys if key in saved}
+        for full, parts in paths.items():
+            if full in saved and len(parts) > 1 and parts[0] in keys:
+                found.nested.setdefault(parts[0], {})[tuple(parts[1:])] = full
+        return found
     for full in saved:
         if full.startswith(prefix):
             parts = paths.get(full, ())[base.count(".") :]
@@ -88,7 +92,8 @@ class SavedOptimizer:
 
     @property
     def numbered(self) -> bool:
-        """Whether parameters are numbers, as in a plain ``optimizer.state_dict()``."""
+        """Whether the parameters of the state may be numbers, as in a plain ``optimizer.state_dict()``. So may names be, so what
+        the groups say counts where they say it."""
         return bool(self.state) and all(name.isdecimal() for name in self.state)
 
 
@@ -100,7 +105,7 @@ def optimizer_entries(metadata: Metadata, path: tuple[str, ...], names: Iterable
         path: where this package puts it.
         names: of the live parameters.
     """
-    bases = _OPTIMIZERS if len(path) == 1 else (".".join(path),)
+    bases = _OPTIMIZERS if path == (OPTIMIZER,) else (".".join(path),)
     saved = metadata.state_dict_metadata
     base = next((b for b in bases if any(n.startswith((f"{b}.state.", f"{b}.param_groups.")) for n in saved)), None)
     if base is None:

@@ -83,9 +83,7 @@ class _Load:
         self.entries = [model.entries for model in saved]
         self.nested = [model.nested for model in saved]
         self.optimizers = [
-            OptimizerLoad(checkpoint, sources, where, held, number)
-            for where, held in optimizers.entries
-            for number in range(len(held))
+            part for where, held in optimizers.entries for part in OptimizerLoad.of(checkpoint, sources, where, held)
         ]
         self.known: dict[str, Any] = {}
         self.tensors: dict[str, torch.Tensor] = {}
@@ -228,7 +226,13 @@ class _Load:
     def apply(self) -> None:
         """The optimizers; the models are loaded."""
         for part in self.optimizers:
-            part.apply(self.known)
+            try:
+                part.apply(self.known)
+            except Exception as error:  # the optimizer's own load_state_dict, or the user's hooks of it
+                raise StateDictError(
+                    f"{self.checkpoint.folder}: {part.what} could not be loaded, but the parameters have been; load again before "
+                    f"training goes on: {type(error).__name__}: {error}"
+                ) from error
 
 
 def _destination(live: Any, size: torch.Size, dtype: torch.dtype, in_place: bool) -> torch.Tensor:

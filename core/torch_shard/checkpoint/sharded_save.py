@@ -6,7 +6,7 @@ import functools
 import io
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,14 +114,14 @@ def _save(
                 target,
                 meeting_of(runtime, f"{nonce}/pending"),
                 write=lambda: work.write(plan, staged),
-                finish=lambda parts: work.finish(metadata, parts),
+                finish=functools.partial(work.finish_and_discard, metadata),
                 close=work.close,
             )
             return pending
         own = each(runtime, what, lambda: work.write(plan, work.planner), nonce=f"{nonce}/write")
         parts = gather(runtime, own, what)
-        each(runtime, what, lambda: None if parts is None else work.finish(metadata, parts), nonce=f"{nonce}/finish")
-        each(runtime, what, functools.partial(discard, target, nonce, me, work.world), nonce=f"{nonce}/discard")
+        finish = functools.partial(work.finish_and_discard, metadata)
+        each(runtime, what, lambda: None if parts is None else finish(parts), nonce=f"{nonce}/finish")
     finally:
         if pending is None:
             work.close(work.committed)
@@ -157,8 +157,8 @@ class _Save:
         results: list[WriteResult] = self.writer.write_data(plan, planner).wait()
         return self.writer.name, self.writer.record, results
 
-    def finish(self, metadata: Metadata | None, parts: list[_Part]) -> None:
-        """Rank 0: metadata and manifest, and the whole at its place; then, of what is not needed any more, what `keep` says."""
+    def finish_and_discard(self, metadata: Metadata | None, parts: list[_Part]) -> None:
+        """Rank 0: metadata and manifest, and the whole at its place; then what was there before, and what `keep` says, goes."""
         assert self.saving is not None and metadata is not None
         self.writer.finish(metadata, [results for _, _, results in parts])
         files = {name: record for name, record, _ in parts if record is not None}
@@ -169,18 +169,17 @@ class _Save:
             file.flush()
             os.fsync(file.fileno())
         commit(self.saving, self.target)
-        self.committed = True
+        self.committed = True  # whatever fails now is no reason to fail
+        discard(self.target, self.nonce)
         if self.keep is not None:
             try:
                 prune(self.target, self.keep)
-            except OSError as error:  # the new checkpoint is there, so that this is no reason to fail
+            except OSError as error:
                 logger.warning("older checkpoints beside %s could not be removed: %s", self.target, error)
 
     def close(self, done: bool) -> None:
-        """Let go; what was at the target before, or what was written in vain, is deleted."""
+        """Let go; without a checkpoint delete what was written in vain."""
         if self.saving is not None:
-            if done:
-                discard(self.target, self.nonce)
             self.saving.close(remove=not done)
 
 
@@ -213,7 +212,7 @@ class _Staged(torch_planner.SavePlanner):
 
 
 def _target(path: str | os.PathLike[str], keep: int | None) -> Path:
-    target = Path(os.path.abspath(os.fspath(path)))
+    target = Path(os.path.abspath(os.fsdecode(path)))
     if not target.name:
         raise ConfigError(f"path: {path!r} is no place for a checkpoint; give a directory of its own.")
     if keep is not None:
@@ -251,8 +250,34 @@ def _facts(engine: Any, sources: list[Source], contents: dict[str, Any]) -> dict
             for u in s.runtime.units
         ),
         "parameters": tuple(row for source in sources for row in _table(source)),
+        "whole": tuple(_whole_state(sources, contents)),
         "module_versions": {".".join(source.path): _versions(_entry(contents, source.path)) for source in sources},
     }
+
+
+def _whole_state(sources: list[Source], contents: dict[str, Any]) -> Iterator[str]:
+    """Entries of optimizer state that look as if they were cut like their parameter, but are not: each rank has all of them."""
+    shapes = {
+        source.prefix + name: p.shape
+        for source in sources
+        for unit in source.runtime.units
+        for name, p in zip(unit.names, unit.params, strict=True)
+    }
+
+    def within(value: Any, path: str, shape: torch.Size) -> Iterator[str]:
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, ShardTensor) and value.shape == shape:
+                yield path
+        elif isinstance(value, (dict, list)):
+            for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+                yield from within(child, f"{path}.{key}", shape)
+
+    optimizer = contents.get(OPTIMIZER, {})
+    several = {} if "param_groups" in optimizer else optimizer
+    for base, own in (several or {"": optimizer}).items():
+        for name, entries in own.get("state", {}).items():
+            if name in shapes:
+                yield from within(entries, ".".join(filter(None, (OPTIMIZER, base, "state", name))), shapes[name])
 
 
 def _entry(contents: dict[str, Any], path: tuple[str, ...]) -> Any:

@@ -1,0 +1,303 @@
+"""Loading a full checkpoint: mapped, compared, and then each rank copies its own slices out of the file.
+
+What is saved where differs: a state dict by itself, one of several entries, a Lightning checkpoint, optimizer state by name or by
+number. :func:`parts_of` finds it, and everything is compared before anything is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import full_state, named_state, owned_state
+from ..errors import CheckpointError, ConfigError, StateDictError
+from ..shard_tensor import ShardTensor
+from .contents import EXTRA, MODEL, OPTIMIZER, Optimizers
+from .full_files import FullFile, open_full
+from .phases import broadcast, each
+
+__all__ = ["load_full"]
+
+_MODELS = (MODEL, "state_dict", "model_state_dict")
+_OPTIMIZERS = (OPTIMIZER, "optimizer_states", "optimizer_state_dict", "optim")
+_WRAPPERS = ("module.", "_orig_mod.")
+
+
+def load_full(
+    engine: Any,
+    path: str | os.PathLike[str],
+    optimizer: Any = None,
+    *,
+    dtype: torch.dtype | None = None,
+    models: Mapping[str, Any] | None = None,
+) -> Any:
+    """Load into `engine`'s model; see :meth:`torch_shard.Engine.load`. Collective."""
+    runtime, what = engine._runtime, "engine.load"
+
+    def prepare() -> _Load:
+        engine.finish_saving()
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}.")
+        if models:
+            raise ConfigError(f"{path} is a full checkpoint, which holds one model; load it without models=.")
+        full_state.refuse_inside(runtime, what)
+        work = _Load(engine, open_full(path), Optimizers.of(optimizer), dtype)
+        work.compare()
+        return work
+
+    work = each(runtime, what, prepare, key=lambda found: (found.file.fingerprint(), dtype))
+    nonce = broadcast(runtime, secrets.token_hex(8), what)
+    each(runtime, what, work.read_optimizers, nonce=f"{nonce}/optimizers")
+    each(runtime, what, work.load_model, nonce=f"{nonce}/model")
+    runtime.parameters_changed()
+    return each(runtime, what, work.apply)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What of a file is what. ``optimizer`` is None where there is none."""
+
+    model: Mapping[str, Any]
+    optimizer: Any = None
+    extra: Any = None
+
+
+def parts_of(file: FullFile, keys: Sequence[str]) -> _Parts:
+    """Find model, optimizer and extra. `keys`: of the live model, by which a state dict is known."""
+    values = file.values
+    if not isinstance(values, Mapping):
+        raise CheckpointError(
+            f"{file.path} holds {type(values).__name__}, and no state dict. Nothing was loaded. Save a state dict."
+        )
+    known = set(keys)
+    places = [name for name in _MODELS if isinstance(values.get(name), Mapping)]
+    found = max(places, key=lambda name: _matches(values[name], known), default=None)  # the first of equals
+    if found is None or _matches(values, known) > _matches(values[found], known):
+        return _Parts(values)
+    optimizer = next((values[key] for key in _OPTIMIZERS if key in values), None)
+    return _Parts(values[found], optimizer, values.get(EXTRA))
+
+
+def _matches(values: Mapping[Any, Any], known: set[str]) -> int:
+    return sum(_unwrapped(str(name)) in known for name in values)
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        if name.startswith(wrapper):
+            return _unwrapped(name[len(wrapper) :])
+    return name
+
+
+class _Load:
+    """One load, on one rank."""
+
+    def __init__(self, engine: Any, file: FullFile, optimizers: Optimizers, dtype: torch.dtype | None) -> None:
+        self.file, self.dtype, self.runtime, self.root = file, dtype, engine._runtime, engine.model
+        self.live = full_state.own_state_dict(engine.model, engine._runtime)
+        self.parts = parts_of(file, list(self.live))
+        self.model = self._model_values()
+        self.optimizers: list[Any] = []
+        self.states: list[Any] = []
+        self.problems: list[str] = []
+        for where, held in optimizers.entries:
+            for number, own in enumerate(held):
+                self.optimizers.append(own)
+                label = ".".join(where) if len(held) == 1 else f"{'.'.join(where)}[{number}]"
+                given = self._state_of(where, number, len(held))
+                names = named_state.names_of(self.runtime, own, self.root)
+                self.states.append(None if given is None else by_name(own, names, given))
+                if given is None:
+                    self.problems.append(f"missing: {label} (the file has no such optimizer state)")
+
+    # -- the model ------------------------------------------------------------------------------------------------
+    def _model_values(self) -> Any:
+        given = self.parts.model
+        # A prefix goes only where it is on what the model does not know otherwise.
+        values: dict[str, Any] = {}
+        for name, value in given.items():
+            name = str(name)
+            values[name if name in self.live else _known(name, self.live)] = value
+        if self.file.kind == "safetensors":
+            self._add_tied(values)
+        result = full_state.WithMetadata(
+            {name: value if isinstance(value, torch.Tensor) else _own_memory(value) for name, value in values.items()}
+        )
+        metadata = getattr(given, "_metadata", None)
+        if metadata is not None:
+            result._metadata = metadata
+        return result
+
+    def _add_tied(self, values: dict[str, Any]) -> None:
+        """Names that are not stored, since safetensors files have one for each piece of memory."""
+        present: dict[Any, str] = {}
+        for name, value in self.live.items():
+            if name in values:
+                present.setdefault(_place(value), name)
+        for name, value in self.live.items():
+            kept = present.get(_place(value))
+            if name not in values and kept is not None:
+                values[name] = values[kept]
+        for name, kept in self.file.tied.items():  # not tied here, but it was where it was saved
+            if name in self.live and name not in values and kept in values:
+                values[name] = values[kept]
+
+    def _wrong_dtypes(self) -> list[str]:
+        problems = []
+        for name, value in self.model.items():
+            live = self.live.get(name)
+            if not isinstance(value, torch.Tensor) or not isinstance(live, torch.Tensor) or value.dtype == live.dtype:
+                continue
+            both = value.is_floating_point() and live.is_floating_point()
+            if not (both and self.dtype == live.dtype):
+                hint = f"; pass dtype={live.dtype} to convert it" if both else ""
+                problems.append(f"{name} is {value.dtype} in the file and {live.dtype} here{hint}")
+        return problems
+
+    # -- optimizers -----------------------------------------------------------------------------------------------
+    def _state_of(self, where: tuple[str, ...], number: int, count: int) -> Mapping[str, Any] | None:
+        """What was saved for an optimizer."""
+        saved = self.parts.optimizer
+        if len(where) > 1:
+            saved = saved.get(where[-1]) if isinstance(saved, Mapping) else None
+        elif isinstance(saved, (list, tuple)):
+            saved = saved[number] if len(saved) == count else None
+        elif count > 1:
+            saved = None
+        return saved if isinstance(saved, Mapping) and {"state", "param_groups"} <= set(saved) else None
+
+    # -- comparing ------------------------------------------------------------------------------------------------
+    def compare(self) -> None:
+        """Raise for everything that does not fit."""
+        stand_ins = full_state.WithMetadata({name: _on_meta(value) for name, value in self.model.items()})
+        if hasattr(self.model, "_metadata"):
+            stand_ins._metadata = self.model._metadata
+        missing, unexpected, problems = full_state.rehearse(self.root, stand_ins)
+        problems += self._wrong_dtypes()
+        for own, state in zip(self.optimizers, self.states, strict=True):
+            if state is None:
+                continue
+            names = named_state.names_of(self.runtime, own, self.root)
+            lists = named_state.misfits(self.runtime, own, names, state)
+            for into, found in zip((missing, unexpected, problems), lists, strict=True):
+                into += [f"{OPTIMIZER}: {text}" for text in found]
+        lines = [f"missing: {', '.join(missing)}"] if missing else []
+        lines += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
+        lines += problems + self.problems
+        if lines:
+            raise StateDictError(
+                f"{self.file.path} does not fit, and nothing was loaded. It must be a checkpoint of this model and these "
+                "optimizers.\n  " + "\n  ".join(lines)
+            )
+
+    # -- loading --------------------------------------------------------------------------------------------------
+    def read_optimizers(self) -> None:
+        """Copy this rank's slices of optimizer state into new memory."""
+        self.found: list[dict[str, Any]] = []
+        for own, state in zip(self.optimizers, self.states, strict=True):
+            names = named_state.names_of(self.runtime, own, self.root)
+            # Gives parameters owners, the same on all ranks; that is no change to what is trained.
+            elsewhere = owned_state.elsewhere(self.runtime, own, names, state["state"])
+            self.found.append(named_state.by_number(own, names, state, elsewhere))
+            if self.dtype is not None:
+                self._convert(own, names, self.found[-1]["state"])
+
+    def _convert(self, optimizer: Any, names: Mapping[int, str], state: dict[Any, dict[str, Any]]) -> None:
+        """Give state that had its parameter's dtype in the file the one that the parameter has here. Changes `state`."""
+        for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            saved = self.model.get(names[id(p)])
+            if not isinstance(saved, torch.Tensor) or saved.dtype == p.dtype:
+                continue
+            for key, value in state.get(number, {}).items():
+                if isinstance(value, torch.Tensor) and value.dtype == saved.dtype and key != "step":
+                    state[number][key] = _converted(value, p.dtype)
+
+    def load_model(self) -> None:
+        """Copy this rank's slices of the parameters, which fit, into them."""
+        try:
+            self.root.load_state_dict(self.model)
+        except Exception as error:  # a module's own hook, or what it keeps in get_extra_state
+            raise StateDictError(
+                f"{self.file.path}: a module failed while its values were being loaded, so that some have been overwritten; load "
+                f"again before training goes on: {type(error).__name__}: {error}"
+            ) from error
+
+    def apply(self) -> Any:
+        """Load the optimizers; what was saved as extra."""
+        for own, state in zip(self.optimizers, self.found, strict=True):
+            try:
+                own.load_state_dict(state)
+            except Exception as error:  # the optimizer's own, or the user's hooks of it
+                raise StateDictError(
+                    f"{self.file.path}: {type(own).__name__} could not be loaded, but the parameters have been; load again "
+                    f"before training goes on: {type(error).__name__}: {error}"
+                ) from error
+            named_state.keep_as_saved(own, state["state"])
+        return _own_memory(self.parts.extra)
+
+
+def by_name(optimizer: Any, names: Mapping[int, str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Optimizer state with the live parameters' names, from state by number or by name. Tensors are not copied.
+
+    Numbers stand for the parameters in the order of the groups, as in torch.
+    """
+    state, groups = given["state"], given["param_groups"]
+    live = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    listed = [key for group in groups for key in group["params"]]
+    if all(isinstance(key, int) for key in listed):
+        # One group with more parameters than here does not move what is behind it.
+        called: dict[Any, str] = {}
+        for number, group in enumerate(groups):
+            own = live[number] if number < len(live) else []
+            for i, key in enumerate(group["params"]):
+                called[key] = own[i] if i < len(own) else f"parameter {key}"
+    else:
+        known = {name for own in live for name in own}
+        called = {key: key if key in known else _known(str(key), known) for key in (*listed, *state)}
+        called = {key: name for key, name in called.items() if key in set(listed) or name in known}
+    # The file decides: a parameter without state there has none here.
+    return {
+        "state": {**{name: {} for name in called.values()}, **{called.get(k, k): own for k, own in state.items()}},
+        "param_groups": [{**group, "params": [called[key] for key in group["params"]]} for group in groups],
+        named_state.OTHER: [key for key in state if key not in called],
+    }
+
+
+def _known(name: str, live: Any) -> str:
+    """A name without the prefixes of wrappers, where the model knows it so."""
+    bare = _unwrapped(name)
+    return bare if bare in live else name
+
+
+def _place(value: Any) -> Any:
+    """Equal for entries of a live state dict that are tied."""
+    if isinstance(value, ShardTensor):
+        return id(value._spec.layout), value._spec.index
+    if isinstance(value, torch.Tensor) and value.numel():
+        return value.data_ptr(), value.device, tuple(value.shape), value.stride()
+    return id(value)
+
+
+def _converted(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return ShardTensor(value._local.to(dtype), value._spec) if isinstance(value, ShardTensor) else value.to(dtype)
+
+
+def _on_meta(value: Any) -> Any:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
+
+
+def _own_memory(value: Any) -> Any:
+    """Nested values with tensors in memory of their own instead of the file's."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        made = {key: _own_memory(child) for key, child in value.items()}
+        return type(value)(made) if type(value) is not dict else made  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_own_memory, value))
+    return type(value)(map(_own_memory, value)) if isinstance(value, (list, tuple, set)) else value

@@ -1,0 +1,256 @@
+"""A checkpoint as nested dicts, with nothing applied: for callers that let their users edit what is then loaded."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import torch
+
+from .. import full_state
+from ..runtime import Runtime
+from ..shard_tensor import ShardTensor
+from .contents import EXTRA, MODEL, OPTIMIZER, Source, param_names, sources_of
+from .load_optimizer import _unwrapped
+from .phases import broadcast, each
+from .saved import SavedOptimizer, extra_of, model_entries, optimizer_entries, place
+from .source import Checkpoint
+
+__all__ = ["Contents", "read_contents"]
+
+
+@dataclass
+class Contents:
+    """What a checkpoint holds.
+
+    Attributes:
+        model: the state dict. A ShardTensor with this rank's slice where the live model has one of that name and shape, whole
+            plain tensors on the CPU else.
+        optimizers: for each that was saved ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``, with
+            ShardTensors likewise; numbers for names where the checkpoint has numbers.
+        extra: the object beside them; None where there is none.
+    """
+
+    model: dict[str, Any]
+    optimizers: list[dict[str, Any]] = field(default_factory=list)
+    extra: Any = None
+
+
+def read_contents(
+    engine: Any,
+    path: str | os.PathLike[str],
+    optimizers: Sequence[Any] = (),
+    *,
+    unpickle: Callable[[str, IO[bytes]], Any] | None = None,
+) -> Contents:
+    """Read a checkpoint of any layout that :meth:`torch_shard.Engine.load` reads, or one of Lightning's. Collective.
+
+    Each rank reads its own slices, verified by their checksums where the checkpoint has them.
+
+    Args:
+        engine: of the model that tells which slices are this rank's.
+        path: of the directory.
+        optimizers: live ones in the order of the saved ones. Without any, saved state of optimizers is not read, and only
+            their groups are returned.
+        unpickle: from a name and bytes to the object; by default torch's loader that runs no code.
+
+    Raises:
+        CheckpointError: on all ranks: there is no checkpoint, or it is damaged, or holds objects that are refused.
+    """
+    runtime, what = engine._runtime, "reading a checkpoint"
+    first = runtime.collectives.world_rank == 0
+
+    def prepare() -> _Reading:
+        source = sources_of(engine, None)[0]
+        return _Reading(Checkpoint.open(path, sizes=first), source, optimizers, unpickle)
+
+    work = each(runtime, what, prepare, key=lambda found: found.checkpoint.fingerprint)
+    try:
+        nonce = broadcast(runtime, secrets.token_hex(8), what)
+        return each(runtime, what, work.read, nonce=f"{nonce}/read")
+    finally:
+        work.checkpoint.close()
+
+
+class _Reading:
+    """One reading, on one rank."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        source: Source,
+        optimizers: Sequence[Any],
+        unpickle: Callable[[str, IO[bytes]], Any] | None,
+    ) -> None:
+        self.checkpoint, self.unpickle = checkpoint, unpickle
+        self.live = full_state.own_state_dict(source.model, source.runtime)
+        self.model = model_entries(checkpoint.metadata, (MODEL,), self.live)
+        self.params = _params(source.runtime, source.model)
+        saved = (optimizer_entries(checkpoint.metadata, where, self.params) for where in _paths(checkpoint))
+        self.optimizers = [_Optimizer(found) for found in saved if found is not None]
+        self.with_state = bool(optimizers)
+        for own, optimizer in zip(self.optimizers, optimizers, strict=False):
+            names = param_names([source], optimizer)
+            own.names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+    def read(self) -> Contents:
+        with torch.inference_mode(False):
+            settings = self._read([full for own in self.optimizers for full in own.settings()], {})
+            tensors = self._model_tensors()
+            nested = [full for parts in self.model.nested.values() for full in parts.values()]
+            objects = [*self.model.entries.values(), *nested]
+            for own in self.optimizers if self.with_state else ():
+                tensors.update(self._state_tensors(own.state(settings)))
+                objects += [full for entries in own.saved.state.values() for full in entries.values()]
+            if extra_of(self.checkpoint.metadata):
+                objects.append(EXTRA)
+            found = {**settings, **self._read(objects, tensors)}
+        manifest = self.checkpoint.manifest
+        model = full_state.WithMetadata()
+        if manifest is not None:
+            model._metadata = manifest.module_versions.get(MODEL, {})
+        model.update({key: found[full] for key, full in self.model.entries.items()})
+        for key, parts in self.model.nested.items():
+            for path, full in parts.items():
+                place(model, (key, *path), found[full])
+        states = [own.build(found, self.with_state) for own in self.optimizers]
+        return Contents(model, states, found.get(EXTRA))
+
+    def _read(self, names: Sequence[str], into: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Entries by full name: tensors into those of `into`, or whole."""
+        objects = []
+        for full in dict.fromkeys(names):
+            saved = self.checkpoint.tensor(full)
+            if saved is None:
+                objects.append(full)
+            elif full not in into:
+                into[full] = torch.empty(saved.size, dtype=saved.properties.dtype)
+        # Tied parameters that were written once are read once.
+        places = {full: (self.checkpoint.places(full), _kind(tensor)) for full, tensor in into.items()}
+        once: dict[Any, torch.Tensor] = {}
+        for full, where in places.items():
+            once.setdefault(where if where[0] else full, into[full])
+        shared = {full: once[where if where[0] else full] for full, where in places.items()}
+        own = {full: tensor for full, tensor in into.items() if shared[full] is tensor}
+        return {**self.checkpoint.read(own, objects, self.unpickle), **shared}
+
+    def _model_tensors(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for key, full in self.model.entries.items():
+            live = self.live.get(key)
+            if isinstance(live, ShardTensor):
+                found.update(self._slice(full, live))
+        return found
+
+    def _state_tensors(self, state: Mapping[str, dict[tuple[Any, ...], str]]) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, entries in state.items():
+            param = self.params.get(name)
+            for path, full in entries.items():
+                if isinstance(param, ShardTensor) and path[-1] != "step":
+                    found.update(self._slice(full, param))
+        return found
+
+    def _slice(self, full: str, like: ShardTensor) -> dict[str, torch.Tensor]:
+        """Memory for this rank's slice of an entry; none where it has another shape than the live tensor."""
+        saved = self.checkpoint.tensor(full)
+        if saved is None or saved.size != like.shape:
+            return {}
+        return {full: ShardTensor(torch.empty(like._spec.length, dtype=saved.properties.dtype), like._spec)}
+
+
+class _Optimizer:
+    """One saved optimizer: where its entries are, and the names of the live one's parameters, by group."""
+
+    def __init__(self, saved: SavedOptimizer) -> None:
+        self.saved = saved
+        self.names: list[list[str]] = []
+
+    def settings(self) -> list[str]:
+        """What is read first: the groups, and state of no parameter."""
+        groups = (*self.saved.groups.values(), *self.saved.of_parameter.values())
+        other = [self.saved.other] if self.saved.other is not None else []
+        return [full for group in groups for full in group.values()] + other
+
+    def state(self, known: Mapping[str, Any]) -> dict[str, dict[tuple[Any, ...], str]]:
+        """The entries of the state, by the live parameters' names."""
+        live = {name for names in self.names for name in names}
+        if not self.saved.numbered:
+            return {_unwrapped(name, live): entries for name, entries in self.saved.state.items()}
+        numbers = [number for group in self._groups(known) for number in group["params"]]
+        flat = [name for names in self.names for name in names]
+        name_of = dict(zip(map(str, numbers), flat, strict=True)) if len(numbers) == len(flat) else {}
+        return {name_of.get(number, number): entries for number, entries in self.saved.state.items()}
+
+    def _groups(self, known: Mapping[str, Any]) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = []
+        by_parameter = self.saved.of_parameter
+        if by_parameter and not self.saved.groups:
+            for names in self.names:
+                held = [name for name in names if name in by_parameter]
+                groups.append({"params": held})
+                for path, full in by_parameter[held[0]].items() if held else ():
+                    place(groups[-1], path, known[full])
+            return groups
+        live = {name for names in self.names for name in names}
+        for _, entries in sorted(self.saved.groups.items()):
+            group: dict[str, Any] = {}
+            for path, full in entries.items():
+                place(group, path, known[full])
+            params = group.setdefault("params", [])
+            group["params"] = [n if isinstance(n, int) else _unwrapped(str(n), live) for n in params]
+            groups.append(group)
+        return groups
+
+    def build(self, known: Mapping[str, Any], with_state: bool) -> dict[str, Any]:
+        """The optimizer's state dict."""
+        live = {name for names in self.names for name in names}
+        result: dict[str, Any] = {"state": {}, "param_groups": self._groups(known)}
+        for name, entries in self.saved.state.items() if with_state else ():
+            key = int(name) if self.saved.numbered else _unwrapped(name, live)
+            own = result["state"].setdefault(key, {})
+            for path, full in entries.items():
+                place(own, path, known[full])
+        for group in result["param_groups"] if with_state and not self.saved.numbered else ():
+            for name in group["params"]:  # the checkpoint decides: no state there is no state here
+                result["state"].setdefault(name, {})
+        if self.saved.other is not None and with_state:
+            others = {key: entries for _, key, entries in known[self.saved.other]}
+            result["state"].update(others)
+            result["other_state"] = list(others)
+        return result
+
+
+def _paths(checkpoint: Checkpoint) -> list[tuple[str, ...]]:
+    """Where the optimizers are: by name below ``optimizer``, ``optimizer_<number>`` (Lightning), or the only one."""
+    found: dict[tuple[str, ...], None] = {}
+    for full in checkpoint.metadata.state_dict_metadata:
+        numbered = re.match(r"(optimizer_\d+)\.", full)
+        if numbered:
+            found.setdefault((numbered[1],))
+            continue
+        parts = full.split(".")
+        if parts[0] == OPTIMIZER and len(parts) > 2 and parts[1] not in ("state", "param_groups", "other_state"):
+            found.setdefault((OPTIMIZER, parts[1]))
+    return sorted(found, key=_in_order) or [(OPTIMIZER,)]
+
+
+def _in_order(path: tuple[str, ...]) -> tuple[int, str]:
+    number = re.search(r"(\d+)$", path[-1])
+    return (int(number[1]) if number else 0, path[-1])
+
+
+def _params(runtime: Runtime, model: Any) -> dict[str, Any]:
+    found = dict(model.named_parameters())
+    for unit in runtime.units:
+        found.update(zip(unit.names, unit.params, strict=True))
+    return found
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    cut = id(tensor._spec) if isinstance(tensor, ShardTensor) else None
+    return cut, tensor.dtype, tuple(tensor.shape)

@@ -1,0 +1,226 @@
+"""``torch-shard inspect``: what a checkpoint says of itself, and a table of its parameters."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+from collections.abc import Iterator
+from typing import Any
+
+from ..checkpoint.opened import Opened, Stored, leaves, open_checkpoint
+from ..checkpoint.parts import LIGHTNING, OptimizerParts, Parts, parts_of, resolved
+from ..errors import CheckpointError
+from .output import dtype_name, print_json, short, size, table
+
+__all__ = ["add_to"]
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to a parser's."""
+    parser = commands.add_parser(
+        "inspect",
+        help="show versions, sizes and a table of the parameters",
+        description="Show what a checkpoint says of itself and a table of its parameters. Values are not read; `verify` does.",
+    )
+    parser.add_argument("checkpoint", metavar="CKPT")
+    parser.add_argument("--units", action="store_true", help="list the sharded units")
+    parser.add_argument("--files", action="store_true", help="list the files")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print it."""
+    opened = open_checkpoint(arguments.checkpoint)
+    found = description(opened, parts_of(opened))
+    if arguments.json:
+        print_json(found)
+        return 0
+    for line in _header(found):
+        print(line)
+    for kind, lines in (("units", _units(found)), ("files", _files(found))):
+        if getattr(arguments, kind):
+            print(f"\n{lines}")
+    print(f"\n{_table(found)}")
+    return 0
+
+
+# -- everything, for --json -------------------------------------------------------------------------------------------
+
+
+def description(opened: Opened, parts: Parts) -> dict[str, Any]:
+    """What is known of a checkpoint, as nested plain values."""
+    manifest = opened.manifest
+    rows = list(_rows(opened, parts))
+    distinct = [row for row in rows if row["tied_to"] is None]
+    return {
+        "path": str(opened.path),
+        "format": opened.format,
+        "format_version": manifest.version if manifest else None,
+        "saved_at": opened.saved_at,
+        "torch": manifest.torch if manifest else None,
+        "torch_shard": manifest.torch_shard if manifest else None,
+        "lightning": parts.extra.get(LIGHTNING) if parts.lightning else None,
+        "world_size": manifest.world_size if manifest else None,
+        "strategy": manifest.strategy if manifest else None,
+        "tensors": len(distinct),
+        "elements": sum(row["elements"] for row in distinct),
+        "bytes": sum(row["bytes"] for row in distinct),
+        "bytes_of_files": sum(opened.files.values()),
+        "parameters": rows,
+        "units": list(manifest.units) if manifest else None,
+        "optimizers": {name: _optimizer(parts, own) for name, own in parts.optimizers.items()},
+        "extra": _extra(parts.extra),
+        "other": {str(key): _nbytes(value) for key, value in parts.other.items()},
+        "files": opened.files,
+        "not_read": parts.refused,
+    }
+
+
+def _rows(opened: Opened, parts: Parts) -> Iterator[dict[str, Any]]:
+    manifest = opened.manifest
+    trainable = {row["name"]: row["trainable"] for row in manifest.parameters} if manifest else {}
+    unit_of = {name: unit["name"] for unit in manifest.units for name in unit["parameters"]} if manifest else {}
+    seen: dict[Any, str] = {}
+    models = {"": parts.model, **{f"{name}.": model for name, model in parts.models.items()}}
+    for prefix, model in models.items():
+        for key, value in model.items():
+            for path, leaf in leaves(value):
+                if not isinstance(leaf, Stored):
+                    continue
+                name = ".".join(map(str, (f"{prefix}{key}", *path)))
+                first = seen.setdefault(leaf.place, name)
+                yield {
+                    "name": name,
+                    "kind": None if manifest is None else "tied" if first != name else _kind(trainable, name),
+                    "shape": list(leaf.shape),
+                    "dtype": dtype_name(leaf.dtype),
+                    "elements": leaf.shape.numel(),
+                    "bytes": leaf.nbytes,
+                    "unit": unit_of.get(name),
+                    "tied_to": None if first == name else first,
+                    "optimizer_state": _state_keys(parts, name),
+                    "files": list(leaf.files),
+                }
+
+
+def _kind(trainable: dict[str, bool | None], name: str) -> str | None:
+    if name not in trainable:
+        return "buffer"
+    # A converted checkpoint need not know which of its tensors are parameters.
+    return {True: "parameter", False: "frozen", None: None}[trainable[name]]
+
+
+def _state_keys(parts: Parts, name: str) -> list[str]:
+    return [str(key) for own in parts.optimizers.values() for key in own.state.get(name, {})]
+
+
+def _optimizer(parts: Parts, own: OptimizerParts) -> dict[str, Any]:
+    groups = []
+    for group in own.groups:
+        try:
+            settings = resolved(group)
+        except CheckpointError as error:
+            parts.refused.append(str(error))
+            continue
+        listed = settings.pop("params", [])
+        values = {k: v.read() if isinstance(v, Stored) else v for k, v in settings.items()}
+        groups.append({"parameters": listed, "settings": values})
+    return {
+        "by": "number" if own.numbered else "name",
+        "parameters_with_state": len(own.state),
+        "state": sorted({str(key) for entries in own.state.values() for key in entries}),
+        "bytes": _nbytes(own.state),
+        "groups": groups,
+        "settings_by_parameter": bool(own.of_parameter),
+    }
+
+
+def _extra(value: Any) -> list[str] | str | None:
+    """Its keys, or else itself in short."""
+    if isinstance(value, dict):
+        return sorted(map(str, value))
+    return None if value is None else short(value)
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(leaf.nbytes for _, leaf in leaves(tree) if isinstance(leaf, Stored))
+
+
+# -- for people -------------------------------------------------------------------------------------------------------
+
+
+def _header(found: dict[str, Any]) -> Iterator[str]:
+    saved = datetime.datetime.fromtimestamp(found["saved_at"]).astimezone()
+    version = f", version {found['format_version']}" if found["format_version"] else ""
+    rows = [("checkpoint", found["path"]), ("format", f"{_FORMATS[found['format']]}{version}")]
+    rows.append(("saved", saved.strftime("%Y-%m-%d %H:%M:%S %z")))
+    if found["torch"]:
+        rows.append(("by", f"torch {found['torch']}, torch-shard-engine {found['torch_shard']}"))
+    if found["lightning"]:
+        rows.append(("Lightning", str(found["lightning"])))
+    if found["world_size"]:
+        rows.append(("ranks", f"{found['world_size']}, {found['strategy']}, {len(found['units'])} units"))
+    rows.append(("model", f"{found['tensors']} tensors, {found['elements']:,} elements, {size(found['bytes'])}"))
+    for name, own in found["optimizers"].items():
+        what = (
+            f"{own['parameters_with_state']} parameters, {', '.join(own['state']) or 'no state'}, {size(own['bytes'])}"
+        )
+        count = len(own["groups"])
+        groups = "settings by parameter" if own["settings_by_parameter"] else f"{count} group{'s' * (count != 1)}"
+        rows.append((f"optimizer {name}".strip(), f"{what}, {groups}"))
+        for number, group in enumerate(own["groups"]):
+            settings = ", ".join(f"{k}={short(v, 20)}" for k, v in group["settings"].items() if k in _SHOWN)
+            rows.append(("", f"group {number}: {len(group['parameters'])} parameters, {settings}"))
+    if found["extra"] is not None:
+        keys = found["extra"]
+        rows.append(("extra", keys if isinstance(keys, str) else ", ".join(keys) or "empty"))
+    if found["other"]:
+        rows.append(("beside them", ", ".join(found["other"])))
+    rows.append(("files", f"{len(found['files'])}, {size(found['bytes_of_files'])}"))
+    for text in found["not_read"]:
+        rows.append(("not read", text))
+    wide = max(len(head) for head, _ in rows)
+    yield from (f"{head.ljust(wide)}  {text}" for head, text in rows)
+
+
+_FORMATS = {
+    "torch-shard": "sharded, of torch-shard-engine",
+    "dcp": "sharded, of torch.distributed.checkpoint",
+    "torch": "one file of torch.save",
+    "safetensors": "safetensors",
+}
+_SHOWN = ("lr", "weight_decay", "betas", "momentum", "eps")
+
+
+def _table(found: dict[str, Any]) -> str:
+    rows = []
+    with_state = any(row["optimizer_state"] for row in found["parameters"])
+    for row in found["parameters"]:
+        cells = [row["name"], "x".join(map(str, row["shape"])) or "scalar", row["dtype"], size(row["bytes"])]
+        if found["units"] is not None:
+            cells += [row["kind"] or "", _unit(row["unit"])]
+        if with_state or found["units"] is not None:
+            cells.append(f"= {row['tied_to']}" if row["tied_to"] else ", ".join(row["optimizer_state"]))
+        rows.append(cells)
+    heads = ["name", "shape", "dtype", "bytes"]
+    heads += ["kind", "unit"] if found["units"] is not None else []
+    heads += ["optimizer state"] if with_state or found["units"] is not None else []
+    return table(heads, rows, right=(3,), least={"name": 20, "optimizer state": 8, "unit": 6})
+
+
+def _unit(name: str | None) -> str:
+    return "" if name is None else name or "(root)"
+
+
+def _units(found: dict[str, Any]) -> str:
+    sizes = {row["name"]: row for row in found["parameters"]}
+    rows = []
+    for unit in found["units"] or ():
+        own = [sizes[name] for name in unit["parameters"] if name in sizes]
+        elements, nbytes = sum(row["elements"] for row in own), sum(row["bytes"] for row in own)
+        rows.append([_unit(unit["name"]), str(len(unit["parameters"])), f"{elements:,}", size(nbytes)])
+    return table(["unit", "parameters", "elements", "bytes"], rows, right=(1, 2, 3))
+
+
+def _files(found: dict[str, Any]) -> str:
+    return table(["file", "bytes"], [[name, f"{count:,}"] for name, count in found["files"].items()], right=(1,))

@@ -1,0 +1,88 @@
+"""The command line's arguments, errors and exit codes; what each command does is in a file of its name."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import ShardError
+from ..versions import __version__
+from . import diff, inspect, verify, write
+from .data_classes import classes_of_data
+
+__all__ = ["main"]
+
+_EXIT = """exit codes:
+  inspect, consolidate, convert   0 done, 2 error
+  verify                          0 good, 1 damaged, 2 error: no checkpoint there, or it can't be read
+  diff                            0 equal, 1 different, 2 error
+  130 where it was interrupted (Ctrl-C)
+
+formats:
+  sharded      a directory of this package, or of torch.distributed.checkpoint (FSDP2, DDP, torchtitan, Lightning)
+  torch        one file of torch.save: a state dict, {"model", "optimizer", "extra"}, or Lightning's .ckpt
+  safetensors  one file, or a directory with model.safetensors or model.safetensors.index.json
+
+With --json one JSON object goes to standard output and nothing else. Errors go to standard error. Nothing in a checkpoint
+is ever run: objects are unpickled by torch's loader, which only makes data.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line.
+
+    Args:
+        argv: arguments without the program's name; those of the process by default.
+
+    Returns:
+        The exit code; see ``torch-shard --help``.
+    """
+    try:
+        arguments = _parser().parse_args(argv)
+        with torch.serialization.safe_globals(classes_of_data()):
+            code: int = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except SystemExit as stop:  # argparse: usage, --help, --version
+        return stop.code if isinstance(stop.code, int) else 2
+    except BrokenPipeError:
+        # Whoever read the output has gone; else the interpreter would complain when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ShardError, OSError) as error:
+        print(f"torch-shard: {_one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("torch-shard: interrupted", file=sys.stderr)
+        return 130
+
+
+def _one_line(error: Exception) -> str:
+    text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
+    if isinstance(error, ShardError):
+        return text
+    return f"{text}. Check the path, its permissions and the free space of its disk."
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torch-shard",
+        description="Look at checkpoints, check, convert and compare them.",
+        epilog=_EXIT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    version = f"torch-shard-engine {__version__} (torch {torch.__version__})"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in (inspect, verify):
+        module.add_to(commands)
+    write.add_consolidate(commands)
+    write.add_convert(commands)
+    diff.add_to(commands)
+    for command in commands.choices.values():
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser

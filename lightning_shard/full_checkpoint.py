@@ -1,0 +1,146 @@
+"""The full form: one file, in and out of the form that a single-device Trainer reads and writes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_shard import Engine, ShardTensor
+from torch_shard.errors import CheckpointError, StateDictError
+from torch_shard.log import logger
+
+from .files import is_local
+from .safe_load import load_safely
+
+__all__ = ["is_sharded", "load_optimizer", "model_state", "names_of", "optimizer_state", "read_file"]
+
+# -- the model --------------------------------------------------------------------------------------------------------
+
+
+def model_state(engine: Engine, model: nn.Module) -> dict[str, Any]:
+    """The whole state dict on the CPU of rank 0; elsewhere the same entries without memory. Collective.
+
+    An ``on_save_checkpoint`` that drops or renames entries runs on all ranks, and so finds them on all ranks.
+    """
+    whole = engine.state_dict(rank0_only=True, offload_to_cpu=True)
+    if engine.rank == 0:
+        return whole
+    return {name: _on_meta(value) for name, value in engine.state_dict(form="sharded", offload_to_cpu=False).items()}
+
+
+def _on_meta(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def optimizer_state(engine: Engine, optimizer: Any, *, rank0_only: bool = True) -> dict[str, Any]:
+    """Whole optimizer state as ``optimizer.state_dict()`` of a single device gives it, by number. Collective.
+
+    With `rank0_only` the other ranks get the groups without any state.
+    """
+    if not is_sharded(optimizer):
+        return optimizer.state_dict()
+    named = engine.optim_state_dict(optimizer, rank0_only=rank0_only)
+    names = names_of(engine, optimizer)
+    numbers = _numbers(names)
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": [numbers[name] for name in group_names]}
+        for group, group_names in zip(optimizer.param_groups, names, strict=True)
+    ]
+    # Numbers in ascending order, as torch writes them: the order of names is that of the units.
+    state = {name: entries for name, entries in named.get("state", {}).items() if name not in numbers}
+    for name, number in sorted(numbers.items(), key=operator.itemgetter(1)):
+        if name in named.get("state", {}):
+            state[number] = named["state"][name]
+    return {"state": state, "param_groups": groups}
+
+
+def load_optimizer(engine: Engine, optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Load what a Trainer saved for this optimizer, sharded or not. Collective; all ranks give the same state."""
+    if not is_sharded(optimizer):
+        optimizer.load_state_dict(state)
+        return
+    names = [name for group in names_of(engine, optimizer) for name in group]
+    saved_order = [number for group in state["param_groups"] for number in group["params"]]
+    if len(saved_order) != len(names):
+        raise StateDictError(
+            f"rank {engine.rank}: the checkpoint's optimizer has {len(saved_order)} parameters, this "
+            f"{type(optimizer).__name__} has {len(names)}; configure_optimizers must give the groups that were saved."
+        )
+    name_of = dict(zip(saved_order, names, strict=True))
+    named = {
+        "state": {name_of.get(number, number): entries for number, entries in state["state"].items()},
+        "other_state": [key for key in state["state"] if key not in name_of],
+        "param_groups": [
+            {**group, "params": [name_of[number] for number in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+    engine.load_optim_state_dict(optimizer, named)
+
+
+def is_sharded(optimizer: Any) -> bool:
+    return any(isinstance(p, ShardTensor) for group in optimizer.param_groups for p in group["params"])
+
+
+def names_of(engine: Engine, optimizer: Any) -> list[list[str]]:
+    """The names of an optimizer's parameters, by group. Not collective."""
+    known = {id(p): name for name, p in engine.model.named_parameters()}
+    known.update({id(p): name for unit in engine.units for name, p in zip(unit.names, unit.params, strict=True)})
+    try:
+        return [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    except KeyError:
+        raise StateDictError(
+            f"rank {engine.rank}: {type(optimizer).__name__} mixes parameters of the LightningModule with others, so "
+            "its state can't be saved by name; register the others in the module."
+        ) from None
+
+
+def _numbers(names: list[list[str]]) -> dict[str, int]:
+    flat = [name for group in names for name in group]
+    return {name: number for number, name in enumerate(flat)}
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+
+def read_file(path: Any, checkpoint_io: Any, maps: bool, weights_only: bool | None) -> dict[str, Any]:
+    """Read a checkpoint file. Not collective.
+
+    The tensors are views of the mapped file: a rank that takes a slice of one reads those bytes, and no other memory.
+    That is not possible for files from elsewhere, or in torch's format of before 1.6; those are read whole, on each rank.
+
+    Args:
+        path: of the file.
+        checkpoint_io: reads what can't be mapped.
+        maps: the plugin reads with torch.load and nothing else, so that this may stand in for it.
+        weights_only: see :func:`.safe_load.load_safely`.
+    """
+    mapped = maps and is_local(path) and _is_zip(path)
+
+    def load(safe: bool) -> Any:
+        if mapped:
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=safe)
+        return checkpoint_io.load_checkpoint(path, weights_only=safe)
+
+    found = load_safely(load, path, weights_only)
+    if not mapped:
+        logger.info("%s can't be mapped into memory, so each rank has read all of it", path)
+    if not isinstance(found, dict) or "pytorch-lightning_version" not in found:
+        raise CheckpointError(
+            f"{path} is not a checkpoint of Lightning's Trainer: it has no 'pytorch-lightning_version'. Load plain weights "
+            "with model.load_state_dict(torch.load(...)) before fit()."
+        )
+    return found
+
+
+def _is_zip(path: Any) -> bool:
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\x03\x04"

@@ -1,0 +1,145 @@
+"""The sharded form: a folder that all ranks write, in and out of what the Trainer hands over and expects.
+
+::
+
+    checkpoint["state_dict"]           model.<name>
+    checkpoint["optimizer_states"]     optimizer.state..., of several optimizer.<number>.state...
+    everything else                    extra, one object
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_shard import Engine, ShardTensor
+from torch_shard.checkpoint.contents import EXTRA, MODEL, OPTIMIZER, sources_of
+from torch_shard.checkpoint.contents import optimizer_state as named_state
+from torch_shard.checkpoint.phases import each
+from torch_shard.checkpoint.read_contents import read_contents
+from torch_shard.errors import CheckpointError, ConfigError
+
+from .files import is_local
+from .full_checkpoint import names_of
+from .safe_load import load_safely
+
+__all__ = ["contents_of", "is_named", "load_optimizer", "local_path", "model_state", "optimizer_state", "read_folder"]
+
+_META = "meta.pt"  # where Lightning's own strategies keep everything but model and optimizers
+
+# -- saving -----------------------------------------------------------------------------------------------------------
+
+
+def model_state(engine: Engine) -> dict[str, Any]:
+    """The state dict with ShardTensors, which share memory with the parameters. Not collective."""
+    return engine.state_dict(form="sharded", offload_to_cpu=False)
+
+
+def optimizer_state(engine: Engine, optimizer: Any) -> dict[str, Any]:
+    """State and groups of one optimizer by parameter name, sharded as they are. Not collective."""
+    return named_state(sources_of(engine, None), [optimizer])
+
+
+def contents_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """What is written of the Trainer's dict, as ``on_save_checkpoint`` has left it."""
+    rest = dict(checkpoint)
+    contents: dict[str, Any] = {MODEL: rest.pop("state_dict", {})}
+    states = rest.get("optimizer_states")
+    if states:  # an empty list stays: it says that there was no optimizer, and not that its state is missing
+        del rest["optimizer_states"]
+        contents[OPTIMIZER] = states[0] if len(states) == 1 else {str(n): state for n, state in enumerate(states)}
+    contents[EXTRA] = rest
+    return contents
+
+
+def local_path(path: Any) -> Path:
+    """The folder's path.
+
+    Raises:
+        ConfigError: it is a URL.
+    """
+    if not is_local(path):
+        raise ConfigError(
+            f"{path}: a sharded checkpoint is written by all ranks into a folder on a file system that they share; use "
+            "such a path, or ShardStrategy(state_dict_type='full')."
+        )
+    return Path(path).absolute()
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def read_folder(
+    engine: Engine, folder: Path, optimizers: Sequence[Any], weights_only: bool | None, version: str
+) -> dict[str, Any]:
+    """Read a sharded checkpoint into the Trainer's dict: this package's, or one of Lightning's other strategies. Collective.
+
+    Args:
+        engine: of the model.
+        folder: of the checkpoint.
+        optimizers: that will be loaded; none to leave their state unread.
+        weights_only: see :func:`.safe_load.load_safely`.
+        version: of Lightning, for checkpoints that were not written by it and so don't say.
+    """
+
+    def unpickle(name: str, file: Any) -> Any:
+        return load_safely(
+            lambda safe: torch.load(file, map_location="cpu", weights_only=safe), f"{folder}: {name}", weights_only
+        )
+
+    def beside() -> Any:
+        _refuse_foreign(folder)
+        meta = folder / _META
+        if not meta.is_file():
+            return None
+        return load_safely(
+            lambda safe: torch.load(meta, map_location="cpu", weights_only=safe), str(meta), weights_only
+        )
+
+    meta = each(engine._runtime, "loading a checkpoint", beside)
+    found = read_contents(engine, folder, optimizers, unpickle=unpickle)
+    rest = meta if isinstance(meta, dict) else found.extra if isinstance(found.extra, dict) else {}
+    checkpoint = {**rest, "state_dict": found.model}
+    checkpoint.setdefault("pytorch-lightning_version", version)
+    if found.optimizers:
+        checkpoint["optimizer_states"] = found.optimizers
+    return checkpoint
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Say what a folder is that is not one of ours or torch's."""
+    if (folder / "zero_to_fp32.py").exists() or (folder / "latest").is_file():
+        raise CheckpointError(
+            f"{folder} was written by DeepSpeed, whose format this strategy does not read. Convert it to one file with "
+            "lightning.pytorch.utilities.deepspeed.convert_zero_checkpoint_to_fp32_state_dict, and load that with "
+            "model.load_state_dict()."
+        )
+
+
+def is_named(state: Any) -> bool:
+    """Whether an optimizer's state is by parameter name, as in the sharded form."""
+    if not isinstance(state, Mapping):
+        return False
+    return any(isinstance(name, str) for group in state.get("param_groups", ()) for name in group["params"])
+
+
+def load_optimizer(engine: Engine, optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Load state by parameter name. Collective."""
+    devices: dict[Any, torch.device] = {}
+    for group, names in zip(optimizer.param_groups, names_of(engine, optimizer), strict=True):
+        devices.update((name, p.device) for name, p in zip(names, group["params"], strict=True))
+    placed = {
+        name: {key: _on(value, devices[name]) for key, value in own.items()} if name in devices else own
+        for name, own in state["state"].items()
+    }
+    engine.load_optim_state_dict(optimizer, {**state, "state": placed})
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    """Slices were read into the host's memory."""
+    if isinstance(value, ShardTensor) and value.device != device:
+        return ShardTensor(value.to_local().to(device), value._spec)
+    return value

@@ -1,0 +1,442 @@
+"""Full checkpoints on real ranks: what is in them, which ones are loaded, and what is refused."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.checkpoint.helpers import Model, adamw, build, same, train, whole
+from tests.compat.harness import batch as matrix_batch
+from tests.compat.harness import plain_backward
+from tests.marks import exhaustive
+from tests.odd_model import Net
+from tests.optim.helpers import Odd
+from tests.optim.matrix_optimizers import NAMES, maker
+from tests.ranks import RankFailure, ranks, run
+from torch_shard.errors import CheckpointError, ConfigError, DivergenceError, StateDictError
+
+
+def plain(seed: int = 3) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = Model()
+    return model, adamw(model)
+
+
+def saved(rank: int, world_size: int, path: str, file: str, config: dict[str, Any]) -> None:
+    model, engine, optimizer = build(**config)
+    train(model, optimizer, rank, range(2))
+    model.note = "trained"
+    engine.save_full(f"{path}/{file}", optimizer, extra={"step": 2, "t": torch.arange(3)})
+    engine.save_full(f"{path}/model.pt")
+    expected = whole(engine, optimizer)
+    if rank == 0:
+        torch.save(expected, f"{path}/expected")
+    engine.close()
+
+
+def loaded(rank: int, world_size: int, path: str, file: str, config: dict[str, Any]) -> None:
+    expected = torch.load(f"{path}/expected", weights_only=True)
+    model, engine, optimizer = build(seed=1, **config)
+    train(model, optimizer, rank, range(1))
+    same(engine.load(f"{path}/{file}", optimizer), {"step": 2, "t": torch.arange(3)})
+    same(whole(engine, optimizer), expected)
+    assert model.note == "trained"
+    train(model, optimizer, rank, range(1))
+    engine.close()
+    model, engine, _ = build(seed=2, **config)
+    assert engine.load(f"{path}/model.pt") is None
+    same(whole(engine)["model"], expected["model"])
+    engine.close()
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 3), (3, 1), (1, 2)])
+def test_another_number_of_ranks_loads_the_same_bits(first, second, tmp_path):
+    run(first, saved, str(tmp_path), "all.pt", {})
+    run(second, loaded, str(tmp_path), "all.pt", {})
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", *exhaustive("shard_grad_op")])
+def test_another_strategy_loads_the_same_bits(strategy, tmp_path):
+    run(2, saved, str(tmp_path), "all.pt", {"strategy": strategy})
+    run(2, loaded, str(tmp_path), "all.pt", {})
+    run(2, loaded, str(tmp_path), "all.pt", {"strategy": strategy})
+
+
+@ranks(2)
+def test_plain_torch_loads_what_was_saved(rank, tmp_path):
+    model, engine, optimizer = build()
+    train(model, optimizer, rank, range(2))
+    model.note = "trained"
+    engine.save_full(tmp_path / "m.pt")
+    engine.save_full(tmp_path / "all.pt", optimizer)
+    expected = whole(engine, optimizer)
+    if rank:
+        return  # buffers are rank 0's
+    other, second = plain()
+    for mapped in (False, True):
+        state = torch.load(tmp_path / "m.pt", weights_only=True, mmap=mapped)
+        assert list(state) == list(other.state_dict()) and state._metadata == other.state_dict()._metadata
+        other.load_state_dict(state)
+        same(dict(other.state_dict()), expected["model"])
+    found = torch.load(tmp_path / "all.pt", weights_only=True)
+    second.load_state_dict(found["optimizer"])
+    names = {p: n for n, p in other.named_parameters()}
+    assert len(second.state) == len(expected["optimizer"]["state"])
+    for p, entries in second.state.items():
+        same(dict(entries), expected["optimizer"]["state"][names[p]])
+    assert found["optimizer"]["param_groups"][1]["lr"] == 0.02
+
+
+@ranks(2)
+def test_what_plain_torch_saved_is_loaded(rank, tmp_path):
+    other, second = plain()
+    train(other, second, 0, range(2))
+    other.note = "plain"
+    contents = [
+        other.state_dict(),
+        {"model": other.state_dict(), "optimizer": second.state_dict()},
+        {"state_dict": other.state_dict(), "optimizer_states": [second.state_dict()], "epoch": 3},
+        {"model_state_dict": {f"module.{k}": v for k, v in other.state_dict().items()}, "mask": torch.ones(2)},
+    ]
+    for number, content in enumerate(contents):
+        file = tmp_path / f"{number}.pt"
+        if rank == 0:
+            torch.save(content, file)
+        dist.barrier()
+        model, engine, optimizer = build()
+        with_optimizer = number in (1, 2)
+        assert engine.load(file, optimizer if with_optimizer else None) is None
+        found = whole(engine, optimizer if with_optimizer else None)
+        same(found["model"], dict(other.state_dict()))
+        assert model.note == "plain"
+        if with_optimizer:
+            names = {p: n for n, p in other.named_parameters()}
+            same(found["optimizer"]["state"], {names[p]: dict(entries) for p, entries in second.state.items()})
+            assert found["optimizer"]["param_groups"][0]["weight_decay"] == 0.1
+        engine.close()
+
+
+@ranks(2)
+def test_named_optimizer_state_is_loaded(rank, tmp_path):
+    model, engine, optimizer = build(model=Net)
+    train(model, optimizer, rank, range(2))
+    expected = whole(engine, optimizer)
+    file = tmp_path / "named.pt"
+    if rank == 0:
+        torch.save({"model": expected["model"], "optimizer": expected["optimizer"]}, file)
+    dist.barrier()
+    _again, other, second = build(seed=1, model=Net)
+    other.load(file, second)
+    same(whole(other, second), expected)
+
+
+def double() -> nn.Module:
+    return Odd().double()
+
+
+def of_matrices(rank: int, world_size: int, name: str, path: str, saving: bool) -> None:
+    model, engine, optimizer = build(seed=0 if saving else 1, make=maker(name), model=double, unit_bytes=300)
+    for step in range(2):
+        model.zero_grad()
+        plain_backward(model, matrix_batch(rank, step))
+        optimizer.step()
+    if saving:
+        engine.save_full(f"{path}/c.pt", optimizer)
+        expected = whole(engine, optimizer)
+        if rank == 0:
+            torch.save(expected, f"{path}/expected")
+    else:
+        engine.load(f"{path}/c.pt", optimizer)
+        same(whole(engine, optimizer), torch.load(f"{path}/expected", weights_only=True))
+        model.zero_grad()
+        plain_backward(model, matrix_batch(rank, 2))
+        optimizer.step()
+    engine.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_of_whole_matrices(name, tmp_path):
+    run(2, of_matrices, name, str(tmp_path), True)
+    run(3, of_matrices, name, str(tmp_path), False)
+    torch.manual_seed(5)
+    model = double()
+    optimizer = maker(name)(model)
+    found = torch.load(tmp_path / "c.pt", weights_only=True)
+    expected = torch.load(tmp_path / "expected", weights_only=True)
+    model.load_state_dict(found["model"])
+    optimizer.load_state_dict(found["optimizer"])
+    names = {id(p): n for n, p in model.named_parameters()}
+    numbers = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    same({numbers[n]: s for n, s in found["optimizer"]["state"].items()}, expected["optimizer"]["state"])
+
+
+def two(model: nn.Module) -> dict[str, Any]:
+    blocks = [p for n, p in model.named_parameters() if "blocks" in n]
+    rest = [p for n, p in model.named_parameters() if "blocks" not in n]
+    return {"inner": torch.optim.SGD(blocks, lr=0.1, momentum=0.9), "outer": torch.optim.AdamW(rest, lr=0.01)}
+
+
+@ranks(2)
+def test_several_optimizers_in_a_list_or_by_name(rank, tmp_path):
+    model, engine, optimizers = build(make=two, model=Net)
+    model(torch.arange(6).view(2, 3) + rank).pow(2).mean().backward()
+    for optimizer in optimizers.values():
+        optimizer.step()
+    expected = [whole(engine, o) for o in optimizers.values()]
+    for number, given in enumerate((lambda o: o, lambda o: list(o.values()))):
+        engine.save_full(tmp_path / f"{number}.pt", given(optimizers))
+        _again, other, seconds = build(seed=1, make=two, model=Net)
+        other.load(tmp_path / f"{number}.pt", given(seconds))
+        same([whole(other, o) for o in seconds.values()], expected)
+        other.close()
+
+
+class Entries(nn.Module):
+    """Entries of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.Parameter(torch.randn(5, 3).bfloat16())
+        self.scalar = nn.Parameter(torch.randn(()))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.turned = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("none", torch.empty(0, dtype=torch.int8))
+
+
+@ranks(2, exhaustive=(4,))
+def test_entries_of_every_kind(rank, tmp_path):
+    _model, engine, _ = build(model=Entries, make=lambda m: None)
+    expected = whole(engine)["model"]
+    for file in ("c.pt", "c.safetensors", "folder"):
+        engine.save_full(tmp_path / file)
+        _again, other, _ = build(seed=1, model=Entries, make=lambda m: None)
+        other.load(tmp_path / file)
+        same(whole(other)["model"], expected)
+        other.close()
+    same(dict(torch.load(tmp_path / "c.pt", weights_only=True)), expected)
+
+
+@ranks(2)
+def test_ignored_parameters_and_tied_names(rank, tmp_path):
+    _model, engine, _ = build(model=Net, make=lambda m: None, ignore=["conv.weight"])
+    engine.save_full(tmp_path / "c.pt")
+    found = torch.load(tmp_path / "c.pt", weights_only=True)
+    assert found["head.weight"].data_ptr() == found["embed.weight"].data_ptr()
+    _again, other, _ = build(seed=1, model=Net, make=lambda m: None, ignore=["head.bias"])
+    other.load(tmp_path / "c.pt")
+    same(whole(other), whole(engine))
+
+
+@ranks(2)
+def test_another_dtype_in_the_file_and_back(rank, tmp_path):
+    model, engine, optimizer = build(model=Net)
+    train(model, optimizer, rank, range(1))
+    engine.save_full(tmp_path / "low.pt", dtype=torch.bfloat16)
+    engine.save_full(tmp_path / "full.pt", optimizer)
+    expected = whole(engine, optimizer)
+    low = {name: value.bfloat16() for name, value in expected["model"].items()}
+    same(dict(torch.load(tmp_path / "low.pt", weights_only=True)), low)
+    with pytest.raises(
+        StateDictError, match=r"scale is torch\.bfloat16 in the file and torch\.float32 here; pass dtype="
+    ):
+        engine.load(tmp_path / "low.pt")
+    same(whole(engine, optimizer), expected)
+    engine.load(tmp_path / "low.pt", dtype=torch.float32)
+    same(whole(engine)["model"], {name: value.float() for name, value in low.items()})
+    _again, other, second = build(seed=1, model=lambda: Net().bfloat16())
+    other.load(tmp_path / "full.pt", second, dtype=torch.bfloat16)
+    same(whole(other)["model"], low)
+    assert {s["exp_avg"].dtype for s in second.state.values()} == {torch.bfloat16}
+    assert {s["step"].dtype for s in second.state.values()} == {torch.float32}
+
+
+@ranks(2)
+def test_a_wrong_model_is_refused_with_everything_that_differs(rank, tmp_path):
+    model, engine, optimizer = build(model=Net)
+    train(model, optimizer, rank, range(1))
+    before = whole(engine, optimizer)
+    state = dict(before["model"])
+    del state["scale"]
+    state["extra.weight"] = torch.ones(2)
+    state["head.bias"] = torch.ones(8)
+    state["frozen"] = state["frozen"].double()
+    if rank == 0:
+        torch.save(
+            {"model": state, "optimizer": torch.optim.SGD([torch.ones(1)], lr=1.0).state_dict()}, tmp_path / "c.pt"
+        )
+    dist.barrier()
+    with pytest.raises(StateDictError) as caught:
+        engine.load(tmp_path / "c.pt", optimizer)
+    for part in (r"missing: scale", r"unexpected: extra\.weight", r"head\.bias", r"frozen is torch\.float64", "groups"):
+        assert re.search(part, str(caught.value)), part
+    with pytest.raises(StateDictError, match="no such optimizer state"):
+        engine.load(tmp_path / "c.pt", {"one": optimizer})
+    same(whole(engine, optimizer), before)
+
+
+class Own:
+    pass
+
+
+@ranks(2)
+def test_files_that_are_not_loaded(rank, tmp_path):
+    _model, engine, _ = build(model=Net, make=lambda m: None)
+    state = whole(engine)["model"]
+    if rank == 0:
+        torch.save({"model": state, "config": Own()}, tmp_path / "bomb.pt")
+        torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+        torch.save(state, tmp_path / "cut.pt")
+        os.truncate(tmp_path / "cut.pt", 2000)
+        (tmp_path / "text.pt").write_text("hello")
+        torch.save([1], tmp_path / "list.pt")
+    dist.barrier()
+    for file, message in (
+        ("bomb.pt", r"bomb\.pt was refused.*Own.*add_safe_globals"),
+        ("old.pt", r"old\.pt is in torch's form from before 1\.6.*torch\.save\(torch\.load"),
+        ("cut.pt", r"cut\.pt is damaged or was cut off at 2000 bytes"),
+        ("text.pt", r"text\.pt is a file, and neither"),
+        ("list.pt", r"list\.pt holds list, and no state dict"),
+        ("none.pt", r"no checkpoint at .*none\.pt"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            engine.load(tmp_path / file)
+    same(whole(engine)["model"], state)
+
+
+@ranks(2)
+def test_ranks_that_see_different_files_are_told(rank, tmp_path):
+    _model, engine, _ = build(model=Net, make=lambda m: None)
+    torch.save({name: value + rank for name, value in whole(engine)["model"].items()}, tmp_path / f"{rank}.pt")
+    with pytest.raises(DivergenceError, match=r"engine\.load"):
+        engine.load(tmp_path / f"{rank}.pt")
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        engine.load(tmp_path / ("1.pt" if rank else "none.pt"))
+
+
+@ranks(2)
+def test_what_would_not_be_loaded_again_is_not_saved(rank, tmp_path):
+    model, engine, _ = build()
+    with pytest.raises(CheckpointError, match=r"extra can't be saved.*Own"):
+        engine.save_full(tmp_path / "c.pt", extra={"config": Own()})
+    model.note = Own()
+    with pytest.raises(CheckpointError, match=r"_extra_state can't be saved.*Own"):
+        engine.save_full(tmp_path / "c.pt")
+    assert not list(tmp_path.iterdir())
+
+
+@ranks(2)
+def test_arguments_that_make_no_sense_are_refused_before_anything_is_written(rank, tmp_path):
+    _model, engine, optimizer = build()
+    (tmp_path / "there").mkdir(exist_ok=True)
+    dist.barrier()
+    for error, message, path, options in (
+        (ConfigError, "hold a model only", "c.safetensors", {"optimizer": optimizer}),
+        (ConfigError, "hold a model only", "c.safetensors", {"extra": 1}),
+        (CheckpointError, r"_extra_state can't be saved.*format=\"torch\"", "c.safetensors", {}),
+        (ConfigError, "format must be", "c.pt", {"format": "numpy"}),
+        (ConfigError, "dtype must be", "c.pt", {"dtype": torch.int8}),
+        (ConfigError, "max_shard_size", "c", {"max_shard_size": "many"}),
+        (CheckpointError, "is a directory; give the name of a file", "there", {"format": "torch"}),
+        (StateDictError, "is not a parameter of this model", "c.pt", {"optimizer": torch.optim.SGD([torch.ones(1)])}),
+    ):
+        with pytest.raises(error, match=message):
+            engine.save_full(tmp_path / path, **options)
+    assert [p.name for p in tmp_path.iterdir()] == ["there"]
+
+
+@ranks(2)
+def test_a_path_that_can_not_be_written_is_an_error_on_all_ranks(rank, tmp_path):
+    _model, engine, _ = build()
+    (tmp_path / "file").touch()
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"engine\.save_full"):
+        engine.save_full(tmp_path / "file" / "c.pt")
+
+
+@ranks(2)
+def test_a_full_disk_leaves_the_old_file_and_no_other(rank, tmp_path):
+    _model, engine, _ = build(model=Net, make=lambda m: None)
+    before = whole(engine)["model"]
+    engine.save_full(tmp_path / "c.pt")
+    written, limit = os.pwrite, [3]
+
+    def full(fd: int, data: Any, at: int) -> int:
+        limit[0] -= 1
+        if limit[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return written(fd, data, at)
+
+    os.pwrite = full
+    try:
+        with pytest.raises(CheckpointError, match="No space left"):
+            engine.save_full(tmp_path / "c.pt")
+    finally:
+        os.pwrite = written
+    dist.barrier()
+    assert [p.name for p in tmp_path.iterdir()] == ["c.pt"]
+    same(dict(torch.load(tmp_path / "c.pt", weights_only=True)), before)
+    engine.save_full(tmp_path / "c.pt")
+
+
+@ranks(2)
+def test_only_rank_0_needs_the_path(rank, tmp_path):
+    _model, engine, _ = build(model=Net, make=lambda m: None)
+    engine.save_full(tmp_path / f"of-{rank}" / "c.pt")
+    assert [p.name for p in tmp_path.iterdir()] == ["of-0"]
+
+
+@ranks(2)
+def test_what_a_dead_save_left_is_removed_by_the_next(rank, tmp_path):
+    _model, engine, _ = build(model=Net, make=lambda m: None)
+    left = tmp_path / ".c.pt.saving-0123456789abcdef"
+    if rank == 0:
+        left.mkdir()
+        (left / "c.pt").write_text("half")
+    dist.barrier()
+    engine.save_full(tmp_path / "c.pt")
+    assert [p.name for p in tmp_path.iterdir()] == ["c.pt"]
+
+
+def dies_while_saving(rank: int, world_size: int, path: str) -> None:
+    _model, engine, _ = build(model=Net, make=lambda m: None, timeout=2.0)
+    engine.save_full(f"{path}/c.pt")
+    if rank == 0:
+        torch.save(dict(engine.state_dict(rank0_only=False)), f"{path}/expected")
+        written, left = os.pwrite, [4]
+
+        def last(fd: int, data: Any, at: int) -> int:
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return written(fd, data, at)
+
+        os.pwrite = last
+    else:
+        engine.state_dict(rank0_only=False)
+    engine.save_full(f"{path}/c.pt")
+
+
+def test_a_process_that_is_killed_leaves_the_old_file(tmp_path):
+    with pytest.raises(RankFailure, match=r"engine\.save_full"):
+        run(2, dies_while_saving, str(tmp_path), may_die=(0,))
+    assert len(list(tmp_path.glob(".c.pt.saving-*"))) == 1
+    expected = torch.load(tmp_path / "expected", weights_only=True)
+    same(dict(torch.load(tmp_path / "c.pt", weights_only=True)), expected)
+    run(1, saves_again, str(tmp_path))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.pt", "expected"]
+
+
+def saves_again(rank: int, world_size: int, path: str) -> None:
+    _model, engine, _ = build(model=Net, make=lambda m: None)
+    engine.save_full(f"{path}/c.pt")
+    engine.close()

@@ -1,0 +1,318 @@
+"""What is hard to name: odd keys, empty containers, scalars of one-element parameters, a tensor alone; and failures half-way."""
+
+from __future__ import annotations
+
+import collections
+import os
+import pickle
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+import torch_shard
+from tests.checkpoint.helpers import build, files_of, load, same, save, train, whole
+from tests.odd_model import Net
+from tests.ranks import ranks
+from torch_shard import optim_state, state_dict_type
+from torch_shard.checkpoint.dcp import load_metadata
+from torch_shard.errors import CheckpointError, StateDictError
+
+
+@pytest.mark.parametrize("kind", ["tensor", "list", "dict", "none"])
+@ranks(2)
+def test_extra_comes_back_as_it_was(rank, kind, tmp_path):
+    _model, engine, _ = build(model=Net)
+    extras = {
+        "tensor": torch.arange(5),
+        "list": [{}, torch.ones(2), [], (1, "a")],
+        "dict": {1: {"a": {}}, ("x", 2): [None], "t": torch.zeros(3)},
+        "none": {},
+    }
+    save(engine, tmp_path / "c", extra=extras[kind])
+    same(load(engine, tmp_path / "c"), extras[kind])
+
+
+class Odd(torch.optim.SGD):
+    """State as some optimizers keep it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["parts"] = [{}, torch.ones(2), {"a": {}}]
+            self.state[p]["by_dim"] = {0: torch.zeros(3), 1: [], "name": "x"}
+            self.state[p]["empty"] = {}
+
+
+@ranks(2)
+def test_odd_containers_keep_keys_and_places(rank, tmp_path):
+    model, engine, optimizer = build(model=Net, make=lambda m: Odd(m.parameters(), lr=0.1, momentum=0.9))
+    train(model, optimizer, rank, range(1))
+    optimizer.param_groups[0]["schedule"] = {0: "a", "nested": {}}
+    expected = whole(engine, optimizer)
+    save(engine, tmp_path / "c", optimizer)
+    _again, other, second = build(seed=1, model=Net, make=lambda m: Odd(m.parameters(), lr=0.1, momentum=0.9))
+    load(other, tmp_path / "c", second)
+    same(whole(other, second), expected)
+
+
+class ExtraState(nn.Linear):
+    """A module with state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.kept: Any = {1: "one", "t": torch.ones(2), "e": {}, "l": [[], {}]}
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+@ranks(2)
+def test_extra_state_of_a_module_keeps_its_form(rank, tmp_path):
+    model, engine, _ = build(model=ExtraState, make=lambda m: None)
+    before = model.kept
+    save(engine, tmp_path / "c")
+    model.kept = None
+    load(engine, tmp_path / "c")
+    same(model.kept, before)
+
+
+class Scalar(nn.Module):
+    """A parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.scale * ids.float()
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "state dict"])
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.ASGD])
+@ranks(2)
+def test_a_0_dim_parameters_counters_stay_whole(rank, way, make, tmp_path):
+    model, engine, optimizer = build(model=Scalar, make=lambda m: make(m.parameters(), lr=0.1))
+    plain = Scalar()
+    reference = make(plain.parameters(), lr=0.1)
+
+    def step(m: nn.Module, o: Any) -> None:
+        m(torch.ones(3)).sum().backward()
+        o.step()
+        o.zero_grad()
+
+    for _ in range(2):
+        step(model, optimizer)
+        step(plain, reference)
+    if way == "checkpoint":
+        save(engine, tmp_path / "c", optimizer)
+    else:
+        kept = engine.optim_state_dict(optimizer, rank0_only=False), engine.state_dict(rank0_only=False)
+    model, engine, optimizer = build(seed=1, model=Scalar, make=lambda m: make(m.parameters(), lr=0.1))
+    if way == "checkpoint":
+        load(engine, tmp_path / "c", optimizer)
+    else:
+        engine.load_optim_state_dict(optimizer, kept[0])
+        engine.load_state_dict(kept[1])
+    step(model, optimizer)
+    step(plain, reference)
+    same(engine.state_dict(rank0_only=False)["scale"], plain.scale.detach())
+
+
+class Numbers(nn.Module):
+    """Parameters whose names are numbers, made in another order than they are counted in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("1", "0"):
+            self.register_parameter(name, nn.Parameter(torch.full((4,), float(name) + 1)))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.get_parameter("0") * 2 + self.get_parameter("1") * 3
+
+
+@ranks(2)
+def test_names_that_look_like_numbers_are_names(rank, tmp_path):
+    model, engine, optimizer = build(
+        model=Numbers, make=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)
+    )
+    train(model, optimizer, rank, range(1))
+    expected = whole(engine, optimizer)
+    save(engine, tmp_path / "c", optimizer)
+    train(model, optimizer, rank, range(2))
+    load(engine, tmp_path / "c", optimizer)
+    same(whole(engine, optimizer), expected)
+
+
+# -- half-way ---------------------------------------------------------------------------------------------------------
+
+
+class Fails(ExtraState):
+    def set_extra_state(self, state: Any) -> None:
+        if self.kept != state and dist.get_rank() == 1:
+            raise RuntimeError("no")
+
+
+@ranks(2)
+def test_a_module_that_fails_on_one_rank_while_loading_fails_on_all(rank, tmp_path):
+    model, engine, _ = build(model=Fails, make=lambda m: None)
+    model.kept = "saved"
+    save(engine, tmp_path / "c")
+    model.kept = "live"
+    with pytest.raises(StateDictError, match=r"rank 1: .*some have been overwritten.*no"):
+        load(engine, tmp_path / "c")
+    model.kept = "saved"
+    load(engine, tmp_path / "c")  # the ranks are still together
+
+
+@ranks(2)
+def test_an_optimizer_that_fails_while_loading_says_so(rank, tmp_path):
+    model, engine, optimizer = build(model=Net)
+    train(model, optimizer, rank, range(1))
+    save(engine, tmp_path / "c", optimizer)
+
+    def hook(_optimizer: Any, _state: Any) -> None:
+        if rank == 1:
+            raise RuntimeError("no")
+
+    handle = optimizer.register_load_state_dict_pre_hook(hook)
+    with pytest.raises(StateDictError, match="but the parameters have been"):
+        load(engine, tmp_path / "c", optimizer)
+    handle.remove()
+    load(engine, tmp_path / "c", optimizer)
+
+
+# -- places -----------------------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_only_siblings_that_differ_in_their_last_number_go(rank, tmp_path):
+    _model, engine, _ = build(model=Net)
+    for name in ("llama-7b-step-1", "llama-13b-step-1", "llama-13b-step-2"):
+        save(engine, tmp_path / name, keep=1)
+    assert files_of(tmp_path) == ["llama-13b-step-2", "llama-7b-step-1"]
+
+
+def test_the_working_directory_is_no_checkpoint(tmp_path, monkeypatch):
+    _model, engine, _ = build(model=Net)
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")
+    for path in (".", tmp_path, tmp_path / "inner"):
+        with pytest.raises(CheckpointError, match="working directory"):
+            save(engine, path)
+    save(engine, "c")
+    assert files_of(tmp_path / "inner") == ["c"]
+
+
+def test_the_new_directory_lets_in_whom_the_old_one_did(tmp_path):
+    _model, engine, _ = build(model=Net)
+    save(engine, tmp_path / "c")
+    os.chmod(tmp_path / "c", 0o2775)
+    save(engine, os.fsencode(tmp_path / "c"))
+    assert (tmp_path / "c").stat().st_mode & 0o7777 == 0o2775
+
+
+def test_another_programs_save_is_left_alone_where_locks_do_not_work(tmp_path, monkeypatch):
+    from torch_shard.checkpoint import folder
+
+    _model, engine, _ = build(model=Net)
+    other = tmp_path / ".theirs.saving-0123456789abcdef"
+    other.mkdir()
+    (other / folder.PROBE).touch()
+    long_ago = time.time() - 7200
+    os.utime(other, (long_ago, long_ago))
+
+    def no_locks(*_: Any) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(folder.fcntl, "flock", no_locks)
+    save(engine, tmp_path / "c")
+    os.utime(other, (1, 1))
+    save(engine, tmp_path / "c")
+    assert other.is_dir()
+
+
+def test_metadata_that_changes_a_class_is_refused_and_undone(tmp_path):
+    class Evil:
+        def __reduce__(self) -> Any:
+            return MetadataIndex, ("a",), (None, {"__hash__": 1})
+
+    # BUILD on the class itself: the pickle names it and gives it a state.
+    raw = b"\x80\x02c" + MetadataIndex.__module__.encode() + b"\nMetadataIndex\nN}X\x08\x00\x00\x00__hash__K\x01s\x86b."
+    with pytest.raises(CheckpointError, match="MetadataIndex"):
+        load_metadata(__import__("io").BytesIO(raw), "x")
+    assert {MetadataIndex("a"): 1} and pickle.loads(pickle.dumps(Metadata({}))) is not None
+    assert collections.OrderedDict().__class__ is collections.OrderedDict
+
+
+# -- FSDP's functions -------------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_with_rank0_only_what_rank_0_has_is_loaded(rank):
+    model, engine, optimizer = build(model=Net)
+    train(model, optimizer, rank, range(1))
+    expected = whole(engine, optimizer)
+    with state_dict_type.state_dict_type(
+        model,
+        state_dict_type.StateDictType.FULL_STATE_DICT,
+        state_dict_type.FullStateDictConfig(rank0_only=True, offload_to_cpu=True),
+        state_dict_type.FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=True),
+    ):
+        taken = optim_state.optim_state_dict(model, optimizer)
+        assert bool(taken) == (rank == 0)
+        kept = model.state_dict()
+        train(model, optimizer, rank, range(1))
+        optimizer.load_state_dict(optim_state.optim_state_dict_to_load(model, optimizer, taken))
+    engine.load_state_dict({**kept} if rank == 0 else dict(expected["model"]))
+    same(whole(engine, optimizer), expected)
+
+
+@ranks(2)
+def test_ranks_without_a_dict_are_told(rank):
+    model, engine, optimizer = build(model=Net)
+    train(model, optimizer, rank, range(1))
+    taken = engine.optim_state_dict(optimizer)
+    with pytest.raises(StateDictError, match=r"rank 1: .*needs a dict"):
+        optim_state.optim_state_dict_to_load(model, optimizer, taken)
+
+
+@ranks(2)
+def test_a_model_around_the_sharded_one_keeps_its_own_entries(rank):
+    body = nn.Linear(4, 4)
+    outer = nn.ModuleDict({"a": nn.Linear(2, 2), "body": body, "z": nn.Linear(2, 2)})
+    torch_shard.shard(body)
+    kind = state_dict_type.StateDictType.FULL_STATE_DICT
+    with state_dict_type.state_dict_type(body, kind, state_dict_type.FullStateDictConfig(rank0_only=True)):
+        found = outer.state_dict()
+    names = ["a.weight", "a.bias", *(["body.weight", "body.bias"] if rank == 0 else []), "z.weight", "z.bias"]
+    assert list(found) == names
+
+
+@ranks(2)
+def test_full_state_is_whole_within_containers(rank):
+    class Nested(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["pair"] = (torch.ones_like(p), [torch.zeros_like(p)])
+
+    torch.manual_seed(0)
+    model = Net()
+    engine = torch_shard.shard(model, unit_bytes=256)
+    optimizer = Nested(model.parameters(), lr=0.1)
+    train(model, optimizer, rank, range(1))
+    state = engine.optim_state_dict(optimizer, rank0_only=False)["state"]
+    for name, p in model.named_parameters():
+        ones, (zeros,) = state[name]["pair"]
+        assert type(ones) is type(zeros) is torch.Tensor and ones.shape == zeros.shape == p.shape
+        assert bool((ones == 1).all()) and bool((zeros == 0).all())

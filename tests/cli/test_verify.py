@@ -1,0 +1,208 @@
+"""verify: every kind of damage is found, with file and parameter, and nothing else is."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from tests.checkpoint.helpers import bits, files_of
+from tests.checkpoint.test_bad_files import flip, of_version, values_of
+from torch_shard.checkpoint.chunks import covers
+from torch_shard.checkpoint.dcp import load_metadata
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "ours",
+        "wide",
+        "several",
+        "ours_lightning",
+        "fsdp2",
+        "ddp",
+        "titan",
+        "app",
+        "lightning",
+        "plain.pt",
+        "trainer.ckpt",
+    ],
+)
+def test_what_is_good_is_good(kind, made, cli):
+    found = cli("verify", made / kind, "--json")
+    assert found["good"] is True and found["problems"] == [] and found["bytes"] > 0
+    assert "is good" in cli("verify", made / kind)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.net.head.bias", "model.norm.running_mean", "optimizer.state.net.scale.exp_avg", "extra"]
+)
+def test_a_flipped_bit_in_ours(name, copied, cli):
+    folder = copied("ours")
+    file, position = values_of(folder, name)
+    flip(folder / file, position)
+    found = cli("verify", folder, "--json", expected=1)
+    assert found["good"] is False
+    (problem,) = found["problems"]
+    assert problem["file"] == file and name in problem["entries"]
+    out = cli("verify", folder, expected=1)
+    assert f"{folder} is damaged:\n  {file}: bytes [" in out and name in out
+
+
+def test_all_damage_is_listed(copied, cli):
+    folder = copied("ours")
+    for name in ("model.net.conv.weight", "model.norm.bias", "extra"):
+        file, position = values_of(folder, name)
+        flip(folder / file, position)
+    found = cli("verify", folder, "--json", expected=1)["problems"]
+    assert {name for problem in found for name in problem["entries"]} >= {
+        "model.net.conv.weight",
+        "model.norm.bias",
+        "extra",
+    }
+    assert len(found) == 3
+
+
+def test_files_of_ours_that_are_cut_off_or_missing(copied, cli):
+    folder = copied("ours")
+    os.truncate(folder / "__1_0.distcp", 2000)
+    (problem, *_) = cli("verify", folder, "--json", expected=1)["problems"]
+    assert problem["file"] == "__1_0.distcp" and "has 2000 bytes" in problem["problem"] and problem["entries"]
+    (folder / "__1_0.distcp").unlink()
+    (problem,) = cli("verify", folder, "--json", expected=1)["problems"]
+    assert "missing" in problem["problem"] and any(name.startswith("model.") for name in problem["entries"])
+
+
+def test_descriptions_of_ours(copied, cli, tmp_path):
+    for name in ("manifest.json", ".metadata"):
+        folder = copied("ours")
+        flip(folder / name, (folder / name).stat().st_size // 2)
+        assert name in cli("verify", folder, expected=1)
+        (folder / name).unlink()
+        assert name in cli("verify", folder, expected=1)
+        shutil.rmtree(folder)
+    folder = copied("ours")
+    of_version(folder, 2)
+    assert "Upgrade" in cli("verify", folder, expected=2)
+
+
+def test_metadata_of_another_checkpoint(made, copied, cli):
+    folder = copied("ours")
+    shutil.copy(made / "wide" / ".metadata", folder / ".metadata")
+    assert ".metadata" in cli("verify", folder, expected=1)
+
+
+def test_dcps_own_files(copied, cli):
+    folder = copied("fsdp2")
+    with open(folder / ".metadata", "rb") as file:
+        metadata = load_metadata(file, "")
+    info = next(own for index, own in metadata.storage_data.items() if index.fqn == "model.head.weight")
+    path = folder / info.relative_path
+    good = path.read_bytes()
+    values = torch.load(io.BytesIO(good[info.offset : info.offset + info.length]), weights_only=True)
+    flip(path, good.index(bits(values).numpy().tobytes(), info.offset))
+    found = cli("verify", folder, "--json", expected=1)["problems"]
+    assert [(p["file"], p["entries"]) for p in found] == [(path.name, ["model.head.weight"])]
+    path.write_bytes(good[: info.offset + 10])
+    found = cli("verify", folder, "--json", expected=1)["problems"]
+    assert any("model.head.weight" in p["entries"] and p["file"] == path.name for p in found)
+    path.unlink()
+    assert "is missing, so that model" in cli("verify", folder, expected=1)
+
+
+def test_torch_files(copied, cli):
+    path = copied("plain.pt")
+    values = torch.load(path, weights_only=True)["optimizer"]["state"][3]["exp_avg"]
+    flip(path, path.read_bytes().index(bits(values).numpy().tobytes()) + 9)
+    (problem,) = cli("verify", path, "--json", expected=1)["problems"]
+    assert (problem["file"], problem["entries"]) == ("plain.pt", ["optimizer.state.3.exp_avg"])
+    os.truncate(path, 1000)
+    assert "cut off at 1000 bytes" in cli("verify", path, expected=1)
+
+
+def test_safetensors(made, tmp_path, cli):
+    cli("consolidate", made / "fsdp2", tmp_path / "hf", "--format", "safetensors", "--max-shard-size", "500")
+    assert "is good" in cli("verify", tmp_path / "hf")
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    name, file = next(iter(index["weight_map"].items()))
+    path = tmp_path / "hf" / file
+    data = path.read_bytes()
+    path.write_bytes(data[:-3])
+    out = cli("verify", tmp_path / "hf", expected=1)
+    assert file in out and name in out
+    path.unlink()
+    assert file in cli("verify", tmp_path / "hf", expected=1)
+    (tmp_path / "x.safetensors").write_bytes(data + b"more")
+    cli("verify", tmp_path / "x.safetensors", expected=1)
+
+
+def test_what_is_no_checkpoint_is_an_error_and_not_damage(tmp_path, cli):
+    assert "no checkpoint at" in cli("verify", tmp_path / "nothing", expected=2)
+    assert "holds no checkpoint" in cli("verify", tmp_path, expected=2)
+    (tmp_path / "x.txt").write_text("hello")
+    assert "neither" in cli("verify", tmp_path / "x.txt", expected=2)
+    torch.save([1, 2], tmp_path / "list.pt")
+    cli("verify", tmp_path / "list.pt")
+    assert "no dict" in cli("inspect", tmp_path / "list.pt", expected=2)
+
+
+def test_a_bomb_in_a_checkpoint_is_not_touched_off(made, copied, tmp_path, cli, monkeypatch):
+    from tests.checkpoint.test_bad_files import Bomb
+
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": {"w": torch.ones(2)}, "extra": Bomb()}, tmp_path / "bomb.pt")
+    assert "could run code" in cli("inspect", "bomb.pt", expected=2)
+    assert "could run code" in cli("consolidate", "bomb.pt", "y.pt", expected=2)
+    folder = copied("lightning")
+    torch.save({"pytorch-lightning_version": "2", "hyper_parameters": Bomb()}, folder / "meta.pt")
+    assert "could run code" in cli("consolidate", folder, "y.pt", expected=2)
+    assert "could run code" in cli("inspect", folder)
+    cli("consolidate", folder, "y.pt", "--model-only")
+    assert sorted(p.name for p in Path(".").iterdir()) == ["bomb.pt", "lightning", "y.pt"]
+
+
+@pytest.mark.parametrize(
+    ("size", "boxes", "good"),
+    [
+        ((4, 3), [((0, 0), (2, 3)), ((2, 0), (2, 3))], True),
+        ((4, 3), [((2, 0), (2, 3)), ((0, 0), (1, 3)), ((1, 0), (1, 1)), ((1, 1), (1, 2))], True),
+        ((4, 3), [((0, 0), (2, 3))], False),
+        ((4, 3), [((0, 0), (2, 3)), ((1, 0), (2, 3))], False),
+        ((4, 3), [((0, 0), (2, 3)), ((3, 0), (2, 3))], False),
+        ((4,), [((0, 0), (4, 1))], False),
+        ((), [((), ())], True),
+        ((), [((), ()), ((), ())], False),
+        ((0, 4), [((0, 0), (0, 4))], True),
+        ((0,), [], True),
+    ],
+)
+def test_parts_make_up_a_tensor_or_do_not(size, boxes, good):
+    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+    assert covers(size, chunks) is good
+
+
+def test_an_entry_that_the_metadata_lost_is_found(made, copied, tmp_path, cli):
+    """In torch's own checkpoints, where nothing but the metadata says what there must be."""
+    folder = copied("fsdp2")
+    with open(folder / ".metadata", "rb") as file:
+        metadata = load_metadata(file, "")
+    lost = next(i for i in metadata.storage_data if i.fqn == "model.head.weight")
+    del metadata.storage_data[MetadataIndex(lost.fqn, lost.offset)]
+    with open(folder / ".metadata", "wb") as file:
+        pickle.dump(metadata, file)
+    assert "no file has the part of model.head.weight" in cli("verify", folder, expected=1)
+    assert "model.head.weight" in cli("consolidate", folder, tmp_path / "y.pt", expected=2)
+    metadata.state_dict_metadata["model.head.weight"].chunks.pop()
+    with open(folder / ".metadata", "wb") as file:
+        pickle.dump(metadata, file)
+    assert "parts of model.head.weight do not make up its shape" in cli("verify", folder, expected=1)
+    assert "model.head.weight is not complete" in cli("consolidate", folder, tmp_path / "y.pt", expected=2)
+    assert "model.head.weight is not complete" in cli("diff", folder, made / "fsdp2", expected=2)
+    assert files_of(tmp_path) == ["fsdp2"]
