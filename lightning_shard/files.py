@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from torch_shard.checkpoint.folder import _exchange, hidden, sync, tidy
+from torch_shard.checkpoint.folder import exchange, hidden, sync, tidy
 from torch_shard.log import logger
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def swap(beside: Path, target: Path) -> None:
         os.rename(beside, target)
     elif not beside.is_dir() and (target.is_symlink() or not target.is_dir()):
         os.replace(beside, target)
-    elif not _exchange(beside, target):
+    elif not exchange(beside, target):
         # This system can't exchange names, so there is a moment without the one at the target: it is found by this name then.
         old = _previous(target)
         os.rename(target, old)

@@ -89,7 +89,7 @@ def test_a_checkpoint_that_lost_its_name_between_two_renames_is_found_and_gets_i
 
 
 def test_without_an_exchange_in_one_step_the_old_one_steps_aside(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(folder, "exchange", lambda one, other: False)
     for nonce, text in ((NONCE, "one"), (NONCE[::-1], "two")):
         saving = Saving.begin(tmp_path / "c", nonce)
         (saving.path / "manifest.json").write_text(text)

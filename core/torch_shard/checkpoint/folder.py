@@ -34,7 +34,20 @@ from ..log import logger
 from .dcp import METADATA
 from .manifest import MANIFEST, Manifest, read_manifest
 
-__all__ = ["PROBE", "Saving", "commit", "discard", "find", "hidden", "pattern", "prune", "sees", "sync", "tidy"]
+__all__ = [
+    "PROBE",
+    "Saving",
+    "commit",
+    "discard",
+    "exchange",
+    "find",
+    "hidden",
+    "pattern",
+    "prune",
+    "sees",
+    "sync",
+    "tidy",
+]
 
 PROBE = ".probe"
 """In a directory that is being written: proves that ranks see the same one, and is locked by the rank that made it."""
@@ -163,7 +176,7 @@ def commit(saving: Saving, target: Path) -> None:
         os.rename(saving.path, target)
     else:
         _take_over(target, saving.path)
-        if not _exchange(saving.path, target):
+        if not exchange(saving.path, target):
             aside = _aside(target, saving.nonce)
             os.rename(target, aside)
             try:
@@ -200,7 +213,7 @@ def discard(target: Path, nonce: str) -> None:
         _delete(old)
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def exchange(one: Path, other: Path) -> bool:
     """Exchange two names; False where the system can't."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2

@@ -36,7 +36,7 @@ from .stream import ModelStream, OptimizerStream
 from .tied import chosen_names
 from .torch_file import Slot, TorchFileWriter, check_loadable
 
-__all__ = ["save_full"]
+__all__ = ["keep_others", "save_full"]
 
 _SUFFIX = ".safetensors"
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
@@ -281,7 +281,7 @@ class _SafetensorsOutput:
             _replace(saving.path / self.single, self.target)
             return
         if self.target.is_dir():
-            _keep_others(self.target, saving.path)
+            keep_others(self.target, saving.path)
         commit(saving, self.target)
 
     def abandon(self) -> None:
@@ -302,7 +302,7 @@ def _replace(file: Path, target: Path) -> None:
     sync(target.parent)
 
 
-def _keep_others(old: Path, new: Path) -> None:
+def keep_others(old: Path, new: Path) -> None:
     """Put what is beside the weights (a configuration, a tokenizer) into the new directory, too."""
     for name in sorted(os.listdir(old)):
         if _OURS.fullmatch(name) or os.path.lexists(new / name):

@@ -14,7 +14,7 @@ from .contents import Source, param_names
 from .saved import SavedOptimizer, optimizer_entries, place
 from .source import Checkpoint
 
-__all__ = ["OptimizerLoad"]
+__all__ = ["OptimizerLoad", "unwrapped"]
 
 
 class OptimizerLoad:
@@ -122,7 +122,7 @@ class OptimizerLoad:
                 group["numbers"] = params
                 group["params"] = names if len(names) == len(params) else [f"parameter {n}" for n in params]
             else:
-                wrappers = [_unwrapped(str(n), set(self.names.values())) for n in params]
+                wrappers = [unwrapped(str(n), set(self.names.values())) for n in params]
                 group["params"] = wrappers
             self.given["param_groups"].append(group)
 
@@ -242,10 +242,11 @@ def _on(value: Any, device: torch.device, path: tuple[Any, ...]) -> Any:
     return ShardTensor(value._local.to(device), value._spec) if isinstance(value, ShardTensor) else value.to(device)
 
 
-def _unwrapped(name: str, known: set[str]) -> str:
+def unwrapped(name: str, known: set[str]) -> str:
+    """A saved parameter's name without the prefixes of wrappers that the live ones don't have."""
     if name in known:
         return name
     for wrapper in ("module.", "_orig_mod."):
         if name.startswith(wrapper):
-            return _unwrapped(name[len(wrapper) :], known)
+            return unwrapped(name[len(wrapper) :], known)
     return name

@@ -25,7 +25,7 @@ from .dcp import METADATA
 from .folder import find
 from .full_files import is_full, open_full
 from .manifest import MANIFEST, Item, Manifest
-from .reader import CheckedFile, _read_tensor
+from .reader import CheckedFile, read_tensor
 from .saved import place
 from .source import Checkpoint
 
@@ -222,7 +222,7 @@ class _Reader:
                 target = target.narrow(dim, offset, length)
             index, zeros = MetadataIndex(name, chunk.offsets), torch.Size([0] * len(chunk.sizes))
             read = ReadItem(LoadItemType.TENSOR, index, chunk.offsets, index, zeros, chunk.sizes)
-            _read_tensor(self._file(info.relative_path), item, chunk.sizes, found.properties.dtype, read, target)
+            read_tensor(self._file(info.relative_path), item, chunk.sizes, found.properties.dtype, read, target)
         return tensor
 
     def _file(self, name: str) -> CheckedFile:

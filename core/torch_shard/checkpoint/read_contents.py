@@ -15,7 +15,7 @@ from .. import full_state
 from ..runtime import Runtime
 from ..shard_tensor import ShardTensor
 from .contents import EXTRA, MODEL, OPTIMIZER, Source, param_names, sources_of
-from .load_optimizer import _unwrapped
+from .load_optimizer import unwrapped
 from .phases import broadcast, each
 from .saved import SavedOptimizer, extra_of, model_entries, optimizer_entries, place
 from .source import Checkpoint
@@ -180,7 +180,7 @@ class _Optimizer:
         """The entries of the state, by the live parameters' names."""
         live = {name for names in self.names for name in names}
         if not self.saved.numbered:
-            return {_unwrapped(name, live): entries for name, entries in self.saved.state.items()}
+            return {unwrapped(name, live): entries for name, entries in self.saved.state.items()}
         numbers = [number for group in self._groups(known) for number in group["params"]]
         flat = [name for names in self.names for name in names]
         name_of = dict(zip(map(str, numbers), flat, strict=True)) if len(numbers) == len(flat) else {}
@@ -202,7 +202,7 @@ class _Optimizer:
             for path, full in entries.items():
                 place(group, path, known[full])
             params = group.setdefault("params", [])
-            group["params"] = [n if isinstance(n, int) else _unwrapped(str(n), live) for n in params]
+            group["params"] = [n if isinstance(n, int) else unwrapped(str(n), live) for n in params]
             groups.append(group)
         return groups
 
@@ -211,7 +211,7 @@ class _Optimizer:
         live = {name for names in self.names for name in names}
         result: dict[str, Any] = {"state": {}, "param_groups": self._groups(known)}
         for name, entries in self.saved.state.items() if with_state else ():
-            key = int(name) if self.saved.numbered else _unwrapped(name, live)
+            key = int(name) if self.saved.numbered else unwrapped(name, live)
             own = result["state"].setdefault(key, {})
             for path, full in entries.items():
                 place(own, path, known[full])

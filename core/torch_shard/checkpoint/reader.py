@@ -29,7 +29,7 @@ from ..layout import contiguous_stride
 from .dcp import METADATA, load_metadata
 from .manifest import FileRecord, Item, Manifest
 
-__all__ = ["CheckedFile", "ShardReader", "check_sizes", "damaged_parts"]
+__all__ = ["CheckedFile", "ShardReader", "check_sizes", "damaged_parts", "read_tensor"]
 
 _OPEN = 128  # files that are kept open, of which a checkpoint has one for each rank that wrote it
 
@@ -301,7 +301,7 @@ class ShardReader(StorageReader):
             return
         target = planner.resolve_tensor(read).detach()
         shape, dtype = self._chunk(read.storage_index)
-        _read_tensor(file, item, shape, dtype, read, target)
+        read_tensor(file, item, shape, dtype, read, target)
         planner.commit_tensor(read, target)
 
     def _chunk(self, index: MetadataIndex) -> tuple[torch.Size, torch.dtype]:
@@ -314,7 +314,7 @@ class ShardReader(StorageReader):
         return next(chunk.sizes for chunk in chunks if chunk.offsets == index.offset), found.properties.dtype
 
 
-def _read_tensor(
+def read_tensor(
     file: CheckedFile, item: Item, shape: torch.Size, dtype: torch.dtype, read: ReadItem, target: torch.Tensor
 ) -> None:
     """Copy a box of a saved chunk, whose values lie row by row, to `target`."""

@@ -24,7 +24,7 @@ from .opened import Opened, Stored
 from .parts import OptimizerParts, Parts, resolved
 from .save_plan import SavePlanner
 from .torch_form import known_names
-from .writer import ShardWriter, _File, _result, _write_tensor, checksum_of
+from .writer import DataFile, ShardWriter, checksum_of, result_of, write_tensor
 
 __all__ = ["write_sharded"]
 
@@ -190,7 +190,7 @@ def _write(
     results = []
     written: dict[Any, tuple[int, int, int]] = {}
     with open(folder / name, "wb", buffering=0) as raw:
-        file = _File(raw.fileno())
+        file = DataFile(raw.fileno())
         for item in plan.items:
             source = planner.source(item.index)
             if source is None:
@@ -202,12 +202,12 @@ def _write(
             elif (source[0].place, source[1]) in written:
                 places = written[source[0].place, source[1]]
             else:
-                places = written[source[0].place, source[1]] = _write_tensor(file, source[0].read().to(source[1]))
+                places = written[source[0].place, source[1]] = write_tensor(file, source[0].read().to(source[1]))
                 progress(source[0].nbytes)
             start, length, values = places
             offsets = None if source is None or item.index.offset is None else tuple(item.index.offset)
             file.items.append(Item(item.index.fqn, offsets, start, length, values))
-            results.append(_result(item, name, start, length))
+            results.append(result_of(item, name, start, length))
         record = file.finish()
         os.fsync(raw.fileno())
     return record, results

@@ -14,7 +14,7 @@ import torch
 from ..errors import ConfigError
 from .dcp import METADATA
 from .folder import Saving, commit, sync
-from .full_save import _keep_others
+from .full_save import keep_others
 from .manifest import MANIFEST
 from .opened import Opened, Stored
 from .parts import Parts
@@ -123,7 +123,7 @@ def write_safetensors(
             sync(target.parent)
         else:
             if target.is_dir():
-                _keep_others(target, saving.path)
+                keep_others(target, saving.path)
             commit(saving, target)
     return left_out
 

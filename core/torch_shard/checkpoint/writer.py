@@ -28,7 +28,7 @@ from .blob import ALIGNMENT, crc_of_part, tensor_blob
 from .dcp import METADATA, StorageInfo
 from .manifest import FileRecord, Item
 
-__all__ = ["BLOCK", "ShardWriter", "checksum_of"]
+__all__ = ["BLOCK", "DataFile", "ShardWriter", "checksum_of", "result_of", "write_tensor"]
 
 BLOCK = 4 << 20
 """Bytes of values that are checked, written and later verified at a time."""
@@ -79,7 +79,7 @@ class ShardWriter(StorageWriter):
             return done
         fd = os.open(self.path / self.name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
-            file = _File(fd)
+            file = DataFile(fd)
             results = _write(file, plan, planner, self.name)
             self.record = file.finish()
             os.fsync(fd)
@@ -103,7 +103,7 @@ class ShardWriter(StorageWriter):
         return StorageMeta(save_id=self.save_id)
 
 
-def _write(file: _File, plan: SavePlan, planner: SavePlanner, name: str) -> list[WriteResult]:
+def _write(file: DataFile, plan: SavePlan, planner: SavePlanner, name: str) -> list[WriteResult]:
     results = []
     # Tied parameters have several names and one memory: written once.
     written: dict[tuple[Any, ...], tuple[torch.Tensor, int, int, int]] = {}
@@ -120,19 +120,20 @@ def _write(file: _File, plan: SavePlan, planner: SavePlanner, name: str) -> list
             if data.numel() and key in written:
                 _, start, length, values = written[key]
             else:
-                start, length, values = _write_tensor(file, data)
+                start, length, values = write_tensor(file, data)
                 written[key] = (data, start, length, values)
         offsets = None if item.index.offset is None or isinstance(data, io.BytesIO) else tuple(item.index.offset)
         file.items.append(Item(item.index.fqn, offsets, start, length, values))
-        results.append(_result(item, name, start, length))
+        results.append(result_of(item, name, start, length))
     return results
 
 
-def _result(item: WriteItem, name: str, start: int, length: int) -> WriteResult:
+def result_of(item: WriteItem, name: str, start: int, length: int) -> WriteResult:
+    """What DCP's metadata says of an entry: in which file it is, where, how long."""
     return WriteResult(index=item.index, size_in_bytes=length, storage_data=StorageInfo(name, start, length))
 
 
-def _write_tensor(file: _File, tensor: torch.Tensor) -> tuple[int, int, int]:
+def write_tensor(file: DataFile, tensor: torch.Tensor) -> tuple[int, int, int]:
     """Write one entry: where it starts, how long it is, where its values are."""
     blob = tensor_blob(tensor.shape, tensor.dtype)
     tensor = tensor.resolve_conj().resolve_neg().cpu().contiguous()
@@ -161,7 +162,7 @@ def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield memoryview((ctypes.c_char * min(BLOCK, size - at)).from_address(address + at)).cast("B")
 
 
-class _File:
+class DataFile:
     """Bytes one after the other, with a running checksum and marks."""
 
     def __init__(self, fd: int) -> None:
