@@ -277,7 +277,7 @@ class Engine(EngineState):
                 parameter; nothing has changed then.
             CheckpointError: an asynchronous :meth:`save` has failed; nothing has changed, and the next call closes.
         """
-        if self._pending is not None:  # on all ranks, or none
+        if self._staging is not None:  # there were asynchronous saves, on all ranks
             from .checkpoint.phases import each
 
             each(self._runtime, "engine.close", self.finish_saving)

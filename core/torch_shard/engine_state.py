@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from . import full_state, named_state, state_forms
-from .errors import ConfigError
+from .errors import CheckpointError, ConfigError
 from .runtime import Runtime
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes time to import
@@ -167,9 +167,15 @@ class EngineState(abc.ABC):
         Raises:
             CheckpointError: it has failed; raised once, on every rank that asks.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
+        pending = self._pending
+        if pending is None:
+            return
+        try:
             pending.wait()
+        except CheckpointError:
+            self._pending = None
+            raise
+        self._pending = None  # not where the wait was interrupted
 
     def save_full(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from tests.odd_model import Net
 from tests.ranks import ranks
 from torch_shard.checkpoint.staging import Staging
 from torch_shard.checkpoint.writer import ShardWriter
-from torch_shard.errors import CheckpointError, MissingRankError
+from torch_shard.errors import CheckpointError, MissingRankError, ShardError
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,6 +110,98 @@ def test_a_failure_on_one_rank_is_raised_by_the_next_call_on_all(rank, call, tmp
     save(engine, tmp_path / "d", extra="new", asynchronous=True)  # raised once
     engine.close()
     assert verified(tmp_path / "d") == "new"
+
+
+def test_a_wait_that_is_interrupted_can_be_waited_for_again(tmp_path):
+    model, engine, optimizer = build(model=Net)
+    expected = whole(engine)
+    with writing() as event:
+        pending = save(engine, tmp_path / "c", extra=1, asynchronous=True)
+        threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            engine.finish_saving()
+        assert not pending.done()
+        train(model, optimizer, 0, range(1))
+        threading.Timer(0.3, event.set).start()
+        save(engine, tmp_path / "d", asynchronous=True)  # into the same memory, so not before the first is written
+        engine.finish_saving()
+    assert pending.done()
+    load(engine, tmp_path / "c")
+    same(whole(engine), expected)
+
+
+@ranks(2)
+def test_one_rank_may_wait_by_itself_before_all_close(rank, tmp_path):
+    _model, engine, _ = build(model=Net)
+    save(engine, tmp_path / "c", extra=1, asynchronous=True)
+    if rank == 0:
+        engine.finish_saving()
+    engine.close()
+    assert verified(tmp_path / "c") == 1
+
+
+@ranks(2)
+def test_a_thread_that_does_not_start_on_one_rank_fails_on_all(rank, tmp_path):
+    _model, engine, _ = build(model=Net, timeout=5.0)
+    original = threading.Thread.start
+
+    def fails(thread):
+        if rank == 1 and "save of" in thread.name:
+            raise RuntimeError("can't start new thread")
+        original(thread)
+
+    threading.Thread.start = fails
+    try:
+        with pytest.raises((RuntimeError, ShardError), match="can't start new thread"):
+            save(engine, tmp_path / "c", asynchronous=True)
+    finally:
+        threading.Thread.start = original
+    dist.barrier()
+    assert files_of(tmp_path) == []
+    assert not [t for t in threading.enumerate() if t.name.startswith("torch_shard")]
+    save(engine, tmp_path / "c", extra=1, asynchronous=True)
+    engine.finish_saving()
+    assert verified(tmp_path / "c") == 1
+
+
+@ranks(2)
+def test_a_long_wait_in_the_store_does_not_silence_the_save(rank, tmp_path):
+    _model, engine, _ = build(model=Net, timeout=2.0)
+    with writing() as event:
+        save(engine, tmp_path / "c", extra=1, asynchronous=True)
+        event.set()
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 0:
+            time.sleep(4.5)
+            store.set("here", "x")
+        store.wait(["here"])
+    engine.finish_saving()
+    assert verified(tmp_path / "c") == 1
+
+
+def test_what_is_put_beside_it_meanwhile_stays(tmp_path):
+    _model, engine, _ = build(model=Net)
+    with writing() as event:
+        save(engine, tmp_path / "c", extra=1, asynchronous=True)
+        (tmp_path / "c").mkdir()
+        (tmp_path / "c" / "tokenizer.json").write_text("{}")
+        event.set()
+        engine.finish_saving()
+    assert "tokenizer.json" in files_of(tmp_path / "c") and verified(tmp_path / "c") == 1
+
+
+@ranks(2)
+def test_saves_leave_nothing_behind_in_the_store(rank, tmp_path):
+    _model, engine, _ = build(model=Net)
+    store = dist.distributed_c10d._get_default_store()
+    counts = []
+    for number in range(6):
+        save(engine, tmp_path / "c", asynchronous=number % 2 == 0)
+        engine.finish_saving()
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    assert counts[-1] == counts[1], counts
 
 
 @ranks(2)

@@ -16,11 +16,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import torch_shard
 from tests.checkpoint.helpers import build, files_of, load, same, save, train, whole
-from tests.odd_model import Net
+from tests.odd_model import Net, batch
 from tests.ranks import ranks
 from torch_shard import optim_state, state_dict_type
+from torch_shard.checkpoint import sharded_load
 from torch_shard.checkpoint.dcp import load_metadata
-from torch_shard.errors import CheckpointError, StateDictError
+from torch_shard.errors import CheckpointError, ShardError, StateDictError
 
 
 @pytest.mark.parametrize("kind", ["tensor", "list", "dict", "none"])
@@ -152,6 +153,81 @@ def test_names_that_look_like_numbers_are_names(rank, tmp_path):
     same(whole(engine, optimizer), expected)
 
 
+def twice(seed: int, tied: bool) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    if tied:
+        model[1].weight = model[0].weight
+    return model
+
+
+@ranks(2)
+def test_of_tied_parameters_that_were_not_tied_the_last_counts_as_in_plain_torch(rank, tmp_path):
+    apart = twice(1, tied=False)
+    save(torch_shard.shard(apart, unit_bytes=64), tmp_path / "c")
+    torch.manual_seed(1)
+    plain = twice(2, tied=True)
+    plain.load_state_dict(twice(1, tied=False).state_dict())
+    model = twice(3, tied=True)
+    engine = torch_shard.shard(model, unit_bytes=64)
+    load(engine, tmp_path / "c")
+    same(engine.state_dict(rank0_only=False)["1.weight"], plain[1].weight.detach())
+
+
+@pytest.mark.parametrize("way", ["instance", "pre-hook", "post-hook"])
+@ranks(2)
+def test_hooks_that_exchange_entries_get_what_was_saved(rank, way, tmp_path):
+    def exchanged(found: dict[str, Any]) -> None:
+        found["0.weight"], found["1.weight"] = found["1.weight"], found["0.weight"]
+
+    model = twice(1, tied=False)
+    engine = torch_shard.shard(model, unit_bytes=64)
+    if way == "post-hook":
+        model.register_state_dict_post_hook(lambda module, found, prefix, metadata: exchanged(found))
+    expected = engine.state_dict(rank0_only=False)
+    save(engine, tmp_path / "c")
+    if way == "pre-hook":
+        model.register_load_state_dict_pre_hook(lambda module, found, *rest: exchanged(found))
+    if way == "instance":
+        own = model._load_from_state_dict
+
+        def patched(found: Any, *rest: Any) -> None:
+            exchanged(found)
+            own(found, *rest)
+
+        model._load_from_state_dict = patched
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    load(engine, tmp_path / "c")
+    found = engine.state_dict(rank0_only=False)
+    if way != "post-hook":
+        found = {"0.weight": found["1.weight"], "1.weight": found["0.weight"]}
+    for name in ("0.weight", "1.weight"):
+        # With the post-hook both directions exchange: what the entry of that name was is there again under that name's entry.
+        same(found[name], expected[name] if way != "post-hook" else expected[{"0": "1", "1": "0"}[name[0]] + ".weight"])
+
+
+def test_conjugated_buffers_are_saved_as_they_are(tmp_path):
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+            values = torch.tensor([1 + 2j, 3 + 4j])
+            self.register_buffer("plain", values)
+            self.register_buffer("conjugated", values.conj())
+
+    model = Complex()
+    engine = torch_shard.shard(model)
+    for asynchronous in (False, True):
+        save(engine, tmp_path / "c", asynchronous=asynchronous)
+        with torch.no_grad():
+            model.plain = torch.zeros(2, dtype=torch.complex64)
+            model.conjugated = torch.zeros(2, dtype=torch.complex64)
+        load(engine, tmp_path / "c")
+        assert model.conjugated.tolist() == [1 - 2j, 3 - 4j] and model.plain.tolist() == [1 + 2j, 3 + 4j]
+
+
 # -- half-way ---------------------------------------------------------------------------------------------------------
 
 
@@ -171,6 +247,28 @@ def test_a_module_that_fails_on_one_rank_while_loading_fails_on_all(rank, tmp_pa
         load(engine, tmp_path / "c")
     model.kept = "saved"
     load(engine, tmp_path / "c")  # the ranks are still together
+
+
+@ranks(2)
+def test_a_second_read_that_fails_is_said_and_no_graph_goes_on(rank, tmp_path):
+    model, engine, _ = build(model=Net)
+    save(engine, tmp_path / "c")
+    loss = model(batch(rank)).pow(2).mean()
+    original = sharded_load._Load.fill
+
+    def fails(work: Any) -> None:
+        original(work)
+        if rank == 1:
+            raise CheckpointError("gone")
+
+    sharded_load._Load.fill = fails
+    try:
+        with pytest.raises(CheckpointError, match="gone"):
+            load(engine, tmp_path / "c")
+    finally:
+        sharded_load._Load.fill = original
+    with pytest.raises((RuntimeError, ShardError)):
+        loss.backward()
 
 
 @ranks(2)

@@ -87,7 +87,7 @@ class Saving:
         try:
             lock = os.open(path / PROBE, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX)  # another program may look at it for a moment
             os.write(lock, nonce.encode())
         except OSError:
             if lock >= 0:
@@ -175,6 +175,7 @@ def commit(saving: Saving, target: Path) -> None:
     if not os.path.lexists(target):
         os.rename(saving.path, target)
     else:
+        _take_along(target, saving.path)
         _take_over(target, saving.path)
         if not exchange(saving.path, target):
             aside = _aside(target, saving.nonce)
@@ -188,6 +189,16 @@ def commit(saving: Saving, target: Path) -> None:
     # Not before: without it another program's save beside this one would take it for one that died.
     with contextlib.suppress(OSError):
         (target / PROBE).unlink()
+
+
+def _take_along(target: Path, new: Path) -> None:
+    """Move what is no part of a checkpoint, and has come while the new one was written, into that."""
+    if target.is_dir() and not target.is_symlink():
+        names = os.listdir(target)
+        if MANIFEST not in names and METADATA not in names:
+            for name in names:
+                if not (new / name).exists():
+                    os.rename(target / name, new / name)
 
 
 def _take_over(target: Path, new: Path) -> None:

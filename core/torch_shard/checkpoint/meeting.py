@@ -113,10 +113,11 @@ class Meeting:
             time.sleep(pause)
             pause = min(2 * pause, slowest)
 
-    def forget(self) -> None:
-        """Remove this rank's messages. All others must have heard them."""
-        counts = [self._count(what) for what in self._said] if self.rank == 0 else []
-        for key in (*self._mine, self._beat(self.rank), *counts):
+    def forget(self, *others: str) -> None:
+        """Remove this rank's messages, which all others must have heard, and `others` that all ranks have left."""
+        counts = [self._count(what) for what in (*self._said, *others)] if self.rank == 0 else []
+        left = [self._name(what, rank) for what in others for rank in range(self.world)]
+        for key in (*self._mine, self._beat(self.rank), *counts, *left):
             with contextlib.suppress(RuntimeError):
                 self._store.delete_key(key)
 

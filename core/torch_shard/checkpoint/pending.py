@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pickle
 import threading
 from collections.abc import Callable
@@ -19,7 +20,8 @@ __all__ = ["PendingSave"]
 class PendingSave:
     """What ``engine.save(..., asynchronous=True)`` returns. Its methods are not collective.
 
-    The thread is no daemon: a program that ends waits for it.
+    The thread is no daemon: a program that ends waits for it. Nothing here joins it, since a join that is interrupted makes
+    Python take the thread for ended.
     """
 
     def __init__(
@@ -30,7 +32,7 @@ class PendingSave:
         finish: Callable[[list[Any]], None],
         close: Callable[[bool], None],
     ) -> None:
-        """Begin.
+        """Start the thread, which waits for :meth:`begin`.
 
         Args:
             target: of the checkpoint, for messages.
@@ -40,17 +42,31 @@ class PendingSave:
             close: called on every rank in the end, with whether the checkpoint is there.
         """
         self.path = target
-        self._meeting, self._write, self._finish, self._close = meeting, write, finish, close
+        self._work: _Work | None = _Work(meeting, write, finish, close)
         self._error: CheckpointError | None = None
+        self._may_begin, self._ended = threading.Event(), threading.Event()
         self._living = contextlib.ExitStack()
         if meeting is not None:  # here, since a program that is about to end starts no threads
             self._living.enter_context(meeting.at_work())
-        self._thread = threading.Thread(target=self._run, name=f"torch_shard save of {target.name}")
-        self._thread.start()
+        try:
+            threading.Thread(target=self._run, name=f"torch_shard save of {target.name}").start()
+        except BaseException:
+            self._living.close()
+            raise
+
+    def begin(self) -> None:
+        """Begin to write: all ranks have a thread."""
+        self._may_begin.set()
+
+    def cancel(self) -> None:
+        """Don't begin: a rank has none."""
+        self._work = None
+        self._may_begin.set()
+        self._ended.wait()
 
     def done(self) -> bool:
         """Whether the checkpoint is there, or has failed."""
-        return not self._thread.is_alive()
+        return self._ended.is_set()
 
     def wait(self) -> None:
         """Return when the checkpoint is there, on all ranks.
@@ -58,41 +74,61 @@ class PendingSave:
         Raises:
             CheckpointError: it has failed. Raised once: the next save, load or close does not raise it again.
         """
-        self._thread.join()
+        self._ended.wait()
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     # -- in the thread ------------------------------------------------------------------------------------------
     def _run(self) -> None:
-        problem: str | None = None
+        self._may_begin.wait()
         try:
             with self._living:
-                problem = self._together() if self._meeting is not None else self._alone()
+                self._error = None if self._work is None else self._outcome(self._work)
+        finally:
+            self._work = None  # with it go the copies of what was saved
+            self._ended.set()
+
+    def _outcome(self, work: _Work) -> CheckpointError | None:
+        try:
+            problem = work.together() if work.meeting is not None else work.alone()
         except Exception as error:  # the store is gone, or a rank
             problem = _text(error)
-        if problem is not None:
-            self._error = CheckpointError(
-                f"the asynchronous save to {self.path} failed: {problem} If there is a checkpoint at that path, it is "
-                "whole. The state that was to be saved is gone; save again."
-            )
-            # The next call may never come.
-            logger.error("%s", self._error)
-        self._close(problem is None)
+        work.close(problem is None)
+        if problem is None:
+            return None
+        failure = CheckpointError(
+            f"the asynchronous save to {self.path} failed: {problem} If there is a checkpoint at that path, it is whole. The "
+            "state that was to be saved is gone; save again."
+        )
+        # The next call may never come.
+        logger.error("%s", failure)
+        return failure
 
-    def _alone(self) -> str | None:
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """What a :class:`PendingSave` does; see there."""
+
+    meeting: Meeting | None
+    write: Callable[[], Any]
+    finish: Callable[[list[Any]], None]
+    close: Callable[[bool], None]
+
+    def alone(self) -> str | None:
+        """Write. None, or what went wrong."""
         try:
-            self._finish([self._write()])
+            self.finish([self.write()])
         except Exception as error:
             return _text(error)
         return None
 
-    def _together(self) -> str | None:
+    def together(self) -> str | None:
         """Write, and learn what became of it: None, or what went wrong on any rank."""
-        meeting = self._meeting
+        meeting = self.meeting
         assert meeting is not None
         try:
-            own: tuple[str | None, Any] = (None, self._write())
+            own: tuple[str | None, Any] = (None, self.write())
         except Exception as error:
             own = (f"rank {meeting.rank}: {_text(error)}", None)
         meeting.say("written", pickle.dumps(own))
@@ -105,14 +141,14 @@ class PendingSave:
             everything = [pickle.loads(meeting.hear("written", rank)) for rank in range(meeting.world)]
             problem = "; ".join(text for text, _ in everything if text is not None) or None
             if problem is None:
-                self._finish([part for _, part in everything])
+                self.finish([part for _, part in everything])
         except Exception as error:
             problem = _text(error)
         meeting.say("outcome", pickle.dumps(problem))
         # The store may end with this process.
         with contextlib.suppress(Exception):
             meeting.wait("heard", list(range(1, meeting.world)))
-            meeting.forget()
+            meeting.forget("heard")
         return problem
 
 

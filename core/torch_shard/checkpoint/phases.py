@@ -40,30 +40,35 @@ def each(runtime: Runtime, what: str, function: Callable[[], T], nonce: str = ""
     result: Any = None
     meeting = meeting_of(runtime, nonce)
     agreement = runtime.agreement
-    with _at_work(meeting), agreement.unnoted() if agreement is not None else contextlib.nullcontext():
-        try:
+    own: Any = None
+    try:
+        with _at_work(meeting), agreement.unnoted() if agreement is not None else contextlib.nullcontext():
             result = function()
-        except OSError as problem:
-            error = CheckpointError(
-                f"rank {runtime.collectives.world_rank}: {what}: {problem}. Nothing in training was changed."
-            )
-            error.__cause__ = problem
-        except Exception as problem:
-            error = problem
-    own = None if error is not None else key(result) if callable(key) else key
-    agree(runtime, what, own, error)
-    if meeting is not None:  # all ranks have seen that all are there
-        meeting.forget()
+        own = key(result) if callable(key) else key
+    except OSError as problem:
+        error = CheckpointError(
+            f"rank {runtime.collectives.world_rank}: {what}: {problem}. Nothing in training was changed."
+        )
+        error.__cause__ = problem
+    except Exception as problem:
+        error = problem
+    try:
+        agree(runtime, what, own, error)
+    finally:
+        if meeting is not None:  # all ranks have seen that all are there
+            meeting.forget()
     return result  # type: ignore[no-any-return]
 
 
-def meeting_of(runtime: Runtime, nonce: str) -> Meeting | None:
-    """Of the runtime's ranks; None where there is no other rank, or no `nonce`."""
+def meeting_of(runtime: Runtime, nonce: str, own_connection: bool = False) -> Meeting | None:
+    """Of the runtime's ranks; None where there is no other rank, or no `nonce`. With a connection of its own it does not wait
+    while this process waits for something else in the store."""
     c = runtime.collectives
     if c.world == 1 or not nonce or "control" not in c.watch.channels:
         return None
     key = f"{c.watch.channels['control'].groups.key}/checkpoint/{nonce}"
-    return Meeting(default_store(), key, c.world_rank, c.world, c.watch.timeout)
+    store = default_store()
+    return Meeting(store.clone() if own_connection else store, key, c.world_rank, c.world, c.watch.timeout)
 
 
 @contextlib.contextmanager

@@ -59,7 +59,11 @@ def load(
         each(runtime, what, work.compare, nonce=f"{nonce}/compare")
         # Gives parameters owners, the same on all ranks; that is no change to what is trained.
         each(runtime, what, work.verify, nonce=f"{nonce}/verify")
-        each(runtime, what, work.fill, nonce=f"{nonce}/fill")
+        try:
+            each(runtime, what, work.fill, nonce=f"{nonce}/fill")
+        except Exception:
+            work.overwritten()  # on all ranks, whichever failed
+            raise
         for source, values in zip(work.sources, work.values(), strict=True):
             full_state.load_state_dict(source.model, source.runtime, values)
         each(runtime, what, work.apply)
@@ -180,7 +184,7 @@ class _Load:
             self.by_key: list[dict[str, torch.Tensor]] = []
             for number, source in enumerate(self.sources):
                 self.by_key.append({})
-                own = in_place and _loads_plainly(source.model)
+                own = self._own_places(number) if in_place else frozenset()
                 for key, full in self.entries[number].items():
                     found, live = self.checkpoint.tensor(full), self.live[number].get(key)
                     if found is None:
@@ -190,7 +194,7 @@ class _Load:
                     where = (self.checkpoint.places(full), id(live._spec) if isinstance(live, ShardTensor) else full)
                     value = shared.get(where) if where[0] else None
                     if value is None:
-                        value = self.tensors[full] = _destination(live, found.size, found.properties.dtype, own)
+                        value = self.tensors[full] = _destination(live, found.size, found.properties.dtype, key in own)
                         shared[where] = value
                     self.by_key[number][key] = value
             for part in self.optimizers:
@@ -199,6 +203,24 @@ class _Load:
             if not self.verified:
                 self.checkpoint.read(self.tensors, ())
 
+    def _own_places(self, number: int) -> frozenset[str]:
+        """Entries that are read into the model's own memory: the parameters that loading would copy them to, and nothing else."""
+        model = self.sources[number].model
+        if not _loads_plainly(model):
+            return frozenset()
+        params = dict(model.named_parameters(remove_duplicate=False))
+        found: list[tuple[str, int]] = []
+        # Tied parameters may have been saved with different values, of which loading takes the last.
+        places: dict[int, set[tuple[Any, ...]]] = {}
+        for key, full in self.entries[number].items():
+            live, param = self.live[number].get(key), params.get(key)
+            if not isinstance(live, ShardTensor) or not isinstance(param, ShardTensor):
+                continue
+            places.setdefault(id(live._spec), set()).add(self.checkpoint.places(full) or (full,))
+            if live._spec is param._spec and live._local.data_ptr() == param._local.data_ptr():
+                found.append((key, id(live._spec)))
+        return frozenset(key for key, spec in found if len(places[spec]) == 1)
+
     def fill(self) -> None:
         """Read what has been verified. From here on the old values are lost."""
         if not self.verified:
@@ -206,11 +228,18 @@ class _Load:
         try:
             with torch.inference_mode(False):
                 self.checkpoint.read(self.tensors, ())
-        except (CheckpointError, OSError) as error:
+        except Exception as error:
             raise CheckpointError(
-                f"{self.checkpoint.folder} was whole a moment ago and can't be read now ({error}): some parameters and optimizer "
-                "state have been overwritten. Load a checkpoint before training goes on."
+                f"{self.checkpoint.folder} was whole a moment ago and can't be read now ({type(error).__name__}: {error}): some "
+                "parameters and optimizer state have been overwritten. Load a checkpoint before training goes on."
             ) from error
+
+    def overwritten(self) -> None:
+        """What was read went past autograd: no graph may go on with these values."""
+        for source in self.sources:
+            for p in (p for unit in source.runtime.units for p in unit.params):
+                torch.autograd.graph.increment_version((p, p._local))
+            source.runtime.parameters_changed()
 
     def values(self) -> list[Any]:
         """The state dict of each model."""
@@ -248,6 +277,8 @@ def _loads_plainly(model: torch.nn.Module) -> bool:
     would overwrite what another one is to get."""
     torchs_own = torch.nn.Module.load_state_dict
     return type(model).load_state_dict is torchs_own and all(
-        not module._load_state_dict_pre_hooks and type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
+        not module._load_state_dict_pre_hooks
+        and type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
+        and "_load_from_state_dict" not in module.__dict__
         for module in model.modules()
     )

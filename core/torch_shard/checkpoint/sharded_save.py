@@ -32,7 +32,8 @@ from .writer import ShardWriter, checksum_of
 
 __all__ = ["save", "save_contents"]
 
-_Part = tuple[str, FileRecord | None, list[WriteResult]]  # a rank's file, what it holds, where
+# A rank's file, what it holds, where, and which entries are whole.
+_Part = tuple[str, FileRecord | None, list[WriteResult], tuple[str, ...]]
 
 
 def save(
@@ -110,13 +111,22 @@ def _save(
         if asynchronous:
             staging = engine._staging = engine._staging or Staging()
             staged = each(runtime, what, lambda: _Staged(staging, work.planner, plan), nonce=f"{nonce}/stage")
-            pending = engine._pending = PendingSave(
-                target,
-                meeting_of(runtime, f"{nonce}/pending"),
-                write=lambda: work.write(plan, staged),
-                finish=functools.partial(work.finish_and_discard, metadata),
-                close=work.close,
-            )
+            meeting = meeting_of(runtime, f"{nonce}/pending", own_connection=True)
+            made: list[PendingSave] = []
+
+            def start() -> None:
+                write = functools.partial(work.write, plan, staged)
+                finish = functools.partial(work.finish_and_discard, metadata)
+                made.append(PendingSave(target, meeting, write, finish, work.close))
+
+            try:
+                each(runtime, what, start)
+            except BaseException:
+                for started in made:
+                    started.cancel()
+                raise
+            pending = engine._pending = made[0]
+            pending.begin()
             return pending
         own = each(runtime, what, lambda: work.write(plan, work.planner), nonce=f"{nonce}/write")
         parts = gather(runtime, own, what)
@@ -155,15 +165,17 @@ class _Save:
     def write(self, plan: SavePlan, planner: torch_planner.SavePlanner) -> _Part:
         """This rank's file."""
         results: list[WriteResult] = self.writer.write_data(plan, planner).wait()
-        return self.writer.name, self.writer.record, results
+        return self.writer.name, self.writer.record, results, self.facts["whole"]
 
     def finish_and_discard(self, metadata: Metadata | None, parts: list[_Part]) -> None:
         """Rank 0: metadata and manifest, and the whole at its place; then what was there before, and what `keep` says, goes."""
         assert self.saving is not None and metadata is not None
-        self.writer.finish(metadata, [results for _, _, results in parts])
-        files = {name: record for name, record, _ in parts if record is not None}
+        self.writer.finish(metadata, [results for _, _, results, _ in parts])
+        files = {name: record for name, record, _, _ in parts if record is not None}
         files[METADATA] = checksum_of(self.beside / METADATA)
-        manifest = Manifest(id=str(self.writer.save_id), files=files, **self.facts)
+        # Ranks need not have the same state: of optimizers that step on whole matrices each has some parameters'.
+        whole = tuple(dict.fromkeys(name for *_, names in parts for name in names))
+        manifest = Manifest(id=str(self.writer.save_id), files=files, **{**self.facts, "whole": whole})
         with open(self.beside / MANIFEST, "w", encoding="utf-8") as file:
             file.write(manifest.to_text())
             file.flush()

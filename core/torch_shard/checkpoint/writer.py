@@ -115,7 +115,7 @@ def _write(file: DataFile, plan: SavePlan, planner: SavePlanner, name: str) -> l
             file.write(data.getbuffer())
             length, values = file.position - start, start
         else:
-            data = data.detach()
+            data = data.detach().resolve_conj().resolve_neg()
             key = (data.data_ptr(), data.device, data.dtype, tuple(data.shape), data.stride())
             if data.numel() and key in written:
                 _, start, length, values = written[key]
