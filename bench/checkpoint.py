@@ -247,9 +247,8 @@ def memory(rank: int, args: argparse.Namespace, folder: str) -> None:
         if name == "ours":
             held.engine.load(path, optimizer)
         else:
-            # What torch's documentation advises: rank 0 reads, the others receive.
-            found = torch.load(path, mmap=True, weights_only=True) if rank == 0 else {"model": {}, "optimizer": {}}
-            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            found = torch.load(path, mmap=True, weights_only=True)
+            options = StateDictOptions(full_state_dict=True)
             set_state_dict(
                 held.model,
                 held.optimizer,

@@ -240,7 +240,7 @@ class EngineState(abc.ABC):
         Full checkpoints are mapped and compared, and then each rank copies its slices out of them; the whole is never in memory.
         They are torch files (a state dict by itself, in ``{"model": ...}`` or ``{"state_dict": ...}``, with optimizer state by
         number or by name; Lightning's checkpoints, too) or safetensors. Damage within the values goes unnoticed there, as in
-        plain torch: the files have no checksums that a part can be verified with. Optimizer state is copied into new memory.
+        plain torch: the files have no checksums that a part can be verified with.
 
         Args:
             path: a directory, or a file; every rank must see the same one.

@@ -225,9 +225,17 @@ def by_number(
     names: Mapping[int, str],
     state_dict: Mapping[str, Any],
     elsewhere: Mapping[int, bool] | None = None,
+    in_place: bool = False,
 ) -> dict[str, Any]:
-    """A checked dict in torch's form: numbers for names, in the optimizer's own order, with this rank's slices. `names` by
-    id of the parameters, `elsewhere` of those whose state is whole at one rank. Not collective."""
+    """A checked dict in torch's form: numbers for names, in the optimizer's own order, with this rank's slices. Not collective.
+
+    Args:
+        optimizer: whose parameters, groups and state these are.
+        names: by id of the parameters.
+        state_dict: by name.
+        elsewhere: by id of the parameters whose state is whole at one rank, whether that is another one.
+        in_place: copy slices into the optimizer's own state where it has some; the old values are lost.
+    """
     elsewhere = elsewhere or {}
     state: dict[Any, Any] = {key: owned_state.copied(state_dict["state"][key]) for key in state_dict.get(OTHER, ())}
     groups: list[dict[str, Any]] = []
@@ -241,21 +249,27 @@ def by_number(
                 if not elsewhere[id(p)]:
                     state[number] = owned_state.copied(entries)  # torch may keep what it is given
             elif entries:
-                state[number] = {key: own_part(p, key, value) for key, value in entries.items()}
+                own = optimizer.state.get(p, {}) if in_place else {}
+                state[number] = {key: own_part(p, key, value, own.get(key)) for key, value in entries.items()}
             number += 1
         if "param_names" in saved:
             groups[-1]["param_names"] = [names[id(p)] for p in group["params"]]
     return {"state": state, "param_groups": groups}
 
 
-def own_part(param: torch.Tensor, key: str, value: Any) -> Any:
-    """One entry of the state of `param`: this rank's slice where it has the parameter's shape."""
+def own_part(param: torch.Tensor, key: str, value: Any, into: Any = None) -> Any:
+    """One entry of the state of `param`: this rank's slice where it has the parameter's shape, copied to `into` if it fits."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, ShardTensor) or not is_cut(param, key, value.shape):
         return value.clone()  # torch may keep what it is given
     assert isinstance(param, ShardTensor)
-    local = slice_full(value.detach(), param._spec).to(param._local.device, copy=True)
+    part = slice_full(value.detach(), param._spec)
+    if isinstance(into, ShardTensor) and same_cut(into._spec, param._spec) and into.dtype == value.dtype:
+        with torch.no_grad():
+            into._local.copy_(part)
+        return into
+    local = part.to(param._local.device, copy=True)
     return ShardTensor(local, param._spec)
 
 

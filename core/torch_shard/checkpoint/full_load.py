@@ -197,13 +197,13 @@ class _Load:
 
     # -- loading --------------------------------------------------------------------------------------------------
     def read_optimizers(self) -> None:
-        """Copy this rank's slices of optimizer state into new memory."""
+        """Copy this rank's slices of optimizer state, which fit: into what the optimizer has, or into new memory."""
         self.found: list[dict[str, Any]] = []
         for own, state in zip(self.optimizers, self.states, strict=True):
             names = named_state.names_of(self.runtime, own, self.root)
             # Gives parameters owners, the same on all ranks; that is no change to what is trained.
             elsewhere = owned_state.elsewhere(self.runtime, own, names, state["state"])
-            self.found.append(named_state.by_number(own, names, state, elsewhere))
+            self.found.append(named_state.by_number(own, names, state, elsewhere, in_place=True))
             if self.dtype is not None:
                 self._convert(own, names, self.found[-1]["state"])
 
