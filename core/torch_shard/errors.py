@@ -48,7 +48,8 @@ class UnavailableError(ShardError):
     """Something that sharding needs is not there.
 
     Raised: by ``shard()`` when torch is older than the supported floor, was built without
-    ``torch.distributed``, has no process group initialised, or lacks the backend for the device.
+    ``torch.distributed``, has no process group initialised, or lacks the backend for the device;
+    by ``engine.save_full`` and ``engine.load`` where safetensors are not installed.
     Importing the packages never raises it.
     Remedy: install or initialise what the message names.
     """
@@ -163,8 +164,10 @@ class UnitStateError(ShardError):
 class CheckpointError(ShardError):
     """A checkpoint can't be written or read.
 
-    Raised: on all ranks, by ``engine.save`` and ``engine.load``: a path that can't be written or that the ranks don't share, a
-    full disk, files that are missing, damaged or made by a newer version, and objects that are not loaded because unpickling
-    them could run code. What is in training, and the checkpoint that was there before, are as they were.
+    Raised: on all ranks, by ``engine.save``, ``engine.save_full`` and ``engine.load``: a path that can't be written or that the
+    ranks don't share, a full disk, files that are missing, damaged or made by a newer version, and objects that are not loaded
+    because unpickling them could run code. What is in training, and the checkpoint that was there before, are as they were,
+    unless the message says that values have been overwritten. A save with ``asynchronous=True`` that has failed is raised by
+    the next call.
     Remedy: the message names file and parameter, and what to do.
     """

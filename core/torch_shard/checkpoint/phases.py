@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from ..watch import blocking, default_store
 from ..whole import agree
 from .meeting import Meeting
 
-__all__ = ["broadcast", "each", "gather", "meeting_of", "scatter"]
+__all__ = ["broadcast", "each", "gather", "meeting_of", "scatter", "uncollected"]
 
 T = TypeVar("T")
 
@@ -58,6 +59,19 @@ def each(runtime: Runtime, what: str, function: Callable[[], T], nonce: str = ""
         if meeting is not None:  # all ranks have seen that all are there
             meeting.forget()
     return result  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, Python's cycle collector does not run. Plans of thousands of entries make it look at all objects of the program,
+    for some tenths of a second on one rank after the other, and it finds nothing: they are gone when they are not needed."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def meeting_of(runtime: Runtime, nonce: str, own_connection: bool = False) -> Meeting | None:

@@ -22,13 +22,14 @@ from .contents import EXTRA, Optimizers, Source, sources_of
 from .full_files import is_full
 from .full_load import load_full
 from .load_optimizer import OptimizerLoad
-from .phases import broadcast, each
+from .phases import broadcast, each, uncollected
 from .saved import extra_of, model_entries, place
 from .source import Checkpoint
 
 __all__ = ["load"]
 
 
+@uncollected()
 def load(
     engine: Any,
     path: str | os.PathLike[str],

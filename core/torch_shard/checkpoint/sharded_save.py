@@ -25,7 +25,7 @@ from .dcp import METADATA
 from .folder import Saving, commit, discard, hidden, pattern, prune, sees
 from .manifest import MANIFEST, SAVE_ID, FileRecord, Manifest
 from .pending import PendingSave
-from .phases import broadcast, each, gather, meeting_of
+from .phases import broadcast, each, gather, meeting_of, uncollected
 from .save_plan import SavePlanner, agree_on_plan
 from .staging import Staging
 from .writer import ShardWriter, checksum_of
@@ -100,14 +100,16 @@ def _save(
     def settings(found: tuple[Path, dict[str, Any], dict[str, Any]]) -> object:
         return str(found[0]), keep, asynchronous, sorted(found[1].keys() - {EXTRA})
 
-    target, contents, facts = each(runtime, what, begin, key=settings)
+    with uncollected():
+        target, contents, facts = each(runtime, what, begin, key=settings)
     nonce = broadcast(runtime, secrets.token_hex(8), what)
     work = _Save(target, nonce, keep, facts, runtime.collectives)
     pending: PendingSave | None = None
     try:
         each(runtime, what, work.begin, nonce=f"{nonce}/begin")
         each(runtime, what, work.check_shared)
-        plan, metadata = agree_on_plan(runtime, what, work.planner, work.writer, contents)
+        with uncollected():
+            plan, metadata = agree_on_plan(runtime, what, work.planner, work.writer, contents)
         if asynchronous:
             staging = engine._staging = engine._staging or Staging()
             staged = each(runtime, what, lambda: _Staged(staging, work.planner, plan), nonce=f"{nonce}/stage")
