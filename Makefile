@@ -79,6 +79,7 @@ bench: $(STAMP)
 	$(RUN) bench/train.py --short $(ARGS)
 	$(RUN) bench/overhead.py --short
 	$(RUN) bench/optim.py --short
+	$(RUN) bench/checkpoint.py --short
 
 docs: $(STAMP)
 	$(RUN) docs/make_reference.py

@@ -8,6 +8,7 @@ Attributes of Lightning's own objects that the strategy reads or writes, and why
 - ``Strategy._lightning_module``, ``_optimizers``, ``_launcher``, ``_precision_plugin``: set by the base class;
 - ``Strategy._checkpoint_io``: what the user gave, or None; a wrapping plugin takes a base from us in its property
   ``checkpoint_io`` unless it has one;
+- ``ModelCheckpoint.file_exists``: shadowed in the instance during a run that saves in the background;
 - ``LightningModule._trainer``: None where there is no Trainer;
 - ``Strategy._layer_sync``: where the Trainer leaves the plugin of ``sync_batchnorm=True``;
 - ``Trainer.fit`` passes ``weights_only`` to the launcher, by that name (see :func:`asked_weights_only`);
@@ -56,6 +57,7 @@ class Private:
     MisconfigurationException: type[Exception]
     WrappingCheckpointIO: Any
     TorchCheckpointIO: Any
+    ModelCheckpoint: Any
     version: str
     # Parts of Lightning that are public, but wanted by both namespaces' classes.
     Precision: Any
@@ -98,6 +100,7 @@ def private(namespace: str) -> Private:
         MisconfigurationException=pl("utilities.exceptions.MisconfigurationException"),
         WrappingCheckpointIO=pl("plugins.io.wrapper._WrappingCheckpointIO"),
         TorchCheckpointIO=pl("plugins.io.TorchCheckpointIO"),
+        ModelCheckpoint=pl("callbacks.ModelCheckpoint"),
         version=str(importlib.import_module(trainer_root).__version__),
         Precision=pl("plugins.precision.Precision"),
         MixedPrecision=pl("plugins.precision.MixedPrecision"),

@@ -6,6 +6,9 @@ The forms themselves are in ``full_checkpoint`` (one file) and ``sharded_checkpo
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
+import os
 import re
 import secrets
 from collections import Counter
@@ -15,11 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
 
-from torch_shard import Engine
+from torch_shard import Engine, ShardTensor
 from torch_shard.checkpoint.folder import find
 from torch_shard.checkpoint.phases import broadcast, each
 from torch_shard.checkpoint.sharded_save import save_contents
-from torch_shard.errors import CheckpointError, ConfigError, StateDictError
+from torch_shard.errors import CheckpointError, ConfigError, StateDictError, UnitStateError
+from torch_shard.full_state import refuse_inside
 from torch_shard.log import logger
 
 from . import files as _files
@@ -54,6 +58,7 @@ class CheckpointMixin(_Base):  # type: ignore[misc]
     _pending_occasion: tuple[Path, Any] | None  # its path, and the step that it is of
     _shared: Counter[Path]  # how many more callbacks than one have saved there
     _files_given: int  # single files that rank 0 has handed to the plugin
+    _shown_to: list[Any]  # callbacks that ask us which names are taken
     _removals: list[tuple[Any, int]]  # on rank 0: older checkpoints, and how many files had been handed over
 
     def _check_checkpoint_settings(self) -> None:
@@ -103,7 +108,7 @@ class CheckpointMixin(_Base):  # type: ignore[misc]
             weights_only = asked if weights_only is None else weights_only
         self._finish_save()
         # Ranks must read the same one, also where the path holds a time or a version.
-        path = self.broadcast(checkpoint_path)
+        path = self._told(checkpoint_path, "loading a checkpoint")
         path = self._together(lambda: _existing(path))
         if _files.is_local(path) and Path(path).is_dir():
             engine = self.engine_or_none
@@ -115,9 +120,18 @@ class CheckpointMixin(_Base):  # type: ignore[misc]
             fitting = self.lightning_module.trainer.state.fn == self._private.TrainerFn.FITTING
             optimizers = [self._unwrapped(optimizer) for optimizer in self.optimizers] if fitting else []
             return _sharded.read_folder(engine, Path(path), optimizers, weights_only, self._private.version)
-        io = self.checkpoint_io
-        maps = type(self._base_io()).load_checkpoint is self._private.TorchCheckpointIO.load_checkpoint
+        io, maps = self.checkpoint_io, self._maps()
         return self._together(lambda: _full.read_file(path, io, maps, weights_only))
+
+    def _maps(self) -> bool:
+        """Whether a file may be mapped past the plugins: none of them reads in a way of its own, and none that is not ours
+        writes, since bytes of a mapped file that is written in place change or are gone."""
+        io, wrapping = self.checkpoint_io, self._private.WrappingCheckpointIO
+        while isinstance(io, wrapping):
+            if type(io).load_checkpoint is not wrapping.load_checkpoint:
+                return False
+            io = io.checkpoint_io
+        return isinstance(io, _files.FileMixin)
 
     def _base_io(self) -> Any:
         """The plugin that reads and writes, without those around it."""
@@ -132,7 +146,12 @@ class CheckpointMixin(_Base):  # type: ignore[misc]
         if engine is None:
             super().load_model_state_dict(checkpoint, strict=strict)
         else:
-            engine.load_state_dict(checkpoint["state_dict"], strict=strict)
+            state, live = copy.copy(checkpoint["state_dict"]), engine.state_dict(form="sharded", offload_to_cpu=False)
+            for key, value in state.items():
+                # Modules may keep what they are given, extra state above all, and this may be a view of the file.
+                if not isinstance(value, ShardTensor) and not isinstance(live.get(key), ShardTensor):
+                    state[key] = value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+            engine.load_state_dict(state, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer states of either form, written on any number of ranks. Collective."""
@@ -146,7 +165,7 @@ class CheckpointMixin(_Base):  # type: ignore[misc]
             )
         for optimizer, state in zip(map(self._unwrapped, self.optimizers), states, strict=False):
             if engine is None:
-                optimizer.load_state_dict(state)
+                optimizer.load_state_dict(copy.deepcopy(state))
             elif _sharded.is_named(state):
                 _sharded.load_optimizer(engine, optimizer, state)
             else:
@@ -159,6 +178,13 @@ class CheckpointMixin(_Base):  # type: ignore[misc]
         engine = self.engine_or_none
         if engine is None:
             return super().lightning_module_state_dict()
+        try:
+            refuse_inside(engine._runtime, "saving a checkpoint")
+        except UnitStateError as error:
+            raise UnitStateError(
+                f"{error} In Lightning the steps are forwards: save in on_train_batch_end, on_validation_batch_end, "
+                "on_train_epoch_end or the like, not in training_step or validation_step."
+            ) from None
         if self._state_dict_type == "sharded":
             return _sharded.model_state(engine)
         return _full.model_state(engine, self.lightning_module)
@@ -179,13 +205,16 @@ class CheckpointMixin(_Base):  # type: ignore[misc]
 
         After a run that has given the plain module back there is nothing sharded to write: that is one file in any case.
         """
-        filepath = self.broadcast(filepath)
         engine = self.engine_or_none
+        state = checkpoint.get("state_dict")
+        names = list(state) if isinstance(state, Mapping) else []
+        filepath, of_first = self._told((filepath, names), "trainer.save_checkpoint")
         if self._state_dict_type == "sharded" and engine is not None:
             if storage_options is not None:
                 raise ConfigError(
                     "storage_options is for plugins, which write single files; this checkpoint is a folder."
                 )
+            self._together(lambda: _sharded.check_names(engine.rank, names, of_first))
             self._save_folder(engine, checkpoint, _sharded.local_path(filepath))
         else:
             self._finish_save()
@@ -207,7 +236,7 @@ class CheckpointMixin(_Base):  # type: ignore[misc]
     def _save_folder(self, engine: Engine, checkpoint: dict[str, Any], target: Path) -> None:
         occasion = (target, checkpoint.get("global_step"))
         if self._pending is not None and occasion == self._pending_occasion:
-            # A second callback has chosen the same name, since it does not see the one that is being written.
+            # A second callback has chosen the same name: it was told not to count versions.
             self._shared[target] += 1
         self._finish_save()
         contents = _sharded.contents_of(checkpoint)
@@ -234,6 +263,31 @@ class CheckpointMixin(_Base):  # type: ignore[misc]
     def _callbacks(self) -> list[Any]:
         module = self.lightning_module
         return [] if module is None or module._trainer is None else module.trainer.callbacks
+
+    # -- names that ModelCheckpoint may take --------------------------------------------------------------------------
+    def _show_pending(self, callbacks: list[Any]) -> None:
+        """Have each ModelCheckpoint choose the names that it would choose if no save were in the background."""
+        for callback in callbacks if self._async_save else ():
+            if isinstance(callback, self._private.ModelCheckpoint) and "file_exists" not in vars(callback):
+                callback.file_exists = functools.partial(self._will_exist, callback.file_exists)
+                self._shown_to.append(callback)
+
+    def _hide_pending(self) -> None:
+        while self._shown_to:
+            vars(self._shown_to.pop()).pop("file_exists", None)
+
+    def _will_exist(self, on_disk: Callable[[Any, Any], bool], filepath: Any, trainer: Any) -> bool:
+        """Whether there is a file, or will be when the save in the background is whole and what it replaces is gone.
+        Collective."""
+        found = on_disk(filepath, trainer)
+        if self._pending is None:
+            return found
+        target, removed = os.path.abspath(filepath), [os.path.abspath(path) for path, _ in self._removals]
+        if target in removed:
+            found = False
+        elif self._pending_occasion is not None and target == str(self._pending_occasion[0]):
+            found = True
+        return bool(self.broadcast(found))  # rank 0 knows what is deleted
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a checkpoint; while a newer one is written in the background, only when that is whole."""
@@ -307,6 +361,16 @@ class CheckpointMixin(_Base):  # type: ignore[misc]
         runtime, what = engine._runtime, "loading or saving a checkpoint"
         nonce = broadcast(runtime, secrets.token_hex(8), what)  # with which it may take its time
         return each(runtime, what, function, nonce=nonce)
+
+    def _told(self, value: T, what: str) -> T:
+        """Rank 0's value on every rank. Collective; a rank that is not there is an error on the others where a module is
+        sharded."""
+        engine = self.engine_or_none
+        if engine is None:
+            return self.broadcast(value)  # type: ignore[no-any-return]
+        # A broadcast alone would let rank 0 go on without the others.
+        each(engine._runtime, what, lambda: None)
+        return broadcast(engine._runtime, value, what)
 
     def _on_first(self, what: str, function: Callable[[], None]) -> None:
         """Run it on rank 0; a failure is raised on all ranks. Collective."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torch_shard import Engine, ShardTensor
@@ -35,7 +37,28 @@ def model_state(engine: Engine, model: nn.Module) -> dict[str, Any]:
 def _on_meta(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return torch.empty(value.shape, dtype=value.dtype, device="meta").as_subclass(_OnRankZero)
+
+
+class _OnRankZero(torch.Tensor):
+    """An entry of which this rank has no values; says so where a hook asks for them."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return memo.setdefault(id(self), self.clone())  # torch's own is for tensors with memory
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        except (NotImplementedError, RuntimeError, TypeError) as error:
+            if "meta" not in str(error):
+                raise
+            raise StateDictError(
+                f"rank {dist.get_rank() if dist.is_initialized() else 0}: {getattr(func, '__name__', func)} of an entry of "
+                "checkpoint['state_dict'], which has its values on rank 0 only: the other ranks have none of what one file "
+                "holds. In on_save_checkpoint use values only `if trainer.is_global_zero`, or save with "
+                "ShardStrategy(state_dict_type='sharded')."
+            ) from error
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
@@ -66,7 +89,7 @@ def optimizer_state(engine: Engine, optimizer: Any, *, rank0_only: bool = True) 
 def load_optimizer(engine: Engine, optimizer: Any, state: Mapping[str, Any]) -> None:
     """Load what a Trainer saved for this optimizer, sharded or not. Collective; all ranks give the same state."""
     if not is_sharded(optimizer):
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(copy.deepcopy(state))  # which keeps what it is given: views of the file
         return
     names = [name for group in names_of(engine, optimizer) for name in group]
     saved_order = [number for group in state["param_groups"] for number in group["params"]]
@@ -77,10 +100,14 @@ def load_optimizer(engine: Engine, optimizer: Any, state: Mapping[str, Any]) -> 
         )
     name_of = dict(zip(saved_order, names, strict=True))
     named = {
-        "state": {name_of.get(number, number): entries for number, entries in state["state"].items()},
+        "state": {
+            name_of.get(number, number): entries if number in name_of else copy.deepcopy(entries)
+            for number, entries in state["state"].items()
+        },
         "other_state": [key for key in state["state"] if key not in name_of],
         "param_groups": [
-            {**group, "params": [name_of[number] for number in group["params"]]} for group in state["param_groups"]
+            {**copy.deepcopy(group), "params": [name_of[number] for number in group["params"]]}
+            for group in state["param_groups"]
         ],
     }
     engine.load_optim_state_dict(optimizer, named)
@@ -114,13 +141,14 @@ def _numbers(names: list[list[str]]) -> dict[str, int]:
 def read_file(path: Any, checkpoint_io: Any, maps: bool, weights_only: bool | None) -> dict[str, Any]:
     """Read a checkpoint file. Not collective.
 
-    The tensors are views of the mapped file: a rank that takes a slice of one reads those bytes, and no other memory.
-    That is not possible for files from elsewhere, or in torch's format of before 1.6; those are read whole, on each rank.
+    The tensors of model and optimizers are views of the mapped file: a rank that takes a slice of one reads those bytes, and
+    no other memory. That is not possible for files from elsewhere, in torch's format of before 1.6, or of a user's own
+    plugin; those are read whole, on each rank.
 
     Args:
         path: of the file.
         checkpoint_io: reads what can't be mapped.
-        maps: the plugin reads with torch.load and nothing else, so that this may stand in for it.
+        maps: the plugin only reads with torch.load, and replaces files as a whole, so that this may stand in for it.
         weights_only: see :func:`.safe_load.load_safely`.
     """
     mapped = maps and is_local(path) and _is_zip(path)
@@ -131,6 +159,10 @@ def read_file(path: Any, checkpoint_io: Any, maps: bool, weights_only: bool | No
         return checkpoint_io.load_checkpoint(path, weights_only=safe)
 
     found = load_safely(load, path, weights_only)
+    if mapped and isinstance(found, dict):
+        # Of these others take slices or copies. Hooks and callbacks may keep the rest for as long as they like.
+        rest = {key: value for key, value in found.items() if key not in ("state_dict", "optimizer_states")}
+        found.update(copy.deepcopy(rest))
     if not mapped:
         logger.info("%s can't be mapped into memory, so each rank has read all of it", path)
     if not isinstance(found, dict) or "pytorch-lightning_version" not in found:

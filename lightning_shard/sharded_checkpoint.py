@@ -20,13 +20,22 @@ from torch_shard.checkpoint.contents import EXTRA, MODEL, OPTIMIZER, sources_of
 from torch_shard.checkpoint.contents import optimizer_state as named_state
 from torch_shard.checkpoint.phases import each
 from torch_shard.checkpoint.read_contents import read_contents
-from torch_shard.errors import CheckpointError, ConfigError
+from torch_shard.errors import CheckpointError, ConfigError, StateDictError
 
 from .files import is_local
 from .full_checkpoint import names_of
 from .safe_load import load_safely
 
-__all__ = ["contents_of", "is_named", "load_optimizer", "local_path", "model_state", "optimizer_state", "read_folder"]
+__all__ = [
+    "check_names",
+    "contents_of",
+    "is_named",
+    "load_optimizer",
+    "local_path",
+    "model_state",
+    "optimizer_state",
+    "read_folder",
+]
 
 _META = "meta.pt"  # where Lightning's own strategies keep everything but model and optimizers
 
@@ -53,6 +62,21 @@ def contents_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         contents[OPTIMIZER] = states[0] if len(states) == 1 else {str(n): state for n, state in enumerate(states)}
     contents[EXTRA] = rest
     return contents
+
+
+def check_names(rank: int, names: Sequence[str], of_first: Sequence[str]) -> None:
+    """Raise where a hook has left other entries of the state dict than on rank 0: what one rank drops, another would write.
+
+    Raises:
+        StateDictError: with the first names.
+    """
+    known = set(names)
+    missing, more = [name for name in of_first if name not in known][:3], sorted(known.difference(of_first))[:3]
+    if missing or more:
+        raise StateDictError(
+            f"rank {rank}: checkpoint['state_dict'] has other entries than on rank 0 (missing: {missing}, more: {more}). "
+            "In the sharded form every rank writes: on_save_checkpoint must make the same changes on all ranks."
+        )
 
 
 def local_path(path: Any) -> Path:

@@ -114,7 +114,7 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
         self._pending = self._pending_occasion = None
         self._shared = Counter()
         self._files_given = 0
-        self._removals = []
+        self._removals, self._shown_to = [], []
         self._weights_only_asked: bool | None = None  # by the running fit, validate, test or predict
         self._layers_synced = False
         self._failed = False
@@ -169,6 +169,7 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
             for optimizer in self.optimizers:
                 self.engine.attach(self._unwrapped(optimizer))
         self.setup_precision_plugin()
+        self._show_pending(trainer.callbacks)
 
     def _refuse(self, trainer: Any) -> None:
         for callback in trainer.callbacks:
@@ -256,6 +257,7 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
 
         It stays sharded after an exception, with ``unshard_at_end=False``, and where it would not fit in memory.
         """
+        self._hide_pending()
         unsaved = self._finish_saves_at_end()
         engine = self.engine_or_none
         if engine is not None and not self._failed and self._wants_plain(engine):

@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from lightning_shard.for_lightning import ShardStrategy
 from tests.lightning.helpers import BATCHES, assert_same_state, loader, net_class, single, trainer
 from tests.logs import captured_log
 from tests.ranks import ranks, run
+from torch_shard.checkpoint.saved import model_entries
 from torch_shard.cli.main import main as command_line
 from torch_shard.errors import CheckpointError
 from torch_shard.log import logger
@@ -287,3 +289,11 @@ def test_a_file_in_the_old_format_is_read_with_a_word_about_it(world_size, tmp_p
         trainer("lightning", world_size).validate(again, loader(world_size), ckpt_path=path, verbose=False)
     assert any("can't be mapped" in text for text in messages)
     assert_same_state(dict(again.state_dict()), dict(module.state_dict()))
+
+
+def test_entries_of_a_dict_are_not_taken_for_those_of_the_top():
+    entry = TensorStorageMetadata(TensorProperties(), torch.Size([1]), [])
+    metadata = Metadata({"model.0.weight": entry}, planner_data={"model.0.weight": ("model", "0.weight")})
+    assert model_entries(metadata, ("model",), ["model.0.weight"]).entries == {"0.weight": "model.0.weight"}
+    metadata.planner_data = {"model.0.weight": ("model.0.weight",)}
+    assert model_entries(metadata, ("model",), ["model.0.weight"]).entries == {"model.0.weight": "model.0.weight"}

@@ -257,8 +257,8 @@ def test_a_link_to_the_last_checkpoint_never_leads_nowhere(world_size, tmp_path)
 
 @ranks(2)
 def test_what_two_callbacks_have_saved_under_one_name_stays_until_both_delete_it(world_size, tmp_path):
-    every = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    last = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=1)
+    every = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1, enable_version_counter=False)
+    last = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=1, enable_version_counter=False)
     fit(world_size, strategy("sharded", async_save=True), [last, every], max_steps=5)
     torch.distributed.barrier()
     assert names(tmp_path) == [f"step={number}.ckpt" for number in range(1, 6)]
@@ -359,7 +359,7 @@ def test_lightnings_asynchronous_plugin_replaces_a_folder(rank, world_size, tmp_
 
 
 def test_the_files_take_each_others_place_where_names_cannot_be_exchanged(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(files, "exchange", lambda one, other: False)
     target, beside = tmp_path / "target", tmp_path / "beside"
     target.mkdir()
     (target / "old").touch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from .opened import Stored, StoredObject
-from .parts import OptimizerParts, Parts, named_entries, resolved, without_wrappers
+from .parts import OptimizerParts, Parts, merged, named_entries, resolved, title, without_wrappers
 from .torch_form import known_names, numbered
 
 __all__ = ["Difference", "aligned", "compare", "differing"]
@@ -39,8 +40,8 @@ class Difference:
     max_abs: float | None = None
 
 
-def aligned(a: Parts, b: Parts) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The entries of two checkpoints by names that are the same in both where their formats differ.
+def aligned(a: Parts, b: Parts) -> tuple[dict[tuple[Any, ...], Any], dict[tuple[Any, ...], Any]]:
+    """The entries of two checkpoints by paths that are the same in both where their formats differ.
 
     Optimizer state by number gets the names that the other one has, by position; wrappers' prefixes are taken off where
     the other model has none; what only one of them calls ``extra`` is that in both.
@@ -50,6 +51,8 @@ def aligned(a: Parts, b: Parts) -> tuple[dict[str, Any], dict[str, Any]]:
             without_wrappers(parts)
         if parts.extra is None and isinstance(other.extra, dict):
             parts.extra = {key: parts.other.pop(key) for key in list(parts.other) if key in other.extra} or None
+        if parts.listed and other.optimizers.keys() == {""}:  # which the sharded form makes of a list
+            parts.optimizers, parts.listed = {"": merged(parts)}, False
     for name in a.optimizers.keys() & b.optimizers.keys():
         one, two = a.optimizers[name], b.optimizers[name]
         if _form(one) != _form(two):
@@ -81,8 +84,8 @@ def _renamed(state: dict[str, Any], names: list[str]) -> OptimizerParts:
 
 
 def compare(
-    a: dict[str, Any],
-    b: dict[str, Any],
+    a: dict[tuple[Any, ...], Any],
+    b: dict[tuple[Any, ...], Any],
     *,
     rtol: float = 0.0,
     atol: float = 0.0,
@@ -100,22 +103,23 @@ def compare(
     Raises:
         CheckpointError: an entry is damaged, or can't be unpickled without running code.
     """
-    for name, one in a.items():
-        if name not in b:
+    for path, one in a.items():
+        name = title(path)
+        if path not in b:
             yield Difference(name, "only in A", a=_summary(one))
             continue
-        one, two = _loaded(one), _loaded(b[name])
+        one, two = _loaded(one), _loaded(b[path])
         if isinstance(one, (Stored, torch.Tensor)) and isinstance(two, (Stored, torch.Tensor)):
             for found in _tensors(name, one, two, rtol, atol):
                 if dtypes or found.kind != "dtype" or found.elements:
                     yield found
-        elif not _equal(_memory(one), _memory(two)):
+        elif not _equal(one, two):
             yield Difference(name, "object", a=one, b=two)
         if isinstance(one, Stored):
             progress(one.nbytes)
-    for name, two in b.items():
-        if name not in a:
-            yield Difference(name, "only in B", b=_summary(two))
+    for path, two in b.items():
+        if path not in a:
+            yield Difference(title(path), "only in B", b=_summary(two))
 
 
 def _summary(value: Any) -> Any:
@@ -155,7 +159,8 @@ def differing(x: torch.Tensor, y: torch.Tensor, rtol: float = 0.0, atol: float =
             and 0.0 does not equal -0.0.
     """
     count, largest = 0, 0.0
-    one, two = x.contiguous().view(-1), y.contiguous().view(-1)
+    # A conjugated view has the bits of what it is a view of.
+    one, two = (t.resolve_conj().resolve_neg().contiguous().view(-1) for t in (x, y))
     for start in range(0, one.numel(), _CHUNK):
         p, q = one[start : start + _CHUNK], two[start : start + _CHUNK]
         exact = rtol == atol == 0.0
@@ -176,12 +181,23 @@ def differing(x: torch.Tensor, y: torch.Tensor, rtol: float = 0.0, atol: float =
 
 
 def _equal(one: Any, two: Any) -> bool:
+    """Whether two objects are the same: of one type (a list and a tuple are one), and floats to the bit."""
+    one, two = _memory(_loaded(one)), _memory(_loaded(two))
     if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
         return one.dtype == two.dtype and one.shape == two.shape and differing(one, two)[0] == 0
     if isinstance(one, torch.Tensor) or isinstance(two, torch.Tensor):
         return False
     if isinstance(one, dict) and isinstance(two, dict):
-        return one.keys() == two.keys() and all(_equal(value, two[key]) for key, value in one.items())
+        types = {key: type(key) for key in two}
+        return one.keys() == two.keys() and all(
+            type(key) is types[key] and _equal(value, two[key]) for key, value in one.items()
+        )
     if isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)):
         return len(one) == len(two) and all(_equal(p, q) for p, q in zip(one, two, strict=True))
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, float):
+        return one != one and two != two or one == two and math.copysign(1, one) == math.copysign(1, two)
+    if isinstance(one, complex):
+        return _equal(one.real, two.real) and _equal(one.imag, two.imag)
     return bool(one == two) or bool(one != one and two != two)  # NaN equals itself

@@ -8,11 +8,20 @@ from __future__ import annotations
 import collections
 import pathlib
 import pickle
+from collections.abc import Mapping
 from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from ..errors import CheckpointError
 
@@ -96,11 +105,71 @@ def load_metadata(file: IO[bytes], path: str) -> Metadata:
         changed = [cls.__name__ for cls, attributes in before.items() if _restored(cls, attributes)]
     if changed:
         raise CheckpointError(f"{path} changes the class {changed[0]}, which no checkpoint's metadata does: refused.")
-    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
+    if not isinstance(found, Metadata):
         raise CheckpointError(f"{path} holds {type(found).__name__} in place of DCP's metadata; nothing was loaded.")
-    if getattr(found, "storage_meta", None) is None:
+    wrong = _wrong(found)
+    if wrong:
+        raise CheckpointError(
+            f"{path} is damaged, so nothing was loaded: {wrong}. Load an earlier checkpoint, or copy the file again."
+        )
+    if found.storage_meta is None:
         found.storage_meta = StorageMeta()
     return found
+
+
+def _wrong(found: Metadata) -> str:
+    """What of the metadata is not as DCP writes it; empty where all is well. Unpickled objects may have any attributes."""
+    entries, storage = getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None)
+    if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries):
+        return "it has no table of entries"
+    for name, entry in entries.items():
+        if not _is_entry(entry):
+            return f"the entry {name!r} is no tensor and no object"
+    if not isinstance(storage, dict) or not all(map(_is_index, storage)) or not all(map(_is_place, storage.values())):
+        return "the table of places is not one"
+    meta, paths = getattr(found, "storage_meta", None), getattr(found, "planner_data", None)
+    if meta is not None and not isinstance(meta, StorageMeta):
+        return "storage_meta is of another class"
+    # Another planner may keep anything else.
+    if isinstance(paths, Mapping) and not all(isinstance(path, (tuple, list)) for path in paths.values()):
+        return "a path of an entry is not one"
+    return ""
+
+
+def _is_entry(entry: Any) -> bool:
+    if isinstance(entry, BytesStorageMetadata):
+        return True
+    if not isinstance(entry, TensorStorageMetadata):
+        return False
+    properties, chunks = getattr(entry, "properties", None), getattr(entry, "chunks", None)
+    if not isinstance(properties, TensorProperties) or not isinstance(getattr(properties, "dtype", None), torch.dtype):
+        return False
+    dims = _dims(getattr(entry, "size", None))
+    return dims >= 0 and isinstance(chunks, list) and all(_is_chunk(chunk, dims) for chunk in chunks)
+
+
+def _is_chunk(chunk: Any, dims: int) -> bool:
+    if not isinstance(chunk, ChunkStorageMetadata):
+        return False
+    return all(_dims(getattr(chunk, name, None)) == dims for name in ("offsets", "sizes"))
+
+
+def _dims(size: Any) -> int:
+    """How many dimensions a size has; -1 where it is none."""
+    return len(size) if isinstance(size, torch.Size) and all(n >= 0 for n in size) else -1
+
+
+def _is_index(index: Any) -> bool:
+    if not isinstance(index, MetadataIndex) or not isinstance(getattr(index, "fqn", None), str):
+        return False
+    return index.offset is None or _dims(index.offset) >= 0
+
+
+def _is_place(info: Any) -> bool:
+    if not isinstance(info, StorageInfo) or not isinstance(getattr(info, "relative_path", None), str):
+        return False
+    numbers = (getattr(info, name, None) for name in ("offset", "length"))
+    return all(isinstance(number, int) and number >= 0 for number in numbers)
 
 
 def _restored(cls: type, attributes: dict[str, Any]) -> bool:

@@ -32,7 +32,9 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..log import logger
 from .dcp import METADATA
+from .files import naming
 from .manifest import MANIFEST, Manifest, read_manifest
+from .safetensors_files import INDEX, SINGLE, WEIGHTS
 
 __all__ = [
     "PROBE",
@@ -78,9 +80,9 @@ class Saving:
             OSError: the directory can't be made.
         """
         _refuse_to_lose_the_ground(target)
-        (refuse or _refuse_to_replace)(target)
         _make_parents(target.parent)
-        tidy(target)
+        tidy(target)  # may give an old checkpoint its name back, which then is looked at, too
+        (refuse or _refuse_to_replace)(target)
         path = hidden(target, nonce)
         path.mkdir()
         lock = -1
@@ -88,7 +90,8 @@ class Saving:
             lock = os.open(path / PROBE, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)  # another program may look at it for a moment
-            os.write(lock, nonce.encode())
+            with naming(path / PROBE):
+                os.write(lock, nonce.encode())
         except OSError:
             if lock >= 0:
                 os.close(lock)
@@ -154,7 +157,8 @@ def sync(path: Path) -> None:
     """Make the names in a directory durable."""
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
-        os.fsync(fd)
+        with naming(path):
+            os.fsync(fd)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems can't, and needn't
             raise
@@ -197,7 +201,7 @@ def _take_along(target: Path, new: Path) -> None:
         names = os.listdir(target)
         if MANIFEST not in names and METADATA not in names:
             for name in names:
-                if not (new / name).exists():
+                if not WEIGHTS.fullmatch(name) and not os.path.lexists(new / name):
                     os.rename(target / name, new / name)
 
 
@@ -313,7 +317,7 @@ def find(target: Path) -> Path:
     if os.path.lexists(target):
         return target
     for path, match in _hidden(target.parent):
-        whole = any((path / name).exists() for name in (MANIFEST, METADATA))
+        whole = any((path / name).exists() for name in (MANIFEST, METADATA, SINGLE, INDEX))
         if match["name"] == target.name and match["kind"] == "previous" and whole:
             return path
     raise CheckpointError(f"there is no checkpoint at {target}.")

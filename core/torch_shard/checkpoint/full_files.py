@@ -19,8 +19,10 @@ import torch
 
 from ..errors import CheckpointError
 from .dcp import METADATA
+from .folder import find
 from .manifest import MANIFEST
 from .safetensors_files import INDEX, SINGLE, library
+from .torch_file import first_line, refused
 
 __all__ = ["FullFile", "is_full", "open_full"]
 
@@ -59,13 +61,13 @@ class FullFile:
 
 def is_full(path: str | os.PathLike[str]) -> bool:
     """Whether a path leads to a full checkpoint and not to a sharded one: to any file, or to a folder with safetensors."""
-    found = Path(path)
     try:
+        found = find(Path(os.path.abspath(os.fspath(path))))
         if not found.is_dir():
             return found.is_file()
         sharded = any((found / name).exists() for name in (MANIFEST, METADATA))
         return not sharded and any((found / name).exists() for name in (SINGLE, INDEX))
-    except OSError:  # whoever opens it says why
+    except (OSError, CheckpointError):  # whoever opens it says why
         return False
 
 
@@ -81,7 +83,7 @@ def open_full(path: str | os.PathLike[str]) -> FullFile:
             objects whose unpickling could run code.
         UnavailableError: it is in safetensors, and the library is not installed.
     """
-    found = Path(os.path.abspath(os.fspath(path)))
+    found = find(Path(os.path.abspath(os.fspath(path))))
     if found.is_dir():
         if (found / SINGLE).is_file():
             return _open_safetensors(found / SINGLE)
@@ -126,11 +128,9 @@ def _loaded(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
-        lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
-        reason = (lines or [str(error).strip().splitlines()[0]])[0].rstrip(".")
         raise CheckpointError(
-            f"{path} was refused and nothing was loaded, since unpickling it could run code: {reason}. If you trust the file, "
-            "allow the class with torch.serialization.add_safe_globals([Class]) and load again."
+            f"{path} was refused and nothing was loaded, since unpickling it could run code: {refused(error)}. If you trust the "
+            "file, allow the class with torch.serialization.add_safe_globals([Class]) and load again."
         ) from error
     except Exception as error:
         if "TorchScript" in str(error):
@@ -139,7 +139,7 @@ def _loaded(path: Path) -> Any:
             ) from error
         raise CheckpointError(
             f"{path} is damaged or was cut off at {path.stat().st_size} bytes ({type(error).__name__}: "
-            f"{str(error).splitlines()[0]}). Nothing was loaded. Load an earlier checkpoint, or copy the file again."
+            f"{first_line(error)}). Nothing was loaded. Load an earlier checkpoint, or copy the file again."
         ) from error
 
 
@@ -176,7 +176,7 @@ def _weight_map(path: Path) -> dict[str, str]:
         good = isinstance(where, dict) and all(isinstance(f, str) and f == os.path.basename(f) for f in where.values())
         if not good:
             raise ValueError("weight_map must map names to files beside the index")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:  # the last one: nested a thousand times
         raise CheckpointError(
             f"{path} is damaged or no index of safetensors files ({type(error).__name__}: {error})."
         ) from error
@@ -216,7 +216,7 @@ def _beyond_the_end(path: Path) -> list[str]:
         try:
             header = json.loads(file.read(length))
             ends = {name: 8 + length + own["data_offsets"][1] for name, own in header.items() if name != "__metadata__"}
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
             return []
     return [name for name, end in ends.items() if end > size]
 

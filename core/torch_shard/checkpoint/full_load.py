@@ -6,9 +6,10 @@ number. :func:`parts_of` finds it, and everything is compared before anything is
 
 from __future__ import annotations
 
+import copy
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..shard_tensor import ShardTensor
 from .contents import EXTRA, MODEL, OPTIMIZER, Optimizers
 from .full_files import FullFile, open_full
 from .phases import broadcast, each
+from .tied import memory_key
 
 __all__ = ["load_full"]
 
@@ -109,7 +111,7 @@ class _Load:
             for number, own in enumerate(held):
                 self.optimizers.append(own)
                 label = ".".join(where) if len(held) == 1 else f"{'.'.join(where)}[{number}]"
-                given = self._state_of(where, number, len(held))
+                given = self._state_of(where, number, held)
                 names = named_state.names_of(self.runtime, own, self.root)
                 self.states.append(None if given is None else by_name(own, names, given))
                 if given is None:
@@ -118,20 +120,30 @@ class _Load:
     # -- the model ------------------------------------------------------------------------------------------------
     def _model_values(self) -> Any:
         given = self.parts.model
-        # A prefix goes only where it is on what the model does not know otherwise.
-        values: dict[str, Any] = {}
-        for name, value in given.items():
-            name = str(name)
-            values[name if name in self.live else _known(name, self.live)] = value
+        called = _bare_names(map(str, given), self.live)
+        values: dict[str, Any] = {called[str(name)]: value for name, value in given.items()}
         if self.file.kind == "safetensors":
             self._add_tied(values)
         result = full_state.WithMetadata(
-            {name: value if isinstance(value, torch.Tensor) else _own_memory(value) for name, value in values.items()}
+            {
+                name: value if isinstance(value, torch.Tensor) else self._own_memory(value, name)
+                for name, value in values.items()
+            }
         )
         metadata = getattr(given, "_metadata", None)
         if metadata is not None:
             result._metadata = metadata
         return result
+
+    def _own_memory(self, value: Any, name: str) -> Any:
+        """Nested values with tensors in memory of their own instead of the file's."""
+        try:
+            return copy.deepcopy(value)
+        except Exception as error:  # a class of its own, which was allowed
+            raise CheckpointError(
+                f"{self.file.path}: {name} can't be copied out of the file, and nothing was loaded: {type(error).__name__}: "
+                f"{error}. Its class must allow copy.deepcopy."
+            ) from error
 
     def _add_tied(self, values: dict[str, Any]) -> None:
         """Names that are not stored, since safetensors files have one for each piece of memory."""
@@ -160,15 +172,15 @@ class _Load:
         return problems
 
     # -- optimizers -----------------------------------------------------------------------------------------------
-    def _state_of(self, where: tuple[str, ...], number: int, count: int) -> Mapping[str, Any] | None:
+    def _state_of(self, where: tuple[str, ...], number: int, held: Sequence[Any]) -> Mapping[str, Any] | None:
         """What was saved for an optimizer."""
         saved = self.parts.optimizer
         if len(where) > 1:
             saved = saved.get(where[-1]) if isinstance(saved, Mapping) else None
         elif isinstance(saved, (list, tuple)):
-            saved = saved[number] if len(saved) == count else None
-        elif count > 1:
-            saved = None
+            saved = saved[number] if len(saved) == len(held) else None
+        elif len(held) > 1:
+            saved = _share(saved, number, [len(own.param_groups) for own in held])
         return saved if isinstance(saved, Mapping) and {"state", "param_groups"} <= set(saved) else None
 
     # -- comparing ------------------------------------------------------------------------------------------------
@@ -198,6 +210,7 @@ class _Load:
     # -- loading --------------------------------------------------------------------------------------------------
     def read_optimizers(self) -> None:
         """Copy this rank's slices of optimizer state, which fit: into what the optimizer has, or into new memory."""
+        self.extra = self._own_memory(self.parts.extra, EXTRA)  # may fail, so before anything is changed
         self.found: list[dict[str, Any]] = []
         for own, state in zip(self.optimizers, self.states, strict=True):
             names = named_state.names_of(self.runtime, own, self.root)
@@ -238,7 +251,21 @@ class _Load:
                     f"before training goes on: {type(error).__name__}: {error}"
                 ) from error
             named_state.keep_as_saved(own, state["state"])
-        return _own_memory(self.parts.extra)
+        return self.extra
+
+
+def _share(saved: Any, number: int, counts: Sequence[int]) -> Mapping[str, Any] | None:
+    """An optimizer's state out of a list's that is saved as one, group behind group, as in a consolidated checkpoint."""
+    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
+        return None
+    groups, state = saved["param_groups"], saved["state"]
+    listed = {key for group in groups for key in group["params"]}
+    if len(groups) != sum(counts) or any(key not in listed for key in state):
+        return None  # state of no parameter could be any one's
+    first = sum(counts[:number])
+    groups = groups[first : first + counts[number]]
+    own = {key for group in groups for key in group["params"]}
+    return {**saved, "state": {key: value for key, value in state.items() if key in own}, "param_groups": groups}
 
 
 def by_name(optimizer: Any, names: Mapping[int, str], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,7 +285,7 @@ def by_name(optimizer: Any, names: Mapping[int, str], given: Mapping[str, Any]) 
                 called[key] = own[i] if i < len(own) else f"parameter {key}"
     else:
         known = {name for own in live for name in own}
-        called = {key: key if key in known else _known(str(key), known) for key in (*listed, *state)}
+        called = _bare_names((*listed, *state), known)
         called = {key: name for key, name in called.items() if key in set(listed) or name in known}
     # The file decides: a parameter without state there has none here.
     return {
@@ -268,18 +295,28 @@ def by_name(optimizer: Any, names: Mapping[int, str], given: Mapping[str, Any]) 
     }
 
 
-def _known(name: str, live: Any) -> str:
-    """A name without the prefixes of wrappers, where the model knows it so."""
-    bare = _unwrapped(name)
-    return bare if bare in live else name
+def _bare_names(names: Iterable[Any], live: Any) -> dict[Any, str]:
+    """For each name the one without wrappers' prefixes, where the model knows that and not the name itself.
+
+    Of two that would become the same, one keeps its prefix: it is unexpected then, and does not silently win.
+    """
+    names = list(dict.fromkeys(names))
+    called = {name: name for name in names if name in live}
+    taken = set(called)
+    for name in names:
+        bare = _unwrapped(str(name))
+        if name not in called:
+            called[name] = bare if bare in live and bare not in taken else name
+            taken.add(called[name])
+    return called
 
 
 def _place(value: Any) -> Any:
     """Equal for entries of a live state dict that are tied."""
     if isinstance(value, ShardTensor):
         return id(value._spec.layout), value._spec.index
-    if isinstance(value, torch.Tensor) and value.numel():
-        return value.data_ptr(), value.device, tuple(value.shape), value.stride()
+    if isinstance(value, torch.Tensor) and value.numel() and value.layout == torch.strided:
+        return memory_key(value)
     return id(value)
 
 
@@ -289,15 +326,3 @@ def _converted(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _on_meta(value: Any) -> Any:
     return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
-
-
-def _own_memory(value: Any) -> Any:
-    """Nested values with tensors in memory of their own instead of the file's."""
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, Mapping):
-        made = {key: _own_memory(child) for key, child in value.items()}
-        return type(value)(made) if type(value) is not dict else made  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_own_memory, value))
-    return type(value)(map(_own_memory, value)) if isinstance(value, (list, tuple, set)) else value

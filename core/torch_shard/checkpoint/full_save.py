@@ -30,17 +30,17 @@ from .dcp import METADATA
 from .folder import Saving, commit, discard, sync
 from .manifest import MANIFEST
 from .phases import broadcast, each
-from .safetensors_files import INDEX, SINGLE, SafetensorsWriter, size_of
+from .safetensors_files import WEIGHTS, SafetensorsWriter, size_of
 from .scratch import buffer
 from .stream import ModelStream, OptimizerStream
 from .tied import chosen_names
 from .torch_file import Slot, TorchFileWriter, check_loadable
 
-__all__ = ["keep_others", "save_full"]
+__all__ = ["OTHER_WEIGHTS", "keep_others", "save_full"]
 
 _SUFFIX = ".safetensors"
-_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
-_OTHER_WEIGHTS = re.compile(r"pytorch_model.*\.bin(\.index\.json)?|tf_model.*\.h5|flax_model.*\.msgpack")
+OTHER_WEIGHTS = re.compile(r"pytorch_model.*\.bin(\.index\.json)?|tf_model.*\.h5|flax_model.*\.msgpack")
+"""Names of weights that are not safetensors, of which a directory should not have both."""
 
 
 def save_full(
@@ -77,18 +77,26 @@ def save_full(
     saved = each(runtime, what, contents, key=lambda found: found.key)
     for stream in saved.optimizers:
         stream.describe(what)
-    output = _TorchOutput(target, saved) if form == "torch" else _SafetensorsOutput(target, saved, engine.model, limit)
+
+    def files() -> _Output:
+        if form == "torch":
+            return _TorchOutput(target, saved)
+        return _SafetensorsOutput(target, saved, engine.model, limit)
+
+    output = each(runtime, what, files)
+    parts: list[ModelStream | OptimizerStream] = [saved.model, *saved.optimizers]
     held: list[Saving] = []  # on rank 0
     done = False
     try:
 
-        def begin() -> None:
+        def begin() -> torch.Tensor:
             if first:
                 output.check()
                 held.append(Saving.begin(target, nonce, output.refuse))
                 output.begin(held[0])
+            return buffer(max(part.nbytes for part in parts), runtime.collectives.device)
 
-        each(runtime, what, begin, nonce=f"{nonce}/begin")
+        memory = each(runtime, what, begin, nonce=f"{nonce}/begin")
         step = 0
 
         def put(values: Any) -> None:
@@ -97,8 +105,6 @@ def save_full(
             write = functools.partial(_write, output, values) if first else _nothing
             each(runtime, what, write, nonce=f"{nonce}/{step}")
 
-        parts: list[ModelStream | OptimizerStream] = [saved.model, *saved.optimizers]
-        memory = buffer(max(part.nbytes for part in parts), runtime.collectives.device)
         for part in parts:
             part.send(put, what, memory)
         each(runtime, what, lambda: output.commit(held[0]) if first else None, nonce=f"{nonce}/finish")
@@ -193,9 +199,13 @@ class _TorchOutput:
 
     def check(self) -> None:
         """Raise for what could not be loaded again."""
-        for name, value in self.saved.model.structure.items():
+        model = self.saved.model.structure
+        for name, value in model.items():
             if not isinstance(value, Slot):
                 check_loadable(value, name)
+        check_loadable(list(model), "a name in the state dict")
+        # Modules and hooks add to it what they like.
+        check_loadable(getattr(model, "_metadata", None), "the state dict's _metadata")
         for (where, _), stream in zip(self.saved.entries, self.saved.optimizers, strict=False):
             check_loadable(stream.structure, ".".join(where))
         check_loadable(self.saved.extra, EXTRA)
@@ -257,7 +267,7 @@ class _SafetensorsOutput:
             raise CheckpointError(
                 f"{target} has directories in it ({', '.join(below[:3])}), and a save replaces it as a whole. Give another path."
             )
-        other = [name for name in names if _OTHER_WEIGHTS.fullmatch(name)]
+        other = [name for name in names if OTHER_WEIGHTS.fullmatch(name)]
         if other:
             raise CheckpointError(
                 f"{target} holds other weights ({', '.join(other[:3])}), so that it would not be clear which ones count. Delete "
@@ -302,17 +312,27 @@ def _replace(file: Path, target: Path) -> None:
     sync(target.parent)
 
 
+def _copy(old: Path, new: Path) -> None:
+    if old.is_file():
+        shutil.copy2(old, new)
+    else:  # a link to a directory or to nothing, which may count from where it is
+        os.symlink(os.path.realpath(old), new)
+
+
 def keep_others(old: Path, new: Path) -> None:
-    """Put what is beside the weights (a configuration, a tokenizer) into the new directory, too."""
+    """Put what is beside the weights (a configuration, a tokenizer) into the new directory, too.
+
+    Where `old` is a link, what it leads to stays (a download cache, say), and the new directory shares nothing with it.
+    """
+    linked = old.is_symlink()
     for name in sorted(os.listdir(old)):
-        if _OURS.fullmatch(name) or os.path.lexists(new / name):
+        if WEIGHTS.fullmatch(name) or os.path.lexists(new / name):
+            continue
+        if linked:
+            _copy(old / name, new / name)
             continue
         try:
             os.link(old / name, new / name, follow_symlinks=False)
         except OSError:  # a file system without links
             shutil.copy2(old / name, new / name, follow_symlinks=False)
     os.chmod(new, stat.S_IMODE(old.stat().st_mode))
-
-
-# The two names that make a directory one of safetensors; _OURS has them, too.
-assert _OURS.fullmatch(SINGLE) and _OURS.fullmatch(INDEX)

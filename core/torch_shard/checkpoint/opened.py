@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import weakref
+import zipfile
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,7 @@ from .reader import CheckedFile, read_tensor
 from .saved import place
 from .source import Checkpoint
 
-__all__ = ["LIGHTNING_META", "Opened", "Stored", "StoredObject", "leaves", "open_checkpoint"]
+__all__ = ["LIGHTNING_META", "Opened", "Stored", "StoredObject", "leaves", "open_checkpoint", "refuse_compressed"]
 
 LIGHTNING_META = "meta.pt"
 """Beside DCP's files, Lightning's own: what is neither model nor optimizer."""
@@ -168,7 +169,7 @@ def _path(name: str) -> tuple[str, ...]:
 
 
 def _rest(path: Path) -> Any:
-    return _with_leaves(open_full(path).values, lambda name: path.name)
+    return _Leaves(path, lambda name: path.name).of(open_full(path).values)
 
 
 def sizes_of(folder: Path) -> dict[str, int]:
@@ -256,9 +257,10 @@ def _close(files: dict[str, CheckedFile]) -> None:
 
 
 def _full(path: Path) -> Opened:
+    refuse_compressed(path)
     found = open_full(path)
     versions = getattr(_model_of(found.values), "_metadata", None) or {}
-    tree = _with_leaves(found.values, lambda name: found.file_of(name).name)
+    tree = _Leaves(path, lambda name: found.file_of(name).name).of(found.values)
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path} holds {type(found.values).__name__} and no dict, so it is no checkpoint.")
     for name, kept in found.tied.items():
@@ -274,6 +276,28 @@ def _full(path: Path) -> Opened:
     )
 
 
+def refuse_compressed(path: Path) -> None:
+    """Raise for a torch file that was packed again: values are mapped from the file, where they lie as they are.
+
+    Raises:
+        CheckpointError: names it and the remedy.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive, open(path, "rb") as raw:
+            packed = next((m for m in archive.infolist() if m.compress_type != zipfile.ZIP_STORED), None)
+            if packed is not None:
+                raw.seek(packed.header_offset + 8)
+                if raw.read(2) != packed.compress_type.to_bytes(2, "little"):
+                    return  # the two places that say it disagree, which is damage
+    except Exception:  # no archive, or a damaged one, which is said where it is read
+        return
+    if packed is not None:
+        raise CheckpointError(
+            f"{path} is an archive with compressed members ({packed.filename}), as torch does not write it. Re-save it with "
+            f"torch.save(torch.load({str(path)!r}, weights_only=True), 'plain.pt')."
+        )
+
+
 def _model_of(values: Any) -> Any:
     for key in (MODEL, "state_dict"):
         if isinstance(values, Mapping) and isinstance(values.get(key), Mapping):
@@ -281,17 +305,47 @@ def _model_of(values: Any) -> Any:
     return values
 
 
-def _with_leaves(tree: Any, file_of: Callable[[str], str], path: tuple[Any, ...] = ()) -> Any:
-    """The same with a :class:`Stored` for each tensor, dicts and lists copied."""
-    if isinstance(tree, torch.Tensor):
-        name = ".".join(map(str, path))
-        at = tree.data_ptr() if tree.numel() else name
-        where = (at, tree.dtype, tuple(tree.shape), tree.stride())
-        return Stored(name, tree.shape, tree.dtype, where, (file_of(name),), tree.detach)
-    if isinstance(tree, Mapping):
-        return {key: _with_leaves(value, file_of, (*path, key)) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_with_leaves(value, file_of, (*path, i)) for i, value in enumerate(tree)]
-    if type(tree) is tuple:
-        return tuple(_with_leaves(value, file_of, (*path, i)) for i, value in enumerate(tree))
-    return tree
+class _Leaves:
+    """Nested values with a :class:`Stored` for each tensor, dicts and lists copied."""
+
+    def __init__(self, path: Path, file_of: Callable[[str], str]) -> None:
+        self._path, self._file_of = path, file_of
+        self._around: set[int] = set()
+
+    def of(self, tree: Any, path: tuple[Any, ...] = ()) -> Any:
+        if isinstance(tree, torch.Tensor):
+            return self._stored(tree, ".".join(map(str, path)))
+        if not isinstance(tree, (Mapping, list)) and type(tree) is not tuple:
+            return tree
+        if id(tree) in self._around:
+            raise CheckpointError(
+                f"{self._path}: {'.'.join(map(str, path))} contains itself, which no other format can hold. Save a checkpoint "
+                "without it."
+            )
+        self._around.add(id(tree))
+        try:
+            if isinstance(tree, Mapping):
+                return {key: self.of(value, (*path, key)) for key, value in tree.items()}
+            made = [self.of(value, (*path, i)) for i, value in enumerate(tree)]
+            return made if isinstance(tree, list) else tuple(made)
+        finally:
+            self._around.discard(id(tree))
+
+    def _stored(self, tensor: torch.Tensor, name: str) -> Stored:
+        # Not their values: reading quantized ones byte by byte ends the process, and meta ones have none.
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        kind = "meta" if tensor.is_meta else kind
+        if kind != "strided" or tensor.is_nested:
+            raise CheckpointError(
+                f"{self._path}: {name} is a {'nested' if kind == 'strided' else kind} tensor, and only plain dense ones can be "
+                "read here. Save it as a dense tensor (tensor.to_dense(), tensor.dequantize()), or leave it out."
+            )
+        at = tensor.data_ptr() if tensor.numel() else name
+        # Views that conjugate or negate have the place of what they are views of.
+        where = (at, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        files = (self._file_of(name),)
+        return Stored(name, tensor.shape, tensor.dtype, where, files, lambda: _as_it_is(tensor))
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg()

@@ -8,9 +8,11 @@ decide; here there is none.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from ..errors import CheckpointError
 from ..named_state import OTHER
@@ -18,7 +20,17 @@ from .contents import EXTRA, MODELS, OPTIMIZER
 from .opened import LIGHTNING_META, Opened, Stored, StoredObject, leaves
 from .saved import place
 
-__all__ = ["LIGHTNING", "OptimizerParts", "Parts", "named_entries", "parts_of", "resolved", "without_wrappers"]
+__all__ = [
+    "LIGHTNING",
+    "OptimizerParts",
+    "Parts",
+    "merged",
+    "named_entries",
+    "parts_of",
+    "resolved",
+    "title",
+    "without_wrappers",
+]
 
 LIGHTNING = "pytorch-lightning_version"
 """The key by which Lightning's checkpoints are known."""
@@ -58,6 +70,8 @@ class Parts:
         extra: what ``engine.save`` was given, or the rest of a Lightning checkpoint. None where there is none.
         other: entries at the top that are none of these.
         lightning: whether it is one of Lightning's.
+        listed: whether the optimizers were a list, so that their names are positions in it.
+        model_key, optimizer_key: by which they were in the checkpoint; None for entries at the top.
         refused: why a part can't be read.
     """
 
@@ -67,6 +81,9 @@ class Parts:
     extra: Any = None
     other: dict[Any, Any] = field(default_factory=dict)
     lightning: bool = False
+    listed: bool = False
+    model_key: str | None = None
+    optimizer_key: str | None = None
     refused: list[str] = field(default_factory=list)
 
 
@@ -85,7 +102,7 @@ def parts_of(opened: Opened, model_only: bool = False) -> Parts:
     app = tree.get("app")
     if isinstance(app, dict) and isinstance(app.get("model"), dict):  # of torch's own recipe for DCP
         tree = {**{key: value for key, value in tree.items() if key != "app"}, **app}
-    key = next((key for key in _MODELS if isinstance(tree.get(key), dict)), None)
+    key = parts.model_key = _model_key(tree)
     if key is not None:
         parts.model = tree.pop(key)
     for name, model in tree.pop(MODELS, {}).items() if isinstance(tree.get(MODELS), dict) else ():
@@ -106,6 +123,14 @@ def parts_of(opened: Opened, model_only: bool = False) -> Parts:
         parts.lightning = isinstance(parts.extra, Mapping) and LIGHTNING in parts.extra
     parts.other = tree
     return parts
+
+
+def _model_key(tree: Mapping[Any, Any]) -> str | None:
+    """Where the model is; None for at the top. A dict without tensors is a configuration, if anything else has some."""
+    found = [key for key in _MODELS if isinstance(tree.get(key), dict)]
+    with_tensors = (key for key in found if any(isinstance(leaf, Stored) for _, leaf in leaves(tree[key])))
+    at_top = any(isinstance(value, Stored) for value in tree.values())
+    return next(with_tensors, None if at_top else next(iter(found), None))
 
 
 def _is_extra_state(name: Any) -> bool:
@@ -152,7 +177,9 @@ def _optimizers(parts: Parts, tree: dict[Any, Any]) -> Iterator[tuple[str, dict[
                 continue
             if isinstance(value, list) and len(value) == 1:
                 found = {"": value[0]}
+            parts.listed = isinstance(value, list) and len(value) > 1
         del tree[key]
+        parts.optimizer_key = key
         yield from ((str(name), own) for name, own in found.items())
         return
     numbers = [key for key in tree if isinstance(key, str) and re.fullmatch(r"optimizer_\d+", key)]  # Lightning
@@ -168,9 +195,8 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _optimizer(parts: Parts, tree: dict[Any, Any]) -> OptimizerParts:
-    names = [*parts.model, *(f"{m}.{name}" for m, model in parts.models.items() for name in model)]
-    # The longest first: a name may begin with another one.
-    names.sort(key=lambda name: len(str(name)), reverse=True)
+    names = set(map(str, parts.model))
+    names.update(f"{m}.{name}" for m, model in parts.models.items() for name in model)
     found = OptimizerParts()
     others: list[tuple[Any, Any]] = []  # of no parameter
     for key, value in tree.items():
@@ -211,46 +237,117 @@ def _is_numbered(found: OptimizerParts) -> bool:
     return bool(found.state) and all(name.isdecimal() for name in found.state)
 
 
-def _split(text: str, names: Iterable[str]) -> tuple[str, tuple[str, ...]]:
+def _split(text: str, names: Container[str]) -> tuple[str, tuple[str, ...]]:
     """A parameter's name and the key behind it, where both are one text."""
     for wrapper in ("", *_WRAPPERS):
-        for name in names:
-            if text.startswith(f"{wrapper}{name}."):
-                return name, tuple(text[len(wrapper) + len(name) + 1 :].split("."))
+        if not text.startswith(wrapper):
+            continue
+        bare = text[len(wrapper) :]
+        cut = bare.rfind(".")
+        while cut > 0:  # the longest first: a name may begin with another one
+            if bare[:cut] in names:
+                return bare[:cut], tuple(bare[cut + 1 :].split("."))
+            cut = bare.rfind(".", 0, cut)
     name, _, key = text.rpartition(".")
     return name, (key,)
+
+
+def merged(parts: Parts) -> OptimizerParts:
+    """A list of optimizers as one, groups one behind the other, as ``engine.save`` writes a list.
+
+    Raises:
+        CheckpointError: two of them have state of one parameter.
+    """
+    found = OptimizerParts(numbered=any(own.numbered for own in parts.optimizers.values()))
+    other: list[tuple[int, Any, Any]] = []
+    for position, own in enumerate(parts.optimizers.values()):
+        groups = [{**group, "params": list(resolved(group.get("params") or ()))} for group in own.groups]
+        if own.numbered:
+            # Numbers begin at 0 in each.
+            listed = [int(p) for group in found.groups for p in group["params"] if isinstance(p, int)]
+            first = max(listed, default=-1) + 1
+            groups = [{**group, "params": [p + first for p in group["params"]]} for group in groups]
+            state = {str(int(name) + first): entries for name, entries in own.state.items()}
+        else:
+            state = own.state
+        twice = next((name for table in (state, own.of_parameter) for name in table if name in found.state), None)
+        if twice is not None:
+            raise CheckpointError(
+                f"{twice} has state in two optimizers of a list, and a sharded checkpoint has them by parameter. Save the "
+                "optimizers by name, optimizer={name: optimizer}, or pass --model-only."
+            )
+        found.groups += groups
+        found.state.update(state)
+        found.of_parameter.update(own.of_parameter)
+        other += [(position, key, value) for _, key, value in own.other or ()]
+    found.other = tuple(other) or None
+    return found
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-def named_entries(parts: Parts) -> dict[str, Any]:
-    """Everything by one flat name, as :mod:`.contents` describes them: equal for equal contents in any format."""
-    found: dict[str, Any] = {}
+class _At(tuple[str, Any]):
+    """A place in a path that is no string key: equal for keys of one type only, since 1, True and "1" are three keys."""
 
-    def add(prefix: str, tree: Any) -> None:
-        for path, leaf in leaves(tree):
-            found[".".join(map(str, (prefix, *path)))] = leaf
+    def __new__(cls, kind: str, key: Any) -> _At:
+        return super().__new__(cls, (kind, key))
 
-    add("model", parts.model)
-    for name, model in parts.models.items():
-        add(f"models.{name}", model)
+    def __str__(self) -> str:
+        return str(self[1])
+
+
+def title(path: Iterable[Any]) -> str:
+    """A path of :func:`named_entries` for people."""
+    return ".".join(map(str, path))
+
+
+def named_entries(parts: Parts) -> dict[tuple[Any, ...], Any]:
+    """Everything by its path, as :mod:`.contents` describes them: equal for equal contents in any format.
+
+    Empty dicts and lists are entries, too. Two names that read the same, ``{1: ...}`` and ``{"1": ...}``, have two paths.
+    """
+    found: dict[tuple[Any, ...], Any] = {}
+    for name, value in parts.model.items():
+        found.update(_walk(value, ("model", _at(name))))
+    for model, own in parts.models.items():
+        for name, value in own.items():
+            found.update(_walk(value, (MODELS, model, _at(name))))
     for name, optimizer in parts.optimizers.items():
-        base = f"{OPTIMIZER}.{name}" if name else OPTIMIZER
-        for parameter, own in optimizer.state.items():
-            add(f"{base}.state.{parameter}", own)
+        base = (OPTIMIZER, name) if name else (OPTIMIZER,)
+        for parameter, entries in optimizer.state.items():
+            for key, value in entries.items():  # no entries are no state
+                found.update(_walk(value, (*base, "state", parameter, _at(key))))
         for number, group in enumerate(optimizer.groups):
-            for key, value in group.items():
-                found[f"{base}.param_groups.{number}.{key}"] = value
-        for parameter, own in optimizer.of_parameter.items():
-            add(f"{base}.param_groups.{parameter}", own)
+            found.update({(*base, "param_groups", str(number), key): value for key, value in group.items()})
+        for parameter, entries in optimizer.of_parameter.items():
+            for key, value in entries.items():
+                found.update(_walk(value, (*base, "param_groups", parameter, _at(key))))
         if optimizer.other is not None:
-            found[f"{base}.{OTHER}"] = optimizer.other
+            place_of_other = (*base, OTHER)
+            found[place_of_other] = optimizer.other
     if parts.extra is not None:
-        add(EXTRA, parts.extra)
-    for key, value in parts.other.items():
-        add(str(key), value)
+        found.update(_walk(parts.extra, (EXTRA,)))
+    for name, value in parts.other.items():
+        found.update(_walk(value, (_at(name),)))
     return found
+
+
+def _at(key: Any) -> Any:
+    return key if isinstance(key, str) else _At(type(key).__name__, key)
+
+
+def _walk(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(tree, StoredObject):  # in other formats it is no single object
+        tree = tree.read()
+    if isinstance(tree, Mapping) and tree:
+        for key, value in tree.items():
+            yield from _walk(value, (*path, _at(key)))
+    elif isinstance(tree, (list, tuple)) and tree and not isinstance(tree, torch.Size):
+        for i, value in enumerate(tree):
+            yield from _walk(value, (*path, _At("place", i)))
+    else:
+        yield path, tree
 
 
 def without_wrappers(parts: Parts) -> None:

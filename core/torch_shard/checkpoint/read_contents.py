@@ -88,7 +88,7 @@ class _Reading:
     ) -> None:
         self.checkpoint, self.unpickle = checkpoint, unpickle
         self.live = full_state.own_state_dict(source.model, source.runtime)
-        self.model = model_entries(checkpoint.metadata, (MODEL,), self.live)
+        self.model = model_entries(checkpoint.metadata, (MODEL,), self.live, own_prefixes=False)
         self.params = _params(source.runtime, source.model)
         saved = (optimizer_entries(checkpoint.metadata, where, self.params) for where in _paths(checkpoint))
         self.optimizers = [_Optimizer(found) for found in saved if found is not None]

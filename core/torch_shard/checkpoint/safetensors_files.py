@@ -14,7 +14,7 @@ library, which is only imported here, when it is needed.
 from __future__ import annotations
 
 import json
-import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,18 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, ConfigError, UnavailableError
+from .files import make_durable, naming
 from .scratch import copied
 
-__all__ = ["INDEX", "SINGLE", "SafetensorsWriter", "library", "size_of"]
+__all__ = ["INDEX", "SINGLE", "WEIGHTS", "SafetensorsWriter", "library", "size_of"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+"""Names of files of one model, which the next save replaces."""
+
+_METADATA = "__metadata__"  # the format's own entry
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -62,7 +68,7 @@ def size_of(given: int | str, what: str = "max_shard_size") -> int:
         unit = text.lstrip("0123456789.")
         try:
             size = int(float(text[: len(text) - len(unit)]) * _UNITS[unit.strip()])
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, OverflowError):  # the last one for numbers beyond what a float holds
             size = 0
     if size < 1:
         raise ConfigError(f"{what} must be a number of bytes or text such as '5GB' or '512MiB', not {given!r}.")
@@ -80,7 +86,7 @@ class SafetensorsWriter:
         single: write one file of this name, however large.
 
     Raises:
-        CheckpointError: a dtype that the format does not have.
+        CheckpointError: a dtype or a name that the format does not have.
         UnavailableError: the safetensors library is not installed.
     """
 
@@ -95,10 +101,26 @@ class SafetensorsWriter:
     ) -> None:
         self.folder, self.entries, self.tied = Path(folder), dict(entries), dict(tied)
         self._library = library()
+        self._refuse_names()
         self._refuse_dtypes()
         self.files = _divided(self.entries, max_shard_size, single)
         self._pending = list(reversed(list(self.files)))
         self._held: dict[str, torch.Tensor] = {}
+
+    def _refuse_names(self) -> None:
+        for name in (*self.entries, *self.tied):
+            try:
+                name.encode()
+            except UnicodeEncodeError as error:
+                raise CheckpointError(
+                    f"{name!r} can't be saved: safetensors files have names in UTF-8, and this one has half a surrogate pair "
+                    'in it. Rename the entry, or save a torch file (format="torch").'
+                ) from error
+            if name == _METADATA:
+                raise CheckpointError(
+                    f"{name} can't be saved: safetensors files have an entry of their own of this name. Rename it, or save a "
+                    'torch file (format="torch").'
+                )
 
     def _refuse_dtypes(self) -> None:
         for dtype in {dtype for _, dtype in self.entries.values()}:
@@ -141,7 +163,7 @@ class SafetensorsWriter:
         except self._library.SafetensorError as error:
             raise OSError(f"{path}: {error}") from error  # a full disk, say, which the library has wrapped
         self._held = {}
-        _make_durable(path)
+        make_durable(path)
 
     def finish(self) -> None:
         """Write what is left: the index, or the only file of a model without entries.
@@ -160,9 +182,9 @@ class SafetensorsWriter:
         total = sum(shape.numel() * dtype.itemsize for shape, dtype in self.entries.values())
         where = {name: file for file, names in self.files.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        with open(self.folder / INDEX, "w", encoding="utf-8") as file:
+        with naming(self.folder / INDEX), open(self.folder / INDEX, "w", encoding="utf-8") as file:
             file.write(json.dumps(index, indent=2) + "\n")
-        _make_durable(self.folder / INDEX)
+        make_durable(self.folder / INDEX)
 
 
 def _divided(
@@ -183,11 +205,3 @@ def _divided(
     if len(parts) == 1:
         return {SINGLE: parts[0]}
     return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": names for i, names in enumerate(parts, 1)}
-
-
-def _make_durable(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

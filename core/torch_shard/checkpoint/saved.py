@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ..named_state import OTHER
 from .contents import EXTRA, MODEL, OPTIMIZER
+from .manifest import SAVE_ID
 
 __all__ = ["SavedModel", "SavedOptimizer", "extra_of", "is_tensor", "model_entries", "optimizer_entries", "place"]
 
@@ -34,24 +35,35 @@ class SavedModel:
     nested: dict[str, dict[tuple[Any, ...], str]] = field(default_factory=dict)
 
 
-def model_entries(metadata: Metadata, path: tuple[str, ...], keys: Iterable[str]) -> SavedModel:
+def model_entries(
+    metadata: Metadata, path: tuple[str, ...], keys: Iterable[str], *, own_prefixes: bool = True
+) -> SavedModel:
     """Find a model's state.
 
     Args:
         metadata: of the checkpoint.
-        path: where this package puts it.
-        keys: the live model's, by which its place is recognised.
+        path: where this package puts it. In a checkpoint of its own the model is there, whatever its entries are called.
+        keys: the live model's, by which its place in others is recognised.
+        own_prefixes: drop prefixes of wrappers in this package's checkpoints, too. They may be part of the names that a hook
+            has given.
     """
     saved, keys = metadata.state_dict_metadata, list(keys)
+    ours = str(getattr(metadata.storage_meta, "save_id", None)).startswith(SAVE_ID)
     bases = [".".join(path) + "."]
-    if path == (MODEL,):
+    if path == (MODEL,) and not ours:
         bases += ["app.model.", "state_dict.", ""]
-    places = [(base, wrapper) for base in bases for wrapper in _WRAPPERS]
+    places = [(base, wrapper) for base in bases for wrapper in (_WRAPPERS if own_prefixes or not ours else ("",))]
+    paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+
+    def hits(at: tuple[str, str]) -> int:
+        names = ("".join(at) + key for key in keys)
+        # What lies in a dict is not at the top, even where the names are the same: "model" and "0.weight", "model.0.weight".
+        return sum(name in saved and (bool(at[0]) or len(paths.get(name, ())) < 2) for name in names)
+
     # The first of equals.
-    base, wrapper = max(places, key=lambda place: sum("".join(place) + key in saved for key in keys))
+    base, wrapper = max(places, key=hits)
     prefix = base + wrapper
     found = SavedModel()
-    paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     if not prefix:  # anything else may lie beside the model
         found.entries = {key: key for key in keys if key in saved}
         for full, parts in paths.items():
@@ -59,12 +71,16 @@ def model_entries(metadata: Metadata, path: tuple[str, ...], keys: Iterable[str]
                 found.nested.setdefault(parts[0], {})[tuple(parts[1:])] = full
         return found
     for full in saved:
-        if full.startswith(prefix):
-            parts = paths.get(full, ())[base.count(".") :]
-            if len(parts) > 1 and str(parts[0]).startswith(wrapper):
-                found.nested.setdefault(str(parts[0])[len(wrapper) :], {})[tuple(parts[1:])] = full
-            else:
-                found.entries[full[len(prefix) :]] = full
+        if not full.startswith(base if ours else prefix):
+            continue
+        parts = paths.get(full, ())[base.count(".") :]
+        name = str(parts[0]) if len(parts) > 1 else full[len(base) :]
+        if ours or name.startswith(wrapper):
+            name = name.removeprefix(wrapper)
+        if len(parts) > 1:
+            found.nested.setdefault(name, {})[tuple(parts[1:])] = full
+        else:
+            found.entries[name] = full
     return found
 
 

@@ -21,7 +21,7 @@ from .dcp import METADATA
 from .folder import Saving, commit, discard
 from .manifest import MANIFEST, SAVE_ID, FileRecord, Item, Manifest
 from .opened import Opened, Stored
-from .parts import OptimizerParts, Parts, resolved
+from .parts import OptimizerParts, Parts, merged, resolved
 from .save_plan import SavePlanner
 from .torch_form import known_names
 from .writer import DataFile, ShardWriter, checksum_of, result_of, write_tensor
@@ -107,15 +107,23 @@ class _Contents:
         found: dict[str, Any] = {MODEL: self.fill(parts.model, dtype)} if parts.model else {}
         if parts.models:
             found[MODELS] = {name: self.fill(model, dtype) for name, model in parts.models.items()}
-        if parts.optimizers:
+        if parts.listed and not parts.lightning:  # as engine.save writes a list; Lightning's are by number
+            found[OPTIMIZER] = self.optimizer(merged(parts))
+        elif parts.optimizers:
             optimizers = {name: self.optimizer(own) for name, own in parts.optimizers.items()}
             found[OPTIMIZER] = optimizers.get("", optimizers)
         extra, other = resolved(parts.extra), resolved(parts.other)
         # engine.load returns `extra`, so what is no tensor belongs there; tensors are not read into memory all at once.
         small = {key: value for key, value in other.items() if not any(_stored(value))}
         for key, value in other.items():
-            if key not in small:
-                found.setdefault(str(key), self.fill(value))
+            if key in small:
+                continue
+            if str(key) in found or str(key) == EXTRA:
+                raise CheckpointError(
+                    f"the checkpoint has an entry {key!r} with tensors beside its {key}, and a sharded one has one place for "
+                    "both. Rename it, or pass --model-only."
+                )
+            found[str(key)] = self.fill(value)
         if small and extra is None:
             extra = small
         elif small and isinstance(extra, dict):

@@ -13,8 +13,8 @@ import torch
 
 from ..errors import ConfigError
 from .dcp import METADATA
-from .folder import Saving, commit, sync
-from .full_save import keep_others
+from .folder import Saving, commit, discard, sync
+from .full_save import OTHER_WEIGHTS, keep_others
 from .manifest import MANIFEST
 from .opened import Opened, Stored
 from .parts import Parts
@@ -125,6 +125,7 @@ def write_safetensors(
             if target.is_dir():
                 keep_others(target, saving.path)
             commit(saving, target)
+            discard(target, saving.nonce)
     return left_out
 
 
@@ -135,11 +136,18 @@ def _tensors(
     found: dict[str, tuple[Stored, torch.dtype]] = {}
     names: dict[Any, str] = {}
     tied: dict[str, str] = {}
+    places: dict[str, str] = {}
     left_out = []
     models = {"": parts.model, **{f"{name}.": own for name, own in parts.models.items()}}
     for prefix, model in models.items():
         for key, value in model.items():
             name = f"{prefix}{key}"
+            where = f"{key!r} of the model" + (f" {prefix[:-1]!r}" if prefix else "")
+            if places.setdefault(name, where) != where:
+                raise ConfigError(
+                    f"{places[name]} and {where} would both be {name!r}, since safetensors has one name for each tensor. "
+                    "Rename one of them, or write a torch file."
+                )
             if not isinstance(value, Stored):
                 left_out.append(name)
                 continue
@@ -158,3 +166,8 @@ def _refuse_to_lose(target: Path, single: bool) -> None:
     for name in sorted(os.listdir(target)) if target.is_dir() else ():
         if name in (MANIFEST, METADATA) or (target / name).is_dir():
             raise ConfigError(f"{target} holds {name}, which would be lost, since a model replaces it as a whole.")
+        if OTHER_WEIGHTS.fullmatch(name):
+            raise ConfigError(
+                f"{target} holds other weights ({name}), so that it would not be clear which ones count. Delete them, or give "
+                "another path."
+            )

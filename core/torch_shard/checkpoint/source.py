@@ -27,6 +27,7 @@ from .dcp import METADATA, load_metadata
 from .folder import find
 from .manifest import MANIFEST, SAVE_ID, Manifest, read_manifest
 from .reader import ShardReader, check_sizes
+from .torch_file import refused
 
 __all__ = ["Checkpoint"]
 
@@ -94,7 +95,12 @@ class Checkpoint:
         """Where a tensor's bytes are: equal for the names of tied parameters that were written once."""
         found = self.tensor(name)
         chunks = [] if found is None else found.chunks
-        infos = [self.metadata.storage_data[MetadataIndex(name, chunk.offsets)] for chunk in chunks]
+        infos = [self.metadata.storage_data.get(MetadataIndex(name, chunk.offsets)) for chunk in chunks]
+        if None in infos:
+            raise CheckpointError(
+                f"{self.folder / METADATA} is damaged: it names no file for a part of {name}. Nothing was loaded. Load an "
+                "earlier checkpoint."
+            )
         return tuple((info.relative_path, info.offset, info.length) for info in infos)
 
     def read(
@@ -222,7 +228,7 @@ class _Into(LoadPlanner):
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 f"{self.folder}: {name} was refused and nothing was loaded, since unpickling it could run code: "
-                f"{_refused(error)}. If you trust the file, allow the class with "
+                f"{refused(error)}. If you trust the file, allow the class with "
                 "torch.serialization.add_safe_globals([Class]) and load again."
             ) from error
 
@@ -238,8 +244,3 @@ class _Into(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Nothing to do: what was resolved is the place itself."""
-
-
-def _refused(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
-    return (lines or [str(error).strip().splitlines()[0]])[0].rstrip(".")

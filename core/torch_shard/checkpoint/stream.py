@@ -20,6 +20,7 @@ from ..runtime import Runtime
 from ..shard_tensor import ShardTensor
 from ..whole import whole_flat, whole_slices
 from .scratch import copied
+from .tied import memory_key
 from .torch_file import Slot
 
 __all__ = ["ModelStream", "OptimizerStream", "Put"]
@@ -225,4 +226,4 @@ def _memory(tensor: torch.Tensor) -> Any:
     """Equal for tensors that are the same values in the same memory."""
     if isinstance(tensor, ShardTensor) or not tensor.numel() or tensor.layout != torch.strided:
         return id(tensor)
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride()
+    return memory_key(tensor)

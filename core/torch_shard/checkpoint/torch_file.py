@@ -24,10 +24,13 @@ from torch import nn
 from ..errors import CheckpointError, ConfigError
 from .archive import Member, end_of_archive
 from .blob import Pickler, template
+from .files import naming
 from .scratch import copied
+from .tied import memory_key
 
-__all__ = ["Slot", "TorchFileWriter", "check_loadable", "memory_of", "row_major"]
+__all__ = ["Slot", "TorchFileWriter", "check_loadable", "first_line", "memory_of", "refused", "row_major"]
 
+_REASON = "WeightsUnpickler error:"  # torch writes its reason behind it, between two pieces of advice
 _BLOCK = 4 << 20  # bytes that are looked at twice, for the checksum and to write them, while they are in the cache
 
 
@@ -81,7 +84,7 @@ class TorchFileWriter:
         # Not __del__, which may run at any time during the interpreter's end.
         self._closer = weakref.finalize(self, os.close, self._fd)
         try:
-            _put(self._fd, bytes(head), 0)
+            self._put(bytes(head), 0)
             for slot, tensor in found.real:
                 self.write(slot, tensor)
         except BaseException:
@@ -106,15 +109,22 @@ class TorchFileWriter:
             raise ConfigError(f"{self.path}: {slot} was given a tensor {tuple(tensor.shape)}, {tensor.dtype}.")
         member = self._members[number]
         tensor = row_major(tensor)
-        _put(self._fd, member.local(), member.offset)
+        self._put(member.local(), member.offset)
         at, crc = _values(member), 0
         for block in memory_of(tensor):
             crc = zlib.crc32(block, crc)
-            _put(self._fd, block, at)
+            self._put(block, at)
             at += len(block)
         self._members[number] = member = Member(member.name, member.offset, member.size, crc)
-        _put(self._fd, member.descriptor(), at)
+        self._put(member.descriptor(), at)
         self._written.add(number)
+
+    def _put(self, data: bytes | memoryview, at: int) -> None:
+        view = memoryview(data)
+        with naming(self.path):
+            while view:
+                count = os.pwrite(self._fd, view, at)
+                view, at = view[count:], at + count
 
     def close(self) -> None:
         """Write the archive's directory and make the file durable.
@@ -130,8 +140,9 @@ class TorchFileWriter:
         for name, content in self._behind:
             tail += _small(self._members, name, content, self._end + len(tail))
         tail += end_of_archive(self._members, self._end + len(tail))
-        _put(self._fd, bytes(tail), self._end)
-        os.fsync(self._fd)
+        self._put(bytes(tail), self._end)
+        with naming(self.path):
+            os.fsync(self._fd)
         self._closer()
 
     def abandon(self) -> None:
@@ -176,13 +187,24 @@ def check_loadable(value: Any, what: str) -> None:
         file.seek(0)
         torch.load(file, weights_only=True)
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
-        reason = (lines or [str(error).strip() or "no reason given"])[0]
         raise CheckpointError(
-            f"{what} can't be saved: {type(error).__name__}: {reason} Checkpoints hold tensors, numbers, strings, lists, tuples "
-            "and dicts, since unpickling anything else can run code. Convert it (vars(namespace), value.item()), or allow its "
-            "class when saving and loading with torch.serialization.add_safe_globals([Class])."
+            f"{what} can't be saved: {type(error).__name__}: {refused(error)}. Checkpoints hold tensors, numbers, strings, "
+            "lists, tuples and dicts, since unpickling anything else can run code. Convert it (vars(namespace), value.item()), "
+            "or allow its class when saving and loading with torch.serialization.add_safe_globals([Class])."
         ) from error
+
+
+def refused(error: Exception) -> str:
+    """What torch's loader did not let through, out of its long advice."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
+    named += str(error).partition(_REASON)[2].strip().splitlines()[:1]
+    return (named or [first_line(error)])[0].rstrip(".")
+
+
+def first_line(error: Exception) -> str:
+    """Of a message, which may be empty."""
+    return next(iter(str(error).strip().splitlines()), "no reason given")
 
 
 class _Structure:
@@ -192,7 +214,7 @@ class _Structure:
         self.slots: list[Slot] = []
         self.real: list[tuple[Slot, torch.Tensor]] = []
         self._numbers: dict[int, int] = {}
-        self._same: dict[tuple[Any, ...], Slot] = {}
+        self._same: dict[Any, Slot] = {}
         file = io.BytesIO()
         _StructurePickler(file, self, trial).dump(structure)
         self.pickle = file.getvalue()
@@ -206,7 +228,7 @@ class _Structure:
 
     def slot_of(self, tensor: torch.Tensor) -> Slot:
         """A slot for a real tensor; tensors that share their memory share a slot."""
-        key = (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        key = memory_key(tensor)
         found = self._same.get(key) if tensor.numel() else None
         if found is None:
             found = self._same[key] = Slot(tensor.shape, tensor.dtype)
@@ -248,13 +270,6 @@ def _small(members: list[Member], name: str, content: bytes, at: int) -> bytes:
 def _values(member: Member) -> int:
     """Where a member's content begins."""
     return member.offset + len(member.local())
-
-
-def _put(fd: int, data: bytes | memoryview, at: int) -> None:
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(fd, view, at)
-        view, at = view[count:], at + count
 
 
 def row_major(tensor: torch.Tensor) -> torch.Tensor:

@@ -74,16 +74,29 @@ def torch_structure(
     if parts.lightning:
         rest = slots.fill(resolved(parts.extra))
         return {**rest, "state_dict": model, **({"optimizer_states": list(optimizers.values())} if optimizers else {})}
-    found: dict[str, Any] = {MODEL: model} if model else {}
+    found: dict[Any, Any] = {}
+    if model:
+        found[_free(MODEL, parts.model_key or "state_dict", parts)] = model
     if models:
-        found[MODELS] = models
+        found[_free(MODELS, MODELS, parts)] = models
     if optimizers:
-        found[OPTIMIZER] = optimizers.get("", optimizers)
+        together = list(optimizers.values()) if parts.listed else optimizers.get("", optimizers)
+        found[_free(OPTIMIZER, parts.optimizer_key or "optimizer_state_dict", parts)] = together
     if parts.extra is not None:
         found[EXTRA] = slots.fill(parts.extra)
-    for key, value in parts.other.items():
-        found.setdefault(key, slots.fill(resolved(value)))
-    return found
+    return {**found, **{key: slots.fill(resolved(value)) for key, value in parts.other.items()}}
+
+
+def _free(key: str, given: str, parts: Parts) -> str:
+    """The usual key, or where something else has it ({"model": "resnet50", "state_dict": ...}) the one of the checkpoint."""
+    if key not in parts.other:
+        return key
+    if given in parts.other:
+        raise CheckpointError(
+            f"the checkpoint has entries {key!r} and {given!r} beside its {key}, which leaves no key for that. Rename one of "
+            "them, or pass --model-only."
+        )
+    return given
 
 
 def _state_dict(

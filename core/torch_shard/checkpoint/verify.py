@@ -6,10 +6,15 @@ archives, with a CRC-32 of every member. safetensors has none: that its files ar
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import itertools
 import json
+import lzma
 import os
+import re
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +32,7 @@ from .dcp import METADATA
 from .folder import find
 from .full_files import is_full, open_full
 from .manifest import MANIFEST, FileRecord, Manifest, read_manifest
-from .opened import LIGHTNING_META, leaves, open_checkpoint
+from .opened import LIGHTNING_META, leaves, open_checkpoint, refuse_compressed
 from .reader import CheckedFile, ShardReader
 from .source import Checkpoint
 
@@ -79,12 +84,19 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int], object] = lam
     target = find(Path(os.path.abspath(os.fspath(path))))
     if target.is_dir() and any((target / name).exists() for name in (MANIFEST, METADATA)):
         return list(_sharded(target, progress))
-    if not target.is_dir():
-        with open(target, "rb") as file:
-            if file.read(2) == b"PK":
-                return list(_torch_file(target, progress))
-    if is_full(target) and target.is_dir() or target.name.endswith((".safetensors", ".index.json")):
+    if target.is_dir():
+        if is_full(target):
+            return list(_safetensors(target, progress))
+    elif target.name.endswith((".safetensors", ".index.json")):
         return list(_safetensors(target, progress))
+    else:
+        with open(target, "rb") as file:
+            first = file.read(9)
+        if first[:2] == b"PK":
+            refuse_compressed(target)
+            return list(_torch_file(target, progress))
+        if first[8:] == b"{":  # safetensors of any name, as in a download cache
+            return list(_safetensors(target, progress))
     open_checkpoint(target)  # says why it is none
     raise CheckpointError(f"{target} is no checkpoint.")
 
@@ -237,22 +249,57 @@ def _entries_of_dcp(checkpoint: Checkpoint, skip: set[str], progress: Callable[[
         found = checkpoint.tensor(name)
         try:
             if found is None:
-                continue  # its bytes are good; whether its classes are accepted is for the reader to say
-            checkpoint.read({name: torch.empty(found.size, dtype=found.properties.dtype)}, ())
-        except CheckpointError as error:
-            yield Problem("", (name,), str(error))
+                checkpoint.read({}, [name])
+            else:
+                checkpoint.read({name: torch.empty(found.size, dtype=found.properties.dtype)}, ())
+        except Exception as error:
+            if not _refused_class(error):
+                yield Problem("", (name,), str(error) if isinstance(error, CheckpointError) else _damage(error))
+
+
+def _refused_class(error: BaseException) -> bool:
+    """Whether the bytes are good and hold a class that the reader does not know, which is for the reader to say."""
+    text = f"{error} {error.__cause__ or ''}"
+    return "could run code" in text and ("GLOBAL" in text or "Unsupported global" in text)
+
+
+def _damage(error: Exception) -> str:
+    """What reading something damaged has led to.
+
+    Raises:
+        OSError: it is none, but the disk's own, so that nothing is known of the data.
+    """
+    # A damaged archive may lead to a place that is none.
+    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+        raise error
+    return str(error) or type(error).__name__
+
+
+_DAMAGE = (
+    ArithmeticError,
+    EOFError,
+    LookupError,
+    OSError,
+    RuntimeError,  # "encrypted", and NotImplementedError for what no version of zip has
+    ValueError,
+    lzma.LZMAError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""What Python's zipfile raises for damaged archives."""
 
 
 def _archive_problem(file: IO[bytes]) -> str | None:
-    """What is wrong with an archive of torch.save; None for what is none (an object may be any bytes)."""
+    """What is wrong with an archive of torch.save."""
     if file.read(2) != b"PK":
-        return None
+        return "it is no archive of torch.save"
     file.seek(0)
     try:
         with zipfile.ZipFile(file) as archive:
             bad = archive.testzip()
-    except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, ValueError, zlib.error) as error:
-        return str(error)
+    except _DAMAGE as error:
+        return _damage(error)
     return None if bad is None else f"the checksum of {bad} differs"
 
 
@@ -297,20 +344,20 @@ def _torch_file(path: Path, progress: Callable[[int], object]) -> Iterator[Probl
                     with archive.open(member) as file:
                         while data := file.read(_BLOCK):
                             progress(len(data))
-                except (zipfile.BadZipFile, EOFError, zlib.error, NotImplementedError):
+                except _DAMAGE as error:
+                    _damage(error)
                     bad.append(member)
-    except (zipfile.BadZipFile, OSError, ValueError) as error:
-        if isinstance(error, OSError) and not isinstance(error, zipfile.BadZipFile) and error.errno is not None:
-            raise
-        yield Problem(path.name, (), f"it is damaged or was cut off at {path.stat().st_size} bytes: {error}")
+    except _DAMAGE as error:
+        text = _damage(error)
+        yield Problem(path.name, (), f"it is damaged or was cut off at {path.stat().st_size} bytes: {text}")
         return
     names: dict[str, list[str]] = {}
     try:
-        names = _names_by_member(open_full(path).values, members)
+        values = open_full(path).values
+        with contextlib.suppress(RuntimeError):  # tensors without memory of their own, or what contains itself
+            names = _names_by_member(values, members) if bad else {}
     except CheckpointError as error:
-        if not bad and "could run code" in str(error):
-            return  # its bytes are good; whether its classes are accepted is for the reader to say
-        if not bad:
+        if not bad and not _refused_class(error):
             yield Problem(path.name, (), str(error))
     for member in bad:
         entries = tuple(names.get(member.filename, ()))
@@ -331,24 +378,47 @@ def _names_by_member(values: Any, members: Sequence[zipfile.ZipInfo]) -> dict[st
 
 
 def _safetensors(path: Path, progress: Callable[[int], object]) -> Iterator[Problem]:
-    """Headers and sizes, and that every byte can be read."""
+    """Headers, sizes and the index, and that every byte can be read."""
     try:
         found = open_full(path)
     except CheckpointError as error:
         yield Problem("", (), str(error))
         return
+    index = found.files[0] if found.files[0].name.endswith(".index.json") else None
+    total = 0
     for file in found.files:
         with open(file, "rb") as raw:
-            if file.suffix == ".safetensors":
+            if file != index:
                 length = int.from_bytes(raw.read(8), "little")
                 header = json.loads(raw.read(length))
-                end = max((own["data_offsets"][1] for name, own in header.items() if name != "__metadata__"), default=0)
+                ends = {name: own["data_offsets"] for name, own in header.items() if name != "__metadata__"}
+                end = max((last for _, last in ends.values()), default=0)
+                total += sum(last - first for first, last in ends.values())
                 size = os.fstat(raw.fileno()).st_size
                 if size != 8 + length + end:
                     yield Problem(file.name, (), f"it has {size} bytes, and its header describes {8 + length + end}")
+                unknown = tuple(name for name in ends if name not in found.values or found.file_of(name) != file)
+                if unknown:
+                    yield Problem(file.name, unknown, f"it holds {_some(unknown)}, which the index does not say")
             raw.seek(0)
             while data := raw.read(_BLOCK):
                 progress(len(data))
+    if index is not None:
+        yield from _index(index, [file.name for file in found.files[1:]], total)
+
+
+def _index(path: Path, names: Sequence[str], total: int) -> Iterator[Problem]:
+    """Whether an index has lost entries: what it says of all files together."""
+    metadata = json.loads(path.read_text(encoding="utf-8")).get("metadata")
+    size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if isinstance(size, (int, float)) and size != total:
+        yield Problem(path.name, (), f"it says that all tensors have {size} bytes, and the files have {total}")
+    numbered = [match for name in names if (match := re.fullmatch(r"(.*-)(\d+)(-of-)(\d+)(\..*)", name))]
+    for first, of, count, end in dict.fromkeys(match.group(1, 3, 4, 5) for match in numbered):
+        every = [f"{first}{number:0{len(count)}d}{of}{count}{end}" for number in range(1, int(count) + 1)]
+        lost = [name for name in every if name not in names]
+        if lost:
+            yield Problem(path.name, (), f"it does not name {_some(lost)}")
 
 
 def _some(names: Sequence[str]) -> str:

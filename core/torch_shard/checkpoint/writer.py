@@ -26,6 +26,7 @@ from torch.futures import Future
 
 from .blob import ALIGNMENT, crc_of_part, tensor_blob
 from .dcp import METADATA, StorageInfo
+from .files import naming
 from .manifest import FileRecord, Item
 
 __all__ = ["BLOCK", "DataFile", "ShardWriter", "checksum_of", "result_of", "write_tensor"]
@@ -77,12 +78,14 @@ class ShardWriter(StorageWriter):
         if not plan.items:
             done.set_result([])
             return done
-        fd = os.open(self.path / self.name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o666)
+        path = self.path / self.name
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
-            file = DataFile(fd)
+            file = DataFile(fd, path)
             results = _write(file, plan, planner, self.name)
             self.record = file.finish()
-            os.fsync(fd)
+            with naming(path):
+                os.fsync(fd)
         finally:
             os.close(fd)
         done.set_result(results)
@@ -93,7 +96,7 @@ class ShardWriter(StorageWriter):
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         metadata.storage_meta = self.storage_meta()
         metadata.version = "1.0.0"
-        with open(self.path / METADATA, "wb") as file:
+        with naming(self.path / METADATA), open(self.path / METADATA, "wb") as file:
             pickle.dump(metadata, file)
             file.flush()
             os.fsync(file.fileno())
@@ -163,9 +166,10 @@ def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 class DataFile:
-    """Bytes one after the other, with a running checksum and marks."""
+    """Bytes one after the other, with a running checksum and marks. `path` is for messages."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, path: str | os.PathLike[str] | None = None) -> None:
+        self.path = f"descriptor {fd}" if path is None else path
         self.fd, self.position, self.crc = fd, 0, 0
         self.marks: list[tuple[int, int]] = [(0, 0)]
         self.items: list[Item] = []
@@ -200,9 +204,10 @@ class DataFile:
 
     def _write(self, view: memoryview) -> None:
         start = self._written
-        while view:
-            count = os.write(self.fd, view)
-            view, self._written = view[count:], self._written + count
+        with naming(self.path):
+            while view:
+                count = os.write(self.fd, view)
+                view, self._written = view[count:], self._written + count
         _start_writeback(self.fd, start, self._written - start)
 
     def finish(self) -> FileRecord:

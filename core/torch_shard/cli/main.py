@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -41,6 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code; see ``torch-shard --help``.
     """
+    arguments = None
+    for stream in (
+        sys.stdout,
+        sys.stderr,
+    ):  # names in a checkpoint may have characters that a terminal's encoding has not
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
     try:
         arguments = _parser().parse_args(argv)
         with torch.serialization.safe_globals(classes_of_data()):
@@ -59,13 +67,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("torch-shard: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:  # 1 would say that a checkpoint is damaged, or different
+        given = vars(arguments) if arguments is not None else {}
+        paths = " and ".join(given[key] for key in ("checkpoint", "a", "b") if key in given)
+        text = (
+            f"{paths} can't be read or written here ({type(error).__name__}: {_lines(error)}). Save it as plain tensors"
+        )
+        print(f"torch-shard: {text}, or report this as an error of torch-shard.", file=sys.stderr)
+        return 2
 
 
 def _one_line(error: Exception) -> str:
-    text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
+    text = _lines(error)
     if isinstance(error, ShardError):
         return text
     return f"{text}. Check the path, its permissions and the free space of its disk."
+
+
+def _lines(error: Exception) -> str:
+    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -92,7 +92,12 @@ def run_consolidate(arguments: argparse.Namespace) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Write the checkpoint, and print what was written."""
     target = Path(os.path.abspath(arguments.output))
-    limit = size_of(arguments.max_shard_size, "--max-shard-size")
+    try:
+        limit = size_of(arguments.max_shard_size, "--max-shard-size")
+    except OverflowError as error:
+        raise ConfigError(
+            f"--max-shard-size {arguments.max_shard_size[:20]}... is too large; give one such as 5GB."
+        ) from error
     _refuse(target, arguments)
     opened = open_checkpoint(arguments.checkpoint)
     model_only = arguments.model_only or arguments.format == "safetensors"

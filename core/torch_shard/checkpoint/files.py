@@ -1,0 +1,30 @@
+"""Files that are written by their descriptor: what goes wrong names the file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+__all__ = ["make_durable", "naming"]
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Give an OSError from inside the file's name: the system knows only a number, and a full disk may be one of several."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def make_durable(path: str | os.PathLike[str]) -> None:
+    """Have a file that is written and closed on the disk."""
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    try:
+        with naming(path):
+            os.fsync(fd)
+    finally:
+        os.close(fd)
