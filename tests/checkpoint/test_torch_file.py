@@ -122,13 +122,17 @@ def test_more_than_four_gigabytes(tmp_path, monkeypatch):
     slots = [Slot(shape, torch.float32) for shape in (last.shape, large, last.shape, last.shape)]
     with TorchFileWriter(tmp_path / "c.pt", slots) as writer:
         for slot in slots:
-            writer.write(
-                slot, last if slot.shape == last.shape else torch.empty(large)
-            )  # untouched, so it takes no memory
+            # What is untouched takes no memory.
+            writer.write(slot, last if slot.shape == last.shape else torch.empty(large))
     monkeypatch.setenv("TORCH_SERIALIZATION_DEBUG", "1")
+    settings = torch.utils.serialization.config.load  # which monkeypatch can't restore
+    before = settings.calculate_storage_offsets
     for computed in (False, True):
-        monkeypatch.setattr(torch.utils.serialization.config.load, "calculate_storage_offsets", computed)
-        found = torch.load(tmp_path / "c.pt", weights_only=True, mmap=True)
+        settings.calculate_storage_offsets = computed
+        try:
+            found = torch.load(tmp_path / "c.pt", weights_only=True, mmap=True)
+        finally:
+            settings.calculate_storage_offsets = before
         assert torch.equal(found[2], last) and torch.equal(found[3], last) and found[1].shape == large
     assert zipfile.ZipFile(tmp_path / "c.pt").read("archive/data/3") == last.numpy().tobytes()
     os.unlink(tmp_path / "c.pt")

@@ -198,7 +198,7 @@ def _write(
     results = []
     written: dict[Any, tuple[int, int, int]] = {}
     with open(folder / name, "wb", buffering=0) as raw:
-        file = DataFile(raw.fileno())
+        file = DataFile(raw.fileno(), folder / name)
         for item in plan.items:
             source = planner.source(item.index)
             if source is None:

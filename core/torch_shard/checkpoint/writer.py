@@ -168,8 +168,8 @@ def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
 class DataFile:
     """Bytes one after the other, with a running checksum and marks. `path` is for messages."""
 
-    def __init__(self, fd: int, path: str | os.PathLike[str] | None = None) -> None:
-        self.path = f"descriptor {fd}" if path is None else path
+    def __init__(self, fd: int, path: str | os.PathLike[str]) -> None:
+        self.path = path
         self.fd, self.position, self.crc = fd, 0, 0
         self.marks: list[tuple[int, int]] = [(0, 0)]
         self.items: list[Item] = []
