@@ -93,13 +93,18 @@ class Ours(Engine):
 
 
 class Peer(Engine):
+    group: Any = None
+
     def save(self, path: Path) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         dcp.save({"model": model, "optim": optimizer}, checkpoint_id=path)
 
     def save_asynchronously(self, path: Path) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        self.pending = dcp.async_save({"model": model, "optim": optimizer}, checkpoint_id=path)
+        # Its thread uses collectives, which would pair with those of the main thread.
+        self.group = self.group or dist.new_group(backend="gloo")
+        contents = {"model": model, "optim": optimizer}
+        self.pending = dcp.async_save(contents, checkpoint_id=path, process_group=self.group)
 
     def wait(self) -> None:
         future: Any = self.pending

@@ -256,18 +256,17 @@ def test_a_bomb_beside_the_shards_does_not_explode(rank, world_size, tmp_path):
 def test_a_file_that_only_one_rank_sees_is_an_error_on_all(rank, world_size, tmp_path):
     mine = tmp_path / str(rank)
     mine.mkdir()
-    path = os.path.relpath(tmp_path / "0" / "a.ckpt", os.getcwd())
     plain = net_class("lightning")()
     t = single("lightning")
     t.fit(plain, loader(1))
     if rank == 0:
-        t.save_checkpoint(path)
+        t.save_checkpoint(mine / "a.ckpt")
     torch.distributed.barrier()
     here = os.getcwd()
-    os.chdir(here if rank == 0 else mine)  # the relative path leads elsewhere
+    os.chdir(mine)  # the relative path leads elsewhere on each rank
     try:
         with pytest.raises(CheckpointError, match="no checkpoint"):
-            trainer("lightning", world_size).fit(net_class("lightning")(), loader(world_size), ckpt_path=path)
+            trainer("lightning", world_size).fit(net_class("lightning")(), loader(world_size), ckpt_path="a.ckpt")
     finally:
         os.chdir(here)
 
