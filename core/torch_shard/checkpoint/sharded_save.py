@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import planner as torch_planner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -164,9 +163,9 @@ class _Save:
                 "to a file system that all nodes mount at the same place. Nothing was saved."
             )
 
-    def write(self, plan: SavePlan, planner: torch_planner.SavePlanner) -> _Part:
+    def write(self, plan: SavePlan, source: SavePlanner | _Staged) -> _Part:
         """This rank's file."""
-        results: list[WriteResult] = self.writer.write_data(plan, planner).wait()
+        results: list[WriteResult] = self.writer.write_data(plan, source).wait()
         return self.writer.name, self.writer.record, results, self.facts["whole"]
 
     def finish_and_discard(self, metadata: Metadata | None, parts: list[_Part]) -> None:
@@ -197,7 +196,7 @@ class _Save:
             self.saving.close(remove=not done)
 
 
-class _Staged(torch_planner.SavePlanner):
+class _Staged:
     """A snapshot of what a plan writes, in place of a planner that looks at the live state."""
 
     def __init__(self, staging: Staging, planner: SavePlanner, plan: SavePlan) -> None:
@@ -211,18 +210,6 @@ class _Staged(torch_planner.SavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The copy of an item of that plan."""
         return self._held[id(write_item)]
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        """Not used: the plan is made."""
-
-    def create_local_plan(self) -> SavePlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        raise NotImplementedError
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        raise NotImplementedError
 
 
 def _target(path: str | os.PathLike[str], keep: int | None) -> Path:

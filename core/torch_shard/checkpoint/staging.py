@@ -69,7 +69,9 @@ class Staging:
             places.append((len(wanted) - 1, wanted[-1]))
             wanted[-1] += room
         kept = self._blocks
-        if len(kept) != len(wanted) or any(b.numel() != n or b.is_pinned() != pinned for b, n in zip(kept, wanted)):  # noqa: B905
+        if len(kept) != len(wanted) or any(
+            b.numel() != n or b.is_pinned() != pinned for b, n in zip(kept, wanted, strict=True)
+        ):
             self._blocks = []  # before the new ones are made
             del kept
             self._blocks = [torch.empty(n, dtype=torch.uint8, device="cpu", pin_memory=pinned) for n in wanted]

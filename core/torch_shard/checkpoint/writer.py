@@ -16,11 +16,11 @@ import pickle
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -36,6 +36,13 @@ BLOCK = 4 << 20
 
 _SMALL = 256 << 10  # bytes up to which an entry goes through the buffer
 _BUFFER = 1 << 20
+
+
+class Resolves(Protocol):
+    """What is asked of a planner here."""
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The tensor, or the bytes, of an item."""
 
 
 class ShardWriter(StorageWriter):
@@ -71,7 +78,7 @@ class ShardWriter(StorageWriter):
         """Give each rank its file's name."""
         return [dataclasses.replace(plan, storage_data=f"__{rank}_0.distcp") for rank, plan in enumerate(plans)]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: Resolves) -> Future[list[WriteResult]]:
         """Write this rank's file and make it durable."""
         done: Future[list[WriteResult]] = Future()
         self.name, self.record = str(plan.storage_data), None
@@ -106,7 +113,7 @@ class ShardWriter(StorageWriter):
         return StorageMeta(save_id=self.save_id)
 
 
-def _write(file: DataFile, plan: SavePlan, planner: SavePlanner, name: str) -> list[WriteResult]:
+def _write(file: DataFile, plan: SavePlan, planner: Resolves, name: str) -> list[WriteResult]:
     results = []
     # Tied parameters have several names and one memory: written once.
     written: dict[tuple[Any, ...], tuple[torch.Tensor, int, int, int]] = {}
