@@ -27,13 +27,13 @@ from torch_shard.errors import CheckpointError, StateDictError
 
 
 def wide() -> nn.Module:
-    return nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 3))
+    return nn.Sequential(nn.Linear(600, 400), nn.Linear(400, 3))
 
 
 def refused(rank: int, folder: Path, damage: Callable[[Path], None], match: str, error: type = CheckpointError) -> None:
     """Save, damage, and see that loading fails on all ranks and changes nothing; then that a good one loads."""
     model, engine, optimizer = build(model=wide)
-    model(torch.ones(2, 300)).sum().backward()
+    model(torch.ones(2, 600)).sum().backward()
     optimizer.step()
     save(engine, folder / "c", optimizer, extra={"a": 1})
     if rank == 0:
@@ -41,7 +41,7 @@ def refused(rank: int, folder: Path, damage: Callable[[Path], None], match: str,
         damage(folder / "c")
     dist.barrier()
     again, other, second = build(seed=1, model=wide)
-    again(torch.ones(2, 300)).sum().backward()
+    again(torch.ones(2, 600)).sum().backward()
     second.step()
     before = whole(other, second)
     with pytest.raises(error, match=match):
@@ -256,7 +256,7 @@ def test_one_rank_alone_has_another_model(rank, tmp_path):
 
 def not_saved(rank: int, path: Path | str, match: str) -> None:
     model, engine, optimizer = build(model=wide, make=adamw)
-    model(torch.ones(2, 300)).sum().backward()
+    model(torch.ones(2, 600)).sum().backward()
     optimizer.step()
     before = whole(engine, optimizer)
     with pytest.raises(CheckpointError, match=match):

@@ -17,9 +17,7 @@ from torch import nn
 import torch_shard
 from tests.checkpoint.helpers import load, same, save, whole
 from tests.ranks import close_all, ranks, run
-from torch_shard.checkpoint.reader import damaged_parts
-from torch_shard.checkpoint.source import Checkpoint
-from torch_shard.errors import CheckpointError
+from torch_shard.checkpoint.verify import verify
 
 KEPT = Path(__file__).parent / "format_1"
 
@@ -83,12 +81,7 @@ def test_the_present_version_still_writes_what_it_reads(tmp_path):
 
 
 def problems_of(folder: Path) -> list[str]:
-    try:
-        opened = Checkpoint.open(folder, sizes=True)
-    except CheckpointError as error:
-        return [str(error)]
-    assert opened.manifest is not None
-    return damaged_parts(opened.folder, opened.manifest)
+    return [str(problem) for problem in verify(folder)]
 
 
 def test_any_flipped_bit_is_found_by_verifying(tmp_path):

@@ -11,10 +11,12 @@ of the parameters, and for every file its size and checksums::
       "parameters": [{"name": ..., "shape": [...], "dtype": "float32", "trainable": true}],
       "module_versions": {...},
       "files": {"__0_0.distcp": {"size": ..., "crc32": ..., "marks": [[position, crc], ...],
+                                 "sums": [digest or null, ...],
                                  "items": [[name, offsets or null, start, length, values], ...]}}}}
 
 ``marks`` are the file's running CRC-32 at some positions: where an item begins, and within a large one every few MiB of its
-values. Any part between two marks can be verified by itself, since a CRC can be continued from the value before.
+values. Any part between two marks can be verified by itself, since a CRC can be continued from the value before. ``sums`` has
+for each such part, where it is large, a checksum that is faster (:mod:`.block_sum`); the first releases wrote none.
 """
 
 from __future__ import annotations
@@ -61,12 +63,18 @@ class Item:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file: its bytes, the running CRC-32 at some positions (the last one at the end), and what lies in it."""
+    """One file: its bytes, the running CRC-32 at some positions (the last one at the end), what lies in it, and the faster
+    checksums of what is between the marks, by the number of the mark before, where there are any."""
 
     size: int
     crc32: int
     marks: tuple[tuple[int, int], ...] = ()
     items: tuple[Item, ...] = ()
+    sums: tuple[str | None, ...] = ()
+
+    def sum_of(self, block: int) -> str | None:
+        """The faster checksum of the bytes from a mark to the next one, if there is one."""
+        return self.sums[block] if block < len(self.sums) else None
 
     def item_at(self, position: int) -> Item | None:
         """The item that a byte belongs to, padding behind it included."""
@@ -99,6 +107,7 @@ class Manifest:
                 "size": record.size,
                 "crc32": record.crc32,
                 "marks": record.marks,
+                "sums": record.sums,
                 "items": [(i.name, i.offsets, i.start, i.length, i.values) for i in record.items],
             }
             for name, record in self.files.items()
@@ -148,6 +157,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
                 record["crc32"],
                 tuple((position, crc) for position, crc in record["marks"]),
                 tuple(Item(n, o if o is None else tuple(o), *places) for n, o, *places in record["items"]),
+                tuple(record.get("sums", ())),
             )
             for name, record in inner["files"].items()
         }

@@ -86,8 +86,8 @@ class Meeting:
         """
         wanted = [self._name(what, rank) for rank in ranks]
         seen: dict[int, int] = {}
-        missing, pause, looked = ranks, 0.0005, time.monotonic()
-        heard = looked
+        missing, began = ranks, time.monotonic()
+        looked = heard = began
         # One look at a store that serves all ranks must not cost as much as there are ranks.
         slowest = max(0.01, 0.0002 * self.world)
 
@@ -110,8 +110,8 @@ class Meeting:
                     f"rank {self.rank} waits for {what!r} of rank {', '.join(map(str, missing))}, of which nothing was heard for "
                     f"{self.timeout:.0f} s (ShardConfig.timeout): it has failed, or its process is gone."
                 )
-            time.sleep(pause)
-            pause = min(2 * pause, slowest)
+            # A twentieth of the wait is lost at most.
+            time.sleep(min(max(0.0005, (now - began) / 20), slowest))
 
     def forget(self, *others: str) -> None:
         """Remove this rank's messages, which all others must have heard, and `others` that all ranks have left."""

@@ -1,4 +1,4 @@
-"""A save whose files are written while training goes on: a thread on each rank, and what all of them make of it."""
+"""A save that goes on while training does: a thread on each rank, and what all of them make of it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,33 @@ import contextlib
 import dataclasses
 import pickle
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import CheckpointError
 from ..log import logger
 from .meeting import Meeting
 
 __all__ = ["PendingSave"]
+
+
+class Save(Protocol):
+    """A save of which this rank holds a snapshot."""
+
+    proposal: Any
+    """What this rank could write."""
+
+    def decide(self, proposals: list[Any]) -> list[Any]:
+        """On rank 0: what each rank writes."""
+
+    def write(self, plan: Any) -> Any:
+        """Write it; what this returns goes to rank 0."""
+
+    def finish(self, parts: list[Any]) -> None:
+        """On rank 0: make the checkpoint appear, from what all ranks returned."""
+
+    def close(self, done: bool) -> None:
+        """On every rank in the end, with whether the checkpoint is there."""
 
 
 class PendingSave:
@@ -24,25 +42,16 @@ class PendingSave:
     Python take the thread for ended.
     """
 
-    def __init__(
-        self,
-        target: Path,
-        meeting: Meeting | None,
-        write: Callable[[], Any],
-        finish: Callable[[list[Any]], None],
-        close: Callable[[bool], None],
-    ) -> None:
+    def __init__(self, target: Path, meeting: Meeting | None, save: Save) -> None:
         """Start the thread, which waits for :meth:`begin`.
 
         Args:
             target: of the checkpoint, for messages.
             meeting: of the ranks; None where there is one.
-            write: this rank's part; what it returns goes to rank 0.
-            finish: makes the checkpoint appear, from what all ranks returned; called on rank 0.
-            close: called on every rank in the end, with whether the checkpoint is there.
+            save: what there is to do.
         """
         self.path = target
-        self._work: _Work | None = _Work(meeting, write, finish, close)
+        self._work: _Work | None = _Work(meeting, save)
         self._error: CheckpointError | None = None
         self._may_begin, self._ended = threading.Event(), threading.Event()
         self._living = contextlib.ExitStack()
@@ -94,7 +103,7 @@ class PendingSave:
             problem = work.together() if work.meeting is not None else work.alone()
         except Exception as error:  # the store is gone, or a rank
             problem = _text(error)
-        work.close(problem is None)
+        work.save.close(problem is None)
         if problem is None:
             return None
         failure = CheckpointError(
@@ -108,47 +117,70 @@ class PendingSave:
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What a :class:`PendingSave` does; see there."""
+    """What a :class:`PendingSave` does, and with whom."""
 
     meeting: Meeting | None
-    write: Callable[[], Any]
-    finish: Callable[[list[Any]], None]
-    close: Callable[[bool], None]
+    save: Save
 
     def alone(self) -> str | None:
-        """Write. None, or what went wrong."""
+        """Save. None, or what went wrong."""
         try:
-            self.finish([self.write()])
+            (plan,) = self.save.decide([self.save.proposal])
+            self.save.finish([self.save.write(plan)])
         except Exception as error:
             return _text(error)
         return None
 
     def together(self) -> str | None:
-        """Write, and learn what became of it: None, or what went wrong on any rank."""
+        """Save, and learn what became of it: None, or what went wrong on any rank."""
         meeting = self.meeting
         assert meeting is not None
-        try:
-            own: tuple[str | None, Any] = (None, self.write())
-        except Exception as error:
-            own = (f"rank {meeting.rank}: {_text(error)}", None)
-        meeting.say("written", pickle.dumps(own))
+        meeting.say("proposal", pickle.dumps(self.save.proposal))
         if meeting.rank:
+            plan = pickle.loads(meeting.hear(f"plan of rank {meeting.rank}", 0))
+            if plan is not None:
+                meeting.say("written", pickle.dumps(self._written(plan)))
             problem: str | None = pickle.loads(meeting.hear("outcome", 0))
             meeting.forget()
             meeting.say("heard")
             return problem
+        everyone = range(meeting.world)
+        plans: list[Any] = [None] * meeting.world
         try:
-            everything = [pickle.loads(meeting.hear("written", rank)) for rank in range(meeting.world)]
-            problem = "; ".join(text for text, _ in everything if text is not None) or None
-            if problem is None:
-                self.finish([part for _, part in everything])
+            plans = self.save.decide([pickle.loads(meeting.hear("proposal", rank)) for rank in everyone])
+            problem = None
         except Exception as error:
             problem = _text(error)
+        for rank in everyone[1:]:
+            meeting.say(f"plan of rank {rank}", pickle.dumps(plans[rank]))
+        if problem is None:
+            problem = self._completed(plans[0])
         meeting.say("outcome", pickle.dumps(problem))
         # The store may end with this process.
         with contextlib.suppress(Exception):
-            meeting.wait("heard", list(range(1, meeting.world)))
-            meeting.forget("heard")
+            meeting.wait("heard", list(everyone[1:]))
+            meeting.forget("written", "heard")
+        return problem
+
+    def _written(self, plan: Any) -> tuple[str | None, Any]:
+        """What went wrong on this rank, and its part."""
+        assert self.meeting is not None
+        try:
+            return None, self.save.write(plan)
+        except Exception as error:
+            return f"rank {self.meeting.rank}: {_text(error)}", None
+
+    def _completed(self, plan: Any) -> str | None:
+        """On rank 0: write its part, and put all parts together. None, or what went wrong on any rank."""
+        assert self.meeting is not None
+        try:
+            others = range(1, self.meeting.world)
+            written = [self._written(plan), *(pickle.loads(self.meeting.hear("written", rank)) for rank in others)]
+            problem = "; ".join(text for text, _ in written if text is not None) or None
+            if problem is None:
+                self.save.finish([part for _, part in written])
+        except Exception as error:
+            problem = _text(error)
         return problem
 
 

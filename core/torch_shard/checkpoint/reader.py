@@ -1,7 +1,8 @@
 """Reading a checkpoint of this package: every byte that is used has been verified, and no others are read.
 
-A rank that needs a part of an entry reads the blocks that hold it (4 MiB each) and continues the file's running checksum from
-the mark before them. What was verified ahead (:meth:`CheckedFile.verify`) is compared with a faster sum when it is read.
+A rank that needs a part of an entry reads the blocks that hold it (4 MiB each). A large one has a checksum of its own, of
+others the file's running CRC-32 is continued from the mark before them. What was verified ahead (:meth:`CheckedFile.verify`) is
+compared with a sum that is faster still when it is read.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import io
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,10 +27,11 @@ from torch.futures import Future
 
 from ..errors import CheckpointError
 from ..layout import contiguous_stride
+from .block_sum import block_sum, word_sum
 from .dcp import METADATA, load_metadata
 from .manifest import FileRecord, Item, Manifest
 
-__all__ = ["CheckedFile", "ShardReader", "check_sizes", "damaged_parts", "read_tensor"]
+__all__ = ["CheckedFile", "ShardReader", "check_sizes", "read_tensor"]
 
 _OPEN = 128  # files that are kept open, of which a checkpoint has one for each rank that wrote it
 
@@ -60,10 +62,10 @@ def _some(record: FileRecord) -> str:
 
 
 class CheckedFile:
-    """One file of a checkpoint. What :meth:`read` has given is what was written."""
+    """One file of a checkpoint. What :meth:`read` has given is what was written. With `by_crc` only CRCs are compared."""
 
-    def __init__(self, folder: Path, name: str, record: FileRecord) -> None:
-        self.folder, self.name, self.record = folder, name, record
+    def __init__(self, folder: Path, name: str, record: FileRecord, by_crc: bool = False) -> None:
+        self.folder, self.name, self.record, self._by_crc = folder, name, record, by_crc
         self._positions = [position for position, _ in record.marks]
         self._sums: dict[tuple[int, int], int] = {}  # of what was verified ahead
         self._buffer = bytearray()
@@ -102,7 +104,7 @@ class CheckedFile:
             known = self._sums.get((low, high))
             if known is not None:
                 self._fill(part, low)
-                if _fast_sum(part) != known:
+                if word_sum(part) != known:
                     raise self._damaged(low, high)
             elif high - low == last - first:
                 self._fill(part, first)
@@ -125,7 +127,7 @@ class CheckedFile:
             block = self._scratch(last - first)
             self._fill(block, first)
             self._check(i, block)
-            self._sums[low, high] = _fast_sum(block[low - first : high - first])
+            self._sums[low, high] = word_sum(block[low - first : high - first])
 
     def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Number and bounds of each block that holds some of the bytes."""
@@ -138,7 +140,10 @@ class CheckedFile:
 
     def _check(self, i: int, block: memoryview) -> None:
         (first, crc), (last, expected) = self.record.marks[i : i + 2]
-        if zlib.crc32(block, crc) != expected:
+        known = None if self._by_crc else self.record.sum_of(i)
+        found = None if known is None else block_sum(block)
+        good = zlib.crc32(block, crc) == expected if found is None else found == known
+        if not good:
             raise self._damaged(first, last)
 
     def _scratch(self, size: int) -> memoryview:
@@ -161,38 +166,6 @@ class CheckedFile:
             f"{self.folder / self.name} is damaged: bytes [{first}, {last}), which hold {what}, differ from what was written "
             "(checksum). Nothing was loaded. Load an earlier checkpoint."
         )
-
-
-def _fast_sum(block: memoryview) -> int:
-    """Tells whether bytes that were right a moment ago are still the same; several times as fast as a CRC."""
-    words = len(block) // 8 * 8 if len(block) >= 1 << 16 else 0
-    total = int(torch.frombuffer(block[:words], dtype=torch.int64).sum()) if words else 0
-    return hash((total, zlib.crc32(block[words:])))
-
-
-def damaged_parts(folder: Path, manifest: Manifest, files: Iterable[str] | None = None) -> list[str]:
-    """Read files whole and say what differs from what was written. Not collective; one block in memory at a time.
-
-    Args:
-        folder, manifest: of the checkpoint.
-        files: some of them (ranks may divide them); all by default.
-    """
-    problems: list[str] = []
-    for name in manifest.files if files is None else files:
-        record = manifest.files[name]
-        try:
-            with CheckedFile(folder, name, record) as file:
-                size = os.stat(folder / name).st_size
-                if size != record.size:
-                    problems.append(f"{folder / name} has {size} bytes, and was written with {record.size}.")
-                for (first, _), (last, _) in zip(record.marks, record.marks[1:], strict=False):
-                    try:
-                        file.verify(first, last)
-                    except CheckpointError as error:
-                        problems.append(str(error))
-        except CheckpointError as error:
-            problems.append(str(error))
-    return problems
 
 
 class ShardReader(StorageReader):

@@ -17,10 +17,10 @@ from ..errors import CheckpointError
 from ..runtime import Runtime
 from ..shard_tensor import ShardTensor
 from .contents import EXTRA, OPTIMIZER
-from .phases import broadcast, each, gather, scatter
+from .phases import broadcast, each
 from .writer import ShardWriter
 
-__all__ = ["SavePlanner", "agree_on_plan"]
+__all__ = ["SavePlanner", "decide", "propose"]
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -148,10 +148,10 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {(lines or [str(error).strip()])[0]}"
 
 
-def agree_on_plan(
+def propose(
     runtime: Runtime, what: str, planner: SavePlanner, writer: ShardWriter, contents: dict[str, Any]
-) -> tuple[SavePlan, Metadata | None]:
-    """Agree on who writes what: this rank's plan, and on rank 0 the metadata. Collective."""
+) -> SavePlan:
+    """What this rank has, and rank 0 not just as well. Collective."""
     first = runtime.collectives.world_rank == 0
 
     def local() -> SavePlan:
@@ -161,16 +161,11 @@ def agree_on_plan(
 
     own = each(runtime, what, local)
     digest = broadcast(runtime, planner.digest() if first else b"", what)
-    plans = gather(runtime, own if first else planner.own_part(own, digest), what)
+    return own if first else planner.own_part(own, digest)
 
-    def everyone() -> tuple[list[SavePlan], Metadata] | None:
-        if plans is None:
-            return None
-        chosen, metadata = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(chosen), metadata
 
-    made = each(runtime, what, everyone)
-    mine = scatter(
-        runtime, None if made is None else [dataclasses.replace(p, planner_data=None) for p in made[0]], what
-    )
-    return planner.finish_plan(mine), None if made is None else made[1]
+def decide(planner: SavePlanner, writer: ShardWriter, proposals: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    """Who writes what: the plan of each rank, and the metadata of the whole. On rank 0; not collective."""
+    chosen, metadata = planner.create_global_plan(proposals)
+    # The names of entries are the metadata's, and as long as all plans together.
+    return [dataclasses.replace(p, planner_data=None) for p in writer.prepare_global_plan(chosen)], metadata

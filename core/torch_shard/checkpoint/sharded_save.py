@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 import secrets
@@ -24,8 +23,8 @@ from .dcp import METADATA
 from .folder import Saving, commit, discard, hidden, pattern, prune, sees
 from .manifest import MANIFEST, SAVE_ID, FileRecord, Manifest
 from .pending import PendingSave
-from .phases import broadcast, each, gather, meeting_of, uncollected
-from .save_plan import SavePlanner, agree_on_plan
+from .phases import broadcast, each, gather, meeting_of, scatter, uncollected
+from .save_plan import SavePlanner, decide, propose
 from .staging import Staging
 from .writer import ShardWriter, checksum_of
 
@@ -108,35 +107,42 @@ def _save(
         each(runtime, what, work.begin, nonce=f"{nonce}/begin")
         each(runtime, what, work.check_shared)
         with uncollected():
-            plan, metadata = agree_on_plan(runtime, what, work.planner, work.writer, contents)
+            work.proposal = propose(runtime, what, work.planner, work.writer, contents)
         if asynchronous:
             staging = engine._staging = engine._staging or Staging()
-            staged = each(runtime, what, lambda: _Staged(staging, work.planner, plan), nonce=f"{nonce}/stage")
-            meeting = meeting_of(runtime, f"{nonce}/pending", own_connection=True)
-            made: list[PendingSave] = []
-
-            def start() -> None:
-                write = functools.partial(work.write, plan, staged)
-                finish = functools.partial(work.finish_and_discard, metadata)
-                made.append(PendingSave(target, meeting, write, finish, work.close))
-
-            try:
-                each(runtime, what, start)
-            except BaseException:
-                for started in made:
-                    started.cancel()
-                raise
-            pending = engine._pending = made[0]
-            pending.begin()
-            return pending
-        own = each(runtime, what, lambda: work.write(plan, work.planner), nonce=f"{nonce}/write")
-        parts = gather(runtime, own, what)
-        finish = functools.partial(work.finish_and_discard, metadata)
-        each(runtime, what, lambda: None if parts is None else finish(parts), nonce=f"{nonce}/finish")
+            each(runtime, what, lambda: work.stage(staging), nonce=f"{nonce}/stage")
+            pending = engine._pending = _start(runtime, what, work)
+        else:
+            _write(runtime, what, work)
     finally:
         if pending is None:
             work.close(work.committed)
-    return None
+    return pending
+
+
+def _write(runtime: Any, what: str, work: _Save) -> None:
+    """All that remains, now."""
+    with uncollected():
+        proposals = gather(runtime, work.proposal, what)
+        plans = each(runtime, what, lambda: None if proposals is None else work.decide(proposals))
+        plan = scatter(runtime, plans, what)
+    own = each(runtime, what, lambda: work.write(plan), nonce=f"{work.nonce}/write")
+    parts = gather(runtime, own, what)
+    each(runtime, what, lambda: None if parts is None else work.finish(parts), nonce=f"{work.nonce}/finish")
+
+
+def _start(runtime: Any, what: str, work: _Save) -> PendingSave:
+    """All that remains, in a thread of each rank."""
+    meeting = meeting_of(runtime, f"{work.nonce}/pending", own_connection=True)
+    made: list[PendingSave] = []
+    try:
+        each(runtime, what, lambda: made.append(PendingSave(work.target, meeting, work)))
+    except BaseException:
+        for started in made:
+            started.cancel()
+        raise
+    made[0].begin()
+    return made[0]
 
 
 class _Save:
@@ -147,6 +153,9 @@ class _Save:
         self.rank, self.world = collectives.world_rank, collectives.world
         self.beside = hidden(target, nonce)
         self.planner, self.writer = SavePlanner(), ShardWriter(self.beside, save_id=SAVE_ID + nonce)
+        self.proposal = SavePlan([])
+        self.source: SavePlanner | _Staged = self.planner
+        self.metadata: Metadata | None = None  # on rank 0
         self.saving: Saving | None = None
         self.committed = False
 
@@ -163,15 +172,24 @@ class _Save:
                 "to a file system that all nodes mount at the same place. Nothing was saved."
             )
 
-    def write(self, plan: SavePlan, source: SavePlanner | _Staged) -> _Part:
+    def stage(self, staging: Staging) -> None:
+        """Go on with a copy of what this rank has proposed."""
+        self.source = _Staged(staging, self.planner, self.proposal)
+
+    def decide(self, proposals: list[SavePlan]) -> list[SavePlan]:
+        """Rank 0: who writes what."""
+        plans, self.metadata = decide(self.planner, self.writer, proposals)
+        return plans
+
+    def write(self, plan: SavePlan) -> _Part:
         """This rank's file."""
-        results: list[WriteResult] = self.writer.write_data(plan, source).wait()
+        results: list[WriteResult] = self.writer.write_data(plan, self.source).wait()
         return self.writer.name, self.writer.record, results, self.facts["whole"]
 
-    def finish_and_discard(self, metadata: Metadata | None, parts: list[_Part]) -> None:
+    def finish(self, parts: list[_Part]) -> None:
         """Rank 0: metadata and manifest, and the whole at its place; then what was there before, and what `keep` says, goes."""
-        assert self.saving is not None and metadata is not None
-        self.writer.finish(metadata, [results for _, _, results, _ in parts])
+        assert self.saving is not None and self.metadata is not None
+        self.writer.finish(self.metadata, [results for _, _, results, _ in parts])
         files = {name: record for name, record, _, _ in parts if record is not None}
         files[METADATA] = checksum_of(self.beside / METADATA)
         # Ranks need not have the same state: of optimizers that step on whole matrices each has some parameters'.
@@ -197,19 +215,19 @@ class _Save:
 
 
 class _Staged:
-    """A snapshot of what a plan writes, in place of a planner that looks at the live state."""
+    """A snapshot of what a rank has proposed to write, in place of a planner that looks at the live state."""
 
-    def __init__(self, staging: Staging, planner: SavePlanner, plan: SavePlan) -> None:
-        data = [planner.resolve_data(item) for item in plan.items]
+    def __init__(self, staging: Staging, planner: SavePlanner, proposal: SavePlan) -> None:
+        data = [planner.resolve_data(item) for item in proposal.items]
         tensors = [value for value in data if isinstance(value, torch.Tensor)]
         copies = iter(staging.snapshot(tensors))
         copied = [next(copies) if isinstance(value, torch.Tensor) else value for value in data]
-        # An item is known by its place in the plan; two of them may be equal.
-        self._held = {id(item): value for item, value in zip(plan.items, copied, strict=True)}
+        # By index, which is what a planner goes by, too: rank 0 sends each rank its items anew.
+        self._held = {item.index: value for item, value in zip(proposal.items, copied, strict=True)}
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The copy of an item of that plan."""
-        return self._held[id(write_item)]
+        """The copy of an item of that proposal."""
+        return self._held[write_item.index]
 
 
 def _target(path: str | os.PathLike[str], keep: int | None) -> Path:

@@ -146,7 +146,7 @@ def _checksums(folder: Path, name: str, record: FileRecord, progress: Callable[[
 
     try:
         size = os.stat(folder / name).st_size
-        file = CheckedFile(folder, name, record)
+        file = CheckedFile(folder, name, record, by_crc=True)
     except (CheckpointError, FileNotFoundError):
         names = touched(0, record.size)
         yield Problem(name, names, f"it is missing, with {_some(names)}")
@@ -161,7 +161,7 @@ def _checksums(folder: Path, name: str, record: FileRecord, progress: Callable[[
             if last > size:
                 break
             try:
-                file.read(first, last, memoryview(bytearray(last - first)))
+                file.verify(first, last)
             except CheckpointError:
                 names = touched(first, last)
                 yield Problem(

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from .blob import ALIGNMENT, crc_of_part, tensor_blob
+from .block_sum import SMALLEST, block_sum
 from .dcp import METADATA, StorageInfo
 from .files import naming
 from .manifest import FileRecord, Item
@@ -157,9 +158,7 @@ def write_tensor(file: DataFile, tensor: torch.Tensor) -> tuple[int, int, int]:
     else:
         before = file.crc
         for block in _blocks(tensor):
-            file.mark()
-            file.write(block)
-        file.mark()
+            file.write_block(block)
         crc = crc_of_part(before, file.crc, blob.nbytes)
     file.write(blob.tail(crc))
     return start, file.position - start, values
@@ -179,6 +178,7 @@ class DataFile:
         self.path = path
         self.fd, self.position, self.crc = fd, 0, 0
         self.marks: list[tuple[int, int]] = [(0, 0)]
+        self.sums: list[str | None] = []
         self.items: list[Item] = []
         self._buffer = bytearray()
         self._written = 0
@@ -192,6 +192,15 @@ class DataFile:
     def mark(self) -> None:
         if self.marks[-1][0] != self.position:
             self.marks.append((self.position, self.crc))
+            self.sums.append(None)
+
+    def write_block(self, block: memoryview) -> None:
+        """Write what is verified by itself."""
+        self.mark()
+        self.write(block)
+        self.mark()
+        if len(block) >= SMALLEST:
+            self.sums[-1] = block_sum(block)
 
     def write(self, data: bytes | memoryview) -> None:
         self.crc = zlib.crc32(data, self.crc)
@@ -220,7 +229,7 @@ class DataFile:
     def finish(self) -> FileRecord:
         self._flush()
         self.mark()
-        return FileRecord(self.position, self.crc, tuple(self.marks), tuple(self.items))
+        return FileRecord(self.position, self.crc, tuple(self.marks), tuple(self.items), tuple(self.sums))
 
 
 def _start_writeback(fd: int, start: int, size: int) -> None:

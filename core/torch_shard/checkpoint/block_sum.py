@@ -1,0 +1,47 @@
+"""A checksum of large blocks that costs little more than reading them from memory.
+
+A CRC-32 takes five times as long as a copy from the page cache, and would be most of the time of loading. Here a block is a table
+of 64-bit words with a page (4 KiB) in each row. The sums of its rows and of its columns, modulo 2^64, are some KiB for a block of
+MiBs; BLAKE2 makes a digest of them. A change of up to three words changes a row's or a column's sum for certain, and so do
+exchanged words and pages; any other one goes unseen with a chance of 2^-64, unless somebody made it for that: this finds damage,
+and keeps no secret.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+
+import torch
+
+__all__ = ["SMALLEST", "block_sum", "word_sum"]
+
+SMALLEST = 1 << 16
+"""Bytes from which on a block has such a sum; a CRC-32 of less is as fast as the calls here."""
+
+_WORD, _ROW = 8, 512
+
+
+def block_sum(block: memoryview) -> str | None:
+    """The digest of at least :data:`SMALLEST` bytes: 16 hexadecimal digits. None where the machine's words are of another order.
+
+    Args:
+        block: writable bytes, which are not changed.
+    """
+    if sys.byteorder != "little":
+        return None
+    size = len(block) // (_WORD * _ROW) * _WORD * _ROW
+    table = torch.frombuffer(block[:size], dtype=torch.int64).view(-1, _ROW)
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(table.sum(1).numpy().tobytes())
+    digest.update(table.sum(0).numpy().tobytes())
+    digest.update(block[size:])
+    digest.update(len(block).to_bytes(8, "little"))
+    return digest.hexdigest()
+
+
+def word_sum(block: memoryview) -> int:
+    """The sum of the 64-bit words, several times as fast: tells whether bytes that were verified a moment ago are the same."""
+    size = len(block) // _WORD * _WORD
+    total = int(torch.frombuffer(block[:size], dtype=torch.int64).sum()) if size else 0
+    return hash((total, bytes(block[size:])))

@@ -1,0 +1,88 @@
+"""The checksum of large blocks: which changes it must see, and what it is."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_shard.checkpoint.block_sum import SMALLEST, block_sum, word_sum
+
+SIZE = 3 * SMALLEST + 40  # not a multiple of a page
+WORD, PAGE = 8, 4096
+
+
+def some(seed: int = 0, size: int = SIZE) -> bytearray:
+    return bytearray(random.Random(seed).randbytes(size))
+
+
+def differs(block: bytearray, changed: bytearray) -> bool:
+    return block_sum(memoryview(block)) != block_sum(memoryview(changed))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, SIZE - 1), st.integers(0, 7)), min_size=1, max_size=3, unique=True))
+def test_up_to_three_flipped_bits_are_seen(bits):
+    block = some()
+    changed = bytearray(block)
+    for position, bit in bits:
+        changed[position] ^= 1 << bit
+    assert differs(block, changed)
+
+
+@pytest.mark.parametrize("length", [WORD, PAGE])
+def test_exchanged_parts_are_seen(length):
+    block = some()
+    for first, second in [(0, 1), (0, 2), (3, SMALLEST // length), (1, SIZE // length - 1)]:
+        changed = bytearray(block)
+        a, b = (slice(at * length, (at + 1) * length) for at in (first, second))
+        changed[a], changed[b] = block[b], block[a]
+        assert differs(block, changed)
+
+
+def test_what_keeps_the_sum_of_a_column_or_of_a_row_is_seen():
+    """A bit that goes up in one word and down in another one at the same place of it."""
+    block = bytearray(SIZE)
+    block[0] = 1
+    for other in (WORD, 5 * WORD, PAGE, 7 * PAGE, 7 * PAGE + WORD):
+        changed = bytearray(block)
+        changed[0], changed[other] = 0, 1
+        assert differs(block, changed)
+
+
+def test_lost_and_stale_pages_are_seen():
+    block, older = some(), some(1)
+    for page in (0, 5, SIZE // PAGE - 1):
+        for source in (bytearray(SIZE), older):
+            changed = bytearray(block)
+            part = slice(page * PAGE, (page + 1) * PAGE)
+            changed[part] = source[part]
+            assert differs(block, changed)
+
+
+def test_another_length_is_seen():
+    assert differs(bytearray(SMALLEST), bytearray(SMALLEST + 1))
+    assert differs(bytearray(SMALLEST), bytearray(SMALLEST + PAGE))
+
+
+def test_what_it_is_stays():
+    """Files on disks have it."""
+    block = bytearray(i * 37 % 251 for i in range(SMALLEST + 3))
+    assert block_sum(memoryview(block)) == "8ee6aaf6157ec605"
+
+
+def test_it_works_on_a_tensors_memory():
+    values = torch.arange(SMALLEST, dtype=torch.uint8)
+    assert block_sum(memoryview(values.numpy())) == block_sum(memoryview(bytearray(values.numpy().tobytes())))
+
+
+@given(st.integers(0, SIZE - 1), st.integers(0, 7))
+@settings(deadline=None, max_examples=30)
+def test_a_flipped_bit_changes_the_quick_sum(position, bit):
+    block = some()
+    before = word_sum(memoryview(block))
+    block[position] ^= 1 << bit
+    assert word_sum(memoryview(block)) != before
