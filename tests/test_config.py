@@ -8,8 +8,9 @@ import math
 import pytest
 from torch import nn
 
-from torch_shard.config import ShardConfig, matches
+from torch_shard.config import ShardConfig
 from torch_shard.errors import ConfigError, ShardError
+from torch_shard.names import matches
 
 pytestmark = pytest.mark.wheel
 

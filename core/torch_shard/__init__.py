@@ -8,12 +8,14 @@ from .engine import Engine, engine_of, shard
 from .errors import ShardError
 from .plan import Plan
 from .planner import make_plan
+from .precision import Precision
 from .shard_tensor import ShardTensor
 from .versions import __version__
 
 __all__ = [
     "Engine",
     "Plan",
+    "Precision",
     "ShardConfig",
     "ShardError",
     "ShardTensor",

@@ -196,7 +196,8 @@ class Collectives:
             return Pending(self.watch, channel, channel.issued, what, None)
         if self._broadcasts:
             slots = slots or self.slots_of(full)
-            slots[self.rank].copy_(sent)
+            if sent.data_ptr() != slots[self.rank].data_ptr():
+                slots[self.rank].copy_(sent)
             pairs = zip(slots, self.watch.ranks, strict=True)
             work: Any = _Works([dist.broadcast(s, src=r, group=channel.group, async_op=True) for s, r in pairs])
         else:
@@ -307,7 +308,7 @@ class Collectives:
 
 @dataclass(eq=False)
 class Reduction:
-    """A gradient reduction in flight; ``finish`` returns this rank's slice of the sum as a new tensor."""
+    """A gradient reduction in flight; ``finish`` returns this rank's slice of the sum."""
 
     collectives: Collectives
     grad: torch.Tensor
@@ -327,23 +328,36 @@ class Reduction:
         while not self.begun.query() and time.monotonic() < deadline:
             time.sleep(POLL)
 
-    def finish(self) -> torch.Tensor:
+    def finish(self, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's slice of the sum, in `dtype`."""
         c = self.collectives
         for stream in self.streams:
             # Hazard: the buffer's memory goes back to the stream that it was made on, which may not be the one that
             # publishes, and must not be used there again before the collective has read it.
             stream.wait_event(self.pending.event)
         self.pending.wait()
-        if self.received is self.grad:  # all-reduce in place: the buffer itself is the result
-            return self.grad
-        if c.backend != "gloo":
+        if c.backend == "gloo" and self.received is not self.grad:
+            out = _sum(self.received.view(c.size, -1), dtype)
             c.give(self.grad)
-            return self.received
-        chunks = self.received.view(c.size, -1)
-        out = torch.add(chunks[0], chunks[1]) if c.size == 2 else chunks.sum(dim=0)
-        c.give(self.grad)
-        c.give(self.received)
-        return out
+            c.give(self.received)
+            return out
+        if self.received.dtype != dtype:
+            out = self.received.to(dtype)
+            c.give(self.grad)
+            return out
+        if self.received is not self.grad:  # else an all-reduce in place: the buffer itself is the result
+            c.give(self.grad)
+        return self.received
+
+
+def _sum(chunks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of the rows in `dtype`, rounded once."""
+    if chunks.dtype == dtype:
+        return torch.add(chunks[0], chunks[1]) if len(chunks) == 2 else chunks.sum(dim=0)
+    out = chunks[0].to(dtype)
+    for chunk in chunks[1:]:
+        out += chunk
+    return out
 
 
 def connect(group: Any, device: torch.device, *, shard: bool, timeout: float, single_communicator: bool) -> Collectives:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
+import torch
 from torch import nn
 
 from .errors import ConfigError
+from .names import check_pattern
+from .precision import Precision, precision_of
 
-__all__ = ["Ignored", "ShardConfig", "Strategy", "Units", "matches"]
+__all__ = ["Ignored", "ShardConfig", "Strategy", "Units"]
 
 Strategy = Literal["full_shard", "shard_grad_op", "no_shard"]
 """``full_shard`` (ZeRO-3), ``shard_grad_op`` (ZeRO-2) or ``no_shard`` (what DDP does)."""
@@ -45,6 +46,9 @@ class ShardConfig:
         sync_module_states: send rank 0's parameters and buffers to all ranks in ``shard``.
         broadcast_buffers: send rank 0's buffers to all ranks before each training forward, as
             ``DistributedDataParallel`` does.
+        precision: in which dtypes parameters are kept, gathered and reduced; see
+            :class:`~torch_shard.precision.Precision`. A dtype, say ``torch.bfloat16``, stands for
+            ``Precision(param_dtype=...)``. ``None`` leaves every dtype as it is.
         ignore: modules, parameters, and globs of parameter names that are not sharded, nor
             synchronised, nor reduced.
         init_fn: called with each module that directly holds parameters or buffers on the meta
@@ -69,6 +73,7 @@ class ShardConfig:
     prefetch: int = 1
     sync_module_states: bool = True
     broadcast_buffers: bool = True
+    precision: Precision | torch.dtype | None = None
     ignore: Ignored = ()
     init_fn: Callable[[nn.Module], None] | None = None
     timeout: float = 30.0
@@ -89,6 +94,12 @@ class ShardConfig:
         if self.init_fn is not None and not callable(self.init_fn):
             raise ConfigError(
                 f"init_fn must be None or a function that takes a module, not {type(self.init_fn).__name__}."
+            )
+        if isinstance(self.precision, torch.dtype):
+            object.__setattr__(self, "precision", precision_of(self.precision))
+        elif self.precision is not None and not isinstance(self.precision, Precision):
+            raise ConfigError(
+                f"precision must be a torch_shard.Precision, a torch.dtype or None, not {self.precision!r}."
             )
         # Frozen also in depth: a list that the caller edits later must not change the plan.
         object.__setattr__(self, "units", _checked_units(self.units))
@@ -132,7 +143,7 @@ def _checked_units(units: Any) -> Units:
         if isinstance(entry, type) and not issubclass(entry, nn.Module):
             raise ConfigError(f"units[{index}] must be a module class, not {entry.__name__}.")
         if isinstance(entry, str):
-            _check_pattern(f"units[{index}]", entry)
+            check_pattern(f"units[{index}]", entry)
     return entries
 
 
@@ -149,30 +160,10 @@ def _checked_ignore(ignore: Any) -> Ignored:
     entries = _entries("ignore", ignore, "a sequence of modules, parameters and parameter names")
     for index, entry in enumerate(entries):
         if isinstance(entry, str):
-            _check_pattern(f"ignore[{index}]", entry)
+            check_pattern(f"ignore[{index}]", entry)
         elif not isinstance(entry, (nn.Module, nn.Parameter)):
             raise ConfigError(
                 f"ignore[{index}] must be a module, a parameter or a glob of parameter names, "
                 f"not {type(entry).__name__}."
             )
     return entries
-
-
-def _check_pattern(field: str, pattern: str) -> None:
-    if not pattern:
-        raise ConfigError(f"{field} must not be an empty pattern.")
-    if pattern.startswith("re:"):
-        try:
-            re.compile(pattern[3:])
-        except re.error as error:
-            raise ConfigError(f"{field} is not a regular expression ({error}): {pattern!r}.") from None
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Return whether a dotted name matches a glob, or with the prefix ``re:`` a regular expression.
-
-    Both must match the whole name. Not collective.
-    """
-    if pattern.startswith("re:"):
-        return re.fullmatch(pattern[3:], name) is not None
-    return fnmatch.fnmatchcase(name, pattern)

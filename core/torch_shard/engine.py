@@ -217,7 +217,9 @@ class Engine(EngineState):
             device: put the values there, for example ``"cpu"``; the mesh's device by default.
             grads: `.grad` of the whole parameters holds the whole gradients; with `write` they are kept too.
 
-        A backward inside is reduced as usual, but only without `ranks`, `device` and `grads`.
+        A backward inside is reduced as usual, but only without `ranks`, `device` and `grads`, and of units that are computed with
+        in the dtype that they are stored in: under ``ShardConfig.precision`` the values have the precision of storage, and a
+        forward inside computes in that, without casting inputs.
 
         Raises:
             ConfigError: an argument is wrong.

@@ -14,44 +14,35 @@ from .errors import UnitStateError
 from .gradient_buffer import GradientBuffer
 from .layout import FlatLayout
 from .leaf import Leaf, is_view, move
+from .precision import Dtypes
 from .shard_spec import slot_view
 from .shard_tensor import ShardSpec, ShardTensor
+from .watch import Pending
 
 if TYPE_CHECKING:
     from .unit import Unit
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a dtype that is compared bitwise
 
 # References that C++ holds to a tensor, autograd's included; undocumented (torch 2.13).
 _use_count: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 
 class FlatBuffer:
-    """The flat memory of one unit's parameters of one dtype, all trainable or all frozen when they were sharded."""
+    """The flat memory of one unit's parameters of one kind: dtypes, and trainable or frozen when they were sharded."""
 
     def __init__(
-        self, layout: FlatLayout, dtype: torch.dtype, shard: torch.Tensor, collectives: Collectives, unit: Unit
+        self, layout: FlatLayout, dtypes: Dtypes, shard: torch.Tensor, collectives: Collectives, unit: Unit
     ) -> None:
-        self.layout, self.dtype, self.shard, self.collectives = layout, dtype, shard, collectives
+        """`shard` has ``dtypes.stored``. Modules compute in that, too, until :meth:`compute_in_its_dtype`."""
+        self.layout, self.dtypes, self.shard, self.collectives = layout, dtypes, shard, collectives
+        self.dtype = dtypes.stored
         self.unit = weakref.ref(unit)
-        self.sharded = collectives.size > 1
-        if self.sharded:
-            self.full = torch.empty(layout.numel, dtype=dtype, device=shard.device)
-            self.full.untyped_storage().resize_(0)
-        else:
-            self.full = shard
-        self.nbytes = layout.numel * shard.element_size()
-        self.payload = collectives.payload(shard)
+        self.sharded = collectives.size > 1  # each rank holds another part
         self.params: list[ShardTensor] = []
         for index in range(len(layout.slots)):
             self.params.append(self._parameter(index))
-        if self.sharded:  # views need memory to be views of; it is not touched
-            self.full.untyped_storage().resize_(self.nbytes)
-        self.leaves: list[nn.Parameter] = [self._leaf(i) for i in range(len(layout.slots))]
-        self.own = self.own_slot(self.full)
-        self.slots = collectives.slots_of(self.full)
-        if self.sharded:
-            self.full.untyped_storage().resize_(0)
         n = len(layout.slots)
-        self.edges: list[Any] = [None] * n  # keeps each leaf's AccumulateGrad alive: constant use counts
         self._averages = [False] * n
         self.baseline: list[tuple[int, int]] = [(0, 0)] * n
         self.storage_baseline = 0
@@ -63,8 +54,39 @@ class FlatBuffer:
             for start, stop in layout.gaps()
             if start < last and stop > first
         ]
-        self.gradients = GradientBuffer(layout, dtype, self.params, collectives)
+        self.gradients = GradientBuffer(layout, dtypes, self.params, collectives)
+        self._build(self.dtype)
+
+    def _build(self, compute: torch.dtype) -> None:
+        """The gathered buffer and the leaves, of this dtype."""
+        self.compute = compute
+        self.casts = compute != self.dtype
+        self.gathers = self.sharded or self.casts  # whether the leaves have memory other than the shard's
+        self.nbytes = self.layout.numel * compute.itemsize
+        n = len(self.layout.slots)
+        if self.gathers:
+            self.full = torch.empty(self.layout.numel, dtype=compute, device=self.shard.device)
+        else:
+            self.full = self.shard
+        self._take_parts()
+        self.leaves: list[nn.Parameter] = [self._leaf(i) for i in range(n)]
+        if self.gathers:
+            self.full.untyped_storage().resize_(0)
+        self.edges: list[Any] = [None] * n  # keeps each leaf's AccumulateGrad alive: constant use counts
         self.mirror(force=True)
+
+    def _take_parts(self) -> None:
+        """Of the gathered buffer, while it has memory."""
+        c = self.collectives
+        self.own = self.own_slot(self.full)
+        self.slots = c.slots_of(self.full)
+        # What is cast is sent from its place.
+        self.payload = c.payload(self.own if self.casts else self.shard)
+
+    def compute_in_its_dtype(self) -> None:
+        """From here on modules compute in ``dtypes.compute``. Before anybody has seen a leaf."""
+        if self.dtypes.casts:
+            self._build(self.dtypes.compute)
 
     # -- tensors ------------------------------------------------------------------------------------------------
     def _parameter(self, index: int) -> ShardTensor:
@@ -86,6 +108,40 @@ class FlatBuffer:
         n = self.layout.shard_numel
         return flat.narrow(0, self.collectives.rank * n, n)
 
+    # -- gathering ----------------------------------------------------------------------------------------------
+    def start_gather(self, what: str) -> Pending | None:
+        """Fill the gathered buffer, which has memory; None where that is done at once. Collective."""
+        self.fresh_version = self.shard._version
+        if self.casts:
+            self.own.copy_(self.shard)
+        if not self.sharded:
+            return None
+        return self.collectives.all_gather(self.full, self.payload, what, self.slots)
+
+    def is_stale(self) -> bool:
+        """Whether a parameter was edited since it was gathered."""
+        return self.gathers and self.fresh_version != self.shard._version
+
+    def edited_unseen(self) -> bool:
+        """Whether the own slot is no longer what was gathered. Slow: compares all values, bitwise, so that a NaN equals
+        itself."""
+        gathered = self.shard.to(self.compute) if self.casts else self.shard
+        return not torch.equal(self.own.view(torch.uint8), gathered.view(torch.uint8))
+
+    def take_edits(self) -> None:
+        """Copy what a forward has changed in its leaves to the shard; the rest keeps its precision."""
+        with torch.no_grad():
+            if self.casts:
+                before = self.shard.to(self.compute)
+                integer = _INTEGERS[self.compute.itemsize]
+                changed = self.own.view(integer) != before.view(integer)
+                torch.where(changed, self.own.to(self.dtype), self.shard, out=self.shard)
+            else:
+                self.shard.copy_(self.own)
+        self.fresh_version = self.shard._version
+        self.note_versions()
+
+    # -- leaves -------------------------------------------------------------------------------------------------
     def mirror(self, force: bool = False) -> None:
         """Let the leaves require gradients exactly where the user's parameters do, now."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -102,11 +158,10 @@ class FlatBuffer:
     def renew(self) -> None:
         """Leave the gathered buffer to whoever holds it, and point the leaves at a new, empty one."""
         with torch.inference_mode(False), torch.no_grad():
-            self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.full.device)
+            self.full = torch.empty(self.layout.numel, dtype=self.compute, device=self.full.device)
             for i, leaf in enumerate(self.leaves):
                 move(leaf, self.view(self.full, i))
-            self.own = self.own_slot(self.full)
-            self.slots = self.collectives.slots_of(self.full)
+            self._take_parts()
             self.full.untyped_storage().resize_(0)
         self._measure()
 

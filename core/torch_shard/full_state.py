@@ -102,12 +102,12 @@ def make_whole(
         entries = by_unit.get(unit.index)
         if not entries:
             continue
-        with gathered_values(runtime, unit):
+        with gathered_values(runtime, unit) as wholes:
             for key, flat in entries if wanted else ():
                 index = sharded[key]._spec.index
                 same = (id(flat), index)
                 if same not in copies:
-                    copies[same] = copied(flat.view(flat.full, index), offload_to_cpu)
+                    copies[same] = copied(flat.view(wholes[unit.flats.index(flat)], index), offload_to_cpu)
                 found[key] = copies[same]
     for key in rest:
         whole = sharded[key].full_tensor()

@@ -49,7 +49,8 @@ def gathered(
         grads: ``.grad`` of the parameters is the whole reduced gradient, written back with `write` (None too).
 
     Nested calls with the same `ranks` and `device` share the enclosing call's values. A backward inside is reduced
-    as usual when the values are in place (all ranks, mesh's device) and `grads` is off; otherwise it is an error.
+    as usual when the values are in place (all ranks, mesh's device, computed with in the dtype that they are stored in) and
+    `grads` is off; otherwise it is an error.
 
     Raises:
         ConfigError: an argument is wrong; names it.
@@ -195,7 +196,8 @@ def _enter(runtime: Runtime, units: list[Unit], request: Request, entered: list[
             summons = Summons(unit, request, outer.in_place, here, shared=True)
             summons.leaves, summons.buffers = outer.leaves, outer.buffers
         else:
-            in_place = outer is None and plain_place
+            # What modules compute with must be the values themselves.
+            in_place = outer is None and plain_place and not unit.casts
             summons = Summons(unit, request, in_place, here, overlay=outer is not None)
             if in_place:
                 summons.keep = refill(runtime, unit)
@@ -221,7 +223,7 @@ def _enter_one(runtime: Runtime, summons: Summons) -> None:
                 flat.mirror()
             summons.leaves = [flat.leaves for flat in unit.flats]
             summons.buffers = [flat.full for flat in unit.flats]
-            if not unit.sharded:  # edits that are not kept must be undone
+            if not unit.gathers:  # edits that are not kept must be undone
                 with torch.inference_mode(False):
                     summons.backup = [flat.shard.clone() for flat in unit.flats]
         else:
@@ -311,8 +313,9 @@ class _Refusal:
 
     def __call__(self, grad: torch.Tensor) -> None:
         raise UnitStateError(
-            f"rank {self.rank}: a backward reached {self.name} inside engine.gathered() with ranks=, device= or "
-            "grads=, where its gradient can't be reduced. Run the backward outside, or gather without these arguments."
+            f"rank {self.rank}: a backward reached {self.name} as engine.gathered() gave it with ranks=, device= or grads=, or "
+            "because it is computed with in another dtype (ShardConfig.precision): such a gradient can't be reduced. Run forward "
+            "and backward outside, or gather without these."
         )
 
 
@@ -322,8 +325,9 @@ class _Refusal:
 def _leave(runtime: Runtime, summons: Summons) -> None:
     unit = summons.unit
     open_on(unit).remove(summons)
-    for hook in summons.hooks:
-        hook.remove()
+    if summons.in_place:  # copies go away, or are in a graph, whose backward is refused outside as well
+        for hook in summons.hooks:
+            hook.remove()
     if summons.here:
         with torch._C.DisableTorchFunctionSubclass():
             for flat, leaves, wanted in zip(unit.flats, summons.leaves, summons.wants, strict=False):
@@ -359,7 +363,7 @@ def _leave(runtime: Runtime, summons: Summons) -> None:
                 show_as_plain(flat.leaves, False)
         for flat in unit.flats:
             flat.mirror()
-    if summons.in_place and unit.sharded:
+    if summons.in_place and unit.gathers:
         unit.release()
         if summons.keep:  # backward goes on with the values as they are now
             unit.gather()

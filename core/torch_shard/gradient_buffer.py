@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from .collectives import Collectives, Reduction
+from .collectives import Collectives, Reduction, join
 from .errors import ShardError
 from .layout import FlatLayout
 from .leaf import own_grad, set_own_grad
+from .precision import Dtypes
 from .shard_spec import slot_view
 from .shard_tensor import ShardTensor
 
@@ -19,12 +20,10 @@ WANTED, SEEN = 1, 2
 
 
 class GradientBuffer:
-    """A flat buffer's gradients. `layout`, `dtype` and `params` are the flat buffer's own."""
+    """A flat buffer's gradients. `layout`, `dtypes` and `params` are the flat buffer's own."""
 
-    def __init__(
-        self, layout: FlatLayout, dtype: torch.dtype, params: list[ShardTensor], collectives: Collectives
-    ) -> None:
-        self.layout, self.dtype, self.params, self.collectives = layout, dtype, params, collectives
+    def __init__(self, layout: FlatLayout, dtypes: Dtypes, params: list[ShardTensor], collectives: Collectives) -> None:
+        self.layout, self.dtypes, self.params, self.collectives = layout, dtypes, params, collectives
         n = len(params)
         self.wanted = [False] * n  # the leaf asks for a gradient
         self.flat: torch.Tensor | None = None  # what this rank has, in the full layout, from the first arrival on
@@ -38,9 +37,12 @@ class GradientBuffer:
         self.shown: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * n
         self.results: list[torch.Tensor] = []  # reduced slices waiting to be published as .grad
         self._streams: set[Any] = set()  # CUDA: those on which gradients arrived
+        self.opens = self._opens(False)  # the dtype of `flat`, where it is made now
+        before = _divided_before(collectives.world) if dtypes.reduce is torch.float16 else collectives.world
+        self._factor, self._rest = 1.0 / before, before / collectives.world  # of each gradient, and of the sum
         # As a tensor: torch takes several microseconds to make one of a Python number. On the CPU and without dimensions it
         # counts as a number: its dtype neither rounds it to that of the gradients nor decides on that of the result.
-        self._scale = torch.tensor(1.0 / collectives.world, dtype=torch.float64, device="cpu")
+        self._scale = torch.tensor(self._factor, dtype=torch.float64, device="cpu")
         self._gaps = layout.gaps()
         self._pieces, self._piece_of = layout.pieces(collectives.rank)
 
@@ -50,12 +52,19 @@ class GradientBuffer:
 
     def _open(self) -> torch.Tensor:
         if self.flat is None:
-            self.flat = self.collectives.take(self.layout.numel, self.dtype)
+            self.flat = self.collectives.take(self.layout.numel, self.opens)
         return self.flat
 
+    def _opens(self, deferred: bool) -> torch.dtype:
+        """What is reduced at once has the dtype of the reduction, what more is added to a wide one."""
+        if deferred:
+            return self.dtypes.accumulated
+        return self.dtypes.grad if self.collectives.world == 1 else self.dtypes.reduce
+
     # -- from the leaves ----------------------------------------------------------------------------------------
-    def begin_backward(self, checked: bool = False) -> None:
-        """A new backward begins; `checked` where :meth:`check_held` was called before it."""
+    def begin_backward(self, checked: bool = False, deferred: bool = False) -> None:
+        """A new backward begins; `checked` where :meth:`check_held` was called before it, `deferred` where it will not reduce."""
+        self.opens = self._opens(deferred)
         if self.lost:
             self._check_lost()
         if not checked:
@@ -84,11 +93,13 @@ class GradientBuffer:
             self._streams.add(torch.cuda.current_stream(flat.device))
         into = slot_view(flat, self.layout.slots[index])
         if self.holds[index]:
-            into.add_(grad, alpha=1.0 / self.collectives.world)
-        elif self.collectives.world == 1:
+            into.add_(grad, alpha=self._factor)
+        elif self._factor == 1.0:
             into.copy_(grad)
-        else:
+        elif into.dtype == grad.dtype:
             torch.mul(grad, self._scale, out=into)
+        else:  # else the product would be rounded to the gradient's dtype
+            into.copy_(grad).mul_(self._scale)
         self.holds[index] = True
         if self.arrived[index]:
             return False
@@ -109,13 +120,29 @@ class GradientBuffer:
                     slot_view(grad, slot).zero_()
         self.holds = [False] * len(self.holds)
         if self.collectives.world == 1:
-            self.results.append(grad)
+            self.results.append(grad.to(self.dtypes.grad))
             return None
         streams, self._streams = tuple(self._streams), set()
+        if grad.dtype != self.dtypes.reduce:
+            grad = self._converted(grad, streams)
         return self.collectives.reduce(grad, what, streams)
 
-    def collect(self, result: torch.Tensor) -> None:
-        """Take a reduced slice; added at once where every `.grad` is a view of one earlier slice, else published later."""
+    def _converted(self, grad: torch.Tensor, streams: tuple[Any, ...]) -> torch.Tensor:
+        """What was accumulated in a wide dtype, in that of the reduction."""
+        c = self.collectives
+        if streams:
+            join(torch.cuda.current_stream(grad.device), streams)
+        sent = c.take(grad.numel(), self.dtypes.reduce)
+        sent.copy_(grad)
+        c.give(grad)
+        return sent
+
+    def collect(self, reduction: Reduction) -> None:
+        """Take the slice of a reduction; added at once where every `.grad` is a view of one earlier slice, else published
+        later."""
+        result = reduction.finish(self.dtypes.grad)
+        if self._rest != 1.0:
+            result.mul_(self._rest)
         base = self._published()
         if base is not None:
             base.add_(result)
@@ -129,7 +156,7 @@ class GradientBuffer:
                 if not param.requires_grad:
                     continue
                 flat = getattr(own_grad(param), "_flat", None)
-                if flat is None or (base is not None and flat is not base):
+                if flat is None or (base is not None and flat is not base) or flat.dtype != self.dtypes.grad:
                     return None
                 base = flat
         return base
@@ -158,6 +185,8 @@ class GradientBuffer:
         existing: Any = own_grad(param)
         if existing is None or getattr(existing, "_unreduced", False):
             grad._flat = result  # type: ignore[attr-defined]
+            if grad.dtype != param.dtype:
+                param.grad_dtype = grad.dtype
             set_own_grad(param, grad)
         else:
             existing.add_(grad)
@@ -170,7 +199,7 @@ class GradientBuffer:
         if self.flat is None:
             return
         start, stop = self.layout.rank_range(self.collectives.rank)
-        own = self.flat[start:stop].split_with_sizes(self._pieces)
+        own = self.flat[start:stop].to(self.dtypes.grad).split_with_sizes(self._pieces)
         with torch._C.DisableTorchFunctionSubclass():
             for i, held in enumerate(self.holds):
                 if not held:
@@ -257,3 +286,12 @@ class GradientBuffer:
         self.holds = [False] * len(self.holds)
         self.arrived = [False] * len(self.arrived)
         self._count_missing()
+
+
+def _divided_before(world: int) -> int:
+    """The part of a division by the number of ranks that comes before a sum in fp16, a power of two of about its root: without
+    any the sum may be too large for it, and with all of it small gradients may become zero."""
+    before = 1
+    while before * before < world:
+        before *= 2
+    return before

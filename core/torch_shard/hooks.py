@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import casting
 from .agreement import forget_loads
 from .runtime import Runtime
 from .unit import Unit
@@ -74,6 +75,7 @@ def register(root: nn.Module, runtime: Runtime, units: Iterable[Unit]) -> None:
 def unregister(root: nn.Module, units: Iterable[Unit]) -> None:
     """Remove the hooks of :func:`register`, also from a copied model, which has no handles to them."""
     forget_loads(root)
+    casting.unregister(root)
     modules = {id(m): m for m in [root, *(t for u in units for t in u.triggers)]}
     for module in modules.values():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):

@@ -120,7 +120,7 @@ class InBackward:
         if not self._inside:
             self._all_at_end = False
         for flat, _ in self._steps.values():
-            if not flat.sharded:
+            if not flat.gathers:
                 self._uses[id(flat)] = _storage_uses(flat)
         with torch._C.DisableTorchFunctionSubclass():
             for number in self._stepped:
@@ -190,7 +190,7 @@ class InBackward:
             self._all_at_end
             or bool(unit.kept)
             or len(self._expected.get(unit.index, ())) > 0
-            or (not unit.sharded and any(_storage_uses(flat) > self._uses_of(flat) for flat in unit.flats))
+            or (not unit.gathers and any(_storage_uses(flat) > self._uses_of(flat) for flat in unit.flats))
         )
         self._issued[unit.index] = postponed and self._issued.get(unit.index, True)
         return postponed
@@ -206,7 +206,7 @@ class InBackward:
 
     def demanded(self, unit: Unit) -> None:
         """This rank computes with `unit` in backward."""
-        again = self._gathered if unit.sharded else self._issued
+        again = self._gathered if unit.gathers else self._issued
         if unit.index in again:
             self._demanded.add(unit.index)
 
@@ -217,7 +217,7 @@ class InBackward:
         marks: list[int] = []
         for unit in runtime.units if runtime is not None else ():
             stepped = self._issued.get(unit.index) is False
-            here = self._gathered if unit.sharded else self._issued
+            here = self._gathered if unit.gathers else self._issued
             marks += [stepped and unit.index in here, unit.index in self._demanded]
         return marks
 
@@ -262,7 +262,7 @@ class InBackward:
             held = work.held()
             for p in held:
                 set_own_grad(p, None)
-        if held and not flat.sharded:
+        if held and not flat.gathers:
             # They are the parameters: who still has one saved must hear of it.
             torch.autograd.graph.increment_version(flat.leaves)
 

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from .errors import SetupError
 from .plan import BufferInfo, ParamInfo
+from .precision import NONE, Precision
 
 # Their forward (or a fused fast path of it) uses the parameters of their children directly, so the
 # children's own forwards never run.
@@ -100,7 +101,8 @@ class ModuleTree:
         SetupError: for a lazy parameter without a shape yet.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, precision: Precision = NONE):
+        kept = precision.kept_modules(model)
         self.params: list[nn.Parameter] = []
         self.infos: list[ParamInfo] = []
         self._number: dict[int, int] = {}
@@ -132,6 +134,11 @@ class ModuleTree:
                     dtype=param.dtype,
                     requires_grad=param.requires_grad,
                     aliases=tuple(names[number][1:]),
+                    dtypes=precision.dtypes(
+                        param.dtype,
+                        param.requires_grad,
+                        any(node.module in kept for path in self._paths[number] for node in path),
+                    ),
                 )
             )
         self._sum_up()
@@ -168,7 +175,7 @@ class ModuleTree:
             node.numbers = list(node.own)
             for child in node.children:
                 node.numbers.extend(child.numbers)
-            node.nbytes = sum(self.infos[number].nbytes for number in node.own)
+            node.nbytes = sum(self.infos[number].gathered_nbytes for number in node.own)
             node.nbytes += sum(child.nbytes for child in node.children)
 
     def node_of(self, module: nn.Module) -> Node | None:

@@ -46,15 +46,16 @@ class OnDemand:
         differentiable = recording and param.requires_grad and not creates(name)
         # User hooks see a gradient once, whole: what reaches the leaf and what reaches the slice must not be two.
         hooked = differentiable and bool(unit.leaf_of(param)._backward_hooks)
-        # Replicated parameters are at hand: what records a gradient uses the leaf, whose gradient is averaged.
-        replicated = not unit.sharded and differentiable
+        # What records a gradient of replicated parameters uses the leaf, whose gradient is averaged. Most are at hand.
+        replicated = not unit.sharded and (not unit.gathers or unit.collectives.world > 1) and differentiable
         if local_ok and not (inside or hooked or replicated):
             return None
         if runtime.agreement is None:
             # In set-up, which lets a model on meta initialise slices, and whole parameters where that raises this.
             raise gather_error([param._spec], name)
         start = sequence_number()
-        at_hand = local_ok and ((replicated and not inside) or (unit.installed and not recording))
+        is_there = replicated and not unit.gathers
+        at_hand = local_ok and ((is_there and not inside) or (unit.installed and not recording))
         if not (at_hand or (not inside and not recording and self._is_whole(unit, param))):
             runtime.demand(unit, runtime.phase())
         for flat in unit.flats:
@@ -71,7 +72,7 @@ class OnDemand:
         In backward it is, for whoever computes with a weight in a hook of its module: an event of its own would only
         disturb the order of gathers that the ranks share.
         """
-        if not unit.sharded:
+        if not unit.gathers:
             return True
         if graph_task() == -1 or unit.state is State.SHARDED or unit.refill:  # with `refill`, others may have to gather
             return False
@@ -93,7 +94,7 @@ class OnDemand:
         use = self._uses.pop()
         unit = use.unit
         unit.running -= 1
-        if unit.sharded and not unit.installed:
+        if unit.gathers and not unit.installed:
             unit.write_back_edits()  # an in-place function wrote to the gathered values
         tensors = tensors_in(result)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):

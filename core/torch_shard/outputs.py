@@ -59,8 +59,13 @@ def own_memory(value: Any, tensors: list[torch.Tensor], storages: set[int]) -> t
     copies = {id(t): t.clone() for t in tensors if _storage(t) in storages}
     if not copies:
         return value, tensors
-    value = _replace(value, copies, _DEPTH)
+    value = replace(value, copies)
     return value, tensors_in(value)
+
+
+def replace(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    """`value` with other tensors in the place of some, by their ``id``. Containers are copied where something in them changes."""
+    return _replace(value, copies, _DEPTH)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -11,12 +11,12 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-ALIGN_BYTES = 16
-"""Starts of parameters and sizes of shards are multiples of this (see layout.py)."""
+from .layout import ALIGNMENT
+from .precision import Dtypes
 
 _MIB = 1024.0 * 1024.0
 
@@ -30,6 +30,7 @@ class ParamInfo:
         owners: Every ``(module name, attribute)`` that holds the object, the first registration
             first. A module registered under two names counts once, under its first name.
         aliases: The other full names under which a ``state_dict()`` lists it.
+        dtypes: How it is kept between steps, gathered and reduced.
         shape: Global shape.
         stride: Global strides, in elements.
         dtype: Its dtype at planning time.
@@ -43,6 +44,11 @@ class ParamInfo:
     dtype: torch.dtype
     requires_grad: bool
     aliases: tuple[str, ...] = ()
+    dtypes: Dtypes = field(default=None)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.dtypes is None:
+            object.__setattr__(self, "dtypes", Dtypes(self.dtype, self.dtype, self.dtype, self.dtype))
 
     @property
     def numel(self) -> int:
@@ -51,8 +57,18 @@ class ParamInfo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole parameter."""
-        return self.numel * self.dtype.itemsize
+        """Bytes of the whole parameter as it is stored between steps."""
+        return self.numel * self.dtypes.stored.itemsize
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of the whole parameter while it is gathered."""
+        return self.numel * self.dtypes.compute.itemsize
+
+    @property
+    def reduced_nbytes(self) -> int:
+        """Bytes of its whole gradient when it is reduced."""
+        return self.numel * self.dtypes.reduce.itemsize
 
 
 @dataclass(frozen=True)
@@ -81,14 +97,28 @@ class UnitPlan:
         return sum(p.nbytes for p in self.params)
 
     @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of all parameters while they are gathered, without padding."""
+        return sum(p.gathered_nbytes for p in self.params)
+
+    @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtypes in the unit, one flat buffer each, in order of first appearance."""
-        return tuple(dict.fromkeys(p.dtype for p in self.params))
+        """The dtypes that the unit is stored in, in order of first appearance."""
+        return tuple(dict.fromkeys(p.dtypes.stored for p in self.params))
+
+    @property
+    def kinds(self) -> tuple[Dtypes, ...]:
+        """How its parameters are kept, gathered and reduced, in order of first appearance: one flat buffer each (two where some
+        are frozen)."""
+        return tuple(dict.fromkeys(p.dtypes for p in self.params))
 
     def shard_bytes(self, world_size: int, *, trainable_only: bool = False) -> int:
         """Bytes of one rank's shard over all dtypes of the unit, padding included."""
         chosen = [p for p in self.params if p.requires_grad or not trainable_only]
-        return sum(shard_nbytes([p.nbytes for p in chosen if p.dtype == dtype], world_size) for dtype in self.dtypes)
+        return sum(
+            shard_nbytes([p.nbytes for p in chosen if p.dtypes == dtypes], world_size, dtypes.alignment)
+            for dtypes in self.kinds
+        )
 
 
 @dataclass(frozen=True)
@@ -179,12 +209,13 @@ class Plan:
         sharded = self.strategy != "no_shard"
         world = self.world_size if sharded else 1
         grads = sum(u.shard_bytes(world, trainable_only=True) for u in self.units)
-        largest_gradient = max((sum(p.nbytes for p in u.params if p.requires_grad) for u in self.units), default=0)
+        gradients = [sum(p.reduced_nbytes for p in u.params if p.requires_grad) for u in self.units]
+        largest_gradient = max(gradients, default=0)
         return PredictedBytes(
             parameters=sum(u.shard_bytes(world) for u in self.units),
             gradients=grads,
             optimizer=2 * grads,
-            gathered_peak=_gathered_peak(self) if world > 1 else 0,
+            gathered_peak=_gathered_peak(self, world > 1),
             gradient_buffer=largest_gradient if world > 1 else 0,
             unsharded_parameters=full,
             unsharded_gradients=trainable,
@@ -203,7 +234,7 @@ class Plan:
         for index, unit in enumerate(self.units):
             where = f"unit {index} {unit.name!r} triggered by {list(unit.triggers)}"
             lines += [
-                f"parameter {p.name!r}: shape {p.shape}, stride {p.stride}, {p.dtype}, "
+                f"parameter {p.name!r}: shape {p.shape}, stride {p.stride}, {p.dtype} kept as {p.dtypes}, "
                 f"requires_grad {p.requires_grad}, held by {list(p.owners)}, {where}"
                 for p in unit.params
             ]
@@ -247,7 +278,7 @@ class Plan:
             name,
             f"{len(unit.params):,}",
             f"{unit.numel:,}",
-            ",".join(str(d).removeprefix("torch.") for d in unit.dtypes),
+            ", ".join(map(str, unit.kinds)),
             _mib(unit.nbytes),
             _mib(unit.shard_bytes(world)),
             "each itself" if len(group) > 1 else shown,
@@ -277,28 +308,29 @@ def flat_order(params: Iterable[ParamInfo]) -> tuple[ParamInfo, ...]:
     matrices before vectors, so that an optimizer with the usual two weight-decay groups steps on
     two long runs. Within these as registered.
     """
-    return tuple(sorted(params, key=lambda p: (not p.requires_grad, str(p.dtype), len(p.shape) < 2)))
+    return tuple(sorted(params, key=lambda p: (not p.requires_grad, str(p.dtypes), len(p.shape) < 2)))
 
 
-def shard_nbytes(sizes: Iterable[int], world_size: int) -> int:
+def shard_nbytes(sizes: Iterable[int], world_size: int, alignment: int = ALIGNMENT) -> int:
     """Bytes of one rank's shard of a flat buffer that holds parameters of these byte sizes.
 
-    The same rule as ``FlatLayout``: every start and the shard itself are multiples of 16 bytes.
+    The same rule as ``FlatLayout``: every start and the shard itself are multiples of `alignment` bytes.
     """
+
+    def round_up(nbytes: int) -> int:
+        return -(-nbytes // alignment) * alignment
+
     total = 0
     for size in sizes:
-        total = _round_up(total) + size
-    return _round_up(-(-total // world_size))
+        total = round_up(total) + size
+    return round_up(-(-total // world_size))
 
 
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def _gathered_peak(plan: Plan) -> int:
+def _gathered_peak(plan: Plan, sharded: bool) -> int:
     """Most bytes of units gathered at one time, when units run in the plan's order."""
+    sizes = {u.name: sum(p.gathered_nbytes for p in u.params if sharded or p.dtypes.casts) for u in plan.units}
     if plan.strategy != "full_shard":
-        return sum(u.nbytes for u in plan.units)
+        return sum(sizes.values())
     # A unit whose trigger encloses another unit's trigger stays gathered while that one runs.
     prefixes: set[str] = set()
     for unit in plan.units:
@@ -306,8 +338,8 @@ def _gathered_peak(plan: Plan) -> int:
             parts = trigger.split(".") if trigger else []
             prefixes.update(".".join(parts[:i]) for i in range(len(parts)))
     enclosing = [any(t in prefixes for t in u.triggers) for u in plan.units]
-    held = sum(u.nbytes for u, encloses in zip(plan.units, enclosing, strict=True) if encloses)
-    passing = [u.nbytes for u, encloses in zip(plan.units, enclosing, strict=True) if not encloses]
+    held = sum(sizes[u.name] for u, encloses in zip(plan.units, enclosing, strict=True) if encloses)
+    passing = [sizes[u.name] for u, encloses in zip(plan.units, enclosing, strict=True) if not encloses]
     window = plan.prefetch + 1
     return held + max((sum(passing[i : i + window]) for i in range(len(passing))), default=0)
 
@@ -319,7 +351,7 @@ def _equal_runs(units: Sequence[UnitPlan]) -> list[tuple[UnitPlan, ...]]:
         # Only blocks that trigger themselves: the shared row says so.
         itself = unit.triggers == (unit.name,) or unit.name
         name = re.sub(r"\d+", "#", unit.name)
-        return name, itself, len(unit.params), unit.numel, unit.dtypes
+        return name, itself, len(unit.params), unit.numel, unit.kinds
 
     groups: list[list[UnitPlan]] = []
     for unit in units:

@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from .config import matches
 from .errors import ConfigError
 from .module_tree import ModuleTree, Node, buffers_of
+from .names import matches
 from .plan import Plan, UnitPlan, flat_order
+from .precision import precision_of
 
 if TYPE_CHECKING:
     from .config import ShardConfig
@@ -47,7 +48,7 @@ def make_plan(model: nn.Module, config: ShardConfig, world_size: int) -> Plan:
 
     Args:
         model: Any module; not changed.
-        config: Its ``units``, ``unit_bytes``, ``ignore``, ``strategy`` and ``prefetch`` count.
+        config: Its ``units``, ``unit_bytes``, ``ignore``, ``precision``, ``strategy`` and ``prefetch`` count.
         world_size: Ranks that share the parameters.
 
     Returns:
@@ -58,7 +59,7 @@ def make_plan(model: nn.Module, config: ShardConfig, world_size: int) -> Plan:
             nothing in the model, or a parameter in two groups.
         SetupError: a lazy parameter without a shape.
     """
-    tree = ModuleTree(model)
+    tree = ModuleTree(model, precision_of(config.precision))
     ignored = _ignored(tree, config.ignore)
     planner = _Planner(tree, config.unit_bytes, ignored)
     planner.place_user_units(config.units)
@@ -142,7 +143,7 @@ class _Planner:
         return [number for number in node.numbers if number not in self.placed]
 
     def nbytes(self, numbers: Sequence[int]) -> int:
-        return sum(self.tree.infos[number].nbytes for number in numbers)
+        return sum(self.tree.infos[number].gathered_nbytes for number in numbers)
 
     # ---- units chosen by the user
 

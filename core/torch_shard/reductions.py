@@ -58,7 +58,7 @@ class Reductions:
         self._order = sorted(backwards, key=lambda u: u.index in self._incomplete)  # stable
         self._no_pause = max(0, self._no_pause - 1)
         wanted = [f for u in self._order for f in u.flats if f.gradients.wants_any]
-        self.collectives.expect([(f.layout.numel, f.dtype) for f in wanted])
+        self.collectives.expect([(f.layout.numel, f.gradients.opens) for f in wanted])
 
     def advance(self) -> None:
         """A flat buffer's gradients are complete: send what is next in order, as far as it is complete. Collective."""
@@ -103,7 +103,7 @@ class Reductions:
 
     def _collect_oldest(self) -> None:
         gradients, reduction = self._in_flight.pop(0)
-        gradients.collect(reduction.finish())
+        gradients.collect(reduction)
         if self.on_published is not None:
             self._publish_now(gradients)
 

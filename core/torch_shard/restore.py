@@ -48,10 +48,10 @@ def close_units(
     runtime.schedule.release_unused()
     for unit in runtime.units:
         plain: list[tuple[ShardTensor, nn.Parameter]] = []
-        with gathered_values(runtime, unit):
-            for flat in unit.flats:
+        with gathered_values(runtime, unit) as wholes:
+            for flat, full in zip(unit.flats, wholes, strict=True):
                 grads = whole_slices(flat, local_grads(flat), f"the gradients of unit {unit.name!r}")
-                plain += [(p, _plain(unit, flat, i, grads[i])) for i, p in enumerate(flat.params)]
+                plain += [(p, _plain(unit, flat, full, i, grads[i])) for i, p in enumerate(flat.params)]
         rnns = [m for m, *_ in unit.places if isinstance(m, nn.RNNBase)]
         for module in rnns:
             module._flat_weights, module._flat_weight_refs = [], []
@@ -135,15 +135,16 @@ def _check(unit: Unit) -> None:
             )
 
 
-def _plain(unit: Unit, flat: FlatBuffer, index: int, grad: torch.Tensor | None) -> nn.Parameter:
+def _plain(unit: Unit, flat: FlatBuffer, full: torch.Tensor, index: int, grad: torch.Tensor | None) -> nn.Parameter:
     param, leaf, name = flat.params[index], flat.leaves[index], flat.layout.slots[index].name
     with torch.inference_mode(False), torch.no_grad():
         # Memory of its own, not a view: saving one parameter must not save its whole unit.
-        values = flat.view(flat.full, index).clone()
+        values = flat.view(full, index).clone()
         with torch._C.DisableTorchFunctionSubclass():
             wants = param.requires_grad
         whole = nn.Parameter(values, requires_grad=wants)
         if grad is not None:
+            whole.grad_dtype = grad.dtype
             whole.grad = grad.clone()
     for key, value in param.__dict__.items():
         if key not in _OWN_ATTRIBUTES:

@@ -21,16 +21,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from . import scaled_losses
 from .agreement import Agreement
 from .buffers import BufferSync
 from .collectives import Collectives
 from .config import ShardConfig
-from .errors import ShardError, ShardPicklingError, UnitStateError
+from .errors import ConfigError, ShardError, ShardPicklingError, UnitStateError
 from .flat_buffer import FlatBuffer
 from .on_demand import OnDemand
 from .order import BACKWARD, EVALUATION, FORWARD, PHASES
 from .outputs import own_memory, tensors_in
 from .owners import OwnerMaps
+from .precision import precision_of
 from .reductions import PAUSE, Reductions
 from .registrations import Registrations
 from .schedule import Schedule
@@ -75,6 +77,9 @@ class Runtime:
         self.registrations = Registrations()
         self.owners = OwnerMaps()  # of optimizers that step on whole matrices
         self.in_backward: InBackward | None = None  # the optimizer that steps during backward
+        self.refuses_scaled = precision_of(config.precision).needs_no_scaler
+        if self.refuses_scaled:
+            scaled_losses.follow()
 
     def add(self, unit: Unit) -> None:
         unit.runtime = self
@@ -150,7 +155,7 @@ class Runtime:
             if recording and outputs is not None and all(s.in_place for s in unit.summons):
                 self.watch_outputs(use, tensors)
             return outputs
-        if unit.sharded and tensors:
+        if unit.gathers and tensors:
             outputs, tensors = own_memory(outputs, tensors, {f.storage for f in unit.flats})
         if recording and outputs is not None:
             self.watch_outputs(use, tensors)
@@ -177,7 +182,7 @@ class Runtime:
         found += [base for t in found if (base := t._base) is not None and base.requires_grad and not base.is_leaf]
         if self.in_backward is not None and found:
             self.in_backward.expect(use)
-        if not unit.sharded:
+        if not unit.gathers:
             if use.versions or self.in_backward is not None:
                 for tensor in found:
                     tensor.register_hook(Check(use))
@@ -253,7 +258,7 @@ class Runtime:
                 self.forward_sync = self.require_sync
                 # By first use: the gradients of a unit used again (a tied head) are complete after the first one's backward.
                 self.forward_order.setdefault(unit.index, unit)
-        if unit.sharded:
+        if unit.gathers:
             self.schedule.demand(unit, phase)
         if phase == BACKWARD and self.in_backward is not None:
             self.in_backward.demanded(unit)
@@ -313,6 +318,11 @@ class Runtime:
                 self.tasks.add(task)
                 torch.autograd.Variable._execution_engine.queue_callback(EndOfNested(self, task))
             return
+        if self.refuses_scaled and scaled_losses.is_running():
+            raise ConfigError(
+                f"rank {self.collectives.world_rank}: the loss was scaled by a GradScaler, and ShardConfig.precision computes in "
+                "bfloat16, which needs none. Leave the scaler out (GradScaler(enabled=False)), or use torch.float16."
+            )
         if self.in_backward is not None:
             self.in_backward.begin(self.forward_sync)
         for unit in self.units:
@@ -320,7 +330,7 @@ class Runtime:
             for use in (*unit.uses, *unit.kept):
                 use.check()
             for flat in unit.flats:
-                flat.gradients.begin_backward(self.checked)
+                flat.gradients.begin_backward(self.checked, not self.forward_sync)
         self.schedule.begin_backward()
         self.tasks = {task}
         self.creating = torch.is_grad_enabled()
@@ -403,7 +413,7 @@ class Runtime:
     def note_issued(self, kind: str, unit: Unit) -> None:
         if kind == "gather" and self.in_backward is not None:
             self.in_backward.gathered(unit)
-        if self.together is not None:
+        if self.together is not None and (kind != "gather" or unit.sharded):
             self.together.note(kind, self.number, unit.index)
 
     def _compare_order(self) -> None:
@@ -427,7 +437,7 @@ class Runtime:
             unit.held = False
             for flat in unit.flats:
                 flat.gradients.forget()
-            if unit.state is not State.SHARDED and unit.sharded and not unit.running and not unit.is_summoned:
+            if unit.state is not State.SHARDED and unit.gathers and not unit.running and not unit.is_summoned:
                 with contextlib.suppress(ShardError):
                     if all(p.settle(PAUSE) for p in unit.pending):
                         self.schedule.release(unit)

@@ -33,7 +33,9 @@ class Schedule:
         self.passed: set[int] = set()  # units gathered in this backward for other ranks' sake
         self.needed: set[int] = set()  # units whose backward has begun on this rank
         self.double_backward = False  # a graph of gradients exists that reads gathered values: nothing is released
-        self._keeps_forward = config.strategy == "shard_grad_op"
+        self._keeps_forward = config.strategy != "full_shard"
+        # Parameters of which every rank has all: gathering is a cast, and no other rank's affair.
+        self._replicated = config.strategy == "no_shard"
 
     def _keeps(self) -> bool:
         return self._keeps_forward and torch.is_grad_enabled()
@@ -46,6 +48,12 @@ class Schedule:
     # -- gathering ----------------------------------------------------------------------------------------------
     def demand(self, unit: Unit, phase: int) -> None:
         """Have `unit` gathered when this returns, and the next ones on their way. Collective."""
+        if self._replicated:
+            if unit.state is State.FULL and not unit.running and not unit.uses and unit.is_stale():
+                unit.release()
+            self._gather(unit)
+            unit.wait()
+            return
         if phase == BACKWARD:
             first, self.fresh_backward = self.fresh_backward, False
             self.needed.add(unit.index)

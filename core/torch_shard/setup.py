@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from . import casting
 from .agreement import note_loads
 from .buffers import BufferSync, broadcast_coalesced
 from .collectives import Collectives, connect
@@ -23,6 +24,7 @@ from .log import logger
 from .materialise import Materialiser, one_random_state
 from .plan import ParamInfo, Plan, UnitPlan
 from .planner import make_plan
+from .precision import Dtypes, precision_of
 from .runtime import Runtime
 from .shard_tensor import ShardTensor, slice_full
 from .unit import Unit, adopt, rebuild_flat_weights
@@ -229,7 +231,7 @@ def agree(
 
 # Settings that decide which collectives a rank issues. `units` and `ignore` count by the plan that follows from them;
 # single_communicator is compared where the ranks meet; timeout, debug and init_fn are a rank's own affair.
-_EQUAL = ("strategy", "unit_bytes", "prefetch", "sync_module_states", "broadcast_buffers")
+_EQUAL = ("strategy", "unit_bytes", "prefetch", "precision", "sync_module_states", "broadcast_buffers")
 
 
 def _shown(setting: Any, model: nn.Module) -> str:
@@ -266,6 +268,7 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
             raise SetupError("the model is already sharded; close() its engine before sharding it again.")
         plan = make_plan(model, config, c.size)
         check_model(model, plan, device, c.world_rank)
+        precision_of(config.precision).check_device(device)
         layouts = [_layouts(unit, c.size) for unit in plan.units]
     except Exception as problem:  # every rank must hear of it before it is raised
         error = problem
@@ -299,14 +302,20 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
         for rnn in rnns:
             rebuild_flat_weights(rnn)
         materialiser.check()
+        for unit in runtime.units:
+            unit.compute_in_its_dtypes()
     except SetupError as problem:
         error = problem
     agree(c, model, plan, error)
     c.drop_spares()
+    precision = precision_of(config.precision)
+    if precision.buffer_dtype is not None:
+        casting.convert_buffers(model, precision.buffer_dtype)
     _buffers(model, config, runtime, c, device)
     runtime.ready()
     runtime.number_as_new()
     runtime.registrations.ignored = frozenset(plan.ignored)
+    casting.register(model, runtime.units, precision)
     register(model, runtime, runtime.units)
     for unit, unit_plan in zip(runtime.units, plan.units, strict=True):
         note_loads(unit, {name: modules[name] for info in unit_plan.params for name, _ in info.owners})
@@ -315,12 +324,12 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
 
 
 def _layouts(unit: UnitPlan, size: int) -> list[tuple[list[ParamInfo], FlatLayout]]:
-    groups: dict[tuple[bool, torch.dtype], list[ParamInfo]] = {}
+    groups: dict[tuple[bool, torch.dtype, Dtypes], list[ParamInfo]] = {}
     for info in unit.params:
-        groups.setdefault((info.requires_grad, info.dtype), []).append(info)
+        groups.setdefault((info.requires_grad, info.dtype, info.dtypes), []).append(info)
     return [
-        (infos, FlatLayout.build([ParamMeta(i.name, i.shape, i.stride) for i in infos], dtype.itemsize, size))
-        for (_, dtype), infos in groups.items()
+        (infos, FlatLayout.build([ParamMeta(i.name, i.shape, i.stride) for i in infos], dtypes.smallest, size))
+        for (*_, dtypes), infos in groups.items()
     ]
 
 
@@ -337,14 +346,14 @@ def _flatten(
     c: Collectives,
     on_meta: bool,
 ) -> None:
-    dtype = infos[0].dtype
+    dtypes = infos[0].dtypes
     if on_meta:
-        shard = torch.empty(layout.shard_numel, dtype=dtype, device=c.device)
+        shard = torch.empty(layout.shard_numel, dtype=dtypes.stored, device=c.device)
         for start, stop in _own_gaps(layout, c.rank):
             shard[start:stop].zero_()
     else:
         shard = _filled(unit, infos, layout, params, config, c)
-    flat = FlatBuffer(layout, dtype, shard, c, unit)
+    flat = FlatBuffer(layout, dtypes, shard, c, unit)
     unit.flats.append(flat)
     for index, info in enumerate(infos):
         original = params[info.name]
@@ -378,10 +387,11 @@ def _filled(
             torch.as_strided(full, slot.shape, slot.stride, slot.offset).copy_(params[info.name].data)
         if config.sync_module_states:
             broadcast_coalesced(c, [full], f"the broadcast of unit {unit.name!r}'s parameters from rank 0")
-        n = layout.shard_numel
-        if c.size == 1:
+        n, stored = layout.shard_numel, infos[0].dtypes.stored
+        if c.size == 1 and stored == dtype:
             return full
-        shard = full.narrow(0, c.rank * n, n).clone()
+        own = full.narrow(0, c.rank * n, n)
+        shard = own.clone() if stored == dtype else own.to(stored)
     c.give(full)
     return shard
 

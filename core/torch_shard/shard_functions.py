@@ -32,7 +32,7 @@ from .shard_spec import same_cut
 if TYPE_CHECKING:
     from .shard_tensor import ShardTensor
 
-__all__ = ["GETTERS", "call", "creates", "exposes_memory", "is_local"]
+__all__ = ["DTYPE", "GETTERS", "call", "computed_in", "creates", "exposes_memory", "is_local"]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -119,6 +119,19 @@ def exposes_memory(name: str) -> bool:
     return name in _RESHAPED_IN_PLACE or (name in _DENIED and name != "tolist")
 
 
+DTYPE = _property("dtype")
+
+
+def computed_in(param: ShardTensor) -> torch.dtype | None:
+    """The dtype that a parameter shows inside a forward, where that is not its own: many models cast what they have to
+    ``self.child.weight.dtype``, and mean that of the computation."""
+    unit = param._unit_ref() if param._unit_ref is not None else None
+    if unit is None or not unit.casts or unit.is_summoned or unit.runtime is None or not unit.runtime.in_forward:
+        return None
+    dtype: torch.dtype = unit.find(param)[0].compute
+    return dtype
+
+
 def call(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one torch function that has a ShardTensor among its arguments."""
     special = _SPECIAL.get(func)
@@ -129,6 +142,9 @@ def call(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[
         with _NoTorchFunction():
             return func(*args, **kwargs)
     if name in _FORMS and args and type(args[0]) is not cls:
+        dtype = computed_in(args[1]) if name in ("to", "type_as") and len(args) > 1 and type(args[1]) is cls else None
+        if dtype is not None:
+            return args[0].to(args[1].device, dtype, *args[2:], **kwargs)
         with _NoTorchFunction():
             return func(*args, **kwargs)
     tensors: list[Any] = []

@@ -94,7 +94,11 @@ class ShardTensor(torch.Tensor):
     # -- the two dispatch mechanisms ------------------------------------------------------------------------------
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in shard_functions.GETTERS:  # read many times a step, and never different
+        if func in shard_functions.GETTERS:  # read many times a step, and hardly ever different
+            if func == shard_functions.DTYPE:  # an object of its own at every read
+                dtype = shard_functions.computed_in(args[0])
+                if dtype is not None:
+                    return dtype
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return shard_functions.call(ShardTensor, func, args, kwargs or {})

@@ -9,12 +9,14 @@ Life of a buffer (one per dtype and trainability)::
 
     SHARDED --gather()--> GATHERING --wait()--> FULL --release()--> SHARDED
 
-With one rank to a shard group `full` *is* the shard: always FULL, nothing moves.
+With one rank to a shard group `full` *is* the shard: always FULL, nothing moves. Unless modules compute in another dtype than the
+shards have (:mod:`.precision`): then gathering is a cast, before the collective or without one.
 The unit knows how; Schedule and Reductions decide when.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
 from collections import OrderedDict
@@ -49,7 +51,11 @@ class Unit:
 
     def __init__(self, name: str, index: int, collectives: Collectives) -> None:
         self.name, self.index, self.collectives = name, index, collectives
-        self.sharded = collectives.size > 1
+        self.sharded = collectives.size > 1  # each rank holds another part
+        self.casts = False  # modules compute in another dtype than that of some shard
+        self.gathers = (
+            self.sharded
+        )  # modules compute with memory other than the shards': of all ranks, or of another dtype
         self.runtime: Runtime = None  # type: ignore[assignment]  # set by Runtime.add
         self.flats: list[FlatBuffer] = []
         # (module, attribute, flat, index): every place of the model that holds a parameter of this unit
@@ -77,6 +83,15 @@ class Unit:
         self.gather_text = f"the all-gather of unit {name!r}"
         self.reduce_text = f"the gradient reduction of unit {name!r}"
         self.event_texts = [f"gathers unit {name!r} in {phase}" for phase in PHASES]
+
+    def compute_in_its_dtypes(self) -> None:
+        """The end of set-up: from here on modules compute in the dtypes that were asked for."""
+        for flat in self.flats:
+            flat.compute_in_its_dtype()
+        self.gathers = any(flat.gathers for flat in self.flats)
+        self.casts = any(flat.casts for flat in self.flats)
+        if self.gathers:
+            self.state = State.SHARDED
 
     # -- what it holds ------------------------------------------------------------------------------------------
     @property
@@ -129,7 +144,7 @@ class Unit:
 
     @property
     def full_bytes(self) -> int:
-        return sum(f.nbytes for f in self.flats)
+        return sum(f.nbytes for f in self.flats if f.gathers)
 
     # -- gather and release -------------------------------------------------------------------------------------
     def gather(self) -> None:
@@ -145,20 +160,27 @@ class Unit:
                 f"rank {c.world_rank}: unit {self.name!r} is gathered during the capture of a CUDA graph, which would read freed "
                 "memory when replayed; capture the plain model, or leave CUDA graphs out."
             )
-        with outside_inference(), c.gathering():
+        with outside_inference(), self._gathering():
             for flat in self.flats:
+                if not flat.gathers:
+                    continue
                 storage = flat.full.untyped_storage()
                 # The memory is there where an abandoned gather may still write to it, and in a refill. Hazard: compute may
                 # read while a refill writes; it writes what is there already, since an edited unit is released first.
                 if storage.nbytes() != flat.nbytes:
                     storage.resize_(flat.nbytes)
-                self.pending.append(c.all_gather(flat.full, flat.payload, self.gather_text, flat.slots))
-                flat.fresh_version = flat.shard._version
+                pending = flat.start_gather(self.gather_text)
+                if pending is not None:
+                    self.pending.append(pending)
         self.state = State.GATHERING
+
+    def _gathering(self) -> contextlib.AbstractContextManager[Any]:
+        # What no other rank sends is cast on the stream that computes with it.
+        return self.collectives.gathering() if self.sharded else contextlib.nullcontext()
 
     def is_stale(self) -> bool:
         """Whether a parameter was edited since its unit was gathered."""
-        return any(flat.fresh_version != flat.shard._version for flat in self.flats)
+        return any(flat.is_stale() for flat in self.flats)
 
     def wait(self) -> None:
         """GATHERING to FULL."""
@@ -171,7 +193,8 @@ class Unit:
             # The backend may still write into the buffers once the partner comes (`Groups.written` keeps them until
             # then): the unit gets new ones.
             for flat in self.flats:
-                flat.renew()
+                if flat.gathers:
+                    flat.renew()
             self.state = State.SHARDED
             raise
         finally:
@@ -185,17 +208,19 @@ class Unit:
 
     def release(self) -> None:
         """FULL to SHARDED: give the gathered memory back."""
-        if not self.sharded or self.state is State.SHARDED:
+        if not self.gathers or self.state is State.SHARDED:
             return
         self.wait()
         self.refill = False
-        with self.collectives.gathering():
+        with self._gathering():
             # Hazard: the next allocation may reuse this memory on the gather stream while compute still reads it;
             # `gathering()` has made that stream wait for what the current one was given, which may be another one.
-            if self.streams:
+            if self.streams and self.sharded:
                 join(self.collectives.gather_stream, self.streams)
-                self.streams.clear()
+            self.streams.clear()
             for flat in self.flats:
+                if not flat.gathers:
+                    continue
                 storage = flat.full.untyped_storage()
                 if storage.resizable():
                     storage.resize_(0)
@@ -238,7 +263,7 @@ class Unit:
         if self.installed:
             return
         self._restore()
-        if self.sharded and not self.is_summoned:
+        if self.gathers and not self.is_summoned:
             self.write_back_edits()
 
     def _restore(self) -> None:
@@ -268,21 +293,19 @@ class Unit:
         the first iterations anyhow (NumPy arrays leave no trace at all)."""
         if self.state is not State.FULL:
             return
-        edited = [flat for flat in self.flats if flat.versions != [leaf._version for leaf in flat.leaves]]
-        taken = any([getattr(leaf, "data_taken", False) for flat in self.flats for leaf in flat.leaves])  # noqa: C419 (hot)
+        flats = [flat for flat in self.flats if flat.gathers]
+        edited = [flat for flat in flats if flat.versions != [leaf._version for leaf in flat.leaves]]
+        taken = any([getattr(leaf, "data_taken", False) for flat in flats for leaf in flat.leaves])  # noqa: C419 (hot)
         if taken:
-            for flat in self.flats:
+            for flat in flats:
                 flat.check_places()
         if self.checks or taken:
-            unseen = [f for f in self.flats if f not in edited and not _same_bits(f.own, f.shard)]
+            unseen = [flat for flat in flats if flat not in edited and flat.edited_unseen()]
             # A unit that was edited so once is compared for good.
             self.checks -= 0 if unseen or self.runtime.config.debug else min(1, self.checks)
             edited += unseen
         for flat in edited:
-            with torch.no_grad():
-                flat.shard.copy_(flat.own)
-            flat.fresh_version = flat.shard._version
-            flat.note_versions()
+            flat.take_edits()
 
     # -- user hooks ---------------------------------------------------------------------------------------------
     def register_grad_hook(self, param: ShardTensor, fn: Any) -> Any:
@@ -323,7 +346,7 @@ class Unit:
         other = Unit(self.name, self.index, self.collectives)
         memo[id(self)] = other
         for flat in self.flats:
-            twin = FlatBuffer(flat.layout, flat.dtype, flat.shard.detach().clone(), self.collectives, other)
+            twin = FlatBuffer(flat.layout, flat.dtypes, flat.shard.detach().clone(), self.collectives, other)
             other.flats.append(twin)
             for mine, its in zip(flat.params, twin.params, strict=True):
                 memo[id(mine)] = its
@@ -334,6 +357,7 @@ class Unit:
             for i in range(len(twin.params)):
                 twin.params[i] = memo[id(flat.params[i])]
             twin.mirror(force=True)
+        other.compute_in_its_dtypes()
         runtime.add(other)
         for module, attribute, flat, index in self.places:
             other.places.append((copy.deepcopy(module, memo), attribute, other.flats[self.flats.index(flat)], index))
@@ -372,11 +396,6 @@ def copy_attributes(param: torch.Tensor, leaf: torch.Tensor) -> None:
     for key, value in param.__dict__.items():
         if key not in _OWN_ATTRIBUTES:
             leaf.__dict__[key] = value
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bitwise, so that a NaN equals itself."""
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def rebuild_flat_weights(module: nn.RNNBase) -> None:

@@ -133,15 +133,18 @@ def _gathered(
 
 
 @contextlib.contextmanager
-def gathered_values(runtime: Runtime, unit: Unit) -> Iterator[None]:
-    """Inside, ``flat.full`` of each flat of `unit` holds the current values. Collective, for reading only."""
-    if not unit.sharded or unit.is_summoned and unit.state is State.FULL:
-        yield
+def gathered_values(runtime: Runtime, unit: Unit) -> Iterator[list[torch.Tensor]]:
+    """Inside, the whole current values of each flat of `unit`, as they are stored. Collective, for reading only."""
+    if unit.casts:  # what modules compute with is less precise
+        yield [whole_flat(flat, f"the all-gather of unit {unit.name!r}") for flat in unit.flats]
+        return
+    if not unit.gathers or unit.is_summoned and unit.state is State.FULL:
+        yield [flat.full for flat in unit.flats]
         return
     keep = refill(runtime, unit)
     unit.wait()
     try:
-        yield
+        yield [flat.full for flat in unit.flats]
     finally:
         if not keep:
             runtime.schedule.release(unit)

@@ -1,0 +1,162 @@
+"""Inputs and outputs of modules in the dtypes that :class:`~torch_shard.precision.Precision` asks for. The hooks are objects, so
+that they copy with the model."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .outputs import replace, tensors_in
+from .precision import Precision
+from .shard_tensor import ShardTensor
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+__all__ = ["cast", "register", "unregister"]
+
+_DEPTH = 8
+
+
+def cast(value: Any, dtype: torch.dtype, depth: int = _DEPTH) -> Any:
+    """`value` with its floating-point tensors in `dtype`; containers of others are copied where something in them changes.
+
+    Looks into tuples, lists, dicts and dataclasses. Other objects (a cache that the forward fills, say) stay what they are.
+    """
+    if isinstance(value, torch.Tensor):
+        plain = type(value) is not ShardTensor and value.is_floating_point() and value.element_size() > 1
+        return value.to(dtype) if plain else value
+    if depth == 0:
+        return value
+    if type(value) in (tuple, list) or isinstance(value, tuple):
+        items = [cast(item, dtype, depth - 1) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        changed = {k: new for k, v in value.items() if (new := cast(v, dtype, depth - 1)) is not v}
+        if changed:
+            value = copy.copy(value)
+            for key, new in changed.items():
+                value[key] = new
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [f.name for f in dataclasses.fields(value) if f.init]
+        changed = {
+            k: new for k in fields if (new := cast(getattr(value, k), dtype, depth - 1)) is not getattr(value, k)
+        }
+        return dataclasses.replace(value, **changed) if changed else value
+    return value
+
+
+def cast_outputs(value: Any, dtype: torch.dtype) -> Any:
+    """What a forward returned, with its floating-point tensors in `dtype`; looks into every object."""
+    found = [t for t in tensors_in(value) if t.is_floating_point() and t.element_size() > 1 and t.dtype != dtype]
+    return replace(value, {id(t): t.to(dtype) for t in found if type(t) is not ShardTensor}) if found else value
+
+
+class CastInputs:
+    """Before the forward of a module of `units`: to the dtype of the computation, or inside ``engine.gathered``, where parameters
+    have their own, to that."""
+
+    def __init__(self, units: list[Unit], compute: torch.dtype, stored: torch.dtype) -> None:
+        self.units, self.compute, self.stored = units, compute, stored
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        dtype = self.stored if all(unit.is_summoned for unit in self.units) else self.compute
+        return cast(args, dtype), cast(kwargs, dtype)
+
+
+class KeepIn:
+    """Before the forward of a module that is kept as it is stored."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.given: list[torch.dtype | None] = []  # by the forwards that run, the innermost last
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        floats = [t for t in tensors_in((args, kwargs)) if t.is_floating_point()]
+        self.given.append(floats[0].dtype if floats else None)
+        return cast(args, self.dtype), cast(kwargs, self.dtype)
+
+
+class KeepOut:
+    """After it, also when it raised: the outputs in the dtype that the inputs had."""
+
+    def __init__(self, before: KeepIn) -> None:
+        self.before = before
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        dtype = self.before.given.pop() if self.before.given else None
+        return output if dtype is None or output is None else cast_outputs(output, dtype)
+
+
+class CastOutputs:
+    """After the forward of the root."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return cast_outputs(output, self.dtype)
+
+
+def register(root: nn.Module, units: list[Unit], precision: Precision) -> None:
+    """Hook the modules of `root` as `precision` asks for, before the hooks that gather."""
+    kept = precision.kept_modules(root)
+    inside_kept = {m for top in kept for m in top.modules()}
+    if precision.cast_inputs:
+        for module in kept:
+            before = KeepIn(_stored(module, precision))
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(KeepOut(before), always_call=True)
+    if precision.param_dtype is not None and precision.cast_inputs:
+        triggers: dict[nn.Module, list[Unit]] = {root: list(units)}
+        for unit in units if precision.cast_inputs is True else ():
+            for module in unit.triggers:
+                if module is not root:
+                    triggers.setdefault(module, []).append(unit)
+        for module, own in triggers.items():
+            if module not in inside_kept:
+                hook = CastInputs(own, precision.param_dtype, _stored(module, precision))
+                module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    if precision.output_dtype is not None:
+        root.register_forward_hook(CastOutputs(precision.output_dtype))
+
+
+def unregister(root: nn.Module) -> None:
+    """Remove the hooks of :func:`register`."""
+    for module in root.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [k for k, h in hooks.items() if isinstance(h, (CastInputs, KeepIn, KeepOut, CastOutputs))]:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
+
+
+def convert_buffers(root: nn.Module, dtype: torch.dtype) -> None:
+    """The floating-point buffers of `root` in `dtype`."""
+    for module, name, buffer in list(_buffers(root)):
+        if buffer.is_floating_point() and buffer.element_size() > 1:
+            module._buffers[name] = buffer.to(dtype)
+
+
+def _buffers(root: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    for module in root.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield module, name, buffer
+
+
+def _stored(module: nn.Module, precision: Precision) -> torch.dtype:
+    """What the parameters of `module` are stored in."""
+    for p in module.parameters():
+        dtypes = precision.dtypes(p.dtype, p.requires_grad, True)
+        if p.is_floating_point() and p.element_size() > 1:
+            return dtypes.stored
+    return precision.master_dtype or torch.get_default_dtype()

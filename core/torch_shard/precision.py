@@ -1,0 +1,194 @@
+"""Mixed precision: in which dtype parameters are kept, computed with and reduced.
+
+Between steps parameters, gradients and optimizer state have the dtype they are *stored* in (fp32, as a rule). A unit is gathered
+in the dtype that it is *computed* in: each rank casts its shard before the gather, so that half the bytes travel and no fp32 copy
+of the whole exists. Gradients are *reduced* in a dtype of their own and come back in that of storage. The scheme is that of
+"Mixed Precision Training" (Micikevicius et al., 2018) on shards, as in ZeRO and FSDP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import ConfigError, UnavailableError
+from .layout import ALIGNMENT
+from .names import matches
+
+__all__ = ["NONE", "NORMS", "Dtypes", "Precision", "precision_of"]
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+NORMS: tuple[type[nn.Module], ...] = (
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.modules.batchnorm._NormBase,
+    nn.LocalResponseNorm,
+)
+"""torch's normalisations, for :attr:`Precision.keep`; there, classes named ``...Norm`` elsewhere can be named by pattern."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of one engine. Equal on all ranks; checked on construction.
+
+    Only floating-point parameters of 16 bits or more are ever cast: integer, packed and 8-bit ones are gathered bit for bit.
+    Frozen parameters are not cast to a wider dtype.
+
+    Attributes:
+        param_dtype: parameters are gathered and computed with in this dtype; None for their own.
+        reduce_dtype: gradients are reduced in this dtype; None for that of the computation. Accumulation on one rank
+            (``no_sync``) and in ``.grad`` is never narrower than fp32 where parameters are stored so.
+        buffer_dtype: floating-point buffers are converted to this dtype in ``shard``, for good; None for their own.
+        output_dtype: floating-point tensors that the root module returns are cast to this dtype; None for as they are.
+        master_dtype: trainable parameters are stored in this dtype between steps, and with them gradients and optimizer state:
+            ``torch.float32`` gives a bf16 model fp32 masters. The model still computes in its own dtype, or `param_dtype`.
+            None for their own.
+        cast_inputs: cast the floating-point tensors that a module is called with to the dtype that its parameters are computed
+            in: True for the root and for the modules of each unit; ``"root"`` for the root alone; False for none, under autocast
+            as a rule.
+        keep: modules whose parameters are computed with and reduced as they are stored: classes (subclasses too) and patterns
+            of module names, as in :attr:`ShardConfig.units`; their children included. Unless `cast_inputs` is False their
+            inputs are cast to that dtype, and their outputs back to that of the inputs.
+        keep_low_precision_grads: ``.grad`` keeps `reduce_dtype`, for optimizers that take it; by default it has the
+            parameter's.
+
+    Raises:
+        ConfigError: a value is unknown or of the wrong type; the message starts with ``precision.`` and the field.
+
+    Not collective.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | None = None
+    cast_inputs: bool | str = True
+    keep: Any = ()
+    keep_low_precision_grads: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "master_dtype"):
+            value = getattr(self, field)
+            if value is not None and value not in _FLOATS:
+                known = ", ".join(str(dtype) for dtype in _FLOATS)
+                raise ConfigError(f"precision.{field} must be one of {known} or None, not {value!r}.")
+        if not isinstance(self.cast_inputs, bool) and self.cast_inputs != "root":
+            raise ConfigError(f"precision.cast_inputs must be True, False or 'root', not {self.cast_inputs!r}.")
+        if not isinstance(self.keep_low_precision_grads, bool):
+            raise ConfigError(
+                f"precision.keep_low_precision_grads must be True or False, not {self.keep_low_precision_grads!r}."
+            )
+        object.__setattr__(self, "keep", _checked_keep(self.keep))
+
+    def kept_modules(self, model: nn.Module) -> set[nn.Module]:
+        """The modules of `model` that :attr:`keep` names, without their children.
+
+        Raises:
+            ConfigError: an entry names none.
+        """
+        found: set[nn.Module] = set()
+        for index, entry in enumerate(self.keep):
+            if isinstance(entry, type):
+                own = {m for m in model.modules() if isinstance(m, entry)}
+            else:
+                own = {m for name, m in model.named_modules(remove_duplicate=False) if matches(name, entry)}
+                if not own:
+                    raise ConfigError(f"precision.keep[{index}]: {entry!r} is the name of no module.")
+            found |= own
+        return found
+
+    def dtypes(self, stored: torch.dtype, trainable: bool, kept: bool) -> Dtypes:
+        """How a parameter of dtype `stored` is treated."""
+        if stored not in _FLOATS:
+            return Dtypes(stored, stored, stored, stored)
+        own = stored
+        if self.master_dtype is not None and trainable:
+            stored = self.master_dtype
+        compute = stored if kept else self.param_dtype or own
+        if not trainable and compute.itemsize > own.itemsize:
+            compute = own
+        reduce = compute if kept or self.reduce_dtype is None else self.reduce_dtype
+        return Dtypes(stored, compute, reduce, reduce if self.keep_low_precision_grads else stored)
+
+    @property
+    def needs_no_scaler(self) -> bool:
+        """Whether a scaled loss is a mistake."""
+        return self.param_dtype is torch.bfloat16 and self.reduce_dtype is not torch.float16
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise where the device can't compute in what is asked for.
+
+        Raises:
+            UnavailableError: names field and device. Not collective.
+        """
+        for field in ("param_dtype", "reduce_dtype"):
+            if getattr(self, field) is not torch.bfloat16 or device.type != "cuda":
+                continue
+            if not torch.cuda.is_bf16_supported():
+                name = torch.cuda.get_device_name(device)
+                raise UnavailableError(
+                    f"precision.{field}: {name} has no bfloat16; use torch.float16 with a GradScaler."
+                )
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Of one parameter: between steps, while its unit is gathered, in the reduction of its gradient, and of ``.grad``."""
+
+    stored: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    grad: torch.dtype
+
+    def __str__(self) -> str:
+        names = [str(dtype).removeprefix("torch.") for dtype in (self.stored, self.compute, self.reduce)]
+        return names[0] if len(set(names)) == 1 else f"{names[0]} ({names[1]}, reduced in {names[2]})"
+
+    @property
+    def casts(self) -> bool:
+        """Whether gathering changes the dtype."""
+        return self.compute != self.stored
+
+    @property
+    def smallest(self) -> int:
+        """Bytes of an element in the narrowest of them, which alignment follows."""
+        return min(self.stored.itemsize, self.compute.itemsize, self.reduce.itemsize)
+
+    @property
+    def alignment(self) -> int:
+        """Bytes in storage to which starts are aligned, so that they are to 16 bytes in each of the dtypes."""
+        return ALIGNMENT * self.stored.itemsize // self.smallest
+
+    @property
+    def accumulated(self) -> torch.dtype:
+        """Of gradients that are summed on one rank before they are reduced."""
+        wide = torch.float32 if self.stored in _FLOATS and self.stored.itemsize < 4 else self.stored
+        return wide if wide.itemsize > self.reduce.itemsize else self.reduce
+
+
+def _checked_keep(keep: Any) -> tuple[Any, ...]:
+    if isinstance(keep, (str, type, nn.Module, Mapping)) or not isinstance(keep, Iterable):
+        raise ConfigError(f"precision.keep must be a sequence of module classes and patterns of names, not {keep!r}.")
+    entries = tuple(keep)
+    for index, entry in enumerate(entries):
+        if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
+            raise ConfigError(f"precision.keep[{index}] must be a module class or a pattern of names, not {entry!r}.")
+    return entries
+
+
+NONE = Precision()
+"""Every dtype as it is."""
+
+
+def precision_of(setting: Precision | torch.dtype | None) -> Precision:
+    """What ``ShardConfig.precision`` means."""
+    if isinstance(setting, torch.dtype):
+        return Precision(param_dtype=setting)
+    return NONE if setting is None else setting

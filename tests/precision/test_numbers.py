@@ -1,0 +1,196 @@
+"""Mixed precision gives the numbers of a low-precision copy of masters, to the bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_shard
+from tests.compat.harness import average_grads
+from tests.marks import exhaustive
+from tests.precision.harness import MLP, Mixed, batch, loss_of, low_copy, mean_over_ranks, same_bits
+from tests.ranks import ranks
+from torch_shard import Precision
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def close(actual: Any, expected: Any, what: str) -> None:
+    """As near as sums in bf16 leave them, whose parts are larger than their result."""
+    actual = actual.detach().full_tensor()
+    torch.testing.assert_close(actual, expected.detach(), rtol=2**-6, atol=2e-3, msg=lambda text: f"{what}: {text}")
+
+
+@ranks(2, 3, exhaustive=(1, 4))
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op")])
+@pytest.mark.parametrize(("stored", "compute"), [(FP32, BF16), *exhaustive((FP64, FP32), (FP64, BF16))])
+def test_it_trains_like_a_low_precision_copy_of_masters(stored, compute, strategy, rank):
+    Mixed(MLP, Precision(param_dtype=compute), stored=stored, strategy=strategy).train(rank)
+
+
+@ranks(2, exhaustive=(1, 3))
+def test_replicated_parameters_are_computed_with_in_low_precision_too(rank):
+    # Here the backend sums, in the dtype of the reduction.
+    Mixed(MLP, Precision(param_dtype=BF16), strategy="no_shard").train(rank, same=close)
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
+def test_kept_modules_are_computed_with_as_they_are_stored(strategy, rank):
+    pair = Mixed(MLP, Precision(param_dtype=BF16, keep=[nn.LayerNorm]), strategy=strategy)
+    pair.train(rank, same=close if strategy == "no_shard" else same_bits)
+
+
+@ranks(2)
+def test_gradients_are_reduced_in_a_dtype_of_their_own(rank):
+    Mixed(MLP, Precision(param_dtype=BF16, reduce_dtype=FP32)).train(rank)
+
+
+@ranks(2)
+def test_adamw_keeps_its_state_in_the_dtype_of_storage(rank):
+    pair = Mixed(MLP, Precision(param_dtype=BF16), optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3))
+    # Its kernel rounds runs of many parameters otherwise than single ones.
+    pair.backward(batch(rank, 0).float())
+    pair.check_grads()
+    pair.update()
+    pair.check(
+        lambda a, b, what: torch.testing.assert_close(a.detach().full_tensor(), b.detach(), rtol=1e-6, atol=1e-7)
+    )
+    state = [v for entries in pair.optimizer.state.values() for v in entries.values() if v.dim()]
+    assert state and {v.dtype for v in state} == {FP32}
+
+
+@ranks(2, exhaustive=(1,))
+@pytest.mark.parametrize("compute", [BF16, *exhaustive(FP16)])
+def test_micro_batches_are_accumulated_in_fp32(compute, rank, world_size):
+    """Under no_sync(), with what is reduced in low precision rounded once."""
+    pair = Mixed(MLP, Precision(param_dtype=compute))
+    low = pair.low()
+    sums: dict[str, torch.Tensor] = {}
+    for step in range(3):
+        x = batch(rank, step).float()
+        if step < 2:
+            with pair.engine.no_sync():
+                loss_of(pair.model(x)).backward()
+        else:
+            loss_of(pair.model(x)).backward()
+        low.zero_grad()
+        loss_of(low(x.to(compute))).backward()
+        for name, p in low.named_parameters():
+            part = p.grad.float() / world_size
+            sums[name] = part if name not in sums else sums[name] + part
+    for name, p in pair.model.named_parameters():
+        if world_size == 1:
+            same_bits(p.grad, sums[name], name)
+            continue
+        sent = sums[name].to(compute)
+        parts = [torch.empty_like(sent) for _ in range(world_size)]
+        dist.all_gather(parts, sent)
+        total = sum(part.float() for part in parts)
+        same_bits(p.grad, total, name)
+
+
+@ranks(2)
+def test_gradients_of_several_backwards_are_added_in_the_dtype_of_storage(rank):
+    pair = Mixed(MLP, Precision(param_dtype=BF16))
+    for step in range(3):
+        pair.backward(batch(rank, step).float())
+    pair.check_grads()
+
+
+@ranks(2)
+def test_masters_keep_what_low_precision_cannot(rank):
+    """Updates far below the resolution of bf16 add up."""
+    pair = Mixed(MLP, Precision(param_dtype=BF16), optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=1e-5))
+    before = {n: p.detach().full_tensor() for n, p in pair.model.named_parameters()}
+    pair.train(rank, steps=4)
+    changed = [not torch.equal(p.detach().full_tensor(), before[n]) for n, p in pair.model.named_parameters()]
+    assert all(changed)
+    unseen = [
+        torch.equal(p.detach().full_tensor().bfloat16(), before[n].bfloat16()) for n, p in pair.model.named_parameters()
+    ]
+    assert any(unseen)
+
+
+@ranks(2)
+def test_a_low_precision_model_may_have_fp32_masters(rank):
+    torch.manual_seed(0)
+    model = MLP().to(BF16)
+    masters = copy.deepcopy(model).float()
+    engine = torch_shard.shard(model, unit_bytes=300, precision=Precision(master_dtype=FP32))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (model, masters)]
+    assert {p.dtype for p in model.parameters()} == {FP32}
+    for step in range(3):
+        x = batch(rank, step).to(BF16)
+        out = model(x)
+        assert out.dtype == BF16
+        loss_of(out).backward()
+        low = low_copy(masters, BF16)
+        loss_of(low(x)).backward()
+        for (name, p), q, ours in zip(masters.named_parameters(), low.parameters(), model.parameters(), strict=True):
+            p.grad = mean_over_ranks(q.grad, FP32, BF16)
+            same_bits(ours.grad, p.grad, name)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, (name, p) in zip(model.parameters(), masters.named_parameters(), strict=True):
+        same_bits(ours, p, name)
+    engine.close()
+
+
+@ranks(2)
+def test_a_low_precision_model_without_masters_stays_one(rank):
+    torch.manual_seed(0)
+    model = MLP().to(BF16)
+    plain = copy.deepcopy(model)
+    torch_shard.shard(model, unit_bytes=300)
+    for step in range(2):
+        for m in (model, plain):
+            loss_of(m(batch(rank, step).to(BF16))).backward()
+        average_grads(plain)
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert p.grad.dtype == BF16
+            close(p.grad, q.grad, name)
+
+
+@ranks(2)
+def test_under_autocast_it_equals_plain_training_under_autocast(rank):
+    """With norms kept and gradients reduced in fp32, to the bit: autocast finds weights that it need not cast."""
+    torch.manual_seed(0)
+    model = MLP()
+    plain = copy.deepcopy(model)
+    precision = Precision(param_dtype=BF16, reduce_dtype=FP32, keep=[nn.LayerNorm], cast_inputs=False)
+    torch_shard.shard(model, unit_bytes=300, precision=precision)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    for step in range(3):
+        for m in (model, plain):
+            with torch.autocast("cpu", dtype=BF16):
+                loss = loss_of(m(batch(rank, step).float()))
+            loss.backward()
+        for p, q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            q.grad = mean_over_ranks(q.grad, FP32, FP32)
+            same_bits(p[1].grad, q.grad, p[0])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        same_bits(p[1], q, p[0])
+
+
+@ranks(2, 3)
+def test_half_the_bytes_are_sent(rank):
+    sent = []
+    for precision in (None, BF16):
+        torch.manual_seed(0)
+        model = MLP(width=64)
+        engine = torch_shard.shard(model, unit_bytes=20000, precision=precision)
+        before = engine.bytes_sent
+        for step in range(2):
+            loss_of(model(batch(rank, step).float())).backward()
+        sent.append(engine.bytes_sent - before)
+    assert sent[1] == pytest.approx(sent[0] / 2, rel=0.01)
