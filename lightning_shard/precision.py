@@ -1,4 +1,4 @@
-"""Precision plugins under sharding: which are accepted, and clipping through the engine.
+"""Precision plugins under sharding: which are accepted, what they mean for the engine, and clipping through it.
 
 Lightning clips in its precision plugin, where no strategy is asked. The strategy therefore gives each plugin it
 receives a subclass of the plugin's own class, which clips through the engine: one collective for all parameters of the
@@ -7,12 +7,20 @@ optimizer, tied ones counted once.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
+import torch
+from torch import nn
+
+from torch_shard import Precision, ShardConfig
+from torch_shard.log import logger
+from torch_shard.precision import norms_in
+
 from ._private import Private
 
-__all__ = ["check", "with_sharded_clipping"]
+__all__ = ["check", "config_for", "with_sharded_clipping"]
 
 
 class ShardedClipping:
@@ -67,18 +75,35 @@ def _rebuild(plain: Any) -> Any:
 
 
 def check(plugin: Any, private: Private) -> None:
-    """Refuse what cannot be right yet.
+    """Refuse what cannot be right.
 
     Raises:
-        MisconfigurationException: for float16 with a gradient scaler, and for plugins that belong to other strategies.
+        MisconfigurationException: for plugins that belong to other strategies.
     """
-    if isinstance(plugin, private.MixedPrecision) and getattr(plugin, "scaler", None) is not None:
-        raise private.MisconfigurationException(
-            "precision='16-mixed' is not supported by ShardStrategy yet: its gradient scaler has not been tested with "
-            "sharded gradients on GPUs. Use precision='bf16-mixed', which needs no scaler, or '32-true'."
-        )
     if isinstance(plugin, private.refused_precision):
         raise private.MisconfigurationException(
             f"{type(plugin).__name__} does not work with ShardStrategy. Supported are '32-true', '64-true', "
-            "'bf16-mixed' (autocast), 'bf16-true' and '16-true'."
+            "'bf16-mixed' and '16-mixed' (autocast), 'bf16-true' and '16-true'."
         )
+
+
+def config_for(plugin: Any, config: ShardConfig, module: nn.Module, private: Private) -> ShardConfig:
+    """`config` with what a plugin of mixed precision means for the engine, where the user has not said it.
+
+    Autocast alone casts each weight when it is used, and keeps the copy, whole, until backward. Here parameters are gathered in
+    the low precision: autocast finds weights that it need not cast, and half the bytes travel. Norms are kept as they are
+    stored, since autocast computes them in fp32.
+    """
+    if not isinstance(plugin, private.MixedPrecision):
+        return config
+    if config.precision is None:
+        dtype = torch.float16 if plugin.precision == "16-mixed" else torch.bfloat16
+        precision = Precision(param_dtype=dtype, keep=norms_in(module), cast_inputs=False)
+        return dataclasses.replace(config, precision=precision)
+    if config.strategy != "no_shard" and config.precision == Precision():
+        logger.warning(
+            "precision=%r with ShardConfig(precision=Precision()) is autocast alone, which keeps a low-precision copy of every "
+            "weight, whole on each rank, until backward. Leave ShardConfig.precision out to gather weights in low precision.",
+            plugin.precision,
+        )
+    return config

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_shard
-from torch_shard import Engine, ShardConfig
+from torch_shard import Engine, Precision, ShardConfig
 from torch_shard.errors import ConfigError, UnitStateError
 from torch_shard.log import logger
 
@@ -41,7 +41,8 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
         parallel_devices: likewise.
         cluster_environment: likewise.
         checkpoint_io: likewise.
-        precision_plugin: likewise. ``bf16-mixed`` is autocast; ``16-mixed`` is refused.
+        precision_plugin: likewise. With ``bf16-mixed`` and ``16-mixed`` parameters are gathered in that dtype, norms excepted,
+            and autocast is on, unless `config` has a ``precision`` of its own (``Precision()``: autocast alone).
         process_group_backend: ``"nccl"`` or ``"gloo"``; by default the device's own.
         timeout: of the process group. (The time until a missing partner is reported is ``ShardConfig.timeout``, set
             through `config`.)
@@ -154,14 +155,15 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
         self.accelerator.setup(trainer)
         self._refuse(trainer)
         fitting = trainer.state.fn == self._private.TrainerFn.FITTING
-        engine = self._reusable_engine(fitting)
+        config = _precision.config_for(self.precision_plugin, self._config, self.model, self._private)
+        engine = self._reusable_engine(fitting, config)
         if engine is None:
             if fitting and self._layer_sync is not None:
                 self.model = self._layer_sync.apply(self.model)
                 self._layers_synced = True
             # Before sharding: afterwards the dtype of a parameter is fixed.
             self.model = self.precision_plugin.convert_module(self.model)
-            torch_shard.shard(self.model, self._config, mesh=self._mesh())
+            torch_shard.shard(self.model, config, mesh=self._mesh())
         self.model_to_device()
         if fitting:
             # Only then: the optimizers of an earlier fit stay through validate, test and predict.
@@ -181,14 +183,14 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
                     "engine.gathered()."
                 )
 
-    def _reusable_engine(self, fitting: bool) -> Engine | None:
+    def _reusable_engine(self, fitting: bool, config: ShardConfig) -> Engine | None:
         """The engine that an earlier run left on this model; closed and forgotten where it does not fit this run."""
         assert self.model is not None
         engine = torch_shard.engine_of(self.model)
         if engine is None:
             return None
         wants_sync = fitting and self._layer_sync is not None and not self._layers_synced
-        if _same_config(engine.config, self._config) and engine.device == self.root_device and not wants_sync:
+        if _same_config(engine.config, config) and engine.device == self.root_device and not wants_sync:
             return engine
         engine.close()
         return None
@@ -344,7 +346,7 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
 
     @property
     def config(self) -> ShardConfig:
-        """What the model is sharded with."""
+        """What the model is sharded with, but for what ``Trainer(precision=...)`` adds: that is in ``engine.config``."""
         return self._config
 
 
@@ -358,4 +360,4 @@ def _same_config(a: ShardConfig, b: ShardConfig) -> bool:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_same, a, b))
-    return a is b or (isinstance(a, (str, int, float)) and type(a) is type(b) and a == b)
+    return a is b or (isinstance(a, (str, int, float, Precision)) and type(a) is type(b) and a == b)

@@ -8,6 +8,7 @@ of the whole exists. Gradients are *reduced* in a dtype of their own and come ba
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from .errors import ConfigError, UnavailableError
 from .layout import ALIGNMENT
 from .names import matches
 
-__all__ = ["NONE", "NORMS", "Dtypes", "Precision", "precision_of"]
+__all__ = ["NONE", "NORMS", "Dtypes", "Precision", "norms_in", "precision_of"]
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -30,7 +31,15 @@ NORMS: tuple[type[nn.Module], ...] = (
     nn.modules.batchnorm._NormBase,
     nn.LocalResponseNorm,
 )
-"""torch's normalisations, for :attr:`Precision.keep`; there, classes named ``...Norm`` elsewhere can be named by pattern."""
+"""torch's normalisations, for :attr:`Precision.keep`; see also :func:`norms_in`."""
+
+_NORM = re.compile(r"\w*Norm(\dd)?")
+
+
+def norms_in(model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """The classes of normalisations that `model` has: torch's, and others whose names end in ``Norm`` (``LlamaRMSNorm``)."""
+    found = {type(m): None for m in model.modules() if isinstance(m, NORMS) or _NORM.fullmatch(type(m).__name__)}
+    return tuple(sorted(found, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}"))
 
 
 @dataclass(frozen=True)

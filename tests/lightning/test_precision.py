@@ -9,11 +9,14 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 
 import lightning_shard
 from lightning_shard.precision import ShardedClipping
 from tests.lightning.helpers import NAMESPACES, assert_same_state, loader, net_class, single, trainer
+from tests.logs import captured_log
 from tests.ranks import ranks
+from torch_shard import Precision
 from torch_shard.errors import ConfigError
 
 
@@ -60,9 +63,71 @@ def test_a_gradient_scaler_of_the_users_skips_a_step_on_all_ranks_when_one_rank_
     assert_same_state(module.state_dict(), expected.state_dict())
 
 
-def test_float16_with_a_scaler_is_refused_with_the_remedy():
-    with pytest.raises(MisconfigurationException, match="bf16-mixed"):
-        trainer("lightning", 1, plugins=[MixedPrecision("16-mixed", "cpu")])
+def noted_class():
+    class Notes(net_class("lightning")):
+        """A norm, and what dtypes a step finds."""
+
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(7)
+            self.found = []
+
+        def forward(self, x):
+            x = self.norm(self.inner(x))
+            self.found.append((self.inner.weight.dtype, self.norm.weight.dtype, torch.is_autocast_enabled("cpu")))
+            return self.head(x) + self.offset
+
+    return Notes
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@ranks(2)
+def test_mixed_precision_gathers_in_low_precision_keeps_norms_and_leaves_autocast_on(world_size, precision):
+    plugins = [MixedPrecision("16-mixed", "cpu")] if precision == "16-mixed" else []
+    options = {"plugins": plugins} if plugins else {"precision": precision}
+    module = noted_class()()
+    t = trainer(
+        "lightning", world_size, **options, max_steps=2, strategy=lightning_shard.ShardStrategy(unshard_at_end=False)
+    )
+    t.fit(module, loader(world_size))
+    dtype = torch.float16 if plugins else torch.bfloat16
+    assert set(module.found) == {(dtype, torch.float32, True)}
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    assert t.strategy.engine.config.precision.param_dtype is dtype
+
+
+@ranks(2)
+def test_autocast_alone_is_a_choice_with_a_warning(world_size, rank):
+    module = noted_class()()
+    strategy = lightning_shard.ShardStrategy(precision=Precision())
+    with captured_log() as lines:
+        trainer("lightning", world_size, precision="bf16-mixed", max_steps=1, strategy=strategy).fit(module, loader(2))
+    assert set(module.found) == {(torch.float32, torch.float32, True)}
+    assert rank or any("autocast alone" in line for line in lines)
+
+
+@ranks(2)
+def test_float16_trains_like_a_single_device_and_skips_a_step_that_overflows(world_size, rank):
+    class Overflows(net_class("lightning")):
+        def __init__(self, overflows):
+            super().__init__()
+            self.overflows = overflows
+
+        def training_step(self, batch, index):
+            self.seen.append(self.trainer.precision_plugin.scaler.get_scale())
+            return self.loss(batch) * (1e30 if index == 2 and self.overflows else 1.0)
+
+    def plugin():
+        return MixedPrecision(
+            "16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+        )
+
+    expected, module = Overflows(True), Overflows(rank == 1)
+    single("lightning", plugins=[plugin()], gradient_clip_val=0.5).fit(expected, loader(1))
+    trainer("lightning", world_size, plugins=[plugin()], gradient_clip_val=0.5).fit(module, loader(world_size))
+    assert module.seen == expected.seen == [256.0, 256.0, 512.0, 256.0, 256.0, 512.0]
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, rtol=0.02, atol=0.01)
 
 
 @pytest.mark.parametrize("namespace", list(NAMESPACES))
