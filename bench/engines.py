@@ -15,7 +15,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-__all__ = ["ENGINES", "LABELS", "Runner", "build", "decay_groups", "full_parameters", "wrap", "wrap_from_meta"]
+__all__ = [
+    "ENGINES",
+    "LABELS",
+    "LOW_PRECISION",
+    "Runner",
+    "build",
+    "decay_groups",
+    "full_parameters",
+    "wrap",
+    "wrap_from_meta",
+]
 
 LABELS = {
     "alone": "one rank alone, no communication",
@@ -23,8 +33,12 @@ LABELS = {
     "fsdp1": "FSDP1",
     "fsdp2": "FSDP2",
     "ours": "torch_shard",
+    "autocast": "torch_shard under autocast",
+    "autocast_alone": "torch_shard, autocast alone",
 }
-ENGINES = tuple(LABELS)
+ENGINES = ("alone", "ddp", "fsdp1", "fsdp2", "ours")
+LOW_PRECISION = (*ENGINES, "autocast", "autocast_alone")
+"""In bf16 the first two run under autocast; torch_shard gathers in bf16 without autocast, under it, or leaves all to it."""
 
 
 @dataclass
@@ -35,10 +49,12 @@ class Runner:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     clip: Callable[[float], Any]
+    autocast: torch.dtype | None = None
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """One training step on this rank's batch; returns the local loss."""
-        loss: Tensor = self.model(tokens, targets)
+        with torch.autocast(tokens.device.type, self.autocast, enabled=self.autocast is not None):
+            loss: Tensor = self.model(tokens, targets)
         loss.backward()
         self.clip(1.0)
         self.optimizer.step()
@@ -47,32 +63,46 @@ class Runner:
 
 
 def wrap(
-    name: str, model: nn.Module, blocks: Iterable[nn.Module], device: torch.device
+    name: str,
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    device: torch.device,
+    low: torch.dtype | None = None,
 ) -> tuple[nn.Module, Callable[[float], Any]]:
     """Put `model` under the engine `name`, as its documentation says; return it and its clipping.
 
-    `blocks` are FSDP's units, beside the root's; torch_shard plans for itself.
+    `blocks` are FSDP's units, beside the root's; torch_shard plans for itself. With `low` parameters are gathered, and gradients
+    reduced, in that dtype, where the engine does not leave it to autocast.
     """
     blocks = list(blocks)
-    if name == "ours":
+    if name in ("ours", "autocast", "autocast_alone"):
         import torch_shard
+        from torch_shard.precision import norms_in
 
-        engine = torch_shard.shard(model)
+        precision = None
+        if low is not None and name == "ours":
+            precision = torch_shard.Precision(param_dtype=low)
+        elif low is not None and name == "autocast":
+            precision = torch_shard.Precision(param_dtype=low, keep=norms_in(model), cast_inputs=False)
+        engine = torch_shard.shard(model, precision=precision)
         return model, engine.clip_grad_norm_
     if name == "fsdp1":
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+        from torch.distributed.fsdp import MixedPrecision
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
         policy = ModuleWrapPolicy({type(block) for block in blocks})
-        fsdp = FSDP(model, use_orig_params=True, auto_wrap_policy=policy, device_id=device)
+        mixed = None if low is None else MixedPrecision(low, low, low)
+        fsdp = FSDP(model, use_orig_params=True, auto_wrap_policy=policy, device_id=device, mixed_precision=mixed)
         return fsdp, fsdp.clip_grad_norm_
     if name == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        mixed_policy = MixedPrecisionPolicy(low, low)
         for block in blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(block, mesh=mesh, mp_policy=mixed_policy)
+        fully_shard(model, mesh=mesh, mp_policy=mixed_policy)
     elif name == "ddp":
         devices = [device] if device.type == "cuda" else None
         model = nn.parallel.DistributedDataParallel(model, device_ids=devices)
@@ -122,14 +152,15 @@ def decay_groups(parameters: Iterable[Tensor], dims: Iterable[int]) -> list[dict
     ]
 
 
-def build(name: str, config: Any, device: torch.device, lr: float) -> Runner:
-    """Make the GPT with the same weights for every engine and rank, and put it under an engine."""
+def build(name: str, config: Any, device: torch.device, lr: float, low: torch.dtype | None = None) -> Runner:
+    """Make the GPT with the same weights for every engine and rank, and put it under an engine; in mixed precision with `low`."""
     from gpt import GPT
 
     torch.manual_seed(0)
     plain = GPT(config).to(device)
-    model, clip = wrap(name, plain, plain.blocks, device)
-    return Runner(name, model, torch.optim.AdamW(model.parameters(), lr=lr), clip)
+    model, clip = wrap(name, plain, plain.blocks, device, low)
+    casts_itself = name in ("fsdp1", "fsdp2", "ours")
+    return Runner(name, model, torch.optim.AdamW(model.parameters(), lr=lr), clip, None if casts_itself else low)
 
 
 def full_parameters(runner: Runner) -> Iterable[Tensor]:

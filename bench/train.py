@@ -2,6 +2,7 @@
 
     python bench/train.py                two Gloo ranks on this machine's CPU, GPT of 46M parameters
     python bench/train.py --short        fewer rounds
+    python bench/train.py --dtype bf16   mixed precision
     python bench/train.py --device cuda  all GPUs (NCCL), or --ranks on one GPU (Gloo)
 
 All engines live in the same processes, one process per rank, and take turns step by step, so that
@@ -31,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from counting import CollectiveCounter
-from engines import ENGINES, LABELS, Runner, build, full_parameters
+from engines import ENGINES, LABELS, LOW_PRECISION, Runner, build, full_parameters
 from gpt import GPT, GPTConfig
 from torch import Tensor
 
@@ -82,7 +83,7 @@ def synchronize(device: torch.device) -> None:
 def compare(rank: int, args: argparse.Namespace, folder: str) -> None:
     device = start(rank, args, folder)
     config = SMALL if args.tiny else CONFIG
-    runners = [build(name, config, device, LR) for name in args.engines]
+    runners = [build(name, config, device, LR, args.low) for name in args.engines]
     result: dict[str, dict[str, Any]] = {name: {} for name in args.engines}
 
     plain = train_plainly(args, config, device)
@@ -161,13 +162,13 @@ def memory(rank: int, args: argparse.Namespace, folder: str) -> None:
     # Everything that is loaded or allocated once and for all, before the baseline.
     # A plain model of the same size makes the libraries allocate their work space.
     for engine, size in (("alone", config), (name, SMALL)):
-        warm = build(engine, size, device, LR)
+        warm = build(engine, size, device, LR, args.low)
         for step in range(3):
             warm.step(*batch(step, rank, args.batch, size, device))
         del warm
     base = settle(device)
 
-    runner = build(name, config, device, LR)
+    runner = build(name, config, device, LR, args.low)
     set_up = peak(device) - base
     settle(device)
     for step in range(args.exact_steps):
@@ -280,7 +281,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, help="default 2, or all GPUs")
-    parser.add_argument("--engines", default=",".join(ENGINES), help="some of: %(default)s")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of the computation")
+    parser.add_argument("--engines", help=f"some of: {','.join(LOW_PRECISION)}")
     parser.add_argument("--rounds", type=int, default=12, help="timed steps of each engine")
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank and step")
     parser.add_argument("--exact-steps", type=int, default=4, help="steps before comparing")
@@ -289,10 +291,12 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="4 rounds")
     parser.add_argument("--tiny", action="store_true", help="a model of 0.2M, to try the script")
     args = parser.parse_args()
-    args.engines = args.engines.split(",")
+    args.low = torch.bfloat16 if args.dtype == "bf16" else None
+    known = ENGINES if args.low is None else LOW_PRECISION
+    args.engines = args.engines.split(",") if args.engines else list(known)
     for name in args.engines:
-        if name not in ENGINES:
-            parser.error(f"--engines: {name!r} is not one of {', '.join(ENGINES)}")
+        if name not in known:
+            parser.error(f"--engines: {name!r} is not one of {', '.join(known)}")
     args.ranks = args.ranks or (torch.cuda.device_count() if args.device == "cuda" else 2)
     if args.ranks < 1:
         parser.error("--device cuda: no GPU here")
@@ -306,7 +310,7 @@ def main() -> None:
         count = sum(p.numel() for p in GPT(SMALL if args.tiny else CONFIG).parameters())
     where = torch.cuda.get_device_name() if args.device == "cuda" else f"{os.cpu_count()} CPU cores"
     print(
-        f"{count / 1e6:.1f}M parameters, fp32, AdamW, clipping; {args.ranks} rank(s), {where}; "
+        f"{count / 1e6:.1f}M parameters, {args.dtype}, AdamW, clipping; {args.ranks} rank(s), {where}; "
         f"torch {torch.__version__}, Python {platform.python_version()}, {date.today()}; "
         f"{args.rounds} rounds\n",
         flush=True,
