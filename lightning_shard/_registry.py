@@ -19,6 +19,10 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
         "As 'shard', with parameters kept gathered from forward to the end of backward (ZeRO-2)",
         {"strategy": "shard_grad_op"},
     ),
+    "shard_zero1": (
+        "Optimizer state sharded, with parameters kept gathered until it changes them (ZeRO-1)",
+        {"strategy": "shard_optim"},
+    ),
     "shard_spawn": ("As 'shard', with processes started by spawn", {"start_method": "spawn"}),
     "shard_fork": ("As 'shard', with processes started by fork, as notebooks need it", {"start_method": "fork"}),
 }

@@ -13,7 +13,7 @@ def exhaustive(*values: Any) -> list[Any]:
 
     ::
 
-        @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
+        @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
     """
     return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.exhaustive) for v in values]
 

@@ -26,7 +26,7 @@ from tests.marks import exhaustive
 from tests.ranks import ranks
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
 @ranks(3, exhaustive=(4,))
 def test_an_optimizer_built_before_sharding_trains_like_plain(rank, world_size, strategy):
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def test_weight_decay_groups_chosen_by_name_after_sharding_train_like_plain(rank
     assert sizes[0] == sizes[1]
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
 @ranks(3)
 def test_a_gan_with_two_engines_trains_like_plain(rank, world_size, strategy):
     generator = Pair(

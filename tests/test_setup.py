@@ -20,7 +20,7 @@ from tests.test_traffic import Collectives
 from torch_shard.errors import SetupError
 from torch_shard.shard_tensor import ShardTensor
 
-STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
+STRATEGIES = ["full_shard", "shard_grad_op", "shard_optim", "no_shard"]
 
 
 def trains_like_plain(model: nn.Module, plain: nn.Module, rank: int, members: Sequence[int]) -> None:

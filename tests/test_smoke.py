@@ -27,7 +27,7 @@ def train(model: nn.Module, batches: torch.Tensor) -> list[torch.Tensor]:
     return losses
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optim", "no_shard"])
 @ranks(1, 2)
 def test_a_sharded_model_trains_like_the_plain_one(rank, world_size, device, strategy):
     plain = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1)).to(device)

@@ -304,7 +304,7 @@ def test_the_plan_predicts_how_much_is_gathered_at_once(rank, world_size, prefet
 # -- settings that change how, and not what -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
 @pytest.mark.parametrize("setting", ["debug", "single_communicator"])
 @ranks(2, exhaustive=(3,))
 def test_debug_and_a_single_communicator_train_like_plain(rank, world_size, strategy, setting):

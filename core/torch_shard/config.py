@@ -16,8 +16,8 @@ from .precision import Precision, precision_of
 
 __all__ = ["Ignored", "ShardConfig", "Strategy", "Units"]
 
-Strategy = Literal["full_shard", "shard_grad_op", "no_shard"]
-"""``full_shard`` (ZeRO-3), ``shard_grad_op`` (ZeRO-2) or ``no_shard`` (what DDP does)."""
+Strategy = Literal["full_shard", "shard_grad_op", "shard_optim", "no_shard"]
+"""``full_shard`` (ZeRO-3), ``shard_grad_op`` (ZeRO-2), ``shard_optim`` (ZeRO-1) or ``no_shard`` (what DDP does)."""
 
 Units: TypeAlias = "Sequence[type[nn.Module] | str] | Sequence[Sequence[str]] | Callable[[str, nn.Module], bool] | None"
 """How parameters are grouped; see :attr:`ShardConfig.units`."""
@@ -33,6 +33,8 @@ class ShardConfig:
     Attributes:
         strategy: ``"full_shard"`` shards parameters, gradients and optimizer state;
             ``"shard_grad_op"`` keeps the parameters gathered from forward to the end of backward;
+            ``"shard_optim"`` keeps them until an optimizer changes them, so that with ``no_sync()``
+            no more is sent than by DDP, however many micro-batches there are;
             ``"no_shard"`` replicates everything and all-reduces gradients.
         units: which parameters are gathered together. ``None`` plans automatically: the repeated
             blocks, else runs of about `unit_bytes`. Otherwise one of

@@ -33,12 +33,13 @@ class Schedule:
         self.passed: set[int] = set()  # units gathered in this backward for other ranks' sake
         self.needed: set[int] = set()  # units whose backward has begun on this rank
         self.double_backward = False  # a graph of gradients exists that reads gathered values: nothing is released
-        self._keeps_forward = config.strategy != "full_shard"
+        self._keeps_forward = config.strategy != "full_shard"  # from forward to the end of backward
+        self._keeps_on = config.strategy == "shard_optim"  # until the parameters change
         # Parameters of which every rank has all: gathering is a cast, and no other rank's affair.
         self._replicated = config.strategy == "no_shard"
 
     def _keeps(self) -> bool:
-        return self._keeps_forward and torch.is_grad_enabled()
+        return self._keeps_on or (self._keeps_forward and torch.is_grad_enabled())
 
     def begin_backward(self) -> None:
         self.fresh_backward = True
@@ -53,6 +54,11 @@ class Schedule:
                 unit.release()
             self._gather(unit)
             unit.wait()
+            return
+        if self._keeps_on and self._is_current(unit):
+            self.gathered[unit.index] = unit
+            unit.wait()
+            unit.note_stream()
             return
         if phase == BACKWARD:
             first, self.fresh_backward = self.fresh_backward, False
@@ -110,8 +116,14 @@ class Schedule:
             self.pass_over(None)
 
     # -- releasing ----------------------------------------------------------------------------------------------
+    @staticmethod
+    def _is_current(unit: Unit) -> bool:
+        return unit.state is not State.SHARDED and not unit.refill and not unit.is_stale()
+
     def release(self, unit: Unit) -> None:
         """Release a unit, or where something that this rank put aside may still need it, take part in its next gather."""
+        if self._keeps_on and self._is_current(unit):
+            return
         if unit.kept:
             unit.refill = True
             return
@@ -169,4 +181,6 @@ class Schedule:
         for unit in self.gathered.values():
             unit.uses.clear()
             unit.kept.clear()
+            # Whether this rank's own shard was written to says nothing: it may have no part of what was.
+            unit.outdated = self._keeps_on and any(param.requires_grad for param in unit.params)
         self.release_unused()

@@ -74,6 +74,7 @@ class Unit:
         # the unit, so that they gather it anew, and then this one takes part (`refill`).
         self.kept: list[Any] = []
         self.refill = False
+        self.outdated = False  # an optimizer may have changed parameters since they were gathered
         self.rounds = 0  # reductions issued in this backward
         self.streams: set[Any] = set()  # CUDA: those that compute with the gathered values
         self.checks = 2  # iterations in which an untracked edit of the gathered values is looked for
@@ -152,7 +153,7 @@ class Unit:
         if self.state is not State.SHARDED and not self.refill:
             return
         self.wait()
-        self.refill = False
+        self.refill = self.outdated = False
         c = self.collectives
         self.runtime.note_issued("gather", self)
         if c.gather_stream is not None and c.is_capturing():
@@ -179,8 +180,8 @@ class Unit:
         return self.collectives.gathering() if self.sharded else contextlib.nullcontext()
 
     def is_stale(self) -> bool:
-        """Whether a parameter was edited since its unit was gathered."""
-        return any(flat.is_stale() for flat in self.flats)
+        """Whether a parameter was changed since its unit was gathered."""
+        return self.outdated or any(flat.is_stale() for flat in self.flats)
 
     def wait(self) -> None:
         """GATHERING to FULL."""

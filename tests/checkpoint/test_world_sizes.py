@@ -35,8 +35,9 @@ SAMPLE = [
     (2, "full_shard", 3, "no_shard"),
     (3, "no_shard", 2, "shard_grad_op"),
     (2, "shard_grad_op", 1, "full_shard"),
+    (2, "shard_optim", 3, "full_shard"),
 ]
-NAMES = ("full_shard", "shard_grad_op", "no_shard")
+NAMES = ("full_shard", "shard_grad_op", "shard_optim", "no_shard")
 PAIRS = itertools.product((1, 2, 3), NAMES, (1, 2, 3), NAMES)
 STRATEGIES = [*SAMPLE, *exhaustive(*(pair for pair in PAIRS if pair not in SAMPLE))]
 
@@ -53,7 +54,7 @@ def test_another_plan_of_units_loads_it(units, tmp_path):
     run(2, loads, str(tmp_path / "c"), units)
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard", "shard_grad_op")])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard", "shard_grad_op", "shard_optim")])
 @ranks(2, exhaustive=(1, 3))
 def test_a_resumed_training_is_one_that_was_not_stopped(rank, strategy, tmp_path):
     model, engine, optimizer = build(strategy=strategy)

@@ -14,7 +14,7 @@ from tests.ranks import ranks
 
 
 @ranks(2, exhaustive=(3, 4))
-@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
 def test_a_gradient_penalty_trains_like_plain(rank, world_size, strategy):
     def run(model, x):
         x = x.clone().requires_grad_()
@@ -154,7 +154,7 @@ def _raise(grad):
 
 
 @ranks(2, exhaustive=(1, 3))
-@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_exception_and_then_training_goes_on_like_plain(rank, world_size, strategy, where):
     pair = Pair(Failing, rank, world_size, unit_bytes=100, strategy=strategy)

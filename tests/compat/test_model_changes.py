@@ -357,7 +357,7 @@ def test_zero_grad(rank, world_size, of, set_to_none):
     pair.check()
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
 @ranks(2)
 def test_a_deepcopy_between_micro_batches_has_no_gradients_as_in_plain_torch(rank, world_size, strategy):
     pair = Pair(MLP, rank, world_size, strategy=strategy)

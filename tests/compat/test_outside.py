@@ -190,7 +190,7 @@ USES = {
 
 
 @pytest.mark.parametrize("mode", quick(MODES, ["no_grad", "inference_mode"]))
-@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
 @ranks(2, exhaustive=(3,))
 def test_methods_beside_forward_validate_as_they_train(rank, world_size, mode, strategy):
     pair = Pair(Clip, rank, world_size, unit_bytes=100, strategy=strategy)
@@ -343,7 +343,7 @@ def _look(module, grad_input, grad_output):
         module.keep.append((module.bias.exp() * g).sum())
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
 @ranks(2, exhaustive=(3,))
 def test_backward_hooks_of_modules_compute_with_their_weights(rank, world_size, strategy):
     pair = Pair(Layers, rank, world_size, unit_bytes=100, strategy=strategy)

@@ -158,7 +158,7 @@ def test_in_place_edits_of_parameters_between_steps_train_like_plain(rank, world
 
 
 @ranks(2, exhaustive=(3, 4))
-@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
 def test_an_average_of_weights_by_deepcopy_and_lerp_equals_the_plain_one(rank, world_size, strategy):
     pair = Pair(MLP, rank, world_size, strategy=strategy)
     averages = [copy.deepcopy(m) for m in (pair.model, pair.plain)]

@@ -16,7 +16,7 @@ from tests.ranks import ranks
 
 
 @ranks(2, 3, exhaustive=(1, 4))
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optim", "no_shard"])
 def test_a_plain_step_trains_like_the_plain_model(rank, world_size, strategy):
     train_both(MLP, rank, world_size, strategy=strategy)
 
@@ -110,7 +110,7 @@ def test_accumulation_with_gradient_sync_every_time_trains_like_plain(rank, worl
 
 
 @ranks(2, exhaustive=(3, 4))
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optim", "no_shard"])
 def test_accumulation_without_gradient_sync_trains_like_plain(rank, world_size, strategy):
     pair = Pair(MLP, rank, world_size, strategy=strategy)
     for step in range(3):

@@ -37,7 +37,7 @@ def train(pair, steps, run=plain_backward):
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", *exhaustive("AdamW for-loop", "RMSprop")])
-@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
 @ranks(2, exhaustive=(1, 3))
 def test_it_steps_as_after_backward(rank, world_size, name, strategy):
     pair = Pair(Odd, rank, world_size, optimizer=OPTIMIZERS[name], strategy=strategy)

@@ -70,7 +70,7 @@ class InTurns(Declared):
         return loss
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
 @pytest.mark.parametrize("kind", [Sharpness, InTurns])
 @ranks(2)
 def test_a_closure_between_two_loops_sees_what_the_first_has_done(rank, world_size, kind, strategy):

@@ -21,7 +21,7 @@ from torch_shard.errors import UnitStateError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW = Precision(param_dtype=BF16)
-STRATEGIES = ["full_shard", *exhaustive("shard_grad_op", "no_shard")]
+STRATEGIES = ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")]
 
 
 class Seen(nn.Module):

@@ -40,7 +40,7 @@ def test_replicated_parameters_are_computed_with_in_low_precision_too(rank):
 
 
 @ranks(2)
-@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
 def test_kept_modules_are_computed_with_as_they_are_stored(strategy, rank):
     pair = Mixed(MLP, Precision(param_dtype=BF16, keep=[nn.LayerNorm]), strategy=strategy)
     pair.train(rank, same=close if strategy == "no_shard" else same_bits)
