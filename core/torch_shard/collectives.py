@@ -165,6 +165,18 @@ class Collectives:
         """The stream that owns gathered buffers: their storage is resized and filled here. For one use, at once."""
         return self._on(self.gather_stream)
 
+    def reducing(self) -> contextlib.AbstractContextManager[Any]:
+        """The stream on which gradients are reduced. For one use, at once."""
+        return self._on(self.reduce_stream)
+
+    def reduced(self) -> Any:
+        """An event behind what that stream was given so far; None where there is no such stream."""
+        if self.reduce_stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self.reduce_stream)
+        return event
+
     def _track(self, channel: Channel, what: str, work: Any, stream: Any) -> Pending:
         event = None
         if stream is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import autograd_bridge, clip, restore, setup
+from . import autograd_bridge, clip, comm_hook, restore, setup
 from . import gathered as _gathered
 from .config import ShardConfig
 from .engine_state import EngineState
@@ -116,6 +116,27 @@ class Engine(EngineState):
             yield
         finally:
             self._runtime.require_sync = before
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Have `hook` reduce gradients in place of the engine, from the next backward on. Collective.
+
+        It is called during backward with each unit's gradients of this rank, in one order on all ranks (once for each dtype in
+        the unit): as ``hook(state, grad, output)`` where parameters are sharded, which must fill `output`, this rank's
+        slice of the mean; under ``no_shard`` as ``hook(state, grad)``, which must make `grad` the mean. Both are 1-D, of the
+        dtype of the reduction (``ShardConfig.precision``), and not divided by anything; gaps between parameters are zero. The
+        signatures are those of torch's FullyShardedDataParallel, whose hooks run unchanged. A hook brings its own process
+        group and its own timeouts; :attr:`bytes_sent` does not count what it sends. With one rank it is not called.
+
+        Args:
+            state: given to each call: compression errors, a process group.
+            hook: the function, the same on all ranks.
+
+        Raises:
+            ConfigError: it can't be called, differs between the ranks, or there is one already.
+            UnitStateError: gradients wait for their reduction (:meth:`no_sync`).
+            ShardError: by a backward in which it left a gradient of another size.
+        """
+        comm_hook.register(self._runtime, state, hook)
 
     def clip_grad_norm_(
         self,

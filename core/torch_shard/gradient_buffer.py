@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,9 @@ from .leaf import own_grad, set_own_grad
 from .precision import Dtypes
 from .shard_spec import slot_view
 from .shard_tensor import ShardTensor
+
+if TYPE_CHECKING:
+    from .comm_hook import CommHook, HookedReduction
 
 # Marks of a parameter in a backward; 0: nobody asked for its gradient.
 WANTED, SEEN = 1, 2
@@ -39,12 +42,21 @@ class GradientBuffer:
         self._streams: set[Any] = set()  # CUDA: those on which gradients arrived
         self.opens = self._opens(False)  # the dtype of `flat`, where it is made now
         before = _divided_before(collectives.world) if dtypes.reduce is torch.float16 else collectives.world
-        self._factor, self._rest = 1.0 / before, before / collectives.world  # of each gradient, and of the sum
-        # As a tensor: torch takes several microseconds to make one of a Python number. On the CPU and without dimensions it
-        # counts as a number: its dtype neither rounds it to that of the gradients nor decides on that of the result.
-        self._scale = torch.tensor(self._factor, dtype=torch.float64, device="cpu")
+        self._divide(1.0 / before, before / collectives.world)
+        self.hook: CommHook | None = None  # reduces in place of the engine
         self._gaps = layout.gaps()
         self._pieces, self._piece_of = layout.pieces(collectives.rank)
+
+    def _divide(self, gradients: float, sums: float) -> None:
+        self._factor, self._rest = gradients, sums
+        # As a tensor: torch takes several microseconds to make one of a Python number. On the CPU and without dimensions it
+        # counts as a number: its dtype neither rounds it to that of the gradients nor decides on that of the result.
+        self._scale = torch.tensor(gradients, dtype=torch.float64, device="cpu")
+
+    def reduce_by(self, hook: CommHook) -> None:
+        """From now on. It divides, too."""
+        self.hook = hook
+        self._divide(1.0, 1.0)
 
     @property
     def wants_any(self) -> bool:
@@ -108,7 +120,7 @@ class GradientBuffer:
         return self.missing == 0
 
     # -- through the reduction ----------------------------------------------------------------------------------
-    def start_reduction(self, what: str) -> Reduction | None:
+    def start_reduction(self, what: str) -> Reduction | HookedReduction | None:
         """Send the buffer off. With one rank in all there is nothing to send: its slice is published as is."""
         grad = self._open()
         self.flat = None
@@ -125,6 +137,10 @@ class GradientBuffer:
         streams, self._streams = tuple(self._streams), set()
         if grad.dtype != self.dtypes.reduce:
             grad = self._converted(grad, streams)
+        if self.hook is not None:
+            if streams:
+                join(torch.cuda.current_stream(grad.device), streams)
+            return self.hook.start(self.collectives, grad, self.dtypes.grad)
         return self.collectives.reduce(grad, what, streams)
 
     def _converted(self, grad: torch.Tensor, streams: tuple[Any, ...]) -> torch.Tensor:
@@ -137,7 +153,7 @@ class GradientBuffer:
         c.give(grad)
         return sent
 
-    def collect(self, reduction: Reduction) -> None:
+    def collect(self, reduction: Reduction | HookedReduction) -> None:
         """Take the slice of a reduction; added at once where every `.grad` is a view of one earlier slice, else published
         later."""
         result = reduction.finish(self.dtypes.grad)

@@ -20,6 +20,7 @@ from .errors import ShardError
 from .gradient_buffer import WANTED, GradientBuffer
 
 if TYPE_CHECKING:
+    from .comm_hook import HookedReduction
     from .flat_buffer import FlatBuffer
     from .in_backward import InBackward
     from .unit import Unit
@@ -39,7 +40,7 @@ class Reductions:
         self.collectives, self._issued = collectives, issued
         self._used: list[Unit] = []
         self._order: list[Unit] = []
-        self._in_flight: list[tuple[GradientBuffer, Reduction]] = []
+        self._in_flight: list[tuple[GradientBuffer, Reduction | HookedReduction]] = []
         self._no_pause = 0
         # Indices of units with a parameter that the last backward had no gradient of, on any rank.
         self._incomplete: set[int] = set()
@@ -92,7 +93,7 @@ class Reductions:
             few = len(self._in_flight) <= limit
             if few and self.collectives.reduce_stream is not None:
                 break  # else the peak of GPU memory would depend on who was faster
-            if not oldest.done():
+            if isinstance(oldest, Reduction) and not oldest.done():
                 if few or self._no_pause:
                     break
                 oldest.wait_for_own_part()
@@ -192,7 +193,8 @@ class Reductions:
         """Backward failed. A partner may never come, and the failure being handled says why: don't wait for long."""
         for _, reduction in self._in_flight:
             with contextlib.suppress(ShardError):
-                reduction.pending.settle(PAUSE)
+                if isinstance(reduction, Reduction):
+                    reduction.pending.settle(PAUSE)
         self._in_flight.clear()
         self._marked = None
         self._units.clear()

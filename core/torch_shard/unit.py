@@ -348,6 +348,8 @@ class Unit:
         memo[id(self)] = other
         for flat in self.flats:
             twin = FlatBuffer(flat.layout, flat.dtypes, flat.shard.detach().clone(), self.collectives, other)
+            if flat.gradients.hook is not None:
+                twin.gradients.reduce_by(flat.gradients.hook)
             other.flats.append(twin)
             for mine, its in zip(flat.params, twin.params, strict=True):
                 memo[id(mine)] = its

@@ -17,7 +17,9 @@ from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard.errors import ShardError
 
-STRATEGIES = pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
+STRATEGIES = pytest.mark.parametrize(
+    "strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")]
+)
 
 
 class ReturnsView(nn.Linear):

@@ -1,0 +1,93 @@
+"""The user's own reduction of gradients in place of the engine's: ``engine.register_comm_hook``.
+
+Signatures and meaning are those of torch's FullyShardedDataParallel, so that its hooks
+(``torch.distributed.algorithms._comm_hooks.default_hooks``) run unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .collectives import Collectives
+from .errors import ConfigError, ShardError, UnitStateError
+from .whole import agree
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+__all__ = ["CommHook", "HookedReduction", "register"]
+
+
+@dataclass(frozen=True)
+class CommHook:
+    """A function of the user's, and its state."""
+
+    state: Any
+    function: Callable[..., Any]
+
+    def start(self, collectives: Collectives, grad: torch.Tensor, dtype: torch.dtype) -> HookedReduction:
+        """Call it with this rank's own gradients of a unit, 1-D, not divided. It may replace what it is given."""
+        c = collectives
+        with torch.no_grad(), c.reducing():
+            expected = (grad.numel() // c.size,)
+            if c.size == 1:
+                result = grad
+                self.function(self.state, grad)
+            else:
+                result = torch.empty(expected, dtype=grad.dtype, device=grad.device)
+                self.function(self.state, grad, result)
+            if result.shape != expected or result.device != c.device:
+                raise ShardError(
+                    f"rank {c.world_rank}: the communication hook {_name(self.function)} left a gradient of shape "
+                    f"{tuple(result.shape)} on {result.device}; it must fill the one of shape {expected} that it is given."
+                )
+            return HookedReduction(c, grad, result.to(dtype), c.reduced())
+
+
+@dataclass(eq=False)
+class HookedReduction:
+    """Like :class:`~torch_shard.collectives.Reduction`, of a hook that has returned."""
+
+    collectives: Collectives
+    grad: torch.Tensor
+    result: torch.Tensor
+    event: Any  # CUDA: recorded behind the hook's work
+
+    def finish(self, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's slice, in `dtype`."""
+        if self.event is not None:
+            # Hazard: compute must not read the slice before the hook has written it.
+            torch.cuda.current_stream(self.collectives.device).wait_event(self.event)
+        if self.grad.data_ptr() != self.result.data_ptr():
+            self.collectives.give(self.grad)
+        return self.result.to(dtype)
+
+
+def register(runtime: Runtime, state: Any, hook: Callable[..., Any]) -> None:
+    """See :meth:`torch_shard.Engine.register_comm_hook`. Collective."""
+    what = "engine.register_comm_hook"
+    error: Exception | None = None
+    gradients = [flat.gradients for unit in runtime.units for flat in unit.flats]
+    try:
+        if not callable(hook):
+            raise ConfigError(f"hook must be callable, not {type(hook).__name__}.")
+        if any(g.hook is not None for g in gradients):
+            raise ConfigError("hook: a communication hook is registered already; an engine has one.")
+        if any(g.flat is not None for g in gradients):
+            raise UnitStateError(
+                f"rank {runtime.collectives.world_rank}: {what} while gradients wait for their reduction (no_sync()); register "
+                "before the first backward, or after one that reduces."
+            )
+    except Exception as problem:
+        error = problem
+    agree(runtime, what, _name(hook), error)
+    for each in gradients:
+        each.reduce_by(CommHook(state, hook))
+
+
+def _name(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
