@@ -22,6 +22,14 @@ def _uncompiled(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
+# What torch.compile(fullgraph=True) gives as the reason why it can't; private, too.
+_uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]
+_uncompiled._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "torch_shard gathers and releases parameters here, which is done between graphs: each unit breaks the graph once. Leave out "
+    "fullgraph=True, or compile modules that are smaller than a unit"
+)
+
+
 def _call(function: Callable[..., Any], *args: Any) -> Any:
     """Inside a compiled module, every function that a hook calls would be compiled, too."""
     # The wrapper that forbids it costs several microseconds: only where a compiler is at work.

@@ -348,16 +348,3 @@ class Custom(nn.Module):
 
     def forward(self, x):
         return self.lin(_Mul.apply(x, self.w))
-
-
-@ranks(2, exhaustive=(1,))
-def test_compiled_blocks_train_like_plain(rank, world_size):
-    def build():
-        return MLP(blocks=2)
-
-    pair = Pair(build, rank, world_size)
-    for block in pair.model.blocks:
-        block.compile(backend="aot_eager")
-    for step in range(3):
-        pair.step(plain_backward, batch(rank, step))
-    pair.check()

@@ -1,0 +1,134 @@
+"""torch.compile: of blocks, of the whole model, in place; the same graphs at every step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torch_shard
+from tests.compat.harness import MLP, average_grads, batch, loss_of
+from tests.marks import exhaustive
+from tests.precision.harness import low_copy, mean_over_ranks
+from tests.ranks import ranks
+
+
+def blocks(model: Any, **options: Any) -> Callable[..., Any]:
+    for block in model.blocks:
+        block.compile(**options)
+    return model
+
+
+def whole(model: nn.Module, **options: Any) -> Callable[..., Any]:
+    return torch.compile(model, **options)
+
+
+def in_place(model: nn.Module, **options: Any) -> Callable[..., Any]:
+    model.compile(**options)
+    return model
+
+
+WAYS = [blocks, whole, in_place]
+
+
+def train(
+    function: Any, model: nn.Module, plain: nn.Module, rank: int, low: torch.dtype | None, tolerance: Any
+) -> None:
+    dynamo: Any = torch._dynamo
+    dtype = next(plain.parameters()).dtype
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    for step in range(5):
+        x = batch(rank, step).to(dtype)
+        with dynamo.config.patch(error_on_recompile=step > 1):
+            loss_of(function(x)).backward()
+        if low is None:
+            loss_of(plain(x)).backward()
+            average_grads(plain)
+        else:
+            lower = low_copy(plain, low)
+            loss_of(lower(x.to(low))).backward()
+            for p, q in zip(plain.parameters(), lower.parameters(), strict=True):
+                p.grad = mean_over_ranks(q.grad, p.dtype, low)
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(
+                p.grad.full_tensor(), q.grad, **tolerance, msg=lambda text, n=name: f"{n}: {text}"
+            )
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@ranks(2, timeout=120)
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
+@pytest.mark.parametrize("way", WAYS)
+def test_it_trains_like_plain_without_recompiling_after_the_second_step(way, strategy, rank):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = MLP().double()
+    plain = copy.deepcopy(model)
+    torch_shard.shard(model, strategy=strategy, unit_bytes=500, timeout=60.0)
+    train(way(model, backend="aot_eager"), model, plain, rank, None, {"rtol": 1e-9, "atol": 1e-10})
+
+
+@ranks(2, timeout=120)
+@pytest.mark.parametrize("way", [whole, *exhaustive(blocks, in_place)])
+def test_mixed_precision_compiles_as_well(way, rank):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = MLP()
+    plain = copy.deepcopy(model)
+    torch_shard.shard(model, unit_bytes=500, timeout=60.0, precision=torch.bfloat16)
+    # Compiled graphs may keep what eager rounds to bf16 in between.
+    train(way(model, backend="aot_eager"), model, plain, rank, torch.bfloat16, {"rtol": 0.05, "atol": 0.02})
+
+
+@pytest.mark.exhaustive
+@ranks(2, timeout=400)
+@pytest.mark.parametrize("way", WAYS)
+def test_inductor_trains_like_plain(way, rank):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = MLP()
+    plain = copy.deepcopy(model)
+    torch_shard.shard(model, unit_bytes=300, timeout=200.0)
+    train(way(model, backend="inductor"), model, plain, rank, None, {"rtol": 1e-4, "atol": 1e-5})
+
+
+@ranks(2, timeout=120)
+def test_the_whole_model_runs_a_graph_for_each_unit_and_equal_units_share_it(rank):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = MLP()
+    engine = torch_shard.shard(model, units=["inp", r"re:blocks\.\d+", "head"], timeout=60.0)
+    graphs: list[Any] = []
+    calls: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        if any(node.op == "call_function" for node in graph.graph.nodes):
+            graphs.append(graph)
+            return lambda *args: (calls.append(graph), graph(*args))[1]
+        return graph.forward
+
+    function = torch.compile(model, backend=backend)
+    for step in range(3):
+        calls.clear()
+        loss_of(function(batch(rank, step).float())).backward()
+        assert len(calls) == len(engine.units) == 5
+    assert len(graphs) == 3  # the first layer, a block, the head
+
+
+@ranks(2, timeout=120)
+def test_one_graph_for_all_is_refused_with_the_reason(rank):
+    torch._dynamo.reset()
+    model = MLP()
+    torch_shard.shard(model, timeout=60.0)
+    with pytest.raises(
+        Exception, match=r"torch_shard gathers and releases parameters here.*Leave out fullgraph=True"
+    ) as info:
+        torch.compile(model, backend="aot_eager", fullgraph=True)(batch(rank, 0).float())
+    assert type(info.value).__name__ == "Unsupported"
+    loss_of(model(batch(rank, 0).float())).backward()
