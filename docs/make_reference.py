@@ -87,6 +87,16 @@ def pages() -> tuple[Page, ...]:
             (Entry(f"{core}/config.py", "ShardConfig", "torch_shard.ShardConfig", constructor=True),),
         ),
         Page(
+            "precision.md",
+            "Precision",
+            "`ShardConfig.precision`: in which dtypes parameters are kept, computed with and reduced. "
+            "[Mixed precision](../precision.md) shows it in use.",
+            (
+                Entry(f"{core}/precision.py", "Precision", "torch_shard.Precision", members=(), constructor=True),
+                Entry(f"{core}/precision.py", "norms_in", "torch_shard.precision.norms_in"),
+            ),
+        ),
+        Page(
             "plan.md",
             "Plan",
             "Which parameters travel together. `engine.plan` is the plan in use; `make_plan` makes one without "
