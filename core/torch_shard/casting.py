@@ -115,16 +115,19 @@ def register(root: nn.Module, units: list[Unit], precision: Precision) -> None:
             before = KeepIn(_stored(module, precision))
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             module.register_forward_hook(KeepOut(before), always_call=True)
-    if precision.param_dtype is not None and precision.cast_inputs:
+    if precision.cast_inputs:
         triggers: dict[nn.Module, list[Unit]] = {root: list(units)}
         for unit in units if precision.cast_inputs is True else ():
             for module in unit.triggers:
                 if module is not root:
                     triggers.setdefault(module, []).append(unit)
         for module, own in triggers.items():
-            if module not in inside_kept:
-                hook = CastInputs(own, precision.param_dtype, _stored(module, precision))
-                module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+            dtypes = {flat.compute for unit in own for flat in unit.flats if flat.casts}
+            if module in inside_kept or not dtypes:
+                continue
+            compute = precision.param_dtype or min(dtypes, key=lambda dtype: dtype.itemsize)
+            hook = CastInputs(own, compute, _stored(module, precision))
+            module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     if precision.output_dtype is not None:
         root.register_forward_hook(CastOutputs(precision.output_dtype))
 

@@ -239,8 +239,8 @@ class Engine(EngineState):
             grads: `.grad` of the whole parameters holds the whole gradients; with `write` they are kept too.
 
         A backward inside is reduced as usual, but only without `ranks`, `device` and `grads`, and of units that are computed with
-        in the dtype that they are stored in: under ``ShardConfig.precision`` the values have the precision of storage, and a
-        forward inside computes in that, without casting inputs.
+        in the dtype that they are stored in: under ``ShardConfig.precision`` the values are those of storage, and a forward
+        inside computes in that dtype, to which its inputs are cast.
 
         Raises:
             ConfigError: an argument is wrong.

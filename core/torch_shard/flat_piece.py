@@ -30,10 +30,12 @@ class Piece:
     def load(self) -> None:
         """Before the arithmetic."""
         if len(self.values) == 1:
-            self.param.grad = self.given = self.grads[0]
+            grad = self.grads[0]
         else:
             torch.cat(self.values, out=self.param)
-            self.param.grad = self.given = torch.cat(self.grads)
+            grad = torch.cat(self.grads)
+        # Gradients may have been kept in low precision, which optimizers don't take.
+        self.param.grad = self.given = grad.to(self.param.dtype)
 
     def store(self) -> None:
         """After it."""
@@ -48,7 +50,7 @@ class Piece:
     def store_gradient(self) -> None:
         """After it, where the step may have changed the gradient in place."""
         # Whether it has can't be asked: a write through `.data` moves no version, and fused kernels move it always.
-        if len(self.values) > 1 and self.given is not None and self.grads:
+        if self.given is not None and self.grads and self.given is not self.grads[0]:
             torch._foreach_copy_(self.grads, self.given.split_with_sizes([grad.numel() for grad in self.grads]))
 
     def take_gradient(self) -> bool:

@@ -171,7 +171,7 @@ def _check(runtime: Runtime, units: list[Unit], request: Request) -> None:
                 raise UnitStateError(
                     f"rank {rank}: unit {unit.name!r} is already gathered on ranks {outer.request.ranks or 'all'} and "
                     f"device {outer.request.device} by an enclosing engine.gathered(); nest only with the same ranks "
-                    "and device."
+                    "and device (or within a call for all ranks, on their device, of what is computed with as it is stored)."
                 )
         elif unit.running:
             raise UnitStateError(

@@ -2,7 +2,8 @@
 
 Between steps parameters, gradients and optimizer state have the dtype they are *stored* in (fp32, as a rule). A unit is gathered
 in the dtype that it is *computed* in: each rank casts its shard before the gather, so that half the bytes travel and no fp32 copy
-of the whole exists. Gradients are *reduced* in a dtype of their own and come back in that of storage. The scheme is that of
+of the whole exists. Gradients are *reduced* in a dtype of their own and come back in that of storage (over Gloo they are summed
+in that, too, where parameters are sharded). The scheme is that of
 "Mixed Precision Training" (Micikevicius et al., 2018) on shards, as in ZeRO and FSDP.
 """
 
@@ -60,11 +61,12 @@ class Precision:
             None for their own.
         cast_inputs: cast the floating-point tensors that a module is called with to the dtype that its parameters are computed
             in: True for the root and for the modules of each unit; ``"root"`` for the root alone; False for none, under autocast
-            as a rule.
+            as a rule. Nothing is cast where parameters are computed with as they are stored.
         keep: modules whose parameters are computed with and reduced as they are stored: classes (subclasses too) and patterns
             of module names, as in :attr:`ShardConfig.units`; their children included. Unless `cast_inputs` is False their
             inputs are cast to that dtype, and their outputs back to that of the inputs.
-        keep_low_precision_grads: ``.grad`` keeps `reduce_dtype`, for optimizers that take it; by default it has the
+        keep_low_precision_grads: ``.grad`` keeps `reduce_dtype`: half the memory of gradients. Element-wise optimizers get it in
+            the parameter's dtype, flat tensor by flat tensor; those of whole matrices refuse it. By default it has the
             parameter's.
 
     Raises:
@@ -100,7 +102,7 @@ class Precision:
         """The modules of `model` that :attr:`keep` names, without their children.
 
         Raises:
-            ConfigError: an entry names none.
+            ConfigError: a pattern is the name of none. (A class that the model does not have is no mistake.)
         """
         found: set[nn.Module] = set()
         for index, entry in enumerate(self.keep):
@@ -140,7 +142,9 @@ class Precision:
         for field in ("param_dtype", "reduce_dtype"):
             if getattr(self, field) is not torch.bfloat16 or device.type != "cuda":
                 continue
-            if not torch.cuda.is_bf16_supported():
+            with torch.cuda.device(device):
+                has_it = torch.cuda.is_bf16_supported(including_emulation=False)
+            if not has_it:
                 name = torch.cuda.get_device_name(device)
                 raise UnavailableError(
                     f"precision.{field}: {name} has no bfloat16; use torch.float16 with a GradScaler."

@@ -46,7 +46,7 @@ def writing(fails: bool = False) -> Iterator[threading.Event]:
         ShardWriter.write_data = original
 
 
-@ranks(1, 2, 4)
+@ranks(2, exhaustive=(1, 4))
 def test_what_is_saved_is_what_was_there_at_the_call(rank, tmp_path):
     model, engine, optimizer = build()
     train(model, optimizer, rank, range(2))
@@ -164,6 +164,7 @@ def test_a_thread_that_does_not_start_on_one_rank_fails_on_all(rank, tmp_path):
     assert verified(tmp_path / "c") == 1
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_long_wait_in_the_store_does_not_silence_the_save(rank, tmp_path):
     _model, engine, _ = build(model=Net, timeout=2.0)
@@ -214,6 +215,7 @@ def test_what_cannot_be_saved_is_found_by_the_call_itself(rank, tmp_path):
     engine.finish_saving()
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_slow_disk_is_no_missing_rank(rank, tmp_path):
     _model, engine, _ = build(model=Net, timeout=1.0)
@@ -239,7 +241,7 @@ def test_a_rank_that_is_gone_is_missed(rank, tmp_path):
     assert files_of(tmp_path) == []
 
 
-@pytest.mark.parametrize("kind", ["works", "fails"])
+@pytest.mark.parametrize("kind", ["works", pytest.param("fails", marks=pytest.mark.exhaustive)])
 def test_a_program_that_ends_loses_nothing(kind, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -277,6 +279,7 @@ def test_memory_of_a_snapshot_is_used_again():
     assert staging.nbytes == 0
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_rank_that_does_not_come_is_missed(rank, tmp_path):
     _model, engine, _ = build(model=Net, timeout=1.5)

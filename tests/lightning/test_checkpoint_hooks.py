@@ -249,6 +249,7 @@ def slowly(save: Any, write: Any, *args: Any) -> Any:
     return write(save, *args)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_names_are_those_of_saves_that_are_waited_for(world_size, tmp_path):
     class Scores(net_class("lightning")):

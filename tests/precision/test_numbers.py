@@ -127,7 +127,7 @@ def test_a_low_precision_model_may_have_fp32_masters(rank):
     assert {p.dtype for p in model.parameters()} == {FP32}
     for step in range(3):
         x = batch(rank, step).to(BF16)
-        out = model(x)
+        out = model(x.float())  # inputs are cast to what the model computes in
         assert out.dtype == BF16
         loss_of(out).backward()
         low = low_copy(masters, BF16)
@@ -194,3 +194,25 @@ def test_half_the_bytes_are_sent(rank):
             loss_of(model(batch(rank, step).float())).backward()
         sent.append(engine.bytes_sent - before)
     assert sent[1] == pytest.approx(sent[0] / 2, rel=0.01)
+
+
+@ranks(2)
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, *exhaustive(torch.optim.Adagrad)])
+def test_optimizers_take_gradients_that_are_kept_in_low_precision(make, rank):
+    pair = Mixed(
+        MLP,
+        Precision(param_dtype=BF16, keep_low_precision_grads=True),
+        optimizer=lambda m: make(m.parameters(), lr=0.01),
+    )
+    pair.backward(batch(rank, 0).float())
+    for name, p in pair.model.named_parameters():
+        assert p.grad.dtype == BF16
+        plain = pair.masters.get_parameter(name)
+        plain.grad = plain.grad.to(BF16).float()
+        same_bits(p.grad.full_tensor().float(), plain.grad, name)
+    pair.optimizer.step()
+    pair.plain_optimizer.step()
+    pair.check(
+        lambda a, b, what: torch.testing.assert_close(a.detach().full_tensor(), b.detach(), rtol=1e-5, atol=1e-6)
+    )
+    assert {p.grad.dtype for p in pair.model.parameters()} == {BF16}
