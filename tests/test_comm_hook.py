@@ -204,3 +204,63 @@ def test_a_copy_of_the_model_keeps_the_hook(rank, world_size):
     assert all(f.gradients.hook is not None for u in torch_shard.engine_of(pair.model).units for f in u.flats)
     pair.step(plain_backward, batch(rank, 0))
     pair.check()
+
+
+class OnOneRank(nn.Module):
+    """A unit whose gradient only one rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x, uses):
+        h = self.first(x)
+        k = self.middle(h)
+        return self.last(k if uses else h)
+
+
+@ranks(2, exhaustive=(3,))
+@pytest.mark.parametrize("strategy", [*SHARDED, "no_shard"])
+def test_a_unit_that_only_one_rank_has_a_gradient_of(strategy, rank, world_size):
+    hook = default_hooks.allreduce_hook if strategy == "no_shard" else default_hooks.reduce_scatter_hook
+    pair = with_hook(
+        Pair(OnOneRank, rank, world_size, strategy=strategy, units=[nn.Linear]),
+        default_hooks.DefaultState(dist.group.WORLD),
+        hook,
+    )
+    for step in range(4):
+        pair.step(lambda model, x, step=step: plain_backward(model, x, step == 0 or rank == 0), batch(rank, step))
+    pair.check()
+
+
+@ranks(2)
+def test_a_hook_that_fails_on_one_rank_is_an_error_on_both_and_training_goes_on(rank, world_size):
+    fails = [False]
+
+    def hook(state, grad, output):
+        default_hooks.reduce_scatter_hook(state, grad, output)
+        if fails[0] and rank == 1:
+            raise ZeroDivisionError("the hook's own")
+
+    pair = with_hook(Pair(MLP, rank, world_size), default_hooks.DefaultState(dist.group.WORLD), hook)
+    pair.step(plain_backward, batch(rank, 0))
+    fails[0] = True
+    with pytest.raises(ZeroDivisionError if rank else ShardError, match="the hook's own"):
+        plain_backward(pair.model, batch(rank, 1))
+    fails[0] = False
+    pair.optimizer.zero_grad()
+    pair.step(plain_backward, batch(rank, 2))
+    pair.check()
+
+
+@ranks(2)
+def test_a_hook_may_keep_what_it_is_given(rank, world_size):
+    kept = []
+
+    def hook(state, grad, output):
+        kept.append((grad, grad.clone()))
+        default_hooks.reduce_scatter_hook(state, output.new_zeros(grad.numel()), output)
+
+    pair = with_hook(Pair(lambda: MLP(blocks=5), rank, world_size), default_hooks.DefaultState(dist.group.WORLD), hook)
+    plain_backward(pair.model, batch(rank, 0))
+    assert len(kept) > 3 and all(torch.equal(a, b) for a, b in kept)

@@ -6,7 +6,9 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import torch_shard
@@ -170,3 +172,61 @@ def test_a_failed_forward_or_backward_leaves_it_usable(rank, world_size):
 
 def _raise(*_: Any) -> None:
     raise ZeroDivisionError
+
+
+@ranks(2)
+def test_edits_that_leave_no_trace_count(rank, world_size):
+    """Written on one rank for all; by a collective, past autograd, through NumPy, on the memory itself."""
+    pair = Pair(MLP, rank, world_size, strategy="shard_optim")
+    x = batch(rank, 9)
+
+    def compare() -> None:
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                same(*pair.each(lambda m: m(x)))
+
+    def halve_plain() -> None:
+        with torch.no_grad():
+            for p in pair.plain.parameters():
+                p.mul_(0.5)
+
+    compare()
+    with pair.engine.gathered(ranks=0, write=True), torch.no_grad():
+        if rank == 0:
+            for p in pair.model.parameters():
+                p.mul_(0.5)
+    halve_plain()
+    compare()
+    for edit in (
+        lambda local: local.data.mul_(0.5),
+        lambda local: np.multiply(local.numpy(), 0.5, out=local.numpy()),
+        lambda local: local.mul_(0.5) if local.numel() else None,
+    ):
+        for p in pair.model.parameters():
+            edit(p.to_local())
+        halve_plain()
+        compare()
+    for p in pair.model.parameters():
+        dist.all_reduce(p.to_local()[:0])  # nothing, but the same number of calls on all ranks
+    pair.step(plain_backward, batch(rank, 1))
+    compare()
+
+
+@ranks(2)
+def test_an_edit_between_forwards_of_a_submodule_counts(rank, world_size):
+    pair = Pair(MLP, rank, world_size, strategy="shard_optim")
+    x = torch.ones(2, 5, dtype=torch.float64)
+    for _ in range(3):
+        with torch.no_grad():
+            same(*pair.each(lambda m: m.inp(x)))
+            pair.each(lambda m: m.inp.weight.mul_(0.5))
+
+
+@ranks(2)
+def test_a_full_state_dict_leaves_nothing_gathered(rank, world_size):
+    pair = Pair(MLP, rank, world_size, strategy="shard_optim")
+    pair.step(plain_backward, batch(rank, 0))
+    pair.engine.state_dict(form="full")
+    assert {unit.state.value for unit in pair.engine.units} == {"sharded"}
+    pair.step(plain_backward, batch(rank, 1))
+    pair.check()

@@ -46,11 +46,12 @@ def cast(value: Any, dtype: torch.dtype, depth: int = _DEPTH) -> Any:
                 value[key] = new
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [f.name for f in dataclasses.fields(value) if f.init]
-        changed = {
-            k: new for k in fields if (new := cast(getattr(value, k), dtype, depth - 1)) is not getattr(value, k)
-        }
-        return dataclasses.replace(value, **changed) if changed else value
+        names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+        changed = {k: new for k in names if (new := cast(old := getattr(value, k), dtype, depth - 1)) is not old}
+        if changed:
+            value = copy.copy(value)  # not dataclasses.replace, which runs __init__ again
+            for key, new in changed.items():
+                object.__setattr__(value, key, new)
     return value
 
 
@@ -80,8 +81,8 @@ class KeepIn:
         self.given: list[torch.dtype | None] = []  # by the forwards that run, the innermost last
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        floats = [t for t in tensors_in((args, kwargs)) if t.is_floating_point()]
-        self.given.append(floats[0].dtype if floats else None)
+        given = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)] or tensors_in((args, kwargs))
+        self.given.append(next((t.dtype for t in given if t.is_floating_point()), None))
         return cast(args, self.dtype), cast(kwargs, self.dtype)
 
 

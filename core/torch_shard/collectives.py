@@ -332,6 +332,10 @@ class Reduction:
     def done(self) -> bool:
         return self.pending.done()
 
+    def abandon(self, seconds: float) -> None:
+        """A partner may never come: don't wait for long."""
+        self.pending.settle(seconds)
+
     def wait_for_own_part(self) -> None:
         """Have the host wait until this rank's device has come to the reduction. What then remains is the partners' time."""
         if self.begun is None:

@@ -22,30 +22,38 @@ if TYPE_CHECKING:
 __all__ = ["CommHook", "HookedReduction", "register"]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CommHook:
     """A function of the user's, and its state."""
 
     state: Any
     function: Callable[..., Any]
+    error: Exception | None = None  # that it raised in this backward
 
     def start(self, collectives: Collectives, grad: torch.Tensor, dtype: torch.dtype) -> HookedReduction:
         """Call it with this rank's own gradients of a unit, 1-D, not divided. It may replace what it is given."""
         c = collectives
         with torch.no_grad(), c.reducing():
             expected = (grad.numel() // c.size,)
-            if c.size == 1:
-                result = grad
-                self.function(self.state, grad)
-            else:
-                result = torch.empty(expected, dtype=grad.dtype, device=grad.device)
-                self.function(self.state, grad, result)
-            if result.shape != expected or result.device != c.device:
-                raise ShardError(
-                    f"rank {c.world_rank}: the communication hook {_name(self.function)} left a gradient of shape "
-                    f"{tuple(result.shape)} on {result.device}; it must fill the one of shape {expected} that it is given."
-                )
-            return HookedReduction(c, grad, result.to(dtype), c.reduced())
+            result = grad if c.size == 1 else torch.empty(expected, dtype=grad.dtype, device=grad.device)
+            try:
+                self.function(self.state, *((grad,) if c.size == 1 else (grad, result)))
+                if result.shape != expected or result.device != c.device:
+                    raise ShardError(
+                        f"rank {c.world_rank}: the communication hook {_name(self.function)} left a gradient of shape "
+                        f"{tuple(result.shape)} on {result.device}; it must fill the one of shape {expected} that it is given."
+                    )
+            except Exception as error:
+                # Raised at the end of this backward, on all ranks: the others go on, and call their hooks for other units.
+                self.error = self.error or error
+                result = torch.zeros(expected, dtype=grad.dtype, device=grad.device)
+            return HookedReduction(c, result.to(dtype), c.reduced())
+
+    def raise_together(self, runtime: Runtime, failed: bool) -> None:
+        """Raise what it raised in this backward; with `failed` it did so on some rank. Collective then."""
+        error, self.error = self.error, None
+        if failed:
+            agree(runtime, f"the communication hook {_name(self.function)}", None, error)
 
 
 @dataclass(eq=False)
@@ -53,17 +61,22 @@ class HookedReduction:
     """Like :class:`~torch_shard.collectives.Reduction`, of a hook that has returned."""
 
     collectives: Collectives
-    grad: torch.Tensor
     result: torch.Tensor
     event: Any  # CUDA: recorded behind the hook's work
+
+    def done(self) -> bool:
+        """It has ended on the host."""
+        return True
+
+    def abandon(self, seconds: float) -> None:
+        """Nothing is under way."""
 
     def finish(self, dtype: torch.dtype) -> torch.Tensor:
         """This rank's slice, in `dtype`."""
         if self.event is not None:
             # Hazard: compute must not read the slice before the hook has written it.
             torch.cuda.current_stream(self.collectives.device).wait_event(self.event)
-        if self.grad.data_ptr() != self.result.data_ptr():
-            self.collectives.give(self.grad)
+        # What a hook was given is not used again: it may have kept it.
         return self.result.to(dtype)
 
 
@@ -85,8 +98,9 @@ def register(runtime: Runtime, state: Any, hook: Callable[..., Any]) -> None:
     except Exception as problem:
         error = problem
     agree(runtime, what, _name(hook), error)
+    runtime.reductions.hook = made = CommHook(state, hook)
     for each in gradients:
-        each.reduce_by(CommHook(state, hook))
+        each.reduce_by(made)
 
 
 def _name(hook: Any) -> str:

@@ -241,6 +241,8 @@ def _enter_one(runtime: Runtime, summons: Summons) -> None:
             _refuse_backward(summons)
         for leaves, values in zip(summons.leaves, whole_grads, strict=False):
             for leaf, value in zip(leaves, values, strict=True):
+                if value is not None and value.dtype != leaf.dtype:
+                    leaf.grad_dtype = value.dtype
                 set_own_grad(leaf, None if value is None else value.to(leaf.device))
 
 

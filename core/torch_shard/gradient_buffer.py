@@ -201,8 +201,6 @@ class GradientBuffer:
         existing: Any = own_grad(param)
         if existing is None or getattr(existing, "_unreduced", False):
             grad._flat = result  # type: ignore[attr-defined]
-            if grad.dtype != param.dtype:
-                param.grad_dtype = grad.dtype
             set_own_grad(param, grad)
         else:
             existing.add_(grad)

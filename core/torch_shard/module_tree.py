@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from .errors import SetupError
+from .errors import ConfigError, SetupError
 from .plan import BufferInfo, ParamInfo
 from .precision import NONE, Precision
 
@@ -125,6 +125,13 @@ class ModuleTree:
                 raise SetupError(
                     f"Parameter {names[number][0]!r} has no shape yet (a lazy module): run one forward before sharding."
                 )
+            inside = [any(node.module in kept for node in path) for path in self._paths[number]]
+            if any(inside) and not all(inside) and precision.param_dtype is not None and precision.cast_inputs:
+                here, there = (self._paths[number][inside.index(value)][-1].name for value in (True, False))
+                raise ConfigError(
+                    f"precision.keep: {names[number][0]} is tied between {here!r}, which is kept, and {there!r}, which is not, and "
+                    "a parameter has one dtype. Keep both or none, or cast inputs by autocast (cast_inputs=False)."
+                )
             self.infos.append(
                 ParamInfo(
                     name=names[number][0],
@@ -137,7 +144,7 @@ class ModuleTree:
                     dtypes=precision.dtypes(
                         param.dtype,
                         param.requires_grad,
-                        any(node.module in kept for path in self._paths[number] for node in path),
+                        any(inside),
                     ),
                 )
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +18,26 @@ from .use import Use, graph_task, sequence_number
 from .watch import caller_line
 
 if TYPE_CHECKING:
+    from .flat_buffer import FlatBuffer
     from .runtime import Runtime
     from .unit import Unit
+
+
+@dataclass(eq=False)
+class _Stored:
+    """A parameter that was gathered as it is stored, for one operation."""
+
+    flat: FlatBuffer
+    index: int
+    full: torch.Tensor
+
+    def write_back(self) -> None:
+        """Keep what an in-place function wrote."""
+        start, stop = self.flat.layout.local_range(self.index, self.flat.collectives.rank)
+        now, before = self.flat.own_slot(self.full)[start:stop], self.flat.shard[start:stop]
+        if not torch.equal(now.view(torch.uint8), before.view(torch.uint8)):
+            with torch.no_grad():
+                before.copy_(now)
 
 
 class OnDemand:
@@ -25,13 +45,15 @@ class OnDemand:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self._uses: list[Use] = []  # of the operation that runs now
+        self._uses: list[Use | _Stored] = []  # of the operation that runs now
         # Copies handed out for views, with their versions: an edit of one would be lost.
         self._copies: list[tuple[torch.Tensor, int, str, str]] = []
 
-    def leaf(self, unit: Unit, param: ShardTensor, func: Any, local_ok: bool) -> torch.Tensor | None:
-        """The leaf to compute with in place of `param`, or None where the operation stays on the slices. Collective
-        where the unit is not gathered yet."""
+    def leaf(
+        self, unit: Unit, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype] = frozenset()
+    ) -> torch.Tensor | None:
+        """What to compute with in place of `param`, or None where the operation stays on the slices: the leaf, as a rule.
+        `dtypes` are those of the other operands. Collective where the unit is not gathered yet."""
         self.check_copies()
         if unit.is_summoned:
             return unit.leaf_of(param)
@@ -53,6 +75,12 @@ class OnDemand:
         if runtime.agreement is None:
             # In set-up, which lets a model on meta initialise slices, and whole parameters where that raises this.
             raise gather_error([param._spec], name)
+        flat, index = unit.find(param)
+        # Outside a forward a parameter shows the dtype that it is stored in. Only what is given a tensor of the computation's
+        # (`F.linear(features, model.head.weight)`) is part of that.
+        as_stored = flat.casts and not inside and graph_task() == -1 and flat.compute not in dtypes
+        if as_stored and not differentiable:
+            return self._stored(unit, flat, index)
         start = sequence_number()
         is_there = replicated and not unit.gathers
         at_hand = local_ok and ((is_there and not inside) or (unit.installed and not recording))
@@ -64,7 +92,22 @@ class OnDemand:
                 flat.note_versions()
         unit.running += 1
         self._uses.append(Use(unit, start))
-        return unit.leaf_of(param)
+        return flat.leaves[index].to(flat.dtype) if as_stored else flat.leaves[index]
+
+    def _stored(self, unit: Unit, flat: FlatBuffer, index: int) -> torch.Tensor:
+        """A whole parameter of a unit that is computed with in another dtype, with the values that are stored. Collective."""
+        agreement = self.runtime.agreement
+        if agreement is not None:
+            text = f"gathers the stored values of unit {unit.name!r}"
+            agreement.note(zlib.crc32(text.encode()), text)
+            agreement.check(text)
+        from .whole import whole_flat  # which knows the runtime
+
+        full = whole_flat(flat, unit.gather_text)
+        if full is flat.shard:
+            full = full.clone()
+        self._uses.append(_Stored(flat, index, full))
+        return torch.nn.Parameter(flat.view(full, index).data, requires_grad=False)
 
     def _is_whole(self, unit: Unit, param: ShardTensor) -> bool:
         """Whether an operation that records nothing, outside any forward, finds the unit gathered. Not collective.
@@ -92,6 +135,9 @@ class OnDemand:
         if unit.is_summoned or not self._uses:
             return
         use = self._uses.pop()
+        if isinstance(use, _Stored):
+            use.write_back()
+            return
         unit = use.unit
         unit.running -= 1
         if unit.gathers and not unit.installed:
@@ -99,8 +145,9 @@ class OnDemand:
         tensors = tensors_in(result)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             self.runtime.watch_outputs(use, tensors, forward=False)
+            self.runtime.between_forwards(True)
         else:
-            self.runtime.between_forwards()
+            self.runtime.between_forwards(False)
 
     def watch_copies(self, copies: list[torch.Tensor], name: str) -> None:
         """An edit of one of these, which stand in for views of `name`, shall be an error."""

@@ -20,7 +20,7 @@ from .errors import ShardError
 from .gradient_buffer import WANTED, GradientBuffer
 
 if TYPE_CHECKING:
-    from .comm_hook import HookedReduction
+    from .comm_hook import CommHook, HookedReduction
     from .flat_buffer import FlatBuffer
     from .in_backward import InBackward
     from .unit import Unit
@@ -50,6 +50,7 @@ class Reductions:
         # Gradients that are published at the end all the same: backward may need their unit's values once more.
         self._postponed: dict[int, GradientBuffer] = {}
         self._marked: dict[int, list[int]] | None = None  # what the ranks have agreed on, once they have
+        self.hook: CommHook | None = None  # that reduces in place of the engine
 
     def begin(self, forward_order: Iterable[Unit]) -> None:
         """A backward begins; `forward_order` has the units that forward used, the latest last."""
@@ -68,12 +69,13 @@ class Reductions:
         while self._order and not any(f.gradients.missing for f in self._order[0].flats):
             self._issue(self._order.pop(0))
 
-    def _issue(self, unit: Unit) -> None:
+    def _issue(self, unit: Unit, early: bool = False) -> None:
+        """`early`: before the ranks have agreed who has a gradient, though not all of this rank's may be there."""
         unit.rounds += 1
         self._issued("reduce", unit)
         stepping = unit.runtime.in_backward
         # After the last node nothing is needed any more. Decided here and not when the sum is there: that may be any time.
-        postponed = stepping is not None and self._marked is None and stepping.postpones(unit)
+        postponed = stepping is not None and self._marked is None and (stepping.postpones(unit) or early)
         for flat in unit.flats:
             gradients = flat.gradients
             if not gradients.wants_any:
@@ -124,6 +126,10 @@ class Reductions:
         `idle` are the indices of units that this rank gathered, but did not need; `stepping`, where units are stepped during
         backward. Returns whether some unit was needed by no rank.
         """
+        if self.hook is not None:
+            # A hook has ended when it returns, and needs all ranks for that: each calls it for all units before they compare.
+            while self._order:
+                self._issue(self._order.pop(0), early=True)
         # Does this rank come with reductions that it could not issue in time?
         marks: list[int] = [any(not u.rounds and u.index not in self._incomplete for u in self._order)]
         for unit in units:
@@ -132,6 +138,7 @@ class Reductions:
             marks.append(unit.index not in idle)
             for flat in unit.flats:
                 marks += flat.gradients.marks()
+        marks.append(self.hook is not None and self.hook.error is not None)
         if stepping is not None:
             marks += stepping.marks()
         agreed = agreement.check("the end of backward", torch.tensor(marks, dtype=torch.uint8))
@@ -149,8 +156,10 @@ class Reductions:
             for flat in unit.flats:
                 marked[id(flat)] = answer[at : at + len(flat.params)]
                 at += len(flat.params)
+        if self.hook is not None and units:
+            self.hook.raise_together(units[0].runtime, bool(answer[at]))
         if stepping is not None:
-            stepping.check(answer[at:])
+            stepping.check(answer[at + 1 :])
         self._note_incomplete(marked)
         self._marked = marked
         for unit in self._order:  # first what other ranks have issued before they came here
@@ -193,8 +202,7 @@ class Reductions:
         """Backward failed. A partner may never come, and the failure being handled says why: don't wait for long."""
         for _, reduction in self._in_flight:
             with contextlib.suppress(ShardError):
-                if isinstance(reduction, Reduction):
-                    reduction.pending.settle(PAUSE)
+                reduction.abandon(PAUSE)
         self._in_flight.clear()
         self._marked = None
         self._units.clear()

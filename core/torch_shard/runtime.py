@@ -89,7 +89,7 @@ class Runtime:
 
     def ready(self) -> None:
         if self.together is not None:
-            self.together.widen(1 + sum(4 + len(u.params) for u in self.units))
+            self.together.widen(2 + sum(4 + len(u.params) for u in self.units))
         self.agreement = self.schedule.agreement = Agreement(self.collectives, self.together)
         # Ranks that have differed remember different orders.
         self.agreement.on_difference = self.schedule.order.forget
@@ -160,14 +160,17 @@ class Runtime:
         if recording and outputs is not None:
             self.watch_outputs(use, tensors)
         self.on_demand.check_copies()
-        if not recording:
-            self.between_forwards()
+        self.between_forwards(recording)
         return outputs
 
-    def between_forwards(self) -> None:
-        """An operation or a forward without gradients has ended."""
-        if not self.in_forward and graph_task() == -1:
+    def between_forwards(self, recording: bool) -> None:
+        """An operation or a forward has ended, which recorded gradients or not."""
+        if self.in_forward or graph_task() != -1:
+            return
+        if not recording:
             self.schedule.release_whole()
+        if self.schedule.keeps_on:  # what changes before the next one must be seen there
+            self.session = False
 
     def watch_outputs(self, use: Use, outputs: list[torch.Tensor], forward: bool = True) -> None:
         """Have backward come back to `use`, a module's forward or one operation, through the tensors it made."""
@@ -240,6 +243,7 @@ class Runtime:
 
     def _open_session(self) -> None:
         if self.collectives.world == 1:
+            self.schedule.agree_on_changes("the start of a forward")
             return
         self.session = self.schedule.fresh = True
         assert self.agreement is not None
@@ -247,7 +251,8 @@ class Runtime:
             self.number = self.agreement.number = self.together.number_of_copy(self.original)
         phase = FORWARD if torch.is_grad_enabled() else EVALUATION
         self.agreement.note(1 + phase, f"begins a {PHASES[phase]}")
-        self.agreement.check("the start of a forward")
+        if not self.schedule.agree_on_changes("the start of a forward"):
+            self.agreement.check("the start of a forward")
 
     def demand(self, unit: Unit, phase: int) -> None:
         """Have `unit` gathered when this returns, and the next ones on their way. Collective."""

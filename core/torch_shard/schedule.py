@@ -34,12 +34,12 @@ class Schedule:
         self.needed: set[int] = set()  # units whose backward has begun on this rank
         self.double_backward = False  # a graph of gradients exists that reads gathered values: nothing is released
         self._keeps_forward = config.strategy != "full_shard"  # from forward to the end of backward
-        self._keeps_on = config.strategy == "shard_optim"  # until the parameters change
+        self.keeps_on = config.strategy == "shard_optim"  # until the parameters change
         # Parameters of which every rank has all: gathering is a cast, and no other rank's affair.
         self._replicated = config.strategy == "no_shard"
 
     def _keeps(self) -> bool:
-        return self._keeps_on or (self._keeps_forward and torch.is_grad_enabled())
+        return self.keeps_on or (self._keeps_forward and torch.is_grad_enabled())
 
     def begin_backward(self) -> None:
         self.fresh_backward = True
@@ -55,7 +55,7 @@ class Schedule:
             self._gather(unit)
             unit.wait()
             return
-        if self._keeps_on and self._is_current(unit):
+        if self.keeps_on and self._is_current(unit):
             self.gathered[unit.index] = unit
             unit.wait()
             unit.note_stream()
@@ -72,7 +72,7 @@ class Schedule:
             upcoming = [self.by_index[i] for i in self.order.upcoming()]
         if phase != BACKWARD:
             idle = unit.state is not State.SHARDED and not unit.running and not unit.uses
-            if idle and unit.is_stale():
+            if idle and (unit.outdated or unit.is_stale()):
                 unit.release()
             if upcoming is not None and not self._keeps():
                 self._release_others(unit, upcoming)
@@ -118,11 +118,25 @@ class Schedule:
     # -- releasing ----------------------------------------------------------------------------------------------
     @staticmethod
     def _is_current(unit: Unit) -> bool:
-        return unit.state is not State.SHARDED and not unit.refill and not unit.is_stale()
+        # Not whether this rank's own shard was written to: all ranks must come to one answer (`agree_on_changes`).
+        return unit.state is not State.SHARDED and not unit.refill and not unit.outdated
+
+    def agree_on_changes(self, what: str) -> bool:
+        """Under ``shard_optim``, where a forward begins: compare the ranks' sequences, and forget what is gathered of units that
+        any rank has seen changed, or may have changed unseen. Collective; False where other strategies do nothing."""
+        if not self.keeps_on:
+            return False
+        units = list(self.by_index.values())
+        marks = [unit.outdated or unit.exposed or unit.is_stale() for unit in units]
+        assert self.agreement is not None
+        agreed = self.agreement.check(what, torch.tensor(marks, dtype=torch.uint8))
+        for unit, changed in zip(units, marks if agreed is None else agreed.tolist(), strict=True):
+            unit.outdated = bool(changed)
+        return True
 
     def release(self, unit: Unit) -> None:
         """Release a unit, or where something that this rank put aside may still need it, take part in its next gather."""
-        if self._keeps_on and self._is_current(unit):
+        if self.keeps_on and self._is_current(unit):
             return
         if unit.kept:
             unit.refill = True
@@ -181,6 +195,7 @@ class Schedule:
         for unit in self.gathered.values():
             unit.uses.clear()
             unit.kept.clear()
+        for unit in self.by_index.values() if self.keeps_on else ():
             # Whether this rank's own shard was written to says nothing: it may have no part of what was.
-            unit.outdated = self._keeps_on and any(param.requires_grad for param in unit.params)
+            unit.outdated |= any(param.requires_grad for param in unit.params)
         self.release_unused()

@@ -461,9 +461,12 @@ def _swap(original: nn.Parameter, flat: FlatBuffer, index: int, unit: Unit) -> N
             f"parameter {name} can't be swapped for its shard: {error}; use ShardConfig(ignore=...)."
         ) from error
     flat.params[index] = original  # type: ignore[call-overload]
-    if grad is not None:
-        with torch._C.DisableTorchFunctionSubclass():
-            original.grad = ShardTensor(slice_full(grad, original._spec).clone(), original._spec)  # type: ignore[attr-defined]
+    with torch._C.DisableTorchFunctionSubclass():
+        if flat.dtypes.grad != flat.dtype:
+            original.grad_dtype = flat.dtypes.grad
+        if grad is not None:
+            spec = original._spec  # type: ignore[attr-defined]
+            original.grad = ShardTensor(slice_full(grad, spec).clone().to(flat.dtypes.grad), spec)
 
 
 def _buffers(model: nn.Module, config: ShardConfig, runtime: Runtime, c: Collectives, device: torch.device) -> None:

@@ -420,7 +420,8 @@ def _on_demand(
                 continue
             if local_ok is None:
                 local_ok = _slices_will_do(cls, name, args, kwargs, tensors)
-            leaf = unit.on_demand(t, func, local_ok)
+            dtypes = frozenset(o.dtype for o in tensors if type(o) is not cls) if unit.casts else frozenset()
+            leaf = unit.on_demand(t, func, local_ok, dtypes) if dtypes else unit.on_demand(t, func, local_ok)
             if leaf is None:
                 continue
             asked.append(unit)

@@ -112,6 +112,9 @@ class ShardTensor(torch.Tensor):
     # -- the slice and the whole ----------------------------------------------------------------------------------
     def to_local(self) -> torch.Tensor:
         """Return this rank's slice: 1-D, memory order, shared memory. Not collective, no gradient."""
+        unit = self._unit_ref() if self._unit_ref is not None else None
+        if unit is not None:
+            unit.exposed = True
         return self._local
 
     def full_tensor(self) -> torch.Tensor:

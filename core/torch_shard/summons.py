@@ -130,6 +130,7 @@ def _write(summons: Summons) -> None:
                 if not (summons.in_place and not flat.sharded):  # else it is the very memory
                     flat.shard.copy_(flat.own_slot(summons.buffers[number]))
                 unify_replicas(flat, what)
+            unit.outdated = True  # a collective leaves no trace in the shard's version
             if summons.overlay and flat.sharded:
                 flat.full.copy_(whole_flat(flat, what))
             for enclosing in open_on(unit):  # these edits stay, whatever becomes of theirs
@@ -163,11 +164,11 @@ def _write_grads(summons: Summons, number: int, flat: FlatBuffer) -> None:
         return
     full = None
     if summons.here:
-        full = torch.zeros(flat.layout.numel, dtype=flat.dtype, device=request.device)
+        full = torch.zeros(flat.layout.numel, dtype=flat.dtypes.grad, device=request.device)
         for i, grad in enumerate(grads):
             if grad is not None:
                 flat.view(full, i).copy_(grad)
-    own = torch.empty(flat.layout.shard_numel, dtype=flat.dtype, device=flat.shard.device)
+    own = torch.empty(flat.layout.shard_numel, dtype=flat.dtypes.grad, device=flat.shard.device)
     send_slices(flat, full, own, source, what)
     for i, param in enumerate(flat.params):
         start, stop = flat.layout.local_range(i, flat.collectives.rank)

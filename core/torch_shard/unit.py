@@ -74,7 +74,9 @@ class Unit:
         # the unit, so that they gather it anew, and then this one takes part (`refill`).
         self.kept: list[Any] = []
         self.refill = False
-        self.outdated = False  # an optimizer may have changed parameters since they were gathered
+        # Under `shard_optim`: whether parameters may have changed since they were gathered, as all ranks agree; and whether the
+        # user was given this rank's memory of one, where changes leave no trace.
+        self.outdated = self.exposed = False
         self.rounds = 0  # reductions issued in this backward
         self.streams: set[Any] = set()  # CUDA: those that compute with the gathered values
         self.checks = 2  # iterations in which an untracked edit of the gathered values is looked for
@@ -180,8 +182,8 @@ class Unit:
         return self.collectives.gathering() if self.sharded else contextlib.nullcontext()
 
     def is_stale(self) -> bool:
-        """Whether a parameter was changed since its unit was gathered."""
-        return self.outdated or any(flat.is_stale() for flat in self.flats)
+        """Whether this rank's shard was written to since its unit was gathered."""
+        return any(flat.is_stale() for flat in self.flats)
 
     def wait(self) -> None:
         """GATHERING to FULL."""
@@ -326,8 +328,10 @@ class Unit:
         return handle
 
     # -- on demand ----------------------------------------------------------------------------------------------
-    def on_demand(self, param: ShardTensor, func: Any, local_ok: bool) -> torch.Tensor | None:
-        return self.runtime.on_demand.leaf(self, param, func, local_ok)
+    def on_demand(
+        self, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype] = frozenset()
+    ) -> torch.Tensor | None:
+        return self.runtime.on_demand.leaf(self, param, func, local_ok, dtypes)
 
     def on_demand_done(self, result: Any, copies: list[torch.Tensor], name: str) -> None:
         self.runtime.on_demand.done(self, result, copies, name)
@@ -348,8 +352,6 @@ class Unit:
         memo[id(self)] = other
         for flat in self.flats:
             twin = FlatBuffer(flat.layout, flat.dtypes, flat.shard.detach().clone(), self.collectives, other)
-            if flat.gradients.hook is not None:
-                twin.gradients.reduce_by(flat.gradients.hook)
             other.flats.append(twin)
             for mine, its in zip(flat.params, twin.params, strict=True):
                 memo[id(mine)] = its
@@ -361,6 +363,11 @@ class Unit:
                 twin.params[i] = memo[id(flat.params[i])]
             twin.mirror(force=True)
         other.compute_in_its_dtypes()
+        hook = self.runtime.reductions.hook
+        if hook is not None:
+            runtime.reductions.hook = hook
+            for twin in other.flats:
+                twin.gradients.reduce_by(hook)
         runtime.add(other)
         for module, attribute, flat, index in self.places:
             other.places.append((copy.deepcopy(module, memo), attribute, other.flats[self.flats.index(flat)], index))
@@ -389,6 +396,8 @@ def adopt(param: Any, original: Any) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         param._is_param = True
         param.requires_grad_(original.requires_grad)
+        if isinstance(original, ShardTensor) and original.grad_dtype != original.dtype:
+            param.grad_dtype = original.grad_dtype
     for key, value in original.__dict__.items():
         if key not in _OWN_ATTRIBUTES:
             param.__dict__[key] = value

@@ -147,7 +147,7 @@ def gathered_values(runtime: Runtime, unit: Unit) -> Iterator[list[torch.Tensor]
         yield [flat.full for flat in unit.flats]
     finally:
         if not keep:
-            runtime.schedule.release(unit)
+            unit.release()
 
 
 def refill(runtime: Runtime, unit: Unit) -> bool:

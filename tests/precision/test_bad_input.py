@@ -82,3 +82,25 @@ def test_a_backward_of_what_was_computed_inside_gathered_is_an_error_outside_too
     with pytest.raises(UnitStateError, match=r"engine\.gathered\(\)"):
         loss.backward()
     pair.train(rank, steps=1)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 5), nn.Linear(5, 9, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids))
+
+
+@ranks(2)
+def test_a_parameter_that_is_kept_and_not_kept_is_an_error_that_names_both_modules(rank):
+    with pytest.raises(
+        ConfigError, match=r"precision\.keep: embedding\.weight is tied between 'embedding'.*and 'head'"
+    ):
+        torch_shard.shard(Tied(), precision=Precision(param_dtype=BF16, keep=[nn.Embedding]))
+    model = Tied()
+    torch_shard.shard(model, precision=Precision(param_dtype=BF16, keep=[nn.Embedding], cast_inputs=False))
+    with torch.autocast("cpu", BF16):
+        model(torch.arange(3)).sum().backward()

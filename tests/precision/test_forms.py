@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,76 @@ def test_gradients_may_keep_the_dtype_of_their_reduction(rank):
         model(torch.ones(2, 5))["out"].sum().backward()
     assert {p.grad.dtype for p in model.parameters()} == {BF16}
     assert {p.grad.full_tensor().dtype for p in model.parameters()} == {BF16}
+
+
+@ranks(2, exhaustive=(1,))
+def test_gradients_in_low_precision_are_shown_gathered_and_accumulated(rank):
+    pair = Mixed(MLP, Precision(param_dtype=BF16, keep_low_precision_grads=True))
+    for step in range(2):
+        with pair.engine.no_sync():
+            loss_of(pair.model(batch(rank, step).float())).backward()
+        assert {p.grad.dtype for p in pair.model.parameters()} == {BF16}
+    loss_of(pair.model(batch(rank, 2).float())).backward()
+    expected = {n: p.grad.full_tensor() for n, p in pair.model.named_parameters()}
+    for ranks_ in (None, 0):
+        with pair.engine.gathered(grads=True, write=True, ranks=ranks_):
+            if ranks_ is None or rank == 0:
+                for name, p in pair.model.named_parameters():
+                    same_bits(p.grad, expected[name], name)
+    for name, p in pair.model.named_parameters():
+        same_bits(p.grad, expected[name], name)
+    twin = copy.deepcopy(pair.model)
+    loss_of(twin(batch(rank, 2).float())).backward()
+    assert {p.grad.dtype for p in twin.parameters()} == {BF16}
+    pair.engine.close()
+    assert {p.grad.dtype for p in pair.model.parameters()} == {BF16}
+
+
+@ranks(2)
+def test_gradients_from_before_are_those_of_masters(rank):
+    model = MLP().to(BF16)
+    loss_of(model(batch(rank, 0).to(BF16))).backward()
+    before = {n: p.grad.clone() for n, p in model.named_parameters()}
+    torch_shard.shard(model, precision=Precision(master_dtype=FP32))
+    for name, p in model.named_parameters():
+        same_bits(p.grad, before[name].float(), name)
+
+
+@dataclasses.dataclass
+class Doubles:
+    x: torch.Tensor
+    note: str = dataclasses.field(init=False)
+    times: dataclasses.InitVar[float] = 2.0
+
+    def __post_init__(self, times):
+        self.x, self.note = self.x * times, "made"
+
+
+class TakesObjects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(5, 3)
+
+    def forward(self, given):
+        assert given.note == "made" and given.x.dtype == BF16
+        return self.lin(given.x)
+
+
+@ranks(2)
+def test_dataclasses_are_cast_as_they_are(rank):
+    model = TakesObjects()
+    torch_shard.shard(model, precision=LOW)
+    given = Doubles(torch.ones(2, 5))
+    expected = model(Doubles(torch.ones(2, 5)))
+    same_bits(model(given), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            expected.float(),
+            2 * model.lin.weight.sum(1) + model.lin.bias.detach().full_tensor() + torch.zeros(2, 1),
+            rtol=0.02,
+            atol=0.05,
+        )
+    assert given.x.dtype == FP32
 
 
 class Packed(nn.Module):

@@ -1,0 +1,117 @@
+"""Parameters used outside a forward: there they are what they show, in the dtype of storage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.marks import exhaustive
+from tests.precision.harness import Mixed, batch, loss_of, same_bits
+from tests.ranks import ranks
+from torch_shard import Precision
+
+BF16 = torch.bfloat16
+LOW = Precision(param_dtype=BF16)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 7), nn.Linear(7, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def rows(w: Any) -> None:
+    w[1] = w[0] * 1.001
+
+
+def flipped(w: Any) -> None:
+    w.copy_(w.flip(0))
+
+
+def normalised(w: Any) -> None:
+    w.div_(w.norm(dim=1, keepdim=True))
+
+
+def averaged(w: Any) -> None:
+    w[4:] = w[:4].mean(0)
+
+
+def rotated(w: Any) -> None:
+    w.copy_(w @ torch.linalg.qr(torch.arange(36.0).view(6, 6).sin())[0])
+
+
+def out(w: Any) -> None:
+    torch.add(w, 1e-4, out=w)
+
+
+@ranks(2, exhaustive=(1, 3))
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_optim", "no_shard")])
+@pytest.mark.parametrize("edit", [rows, flipped, normalised, averaged, rotated, out])
+def test_an_edit_that_needs_the_whole_keeps_the_precision_of_storage(edit, strategy, rank):
+    pair = Mixed(Net, LOW, strategy=strategy, units=[nn.Linear])
+    with torch.no_grad():
+        for model in (pair.model, pair.masters):
+            edit(model.first.weight)
+    for name, p in pair.model.named_parameters():
+        torch.testing.assert_close(
+            p.detach().full_tensor(), pair.masters.get_parameter(name).detach(), rtol=1e-6, atol=1e-7
+        )
+    x = torch.ones(2, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(pair.model(x), pair.low()(x.to(BF16)), rtol=0.02, atol=0.02)
+
+
+@ranks(2)
+def test_what_is_read_has_the_values_and_dtype_of_storage(rank):
+    pair = Mixed(Net, LOW, units=[nn.Linear])
+    ours, plain = pair.model.first.weight, pair.masters.first.weight
+    with torch.no_grad():
+        for read in (
+            lambda w: w[0],
+            lambda w: w.t(),
+            lambda w: torch.linalg.svdvals(w),
+            lambda w: w @ torch.ones(6, 2),
+            lambda w: torch.cat([w, w]),
+        ):
+            torch.testing.assert_close(read(ours), read(plain), rtol=1e-6, atol=1e-7)
+
+
+@ranks(2)
+def test_features_of_the_computation_meet_weights_of_the_computation(rank):
+    """A head that is applied outside its module, with and without gradients."""
+    pair = Mixed(Net, LOW, units=[nn.Linear])
+    low = pair.low()
+    x = torch.ones(2, 6)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            ours = F.linear(pair.model.first(x), pair.model.second.weight)
+            same_bits(ours, F.linear(low.first(x.to(BF16)), low.second.weight))
+    loss_of(ours).backward()
+    assert pair.model.second.weight.grad is not None
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard")])
+def test_a_regulariser_has_the_dtype_of_storage(strategy, rank):
+    pair = Mixed(Net, LOW, strategy=strategy, units=[nn.Linear])
+    for term in (lambda w: w.pow(2).sum(), lambda w: w.norm(dim=1).sum()):
+        values = []
+        for model in (pair.model, pair.masters):
+            value = term(model.first.weight)
+            value.backward()
+            values.append(value.detach())
+        assert values[0].dtype == torch.float32
+        torch.testing.assert_close(*values, rtol=0.01, atol=0)
+        torch.testing.assert_close(
+            pair.model.first.weight.grad.full_tensor(), pair.masters.first.weight.grad, rtol=0.02, atol=0.01
+        )
+        for model in (pair.model, pair.masters):
+            model.zero_grad()
+    loss_of(pair.model(batch(rank, 0, 4, 6).float())).backward()
