@@ -129,8 +129,8 @@ class ModuleTree:
             if any(inside) and not all(inside) and precision.param_dtype is not None and precision.cast_inputs:
                 here, there = (self._paths[number][inside.index(value)][-1].name for value in (True, False))
                 raise ConfigError(
-                    f"precision.keep: {names[number][0]} is tied between {here!r}, which is kept, and {there!r}, which is not, and "
-                    "a parameter has one dtype. Keep both or none, or cast inputs by autocast (cast_inputs=False)."
+                    f"precision.keep: {names[number][0]} is tied between {here!r}, which is kept, and {there!r}, which is not, "
+                    "and a parameter has one dtype. Keep both or none, or cast inputs by autocast (cast_inputs=False)."
                 )
             self.infos.append(
                 ParamInfo(
