@@ -124,8 +124,10 @@ class Engine(EngineState):
         the unit): as ``hook(state, grad, output)`` where parameters are sharded, which must fill `output`, this rank's
         slice of the mean; under ``no_shard`` as ``hook(state, grad)``, which must make `grad` the mean. Both are 1-D, of the
         dtype of the reduction (``ShardConfig.precision``), and not divided by anything; gaps between parameters are zero. The
-        signatures are those of torch's FullyShardedDataParallel, whose hooks run unchanged. A hook brings its own process
-        group and its own timeouts; :attr:`bytes_sent` does not count what it sends. With one rank it is not called.
+        signatures are those of torch's FullyShardedDataParallel, whose hooks run unchanged (those that compress need a GPU). Every
+        rank calls it for the same units, with zeros where it has no gradient. A hook brings its own process group and its own
+        timeouts; :attr:`bytes_sent` does not count what it sends. With one rank it is not called. What it raises is raised at
+        the end of the backward on all ranks, provided that it does not leave the others waiting in a collective of its own.
 
         Args:
             state: given to each call: compression errors, a process group.
@@ -134,7 +136,7 @@ class Engine(EngineState):
         Raises:
             ConfigError: it can't be called, differs between the ranks, or there is one already.
             UnitStateError: gradients wait for their reduction (:meth:`no_sync`).
-            ShardError: by a backward in which it left a gradient of another size.
+            ShardError: by a backward in which it left a gradient of another size, or raised on another rank.
         """
         comm_hook.register(self._runtime, state, hook)
 
