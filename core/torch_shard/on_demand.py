@@ -86,10 +86,10 @@ class OnDemand:
         at_hand = local_ok and ((is_there and not inside) or (unit.installed and not recording))
         if not (at_hand or (not inside and not recording and self._is_whole(unit, param))):
             runtime.demand(unit, runtime.phase())
-        for flat in unit.flats:
-            flat.mirror()
+        for each in unit.flats:
+            each.mirror()
             if not unit.installed:
-                flat.note_versions()
+                each.note_versions()
         unit.running += 1
         self._uses.append(Use(unit, start))
         return flat.leaves[index].to(flat.dtype) if as_stored else flat.leaves[index]
