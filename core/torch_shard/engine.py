@@ -124,10 +124,10 @@ class Engine(EngineState):
         the unit): as ``hook(state, grad, output)`` where parameters are sharded, which must fill `output`, this rank's
         slice of the mean; under ``no_shard`` as ``hook(state, grad)``, which must make `grad` the mean. Both are 1-D, of the
         dtype of the reduction (``ShardConfig.precision``), and not divided by anything; gaps between parameters are zero. The
-        signatures are those of torch's FullyShardedDataParallel, whose hooks run unchanged (those that compress need a GPU). Every
-        rank calls it for the same units, with zeros where it has no gradient. A hook brings its own process group and its own
-        timeouts; :attr:`bytes_sent` does not count what it sends. With one rank it is not called. What it raises is raised at
-        the end of the backward on all ranks, provided that it does not leave the others waiting in a collective of its own.
+        signatures are those of torch's FullyShardedDataParallel, whose hooks run unchanged (those that compress need a GPU).
+        Every rank calls it for the same units, with zeros where it has no gradient. A hook brings its own process group and its
+        own timeouts; :attr:`bytes_sent` does not count what it sends. With one rank it is not called. What it raises is raised
+        at the end of the backward on all ranks, provided that it does not leave the others waiting in a collective of its own.
 
         Args:
             state: given to each call: compression errors, a process group.
