@@ -64,6 +64,7 @@ def test_blocks_compiled_after_sharding_train_like_plain(rank, world_size):
     pair.check()
 
 
+@pytest.mark.exhaustive
 @ranks(3)
 def test_blocks_compiled_before_sharding_train_like_plain(rank, world_size):
     torch.manual_seed(0)

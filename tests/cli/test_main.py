@@ -50,6 +50,7 @@ def test_a_path_that_cannot_be_written_is_one_line(made, tmp_path, cli):
         cli("convert", made / "wide", tmp_path / "file" / "x", "--to", form, expected=2)
 
 
+@pytest.mark.exhaustive
 def test_a_reader_that_goes_away_is_no_error(made):
     program = [sys.executable, "-m", "torch_shard", "inspect", str(made / "ours")]
     process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
@@ -57,6 +58,7 @@ def test_a_reader_that_goes_away_is_no_error(made):
     assert process.stderr.read() == b"" and process.wait() == 141
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_leaves_nothing_and_exits_130(made, tmp_path):
     code = (
         "import sys, time, torch_shard.checkpoint.single_file as s\n"

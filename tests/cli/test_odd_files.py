@@ -141,6 +141,7 @@ def test_any_other_error_is_one_line_and_2(tmp_path, cli, monkeypatch):
     assert "--max-shard-size" in error
 
 
+@pytest.mark.exhaustive
 def test_output_that_has_no_such_character(tmp_path):
     torch.save({"model": {"w": torch.ones(2)}, "extra": "é" + "x" * 100}, tmp_path / "a.pt")
     done = run_python("-X", "utf8=0", "-m", "torch_shard", "inspect", tmp_path / "a.pt", PYTHONIOENCODING="ascii")

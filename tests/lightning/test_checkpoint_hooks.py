@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_shard.for_lightning import ShardStrategy
 from tests.lightning.helpers import NAMESPACES, loader, net_class, trainer
+from tests.marks import quick
 from tests.ranks import ranks
 from torch_shard import ShardConfig
 from torch_shard.checkpoint import sharded_save
@@ -117,7 +118,7 @@ def test_a_hook_that_asks_for_values_of_another_rank_is_told_why_it_has_none(ran
     saved(world_size, "full", Asks(), tmp_path / "a.ckpt")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", quick(FORMS, ["sharded"]))
 @ranks(2, fresh=True)
 def test_a_hook_that_fails_on_one_rank_strands_no_other(rank, world_size, form, tmp_path):
     class Fails(net_class("lightning")):
