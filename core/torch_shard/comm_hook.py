@@ -47,7 +47,7 @@ class CommHook:
                 # Raised at the end of this backward, on all ranks: the others go on, and call their hooks for other units.
                 self.error = self.error or error
                 result = torch.zeros(expected, dtype=grad.dtype, device=grad.device)
-            return HookedReduction(c, result.to(dtype), c.reduced())
+            return HookedReduction(c, grad, result.to(dtype), c.reduced())
 
     def raise_together(self, runtime: Runtime, failed: bool) -> None:
         """Raise what it raised in this backward; with `failed` it did so on some rank. Collective then."""
@@ -61,12 +61,11 @@ class HookedReduction:
     """Like :class:`~torch_shard.collectives.Reduction`, of a hook that has returned."""
 
     collectives: Collectives
+    # Hazard: its memory goes back to the stream of the backward, and must not be used there again before the hook's collective,
+    # on another one, has read it.
+    grad: torch.Tensor
     result: torch.Tensor
     event: Any  # CUDA: recorded behind the hook's work
-
-    def done(self) -> bool:
-        """It has ended on the host."""
-        return True
 
     def abandon(self, seconds: float) -> None:
         """Nothing is under way."""

@@ -54,6 +54,7 @@ class Schedule:
                 unit.release()
             self._gather(unit)
             unit.wait()
+            unit.note_stream()
             return
         if self.keeps_on and self._is_current(unit):
             self.gathered[unit.index] = unit

@@ -55,7 +55,7 @@ class Unit:
         self.casts = False  # modules compute in another dtype than that of some shard
         self.gathers = (
             self.sharded
-        )  # modules compute with memory other than the shards': of all ranks, or of another dtype
+        )  # modules compute with other memory than the shards': of all ranks, or of another dtype
         self.runtime: Runtime = None  # type: ignore[assignment]  # set by Runtime.add
         self.flats: list[FlatBuffer] = []
         # (module, attribute, flat, index): every place of the model that holds a parameter of this unit
@@ -218,9 +218,10 @@ class Unit:
         with self._gathering():
             # Hazard: the next allocation may reuse this memory on the gather stream while compute still reads it;
             # `gathering()` has made that stream wait for what the current one was given, which may be another one.
-            if self.streams and self.sharded:
-                join(self.collectives.gather_stream, self.streams)
-            self.streams.clear()
+            if self.streams:
+                c = self.collectives
+                join(c.gather_stream if self.sharded else torch.cuda.current_stream(c.device), self.streams)
+                self.streams.clear()
             for flat in self.flats:
                 if not flat.gathers:
                     continue
