@@ -14,10 +14,11 @@ from tests.ranks import ranks
 from torch_shard import shard
 from torch_shard.collectives import connect
 from torch_shard.errors import SetupError
+from torch_shard.topology import Topology
 
 
 def _connect(group):
-    return connect(group, torch.device("cpu"), shard=True, timeout=30.0, single_communicator=False)
+    return connect(group, torch.device("cpu"), Topology.sharded(2), timeout=30.0, single_communicator=False)
 
 
 @ranks(2, timeout=30, group_timeout=100.0)

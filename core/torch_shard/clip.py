@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from .collectives import ScalarComm
 from .errors import NonFiniteError
 from .flat_buffer import FlatBuffer
 from .flat_runs import grad_of
@@ -180,7 +179,7 @@ def _total_norm(runtime: Runtime, grads: _Gradients, p: float) -> torch.Tensor:
         plain = (_count if p == 0 else _norm)(grads.plain, p, compute, c.device).double().view(1)
     parts: list[torch.Tensor] = []
     for key, comm in grads.comms.items():
-        with_plain = plain if comm.size > 1 else None
+        with_plain = plain if comm.size == c.world > 1 else None
         if p == 0:
             parts.append(_counts(grads.tensors[key], with_plain, comm, c.device))
         else:
@@ -210,12 +209,11 @@ def _total_norm(runtime: Runtime, grads: _Gradients, p: float) -> torch.Tensor:
 
 
 def _of_rank_0(runtime: Runtime, value: torch.Tensor) -> torch.Tensor:
-    """Replicated parameters have no communicator for slices."""
+    """Over all ranks: those that share a copy are not all, and replicated parameters have no communicator for slices."""
     c = runtime.collectives
     if c.world == 1:
         return value
-    everyone = ScalarComm(c.watch.channels["scalar"], c.watch, c.world, c.world_rank)
-    return everyone.all_gather(value, "clip_grad_norm_")[0]
+    return c.everyone.all_gather(value, "clip_grad_norm_")[0]
 
 
 def _norm(tensors: Sequence[torch.Tensor], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .groups import backend_of, groups_for
+from .groups import backend_of, groups_for, parts_for
 from .log import logger
+from .topology import Topology
 from .versions import at_least
 from .watch import POLL, Channel, Pending, Watch, blocking
 
@@ -63,7 +65,12 @@ class SingleComm:
 
     size: int = 1
     rank: int = 0
+    world_rank: int = 0
     refused: Callable[[str], str] | None = None  # see ScalarComm
+
+    @property
+    def everyone(self) -> SingleComm:
+        return self
 
     def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:
         return tensor
@@ -84,19 +91,32 @@ class ScalarComm:
     watch: Watch
     size: int
     rank: int
+    over_copies: ScalarComm | None = None  # where other ranks have the same slices
+
+    @property
+    def world_rank(self) -> int:
+        """This rank among all of the engine, for messages."""
+        return self.watch.rank
+
+    @property
+    def everyone(self) -> ScalarComm:
+        """Over all ranks that train together: derivatives are averaged over those, whoever shares a copy."""
+        return self.over_copies or self
+
     # Called with the message of an error about an operation that slices can't do; returns what to say instead.
     refused: Callable[[str], str] | None = None
 
     def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:
         self.watch.meet(what)
-        blocking(self.watch, "scalar", what, dist.all_reduce, tensor, op=_OPS[op], ordered=self.watch.polls)
+        name, ordered = self.channel.name, self.watch.polls
+        blocking(self.watch, name, what, dist.all_reduce, tensor, op=_OPS[op], ordered=ordered)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         out = tensor.new_empty((self.size, *tensor.shape))
         parts = out.view(-1), tensor.contiguous().view(-1)
         self.watch.meet(what)
-        blocking(self.watch, "scalar", what, _all_gather, *parts, ordered=self.watch.polls)
+        blocking(self.watch, self.channel.name, what, _all_gather, *parts, ordered=self.watch.polls)
         return out
 
 
@@ -118,8 +138,8 @@ def outside_inference() -> contextlib.AbstractContextManager[Any]:
 
 @dataclass(eq=False)
 class Collectives:
-    """Gather and reduce for one engine. ``size`` is the number of ranks that share the parameters (1 under
-    ``no_shard``), ``world`` the number whose gradients are averaged."""
+    """Gather and reduce for one engine. ``world`` is the number of ranks whose gradients are averaged, ``size`` that of ranks
+    which share one copy of the parameters (1 under ``no_shard``); ``world_rank`` and ``rank`` are this one's numbers there."""
 
     device: torch.device
     world: int
@@ -127,11 +147,15 @@ class Collectives:
     size: int
     rank: int
     watch: Watch
-    scalar: ScalarComm | SingleComm
+    scalar: ScalarComm | SingleComm  # over the ranks that share a copy
+    everyone: ScalarComm | SingleComm
+    topology: Topology
     gather_channel: Channel | None = None
     reduce_channel: Channel | None = None
+    across_channel: Channel | None = None  # over the ranks that have this slice, where several have and others don't
     backend: str = ""
     bytes_sent: int = 0
+    bytes_sent_across: int = 0  # of these, between copies
     gather_stream: Any = None
     reduce_stream: Any = None
     _spare: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
@@ -144,6 +168,8 @@ class Collectives:
         # Gloo does not know every dtype.
         self._sends_bytes = self.backend == "gloo" and self.device.type == "cpu"
         self._broadcasts = self._sends_bytes and 1 < self.size <= _BROADCASTS
+        row = self.topology.row_of(self.world_rank)
+        self._sources = [self.watch.ranks[member] for member in row]  # global ranks of those that share the copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Collectives:
         return self  # groups and streams belong to the process, not to a model
@@ -210,7 +236,7 @@ class Collectives:
             slots = slots or self.slots_of(full)
             if sent.data_ptr() != slots[self.rank].data_ptr():
                 slots[self.rank].copy_(sent)
-            pairs = zip(slots, self.watch.ranks, strict=True)
+            pairs = zip(slots, self._sources, strict=True)
             work: Any = _Works([dist.broadcast(s, src=r, group=channel.group, async_op=True) for s, r in pairs])
         else:
             into = _unowned_bytes(full) if self._sends_bytes else full
@@ -272,10 +298,7 @@ class Collectives:
                 begun = torch.cuda.Event()
                 begun.record(self.reduce_stream)
             if self.size == 1:  # replicated parameters
-                self.bytes_sent += 2 * nbytes * (self.world - 1) // self.world
-                work = dist.all_reduce(grad, group=channel.group, async_op=True)
-                channel.groups.written[work] = grad
-                return Reduction(self, grad, grad, self._track(channel, what, work, self.reduce_stream), begun, streams)
+                return Reduction(self, grad, grad, self._all_reduce(channel, grad, what), begun, streams)
             self.bytes_sent += nbytes * (self.size - 1) // self.size
             if self.backend == "gloo":
                 # Gloo's reduce-scatter sends the bytes of an all-reduce; all-to-all and a local sum send half.
@@ -287,7 +310,33 @@ class Collectives:
                 work = _reduce_scatter(received, grad, group=channel.group, async_op=True)
             # A backward that fails drops its reductions, but not what they still read and write.
             channel.groups.written[work] = (grad, received)
-            return Reduction(self, grad, received, self._track(channel, what, work, self.reduce_stream), begun, streams)
+            pending = self._track(channel, what, work, self.reduce_stream)
+            across = ""
+            if self.across_channel is not None:
+                across = f"{what}, between copies"
+                if (
+                    self.reduce_stream is not None
+                ):  # the stream keeps the order; the host need not wait for the first part
+                    pending, across = self.all_reduce_across(received, across), ""
+            return Reduction(self, grad, received, pending, begun, streams, across)
+
+    def _all_reduce(self, channel: Channel, tensor: torch.Tensor, what: str) -> Pending:
+        """Under `reducing()`, of a channel whose collectives the caller counts."""
+        nbytes, ranks = tensor.numel() * tensor.element_size(), len(channel.members)
+        self.bytes_sent += 2 * nbytes * (ranks - 1) // ranks
+        work = dist.all_reduce(tensor, group=channel.group, async_op=True)
+        channel.groups.written[work] = tensor
+        return self._track(channel, what, work, self.reduce_stream)
+
+    def all_reduce_across(self, own: torch.Tensor, what: str) -> Pending:
+        """Sum this rank's slice, 1-D, with those of the other copies, in place. Call under `reducing()`."""
+        channel = self.across_channel
+        assert channel is not None
+        channel.count()
+        before = self.bytes_sent
+        pending = self._all_reduce(channel, own, what)
+        self.bytes_sent_across += self.bytes_sent - before
+        return pending
 
     # -- whole matrices -----------------------------------------------------------------------------------------
     def all_to_all(
@@ -328,9 +377,29 @@ class Reduction:
     pending: Pending
     begun: Any = None  # CUDA: recorded where this rank's own gradients are ready
     streams: Sequence[Any] = ()  # CUDA: those that wrote to `grad`
+    across: str = ""  # what the all-reduce between copies is called, which is to follow
 
     def done(self) -> bool:
-        return self.pending.done()
+        return self.settle(0.0)
+
+    def settle(self, seconds: float) -> bool:
+        """Wait at most about this long; False if it is still going on."""
+        ended = self.pending.done() or (seconds > 0.0 and self.pending.settle(seconds))
+        if not ended or not self.across:
+            return ended
+        self._go_across()
+        return self.settle(seconds)
+
+    def _go_across(self) -> None:
+        """The first part has ended. Reductions come here in the order in which they began, so that all copies' do."""
+        c, what = self.collectives, self.across
+        self.across = ""
+        self.pending.wait()
+        total = _sum(self.received.view(c.size, -1), self.grad.dtype)
+        c.give(self.grad)
+        c.give(self.received)
+        self.grad = self.received = total
+        self.pending = c.all_reduce_across(total, what)
 
     def abandon(self, seconds: float) -> None:
         """A partner may never come: don't wait for long."""
@@ -351,6 +420,8 @@ class Reduction:
             # Hazard: the buffer's memory goes back to the stream that it was made on, which may not be the one that
             # publishes, and must not be used there again before the collective has read it.
             stream.wait_event(self.pending.event)
+        if self.across:
+            self._go_across()
         self.pending.wait()
         if c.backend == "gloo" and self.received is not self.grad:
             out = _sum(self.received.view(c.size, -1), dtype)
@@ -376,34 +447,64 @@ def _sum(chunks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def connect(group: Any, device: torch.device, *, shard: bool, timeout: float, single_communicator: bool) -> Collectives:
-    """Collective over `group`. `group` None: one rank alone, no process group at all."""
+def connect(
+    group: Any, device: torch.device, topology: Topology, *, timeout: float, single_communicator: bool
+) -> Collectives:
+    """Collective over `group`. `group` None: one rank alone, no process group at all. Ranks with different topologies get what
+    tells them so (:func:`.setup.agree`), and nothing else."""
     if group is None or dist.get_world_size(group) == 1:
         watch = Watch(0, 1, [0], timeout, "")
-        return Collectives(device, 1, 0, 1, 0, watch, SingleComm())
+        return Collectives(device, 1, 0, 1, 0, watch, SingleComm(), SingleComm(), topology)
     ranks = dist.get_process_group_ranks(group)
     rank, world = dist.get_rank(group), len(ranks)
     groups = groups_for(group, single_communicator, timeout)
     groups.forget_ended()
     watch = Watch(rank, world, ranks, timeout, groups.key)
-    channels = {n: Channel(n, groups) for n in ("gather", "reduce", "scalar", "control", "meet")}
-    watch.channels = channels
+    everyone = range(world)
+    for name in ("gather", "reduce", "scalar", "control", "meet"):
+        watch.channels[name] = Channel(name, groups, getattr(groups, name), everyone)
     backend = backend_of(group, device.type)
     side = backend == "nccl"
     watch.polls = side
     logger.debug("collectives over ranks %s, backend %s", ranks, backend)
     streams = groups.streams_on(device) if side else (None, None)
+    agreed = _agree_on(topology, watch)
+    row = topology.row_of(rank)
+    over_all = ScalarComm(watch.channels["scalar"], watch, world, rank)
+    scalar: ScalarComm | SingleComm = over_all
+    gather, reduce, across = watch.channels["gather"], watch.channels["reduce"], None
+    if topology.is_hybrid and agreed:  # else ranks would wait for each other in making groups
+        parts = parts_for(groups, group, topology, single_communicator)
+        gather = watch.channels["gather"] = Channel("gather", groups, parts.gather, row)
+        reduce = watch.channels["reduce slices"] = Channel("reduce slices", groups, parts.reduce, row)
+        inner = watch.channels["scalar slices"] = Channel("scalar slices", groups, parts.scalar, row)
+        across = watch.channels["across"] = Channel("across", groups, parts.across, topology.column_of(rank))
+        scalar = ScalarComm(inner, watch, topology.size, row.index(rank), over_all)
+    elif topology.size == 1:
+        scalar = SingleComm(world_rank=rank)
     return Collectives(
         device=device,
         world=world,
         world_rank=rank,
-        size=world if shard else 1,
-        rank=rank if shard else 0,
+        size=topology.size,
+        rank=row.index(rank),
         watch=watch,
-        scalar=ScalarComm(channels["scalar"], watch, world, rank) if shard else SingleComm(),
-        gather_channel=channels["gather"],
-        reduce_channel=channels["reduce"],
+        scalar=scalar,
+        everyone=over_all,
+        topology=topology,
+        gather_channel=gather,
+        reduce_channel=reduce,
+        across_channel=across,
         backend=backend,
         gather_stream=streams[0],
         reduce_stream=streams[1],
     )
+
+
+def _agree_on(topology: Topology, watch: Watch) -> bool:
+    """Whether all ranks have the same."""
+    digest = zlib.crc32(str(topology).encode()).to_bytes(4, "little")
+    message = torch.tensor([*digest, *(255 - b for b in digest)], dtype=torch.uint8, device="cpu")
+    blocking(watch, "control", "the set-up of a sharded model (shard)", dist.all_reduce, message, op=dist.ReduceOp.MAX)
+    answer = message.tolist()
+    return all(a + b == 255 for a, b in zip(answer[:4], answer[4:], strict=True))

@@ -14,6 +14,7 @@ import torch
 
 from .collectives import Collectives
 from .errors import ConfigError, ShardError, UnitStateError
+from .watch import Pending
 from .whole import agree
 
 if TYPE_CHECKING:
@@ -47,7 +48,12 @@ class CommHook:
                 # Raised at the end of this backward, on all ranks: the others go on, and call their hooks for other units.
                 self.error = self.error or error
                 result = torch.zeros(expected, dtype=grad.dtype, device=grad.device)
-            return HookedReduction(c, grad, result.to(dtype), c.reduced())
+            if c.across_channel is None:
+                return HookedReduction(c, grad, result.to(dtype), c.reduced())
+            # The mean of the means; the copies are as large as each other.
+            result = result.to(grad.dtype) / c.topology.replicas
+            pending = c.all_reduce_across(result, "the mean of the copies' gradients")
+            return HookedReduction(c, grad, result, c.reduced(), pending)
 
     def raise_together(self, runtime: Runtime, failed: bool) -> None:
         """Raise what it raised in this backward; with `failed` it did so on some rank. Collective then."""
@@ -66,15 +72,20 @@ class HookedReduction:
     grad: torch.Tensor
     result: torch.Tensor
     event: Any  # CUDA: recorded behind the hook's work
+    pending: Pending | None = None  # the all-reduce between copies
 
     def abandon(self, seconds: float) -> None:
-        """Nothing is under way."""
+        """A partner may never come: don't wait for long."""
+        if self.pending is not None:
+            self.pending.settle(seconds)
 
     def finish(self, dtype: torch.dtype) -> torch.Tensor:
         """This rank's slice, in `dtype`."""
         if self.event is not None:
             # Hazard: compute must not read the slice before the hook has written it.
             torch.cuda.current_stream(self.collectives.device).wait_event(self.event)
+        if self.pending is not None:
+            self.pending.wait()
         # What a hook was given is not used again: it may have kept it.
         return self.result.to(dtype)
 

@@ -16,8 +16,9 @@ from .precision import Precision, precision_of
 
 __all__ = ["Ignored", "ShardConfig", "Strategy", "Units"]
 
-Strategy = Literal["full_shard", "shard_grad_op", "shard_optim", "no_shard"]
-"""``full_shard`` (ZeRO-3), ``shard_grad_op`` (ZeRO-2), ``shard_optim`` (ZeRO-1) or ``no_shard`` (what DDP does)."""
+Strategy = Literal["full_shard", "shard_grad_op", "shard_optim", "hybrid_shard", "hybrid_shard_zero2", "no_shard"]
+"""``full_shard`` (ZeRO-3), ``shard_grad_op`` (ZeRO-2), ``shard_optim`` (ZeRO-1), ``hybrid_shard`` and ``hybrid_shard_zero2``
+(sharded within a node, replicated across nodes) or ``no_shard`` (what DDP does)."""
 
 Units: TypeAlias = "Sequence[type[nn.Module] | str] | Sequence[Sequence[str]] | Callable[[str, nn.Module], bool] | None"
 """How parameters are grouped; see :attr:`ShardConfig.units`."""
@@ -35,6 +36,9 @@ class ShardConfig:
             ``"shard_grad_op"`` keeps the parameters gathered from forward to the end of backward;
             ``"shard_optim"`` keeps them until an optimizer changes them, so that with ``no_sync()``
             no more is sent than by DDP, however many micro-batches there are;
+            ``"hybrid_shard"`` shards over the ranks of a node as ``"full_shard"`` does, and keeps a copy on each node: between
+            nodes travel gradients alone, `shard_size` times fewer bytes than under ``"no_shard"``;
+            ``"hybrid_shard_zero2"`` does the same with parameters as under ``"shard_grad_op"``;
             ``"no_shard"`` replicates everything and all-reduces gradients.
         units: which parameters are gathered together. ``None`` plans automatically: the repeated
             blocks, else runs of about `unit_bytes`. Otherwise one of
@@ -48,6 +52,10 @@ class ShardConfig:
         sync_module_states: send rank 0's parameters and buffers to all ranks in ``shard``.
         broadcast_buffers: send rank 0's buffers to all ranks before each training forward, as
             ``DistributedDataParallel`` does.
+        shard_size: under the hybrid strategies, how many consecutive ranks share a copy. ``None``: those of a node
+            (``LOCAL_WORLD_SIZE``, else the number of GPUs), or as the mesh of two dimensions has them.
+        mesh_dims: names of the dimensions of the `DeviceMesh` given to ``shard`` that this model is sharded over: one, or
+            for the hybrid strategies two, copies and slices. ``None``: those that it has.
         precision: in which dtypes parameters are kept, gathered and reduced; see
             :class:`~torch_shard.precision.Precision`. A dtype, say ``torch.bfloat16``, stands for
             ``Precision(param_dtype=...)``. ``None`` leaves every dtype as it is.
@@ -75,6 +83,8 @@ class ShardConfig:
     prefetch: int = 1
     sync_module_states: bool = True
     broadcast_buffers: bool = True
+    shard_size: int | None = None
+    mesh_dims: str | Sequence[str] | None = None
     precision: Precision | torch.dtype | None = None
     ignore: Ignored = ()
     init_fn: Callable[[nn.Module], None] | None = None
@@ -88,6 +98,11 @@ class ShardConfig:
             raise ConfigError(f"strategy must be one of {choices}, not {self.strategy!r}.")
         _check_int("unit_bytes", self.unit_bytes, least=1)
         _check_int("prefetch", self.prefetch, least=0)
+        if self.shard_size is not None:
+            _check_int("shard_size", self.shard_size, least=1)
+            if not self.is_hybrid:
+                raise ConfigError(f"shard_size is for the hybrid strategies; strategy is {self.strategy!r}.")
+        object.__setattr__(self, "mesh_dims", _checked_dims(self.mesh_dims))
         for field in ("sync_module_states", "broadcast_buffers", "debug", "single_communicator"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field} must be True or False, not {getattr(self, field)!r}.")
@@ -107,6 +122,16 @@ class ShardConfig:
         object.__setattr__(self, "units", _checked_units(self.units))
         object.__setattr__(self, "ignore", _checked_ignore(self.ignore))
 
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether there are several copies of sharded parameters."""
+        return self.strategy in ("hybrid_shard", "hybrid_shard_zero2")
+
+    @property
+    def reshards(self) -> bool:
+        """Whether units are released between forward and backward."""
+        return self.strategy in ("full_shard", "hybrid_shard")
+
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -115,6 +140,17 @@ def _is_number(value: Any) -> bool:
 def _check_int(field: str, value: Any, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{field} must be an integer of at least {least}, not {value!r}.")
+
+
+def _checked_dims(names: Any) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    found = (names,) if isinstance(names, str) else names
+    if not isinstance(found, (tuple, list)) or len(found) not in (1, 2) or not all(isinstance(n, str) for n in found):
+        raise ConfigError(
+            f"mesh_dims must be the name of a dimension, two of them (copies, slices) or None, not {names!r}."
+        )
+    return tuple(found)
 
 
 def _entries(field: str, value: Any, wanted: str) -> tuple[Any, ...]:

@@ -86,6 +86,18 @@ class Engine(EngineState):
         """
         return self._runtime.collectives.bytes_sent
 
+    @property
+    def bytes_sent_across(self) -> int:
+        """Of :attr:`bytes_sent`, those between copies of the parameters, under the hybrid strategies."""
+        return self._runtime.collectives.bytes_sent_across
+
+    @property
+    def shard_group(self) -> Any:
+        """The process group over the ranks that share this one's copy of the parameters, which reduces gradients: for the state
+        of a communication hook. None with one rank, and under ``no_shard`` the group over all ranks."""
+        channel = self._runtime.collectives.reduce_channel
+        return None if channel is None else channel.group
+
     # -- training -----------------------------------------------------------------------------------------------
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -126,7 +138,8 @@ class Engine(EngineState):
         dtype of the reduction (``ShardConfig.precision``), and not divided by anything; gaps between parameters are zero. The
         signatures are those of torch's FullyShardedDataParallel, whose hooks run unchanged (those that compress need a GPU).
         Every rank calls it for the same units, with zeros where it has no gradient. A hook brings its own process group and its
-        own timeouts; :attr:`bytes_sent` does not count what it sends. With one rank it is not called. What it raises is raised
+        own timeouts; :attr:`bytes_sent` does not count what it sends. Under the hybrid strategies it is to reduce over
+        :attr:`shard_group`, and the engine then averages the result over the copies. With one rank it is not called. What it raises is raised
         at the end of the backward on all ranks, provided that it does not leave the others waiting in a collective of its own.
 
         Args:

@@ -436,7 +436,7 @@ class Runs:
         if any(part.shape != piece.param.shape for part, piece in zip(parts, run.pieces, strict=True)):
             spec = self.specs[run.members[0]]
             raise ShardError(
-                f"rank {spec.rank}: state {key!r} of {spec.name} is not shaped like the parameter, which the state of an "
+                f"rank {spec.world_rank}: state {key!r} of {spec.name} is not shaped like the parameter, which the state of an "
                 "optimizer that steps element by element must be; register it with kind='matrix', if it needs whole parameters."
             )
         base = parts[0].detach() if len(parts) == 1 else torch.cat(parts)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import ConfigError, MissingRankError, ShardError
+from .topology import Topology
 from .watch import FIRST_TICK, caller_line, default_store
 
 
@@ -25,6 +26,19 @@ class GivenUp:
     rank: int
     kind: str  # the name of the error's class
     text: str
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """This rank's process groups where several copies of the parameters exist."""
+
+    gather: Any  # over the ranks that share a copy
+    reduce: Any
+    scalar: Any
+    across: Any  # over those that have the same slice
+
+    def all(self) -> tuple[Any, ...]:
+        return self.gather, self.reduce, self.scalar, self.across
 
 
 @dataclass(eq=False)
@@ -42,6 +56,7 @@ class Groups:
     written: dict[Any, Any] = field(default_factory=dict)
     unfinished: dict[str, Any] = field(default_factory=dict)  # by channel: the latest work nobody has waited for
     streams: dict[torch.device, tuple[Any, Any]] = field(default_factory=dict)  # CUDA: for gathers and for reductions
+    parts: dict[Topology, Parts] = field(default_factory=dict)
 
     @property
     def meet(self) -> Any:
@@ -80,7 +95,14 @@ class Groups:
     def is_usable(self) -> bool:
         """Whether this rank could go on with them. A program may have destroyed groups it did not make."""
         alive = dist.distributed_c10d._world.pg_map
-        return not self.broken and all(g in alive for g in (self.gather, self.reduce, self.scalar, self.control))
+        groups = [
+            self.gather,
+            self.reduce,
+            self.scalar,
+            self.control,
+            *(g for p in self.parts.values() for g in p.all()),
+        ]
+        return not self.broken and all(group in alive for group in groups)
 
     def forget_ended(self) -> None:
         """Let go of the buffers of works that have ended without anybody waiting for them."""
@@ -266,4 +288,43 @@ def groups_for(group: Any, single_communicator: bool, timeout: float) -> Groups:
         scalar = new("scalar", "cpu:gloo,cuda:nccl" if backend_of(group, "cuda") == "nccl" else own)
         found = Groups(gather, reduce, scalar, control, key)
         kept[single_communicator] = found
+    return found
+
+
+def parts_for(groups: Groups, group: Any, topology: Topology, single_communicator: bool) -> Parts:
+    """The process groups of this rank's copy, and across copies. Collective: `groups` are those of `group`, and all ranks know
+    that they have the same `topology`."""
+    found = groups.parts.get(topology)
+    if found is None:
+        ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
+        own = dist.get_backend_config(group) if groups.key else None
+        number = len(groups.parts)
+
+        def new(purpose: str, members: tuple[int, ...], backend: str | None = own) -> Any:
+            name = f"{groups.key}/{number}/{purpose}/{members[0]}"
+            with _made_by_its_members(name) if groups.key else contextlib.nullcontext():
+                return dist.new_group(
+                    [ranks[m] for m in members], backend=backend, use_local_synchronization=bool(groups.key)
+                )
+
+        row, column = topology.row_of(me), topology.column_of(me)
+        gather = new("gather", row)
+        reduce = gather if single_communicator else new("reduce", row)
+        scalar = new("scalar", row, "cpu:gloo,cuda:nccl" if backend_of(group, "cuda") == "nccl" else own)
+        found = groups.parts[topology] = Parts(gather, reduce, scalar, new("across", column))
+    return found
+
+
+_made: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
+
+
+def group_over(ranks: list[int]) -> Any:
+    """A process group over these global ranks: the default one where those are all. Collective over them."""
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    found = _made.get(tuple(ranks))
+    if found is None or found not in dist.distributed_c10d._world.pg_map:
+        number = default_store().add(f"torch_shard/made/{ranks}/{dist.get_rank()}", 1)
+        with _made_by_its_members(f"torch_shard/over/{ranks}/{number}"):
+            found = _made[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
     return found

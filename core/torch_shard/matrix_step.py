@@ -430,7 +430,7 @@ def _has_gradient(param: ShardTensor) -> bool:
     if grad._local.dtype != param._local.dtype:
         spec = param._spec
         raise ShardError(
-            f"rank {spec.rank}: the gradient of {spec.name} is {grad._local.dtype}, the parameter {param._local.dtype}; a step "
-            "on whole matrices needs the same. Nothing was changed."
+            f"rank {spec.world_rank}: the gradient of {spec.name} is {grad._local.dtype}, the parameter {param._local.dtype}; a "
+            "step on whole matrices needs the same. Nothing was changed."
         )
     return True

@@ -68,8 +68,10 @@ class OnDemand:
         differentiable = recording and param.requires_grad and not creates(name)
         # User hooks see a gradient once, whole: what reaches the leaf and what reaches the slice must not be two.
         hooked = differentiable and bool(unit.leaf_of(param)._backward_hooks)
-        # What records a gradient of replicated parameters uses the leaf, whose gradient is averaged. Most are at hand.
-        replicated = not unit.sharded and (not unit.gathers or unit.collectives.world > 1) and differentiable
+        # What records a gradient of replicated parameters uses the leaf, whose gradient is averaged over the copies. Without
+        # slices most are at hand.
+        copies = unit.collectives.topology.replicas > 1
+        replicated = differentiable and (copies or not (unit.sharded or unit.gathers))
         if local_ok and not (inside or hooked or replicated):
             return None
         if runtime.agreement is None:

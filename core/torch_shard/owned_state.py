@@ -152,8 +152,7 @@ def settle(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor], what
     c = runtime.collectives
     state = optimizer.state
     table = everyone(runtime, [_kind(state.get(p)) for p in params], what)
-    if c.size == 1:  # each rank has everything, and keeps it
-        table = [table[c.world_rank]]
+    table = [table[rank] for rank in c.topology.row_of(c.world_rank)]  # other copies keep theirs
     owners = runtime.owners.of(optimizer)
     sliced: list[ShardTensor] = []
     free: list[ShardTensor] = []

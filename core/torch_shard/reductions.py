@@ -99,7 +99,7 @@ class Reductions:
                 if few or self._no_pause:
                     break
                 oldest.wait_for_own_part()
-                if not oldest.pending.settle(PAUSE):
+                if not oldest.settle(PAUSE):
                     self._no_pause = _NO_PAUSE_FOR
                     break
             self._collect_oldest()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Schedule:
     """The gathers and releases of one sharded model. `by_index` are its units, those added later too."""
 
-    def __init__(self, config: ShardConfig, by_index: dict[int, Unit]) -> None:
+    def __init__(self, config: ShardConfig, by_index: dict[int, Unit], replicated: bool) -> None:
         self.by_index = by_index
         self.order = GatherOrder(config.prefetch)
         self.agreement: Agreement | None = None
@@ -33,10 +33,10 @@ class Schedule:
         self.passed: set[int] = set()  # units gathered in this backward for other ranks' sake
         self.needed: set[int] = set()  # units whose backward has begun on this rank
         self.double_backward = False  # a graph of gradients exists that reads gathered values: nothing is released
-        self._keeps_forward = config.strategy != "full_shard"  # from forward to the end of backward
+        self._keeps_forward = not config.reshards  # from forward to the end of backward
         self.keeps_on = config.strategy == "shard_optim"  # until the parameters change
         # Parameters of which every rank has all: gathering is a cast, and no other rank's affair.
-        self._replicated = config.strategy == "no_shard"
+        self._replicated = replicated
 
     def _keeps(self) -> bool:
         return self.keeps_on or (self._keeps_forward and torch.is_grad_enabled())

@@ -15,79 +15,22 @@ from .agreement import note_loads
 from .buffers import BufferSync, broadcast_coalesced
 from .collectives import Collectives, connect
 from .config import ShardConfig
-from .errors import ConfigError, SetupError, UnavailableError
+from .errors import ConfigError, SetupError
 from .flat_buffer import FlatBuffer
-from .groups import backend_of
 from .hooks import register
 from .layout import FlatLayout, ParamMeta
 from .log import logger
 from .materialise import Materialiser, one_random_state
+from .mesh import resolve_mesh
 from .plan import ParamInfo, Plan, UnitPlan
 from .planner import make_plan
 from .precision import Dtypes, precision_of
 from .runtime import Runtime
 from .shard_tensor import ShardTensor, slice_full
 from .unit import Unit, adopt, rebuild_flat_weights
-from .versions import check_torch
 from .watch import blocking
 
 _PARAMETER_TYPES = (nn.Parameter, torch.Tensor)
-
-
-def resolve_mesh(mesh: Any, model: nn.Module) -> tuple[Any, torch.device]:
-    """The process group (None for one rank alone) and this rank's device."""
-    check_torch()
-    if not dist.is_available():
-        raise UnavailableError(
-            "this build of torch has no torch.distributed, so a model can't be sharded; install torch with distributed "
-            "support (the builds for Linux have it)."
-        )
-    device: torch.device | None = None
-    if mesh is None:
-        if not dist.is_initialized():
-            import os
-
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                raise UnavailableError(
-                    "WORLD_SIZE is "
-                    f"{os.environ['WORLD_SIZE']} but torch.distributed is not initialised; call "
-                    "torch.distributed.init_process_group() before shard()."
-                )
-            group = None
-        else:
-            group = dist.group.WORLD
-    elif hasattr(mesh, "get_group") and hasattr(mesh, "device_type"):
-        if mesh.ndim != 1:
-            raise SetupError(
-                f"mesh has {mesh.ndim} dimensions ({mesh.mesh_dim_names}); pass the one to shard over, mesh['name']."
-            )
-        group = mesh.get_group()
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-        )
-    elif mesh is dist.GroupMember.NON_GROUP_MEMBER:
-        raise SetupError(
-            f"mesh: rank {dist.get_rank()} is not a member of this process group; call shard() on its members."
-        )
-    elif isinstance(mesh, dist.ProcessGroup):
-        group = mesh
-    else:
-        raise SetupError(f"mesh must be a ProcessGroup, a DeviceMesh or None, not {type(mesh).__name__}.")
-    if device is None:
-        kinds = {p.device for p in model.parameters() if p.device.type != "meta"}
-        accelerated = [d for d in kinds if d.type == "cuda"]
-        if accelerated:
-            device = accelerated[0]
-        elif group is not None and backend_of(group, "cuda") == "nccl" and torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())
-        else:
-            device = torch.device("cpu")
-    if group is not None and not backend_of(group, device.type):
-        raise UnavailableError(
-            f"the process group ({dist.get_backend_config(group)}) has no backend for tensors on {device.type}: initialise "
-            "it with 'cpu:gloo,cuda:nccl', or move the model to a device that it serves."
-        )
-    return group, device
 
 
 def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -> None:
@@ -170,6 +113,7 @@ def agree(
             raise error
         return
     equal = {} if config is None else {field: f"{field} is {getattr(config, field)!r}" for field in _EQUAL}
+    equal[_COPIES] = f"{c.topology}"
     equal["the kind of device"] = f"the model is on {c.device.type}"
     digest = plan.digest() if plan is not None else 0
     digest ^= zlib.crc32("\n".join(equal.values()).encode())
@@ -206,7 +150,7 @@ def agree(
             said = f"{setting} differs between the ranks: " + "; ".join(
                 f"on rank {r} {v}" for r, v in enumerate(values)
             )
-            if setting in _EQUAL:
+            if setting in _EQUAL or setting == _COPIES:
                 raise ConfigError(f"{said}. Pass equal settings to shard() on every rank.")
             raise SetupError(f"{said}. Move the model to the same kind of device on every rank before shard().")
     first = everyone[0][2]
@@ -230,8 +174,10 @@ def agree(
 
 
 # Settings that decide which collectives a rank issues. `units` and `ignore` count by the plan that follows from them;
-# single_communicator is compared where the ranks meet; timeout, debug and init_fn are a rank's own affair.
-_EQUAL = ("strategy", "unit_bytes", "prefetch", "precision", "sync_module_states", "broadcast_buffers")
+# single_communicator is compared where the ranks meet; timeout, debug and init_fn are a rank's own affair. Of the mesh counts
+# what follows from it.
+_COPIES = "which ranks share a copy (shard_size, mesh)"
+_EQUAL = ("strategy", "shard_size", "unit_bytes", "prefetch", "precision", "sync_module_states", "broadcast_buffers")
 
 
 def _shown(setting: Any, model: nn.Module) -> str:
@@ -253,11 +199,12 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
 
     if not isinstance(model, nn.Module):
         raise SetupError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
-    group, device = resolve_mesh(mesh, model)
+    where = resolve_mesh(mesh, model, config)
+    device = where.device
     c = connect(
-        group,
+        where.group,
         device,
-        shard=config.strategy != "no_shard",
+        where.topology,
         timeout=config.timeout,
         single_communicator=config.single_communicator,
     )

@@ -125,7 +125,7 @@ def _assign_data(cls: type[ShardTensor], param: ShardTensor, value: Any) -> None
         problem = "a tensor cut differently between the ranks"
     if problem:
         raise NeedsGatherError(
-            f"rank {spec.rank}: .data of the sharded {spec.name} was assigned (by Module.to(), half() or float(), perhaps) "
+            f"rank {spec.world_rank}: .data of the sharded {spec.name} was assigned (by Module.to(), half() or float(), perhaps) "
             f"{problem}. Assign the whole tensor with shape, dtype and device unchanged; convert a model "
             "before shard(), or engine.close() it, convert, and shard again."
         )
@@ -151,7 +151,7 @@ def _as_grad(cls: type[ShardTensor], param: ShardTensor, value: Any) -> ShardTen
     else:
         problem = f"shape {tuple(value.shape)} in place of {tuple(spec.shape)}"
     raise NeedsGatherError(
-        f"rank {spec.rank}: assignment to .grad of the sharded {spec.name}: {problem}. Assign None, a whole plain "
+        f"rank {spec.world_rank}: assignment to .grad of the sharded {spec.name}: {problem}. Assign None, a whole plain "
         "tensor, or a gradient of this very parameter."
     )
 

@@ -109,9 +109,11 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         spec = ctx.spec
-        total = spec.comm.all_reduce(grad.detach().clone(), "sum", f"the gradient of a reduction of {spec.name}")
+        total = spec.comm.everyone.all_reduce(
+            grad.detach().clone(), "sum", f"the gradient of a reduction of {spec.name}"
+        )
         # With create_graph the derivative of this rank's own part stays in the graph.
-        return grad + (total / spec.comm.size - grad.detach()), None
+        return grad + (total / spec.comm.everyone.size - grad.detach()), None
 
 
 def shared_gradient(value: torch.Tensor, source: Any) -> torch.Tensor:
@@ -145,8 +147,9 @@ class MeanSlice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, full: torch.Tensor, cls: Any, spec: Any) -> Any:
         total = full.detach().clone(memory_format=torch.contiguous_format)
-        spec.comm.all_reduce(total, "sum", f"the gradient of {spec.name}")
-        return cls._wrap(slice_full(total.div_(spec.comm.size), spec).clone(), spec)
+        comm = spec.comm.everyone
+        comm.all_reduce(total, "sum", f"the gradient of {spec.name}")
+        return cls._wrap(slice_full(total.div_(comm.size), spec).clone(), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
@@ -203,7 +206,7 @@ def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> 
 def _reduced(cls: type[ShardTensor], param: Any, from_slices: Any, from_leaf: Any) -> Any:
     spec = param._spec
     used = torch.tensor(float(from_leaf is not None), device=param._local.device)
-    if not spec.comm.all_reduce(used, "max", f"torch.autograd.grad for {spec.name}"):
+    if not spec.comm.everyone.all_reduce(used, "max", f"torch.autograd.grad for {spec.name}"):
         return from_slices
     if from_leaf is None:  # used on another rank only
         from_leaf = torch.zeros(spec.shape, dtype=param.dtype, device=param.device)

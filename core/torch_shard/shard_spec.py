@@ -20,6 +20,16 @@ class ScalarComm(Protocol):
     size: int
     rank: int
 
+    @property
+    def world_rank(self) -> int:
+        """This rank among all of the engine, for messages."""
+        ...
+
+    @property
+    def everyone(self) -> ScalarComm:
+        """The same over all ranks that train together, of which several may have the same slice."""
+        ...
+
     def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:
         """Reduce in place with `op`, one of ``"sum"``, ``"max"``, ``"min"``. Call on all ranks."""
         ...
@@ -77,11 +87,16 @@ class ShardSpec:
         for key, value in values.items():
             object.__setattr__(self, key, value)
 
+    @property
+    def world_rank(self) -> int:
+        """This rank among all of the engine, for messages."""
+        return self.comm.world_rank
+
 
 def gather_error(specs: Sequence[ShardSpec], what: str, why: str = "needs the whole parameter") -> NeedsGatherError:
     """Make the error for an operation `what` on the parameters of `specs` that slices cannot answer."""
     names = ", ".join(dict.fromkeys(spec.name for spec in specs)) or "tensor"
-    rank = specs[0].rank if specs else "?"
+    rank = specs[0].world_rank if specs else "?"
     message = (
         f"rank {rank}: {what} on the sharded {names} {why}. Use `with engine.gathered(parameter):` around it "
         "(with write=True to change the parameter)."
@@ -102,7 +117,7 @@ def _same_ranks(a: Any, b: Any) -> bool:
     channel, other = getattr(a, "channel", None), getattr(b, "channel", None)
     if channel is None or other is None:
         return channel is other and a.size == b.size == 1
-    return channel.groups is other.groups
+    return channel.group is other.group
 
 
 def slot_view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:

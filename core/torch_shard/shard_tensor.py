@@ -47,7 +47,7 @@ class ShardTensor(torch.Tensor):
     ) -> ShardTensor:
         if local.dim() != 1 or local.numel() != spec.length:
             raise ValueError(
-                f"rank {spec.rank} holds {spec.length} elements of {spec.name} in one dimension, "
+                f"rank {spec.world_rank} holds {spec.length} elements of {spec.name} in one dimension, "
                 f"not {tuple(local.shape)}."
             )
         unit_ref = weakref.ref(unit) if unit is not None else None
@@ -160,7 +160,7 @@ class ShardTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardPicklingError(
-            f"rank {self._spec.rank}: pickling (torch.save) the sharded {self._spec.name} would save one rank's slice. "
+            f"rank {self._spec.world_rank}: pickling (torch.save) the sharded {self._spec.name} would save one rank's slice. "
             'Save engine.state_dict(form="full") instead, and for optimizers engine.optim_state_dict(optimizer), called on '
             "all ranks; put a torch.distributed.barrier() behind what one rank writes."
         )
@@ -171,7 +171,7 @@ class ShardTensor(torch.Tensor):
             grad = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"ShardTensor({spec.name}, shape={tuple(spec.shape)}, dtype={local.dtype}, device={str(local.device)!r}, "
-            f"rank {spec.rank} of {spec.comm.size} holds [{spec.start}, {spec.stop}) of {spec.numel}: "
+            f"rank {spec.world_rank} of {spec.comm.size} holds [{spec.start}, {spec.stop}) of {spec.numel}: "
             f"{local.detach()!r}{grad})"
         )
 
@@ -230,4 +230,4 @@ class ShardTensor(torch.Tensor):
                 inverse = sorted(range(len(order)), key=order.__getitem__)
                 return part.view([box.sizes[dim] for dim in order]).permute(inverse)
             position += box.numel
-        raise ValueError(f"rank {spec.rank} holds no part of {spec.name} at {tuple(index.offset)}.")
+        raise ValueError(f"rank {spec.world_rank} holds no part of {spec.name} at {tuple(index.offset)}.")

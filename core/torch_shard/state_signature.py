@@ -38,7 +38,7 @@ def signature(param: ShardTensor, entries: Any) -> Any:
 
 def _unusable(param: ShardTensor, key: str, what: str) -> NeedsGatherError:
     return NeedsGatherError(
-        f"rank {param._spec.rank}: optimizer state {key!r} of {param._spec.name} {what}, which a step on slices can't use; "
+        f"rank {param._spec.world_rank}: optimizer state {key!r} of {param._spec.name} {what}, which a step on slices can't use; "
         "nothing was changed. Drop it (`optimizer.state.pop(parameter)`), load state that fits, or change the parameter inside "
         "`with engine.gathered(parameter, write=True)`."
     )

@@ -118,8 +118,8 @@ def refuse_unreduced(optimizer: Any, runtime: Runtime) -> None:
             unit = p._unit_ref() if unreduced and p._unit_ref is not None else None
             if unit is not None and unit.runtime is runtime and grad._local.count_nonzero():
                 raise ShardError(
-                    f"rank {p._spec.rank}: optimizer.step() with a gradient of {p._spec.name} that is not reduced, because every "
-                    "backward since zero_grad() ran under no_sync(). Run the last backward, with its forward, outside."
+                    f"rank {p._spec.world_rank}: optimizer.step() with a gradient of {p._spec.name} that is not reduced, because "
+                    "every backward since zero_grad() ran under no_sync(). Run the last backward, with its forward, outside."
                 )
 
 

@@ -11,6 +11,7 @@ import json
 import pickle
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -66,9 +67,11 @@ def caller_line() -> str:
 class Channel:
     """One process group used for one purpose; ``issued`` counts its collectives on this rank."""
 
-    def __init__(self, name: str, groups: Groups) -> None:
+    def __init__(self, name: str, groups: Groups, group: Any, members: Sequence[int]) -> None:
+        """`members`: the engine's ranks that `group` has. Channels of one name on different ranks have the same members, or none
+        in common."""
         self.name, self.groups, self.issued = name, groups, 0
-        self.group: Any = getattr(groups, name)
+        self.group, self.members = group, frozenset(members)
 
     def count(self) -> int:
         """Count one more collective, which is issued next; returns its number.
@@ -280,8 +283,8 @@ class Watch:
         stuck = []
         for rank, (channel, number, _what, _line, issued) in posts.items():
             mine = self.channels.get(channel)
-            they_lack_mine = issued.get(pending.channel.name, 0) < pending.number
-            i_lack_theirs = mine is not None and mine.issued < number
+            they_lack_mine = rank in pending.channel.members and issued.get(pending.channel.name, 0) < pending.number
+            i_lack_theirs = mine is not None and rank in mine.members and mine.issued < number
             if they_lack_mine and i_lack_theirs:
                 stuck.append(rank)
         return stuck

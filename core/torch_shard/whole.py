@@ -184,7 +184,8 @@ def send_slices(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tensor,
                 raw.copy_(whole)
             blocking(c.watch, "reduce", what, dist.broadcast, raw, src=c.watch.ranks[source])
         else:
-            parts = None if whole is None else list(whole.view(c.size, -1).unbind(0))
+            slots = None if whole is None else whole.view(c.size, -1)
+            parts = None if slots is None else [slots[position] for position in c.topology.positions()]
             blocking(c.watch, "reduce", what, dist.scatter, raw, parts, src=c.watch.ranks[source])
         if me:
             c.bytes_sent += raw.numel() * (c.world - 1)
@@ -200,9 +201,15 @@ def send_bytes(runtime: Runtime, values: torch.Tensor, source: int, what: str) -
 
 
 def unify_replicas(flat: FlatBuffer, what: str) -> None:
-    """Under ``no_shard`` rank 0's values count, since random edits may differ between ranks. Collective."""
+    """Where there are several copies, the first one's values count, since random edits may differ between ranks. Collective."""
+    c = flat.collectives
     if not flat.sharded:
-        broadcast_coalesced(flat.collectives, [flat.shard], what)
+        broadcast_coalesced(c, [flat.shard], what)
+    elif c.across_channel is not None and flat.shard.numel():
+        first = c.watch.ranks[min(c.across_channel.members)]
+        c.watch.meet(what)
+        raw, ordered = _bytes(flat.shard), c.watch.polls
+        blocking(c.watch, c.across_channel.name, what, dist.broadcast, raw, src=first, ordered=ordered)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -221,7 +228,7 @@ def reduced_grad_of(param: torch.Tensor) -> Any:
     if getattr(grad, "_unreduced", False):
         spec = param._spec  # type: ignore[attr-defined]
         raise ShardError(
-            f"rank {spec.rank}: the gradient of {spec.name} is still this rank's own, because the last backward ran "
+            f"rank {spec.world_rank}: the gradient of {spec.name} is still this rank's own, because the last backward ran "
             "under engine.no_sync(). Clip, gather or close after the backward that reduces."
         )
     return grad
