@@ -138,9 +138,10 @@ class Engine(EngineState):
         dtype of the reduction (``ShardConfig.precision``), and not divided by anything; gaps between parameters are zero. The
         signatures are those of torch's FullyShardedDataParallel, whose hooks run unchanged (those that compress need a GPU).
         Every rank calls it for the same units, with zeros where it has no gradient. A hook brings its own process group and its
-        own timeouts; :attr:`bytes_sent` does not count what it sends. Under the hybrid strategies it is to reduce over
-        :attr:`shard_group`, and the engine then averages the result over the copies. With one rank it is not called. What it raises is raised
-        at the end of the backward on all ranks, provided that it does not leave the others waiting in a collective of its own.
+        own timeouts; :attr:`bytes_sent` does not count what it sends. Under the hybrid strategies it reduces over
+        :attr:`shard_group`, and the engine then averages its results over the copies. With one rank it is not called. What it
+        raises is raised at the end of the backward on all ranks, provided that it does not leave the others waiting in a
+        collective of its own.
 
         Args:
             state: given to each call: compression errors, a process group.
