@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import time
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .errors import ShardError
 from .groups import backend_of, groups_for, parts_for
 from .log import logger
 from .topology import Topology
@@ -39,6 +40,10 @@ def _unowned_bytes(tensor: torch.Tensor) -> torch.Tensor:
 # Gloo's all-gather fills a buffer of its own and copies it to the output. A broadcast for each rank sends the same bytes
 # straight to their place; with many ranks, the number of operations would cost more than that.
 _BROADCASTS = 4
+
+# Seconds that a rank whose backward failed waits for a reduction inside its copy, so that the copies stay in step. A rank
+# whose partners have failed with it does not wait as long.
+_WAIT_ACROSS = 5.0
 
 
 class _Works:
@@ -156,6 +161,7 @@ class Collectives:
     backend: str = ""
     bytes_sent: int = 0
     bytes_sent_across: int = 0  # of these, between copies
+    waiting: deque[Reduction] = field(default_factory=deque)  # see Parts
     gather_stream: Any = None
     reduce_stream: Any = None
     _spare: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
@@ -318,7 +324,10 @@ class Collectives:
                     self.reduce_stream is not None
                 ):  # the stream keeps the order; the host need not wait for the first part
                     pending, across = self.all_reduce_across(received, across), ""
-            return Reduction(self, grad, received, pending, begun, streams, across)
+            reduction = Reduction(self, grad, received, pending, begun, streams, across)
+            if across:
+                self.waiting.append(reduction)
+            return reduction
 
     def _all_reduce(self, channel: Channel, tensor: torch.Tensor, what: str) -> Pending:
         """Under `reducing()`, of a channel whose collectives the caller counts."""
@@ -330,6 +339,10 @@ class Collectives:
 
     def all_reduce_across(self, own: torch.Tensor, what: str) -> Pending:
         """Sum this rank's slice, 1-D, with those of the other copies, in place. Call under `reducing()`."""
+        self.send_waiting()
+        return self._all_reduce_across(own, what)
+
+    def _all_reduce_across(self, own: torch.Tensor, what: str) -> Pending:
         channel = self.across_channel
         assert channel is not None
         channel.count()
@@ -337,6 +350,11 @@ class Collectives:
         pending = self._all_reduce(channel, own, what)
         self.bytes_sent_across += self.bytes_sent - before
         return pending
+
+    def send_waiting(self) -> None:
+        """Have reductions go between copies that all ranks have begun earlier than what comes next there."""
+        while self.waiting:
+            self.waiting[0].go_across()
 
     # -- whole matrices -----------------------------------------------------------------------------------------
     def all_to_all(
@@ -384,26 +402,40 @@ class Reduction:
 
     def settle(self, seconds: float) -> bool:
         """Wait at most about this long; False if it is still going on."""
-        ended = self.pending.done() or (seconds > 0.0 and self.pending.settle(seconds))
-        if not ended or not self.across:
-            return ended
-        self._go_across()
-        return self.settle(seconds)
+        while self.across:
+            first = self.collectives.waiting[0]
+            if not first._ended(seconds):
+                return False
+            first.go_across()
+        return self._ended(seconds)
 
-    def _go_across(self) -> None:
-        """The first part has ended. Reductions come here in the order in which they began, so that all copies' do."""
+    def _ended(self, seconds: float) -> bool:
+        return self.pending.done() or (seconds > 0.0 and self.pending.settle(seconds))
+
+    def go_across(self) -> None:
+        """Wait for the first part, and begin the second. For the oldest of those that wait for that, so that all copies' ranks
+        come here in one order, whatever has ended where."""
         c, what = self.collectives, self.across
-        self.across = ""
+        assert c.waiting[0] is self
         self.pending.wait()
+        c.waiting.popleft()
+        self.across = ""
         total = _sum(self.received.view(c.size, -1), self.grad.dtype)
         c.give(self.grad)
         c.give(self.received)
         self.grad = self.received = total
-        self.pending = c.all_reduce_across(total, what)
+        self.pending = c._all_reduce_across(total, what)
 
     def abandon(self, seconds: float) -> None:
         """A partner may never come: don't wait for long."""
-        self.pending.settle(seconds)
+        try:
+            self.settle(max(seconds, _WAIT_ACROSS) if self.across else seconds)
+        finally:
+            if self.across:  # the other copies may have gone on
+                c = self.collectives
+                c.waiting.remove(self)
+                text = f"rank {c.world_rank} has left {self.across}, when a backward failed."
+                c.reduce_channel.groups.give_up(c.world_rank, ShardError(text))  # type: ignore[union-attr]
 
     def wait_for_own_part(self) -> None:
         """Have the host wait until this rank's device has come to the reduction. What then remains is the partners' time."""
@@ -420,8 +452,8 @@ class Reduction:
             # Hazard: the buffer's memory goes back to the stream that it was made on, which may not be the one that
             # publishes, and must not be used there again before the collective has read it.
             stream.wait_event(self.pending.event)
-        if self.across:
-            self._go_across()
+        while self.across:
+            c.waiting[0].go_across()
         self.pending.wait()
         if c.backend == "gloo" and self.received is not self.grad:
             out = _sum(self.received.view(c.size, -1), dtype)
@@ -473,6 +505,7 @@ def connect(
     over_all = ScalarComm(watch.channels["scalar"], watch, world, rank)
     scalar: ScalarComm | SingleComm = over_all
     gather, reduce, across = watch.channels["gather"], watch.channels["reduce"], None
+    waiting: deque[Reduction] = deque()
     if topology.is_hybrid and agreed:  # else ranks would wait for each other in making groups
         parts = parts_for(groups, group, topology, single_communicator)
         gather = watch.channels["gather"] = Channel("gather", groups, parts.gather, row)
@@ -480,6 +513,7 @@ def connect(
         inner = watch.channels["scalar slices"] = Channel("scalar slices", groups, parts.scalar, row)
         across = watch.channels["across"] = Channel("across", groups, parts.across, topology.column_of(rank))
         scalar = ScalarComm(inner, watch, topology.size, row.index(rank), over_all)
+        waiting = parts.waiting
     elif topology.size == 1:
         scalar = SingleComm(world_rank=rank)
     return Collectives(
@@ -495,6 +529,7 @@ def connect(
         gather_channel=gather,
         reduce_channel=reduce,
         across_channel=across,
+        waiting=waiting,
         backend=backend,
         gather_stream=streams[0],
         reduce_stream=streams[1],

@@ -146,7 +146,12 @@ def _checked_dims(names: Any) -> tuple[str, ...] | None:
     if names is None:
         return None
     found = (names,) if isinstance(names, str) else names
-    if not isinstance(found, (tuple, list)) or len(found) not in (1, 2) or not all(isinstance(n, str) for n in found):
+    if (
+        not isinstance(found, (tuple, list))
+        or len(found) not in (1, 2)
+        or not all(isinstance(n, str) for n in found)
+        or len(set(found)) != len(found)
+    ):
         raise ConfigError(
             f"mesh_dims must be the name of a dimension, two of them (copies, slices) or None, not {names!r}."
         )

@@ -7,6 +7,7 @@ import ctypes
 import json
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,8 @@ class Parts:
     reduce: Any
     scalar: Any
     across: Any  # over those that have the same slice
+    # Reductions that are to go across, in the order in which all ranks began them: several engines share the group.
+    waiting: deque[Any] = field(default_factory=deque)
 
     def all(self) -> tuple[Any, ...]:
         return self.gather, self.reduce, self.scalar, self.across

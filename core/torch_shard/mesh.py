@@ -98,11 +98,13 @@ def _of_device_mesh(mesh: Any, config: ShardConfig) -> tuple[Any, Sequence[Seque
         unknown = [name for name in names if name not in known]
         if unknown:
             raise ConfigError(f"mesh_dims: the mesh has no dimension {unknown[0]!r}, but {known or 'no names'}.")
-        mesh = mesh[names[0]] if len(names) == 1 else mesh[names]
+        # A mesh is sliced along dimensions in its own order.
+        mesh = mesh[names[0]] if len(names) == 1 else mesh[tuple(sorted(names, key=known.index))]
     if mesh.ndim == 1:
         return mesh.get_group(), None
     if mesh.ndim == 2 and config.is_hybrid:
-        rows = [[int(rank) for rank in row] for row in mesh.mesh.tolist()]
+        table = mesh.mesh if names is None or mesh.mesh_dim_names == names else mesh.mesh.T
+        rows = [[int(rank) for rank in row] for row in table.tolist()]
         return group_over(sorted(rank for row in rows for rank in row)), rows
     if mesh.ndim == 2 and names is not None:
         raise ConfigError(

@@ -206,6 +206,7 @@ def unify_replicas(flat: FlatBuffer, what: str) -> None:
     if not flat.sharded:
         broadcast_coalesced(c, [flat.shard], what)
     elif c.across_channel is not None and flat.shard.numel():
+        c.send_waiting()
         first = c.watch.ranks[min(c.across_channel.members)]
         c.watch.meet(what)
         raw, ordered = _bytes(flat.shard), c.watch.polls

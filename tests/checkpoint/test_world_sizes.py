@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import torch_shard
 from tests.checkpoint.helpers import build, load, loads, same, save, saved_by, train, whole
+from tests.compat.harness import MLP
 from tests.marks import exhaustive
 from tests.odd_model import Net
 from tests.ranks import ranks, run
@@ -36,16 +39,28 @@ SAMPLE = [
     (3, "no_shard", 2, "shard_grad_op"),
     (2, "shard_grad_op", 1, "full_shard"),
     (2, "shard_optim", 3, "full_shard"),
+    (4, "hybrid_shard", 3, "full_shard"),
+    (2, "no_shard", 4, "hybrid_shard"),
 ]
 NAMES = ("full_shard", "shard_grad_op", "shard_optim", "no_shard")
-PAIRS = itertools.product((1, 2, 3), NAMES, (1, 2, 3), NAMES)
+HYBRID = [(4, "hybrid_shard"), (4, "hybrid_shard_zero2")]  # two copies on two ranks each
+PAIRS = [
+    *itertools.product((1, 2, 3), NAMES, (1, 2, 3), NAMES),
+    *((*one, 2, other) for one in HYBRID for other in NAMES),
+    *((2, one, *other) for one in NAMES for other in HYBRID),
+    *((*one, *other) for one in HYBRID for other in HYBRID),
+]
 STRATEGIES = [*SAMPLE, *exhaustive(*(pair for pair in PAIRS if pair not in SAMPLE))]
+
+
+def settings_of(strategy: str) -> dict[str, Any]:
+    return {"strategy": strategy, **({"shard_size": 2} if "hybrid" in strategy else {})}
 
 
 @pytest.mark.parametrize(("first", "one", "second", "other"), STRATEGIES)
 def test_another_strategy_loads_it(first, one, second, other, tmp_path):
-    run(first, saved_by, str(tmp_path / "c"), {"strategy": one})
-    run(second, loads, str(tmp_path / "c"), {"strategy": other})
+    run(first, saved_by, str(tmp_path / "c"), settings_of(one))
+    run(second, loads, str(tmp_path / "c"), settings_of(other))
 
 
 @pytest.mark.parametrize("units", [{"unit_bytes": 1 << 20}, {"unit_bytes": 1}])
@@ -69,6 +84,17 @@ def test_a_resumed_training_is_one_that_was_not_stopped(rank, strategy, tmp_path
     schedule.load_state_dict(load(other, tmp_path / "c", resumed)["schedule"])
     assert train(again, resumed, rank, range(3, 8)) == losses
     same(whole(other, resumed), whole(engine, optimizer))
+
+
+@ranks(4)
+def test_copies_write_each_slice_once(rank, world_size, tmp_path):
+    model = MLP(width=200)
+    engine = torch_shard.shard(model, strategy="hybrid_shard", shard_size=2)
+    engine.save(tmp_path / "c")
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    sizes = [(tmp_path / "c" / f"__{r}_0.distcp").stat().st_size for r in range(world_size)]
+    assert total < sum(sizes) < 1.1 * total
+    assert max(sizes) < 0.4 * total  # the copies share the work
 
 
 @ranks(2)

@@ -1,0 +1,513 @@
+"""``hybrid_shard`` and ``hybrid_shard_zero2``: sharded inside a node, replicated across. Four ranks are two nodes of two."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_shard
+from tests.compat.harness import (
+    MLP,
+    Pair,
+    average_grads,
+    batch,
+    loss_of,
+    plain_backward,
+    same_params,
+    train_both,
+    whole,
+)
+from tests.marks import exhaustive
+from tests.ranks import ranks
+from tests.test_traffic import Collectives
+from torch_shard.errors import ConfigError, DivergenceError, MissingRankError, ShardError
+from torch_shard.topology import Topology
+
+HYBRID = ["hybrid_shard", "hybrid_shard_zero2"]
+TWO = {"strategy": "hybrid_shard", "shard_size": 2}
+
+
+def same_copies(engine: torch_shard.Engine) -> None:
+    """Assert that the copies are equal, to the bit. Collective."""
+    c = engine._runtime.collectives
+    for unit in engine.units:
+        for flat in unit.flats:
+            everyone = [torch.empty_like(flat.shard) for _ in range(c.world)]
+            dist.all_gather(everyone, flat.shard)
+            for rank in c.topology.column_of(c.world_rank):
+                assert torch.equal(everyone[rank], flat.shard), f"unit {unit.name} differs from rank {rank}'s"
+
+
+# -- numbers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", HYBRID)
+@ranks(4)
+def test_it_trains_like_plain(strategy, rank, world_size):
+    pair = train_both(MLP, rank, world_size, steps=4, strategy=strategy, shard_size=2)
+    same_copies(pair.engine)
+
+
+@ranks(4)
+def test_adamw_and_clipping(rank, world_size):
+    pair = Pair(MLP, rank, world_size, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), **TWO)
+    for step in range(3):
+        pair.backward(plain_backward, batch(rank, step))
+        norms = pair.engine.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1)
+        torch.testing.assert_close(*norms)
+        pair.update()
+    pair.check()
+    same_copies(pair.engine)
+
+
+@ranks(4)
+def test_norms_with_plain_parameters_are_one_on_all_ranks(rank, world_size):
+    """What is ignored has gradients of each rank's own: rank 0's norm counts, also in the other copy."""
+    model = MLP().double()
+    engine = torch_shard.shard(model, ignore=["head.*"], unit_bytes=500, **TWO)
+    loss_of(model(batch(rank, 0))).backward()
+    norm = engine.clip_grad_norm_(0.1)
+    everyone = [torch.empty_like(norm) for _ in range(world_size)]
+    dist.all_gather(everyone, norm)
+    assert all(torch.equal(norm, other) for other in everyone)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    same_copies(engine)
+
+
+@ranks(4)
+def test_micro_batches_are_accumulated(rank, world_size):
+    pair = Pair(MLP, rank, world_size, **TWO)
+
+    def run(model: nn.Module, batches: list[torch.Tensor]) -> None:
+        for x in batches[:-1]:
+            if model is pair.model:
+                with pair.engine.no_sync():
+                    plain_backward(model, x)
+            else:
+                plain_backward(model, x)
+        plain_backward(model, batches[-1])
+
+    for step in range(2):
+        pair.step(run, [batch(rank, 10 * step + i) for i in range(3)])
+    pair.check()
+
+
+class Sometimes(nn.Module):
+    """Some ranks leave a parameter out."""
+
+    def __init__(self, used: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 7)
+        self.used = used
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return nn.functional.linear(x, self.second.weight, self.second.bias if self.used else None)
+
+
+@ranks(4)
+def test_a_parameter_that_one_copy_leaves_unused(rank, world_size):
+    for used in (rank < 2, rank in (0, 3), rank == 2):
+        train_both(functools.partial(Sometimes, used), rank, world_size, **TWO)
+
+
+@pytest.mark.parametrize("strategy", HYBRID)
+@ranks(4)
+def test_terms_of_the_loss_outside_the_model_are_averaged_over_the_copies(strategy, rank, world_size):
+    """Each rank weighs them by what it alone knows."""
+
+    def run(model: nn.Module, x: torch.Tensor) -> None:
+        weight = model.head.weight
+        loss = loss_of(model(x)) + (rank + 1) * weight.pow(2).sum() + (rank + 1) * weight.norm()
+        (loss + (weight * (rank + 1.0)).sum()).backward()
+
+    pair = Pair(MLP, rank, world_size, strategy=strategy, shard_size=2)
+    for step in range(2):
+        pair.step(run, batch(rank, step))
+    pair.check()
+    same_copies(pair.engine)
+
+
+@ranks(4)
+def test_autograd_grad_is_averaged_over_the_copies(rank, world_size):
+    pair = Pair(MLP, rank, world_size, **TWO)
+
+    def run(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(loss_of(model(x)), list(model.parameters())))
+
+    ours, theirs = pair.each(run, batch(rank, 0))
+    for grad, expected in zip(ours, theirs, strict=True):
+        dist.all_reduce(expected)
+        torch.testing.assert_close(whole(grad), expected / world_size)
+
+
+@ranks(4)
+def test_random_edits_leave_the_copies_equal(rank, world_size):
+    torch.manual_seed(rank)
+    model = MLP()
+    engine = torch_shard.shard(model, **TWO)
+    with engine.gathered(write=True), torch.no_grad():
+        for p in model.parameters():
+            p.normal_()
+    same_copies(engine)
+    with engine.gathered(write=True, ranks=[3]) as there, torch.no_grad():
+        if rank == 3:
+            for p in model.parameters():
+                p.fill_(7.0)
+    del there
+    same_copies(engine)
+    assert whole(model.head.weight).eq(7.0).all()
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, *exhaustive(torch.float16)])
+@ranks(4)
+def test_low_precision_keeps_the_copies_equal(precision, rank, world_size):
+    torch.manual_seed(0)
+    model = MLP(width=32)
+    plain = copy.deepcopy(model).double()
+    engine = torch_shard.shard(model, precision=precision, unit_bytes=2000, **TWO)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, plain)]
+    for step in range(5):
+        loss_of(model(batch(rank, step).float())).backward()
+        loss_of(plain(batch(rank, step))).backward()
+        for p in plain.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= world_size
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same_copies(engine)
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(
+            whole(p).double(), q.detach(), rtol=0.03, atol=0.01, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@ranks(4)
+def test_an_overflow_in_one_copy_skips_the_step_of_all(rank, world_size):
+    torch.manual_seed(0)
+    model = MLP()
+    engine = torch_shard.shard(model, **TWO)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = [whole(p).clone() for p in model.parameters()]
+    x = batch(rank, 0).float()
+    if rank == 2:
+        x[0, 0] = float("inf")
+    scaler.scale(loss_of(model(x))).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    for p, was in zip(model.parameters(), before, strict=True):
+        assert torch.equal(whole(p), was)
+    same_copies(engine)
+
+
+@ranks(4)
+@pytest.mark.exhaustive
+def test_whole_matrix_optimizers_step_in_each_copy(rank, world_size):
+    def muon(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.02)
+
+    pair = train_both(MLP, rank, world_size, optimizer=muon, **TWO)
+    same_copies(pair.engine)
+    state = pair.engine.optim_state_dict(pair.optimizer, rank0_only=False)
+    again = Pair(MLP, rank, world_size, optimizer=muon, **TWO)
+    again.engine.load_optim_state_dict(again.optimizer, state)
+    again.engine.load_state_dict(pair.engine.state_dict(rank0_only=False))
+    for one in (pair, again):
+        one.model.zero_grad()
+        plain_backward(one.model, batch(rank, 7))
+        one.optimizer.step()
+    same_params(again.model, _as_plain(pair))
+
+
+def _as_plain(pair: Pair) -> nn.Module:
+    twin = copy.deepcopy(pair.plain)
+    twin.load_state_dict(pair.engine.state_dict(rank0_only=False))
+    return twin
+
+
+@ranks(4)
+def test_a_step_in_backward(rank, world_size):
+    torch.manual_seed(0)
+    model = MLP().double()
+    plain = copy.deepcopy(model)
+    engine = torch_shard.shard(model, unit_bytes=500, **TWO)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.step_in_backward(optimizer)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        loss_of(model(batch(rank, step))).backward()
+        loss_of(plain(batch(rank, step))).backward()
+        for p in plain.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= world_size
+        reference.step()
+        reference.zero_grad()
+    same_params(model, plain)
+    same_copies(engine)
+
+
+@pytest.mark.parametrize("strategy", HYBRID)
+@ranks(4)
+def test_a_communication_hook_reduces_inside_and_the_engine_across(strategy, rank, world_size):
+    pair = Pair(MLP, rank, world_size, strategy=strategy, shard_size=2)
+    state = default_hooks.DefaultState(pair.engine.shard_group)
+    pair.engine.register_comm_hook(state, default_hooks.reduce_scatter_hook)
+    for step in range(3):
+        pair.step(plain_backward, batch(rank, step))
+    pair.check()
+    same_copies(pair.engine)
+
+
+class Slow(nn.Module):
+    """Some ranks are slow in backward."""
+
+    def __init__(self, model: nn.Module, seconds: float) -> None:
+        super().__init__()
+        self.model, self.seconds = model, seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.model(x)
+        if self.seconds and y.requires_grad:
+            y.register_hook(lambda _: time.sleep(self.seconds))
+        return y
+
+
+@ranks(4)
+def test_two_models_in_one_backward_whose_reductions_are_under_way_together(rank, world_size):
+    """Which of the reductions inside a copy ends first differs between the copies."""
+
+    def train(models: list[nn.Module], average: Any) -> None:
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+        for step in range(4):
+            x = batch(rank, step)
+            (loss_of(models[0](x)) + loss_of(models[1](x + 1))).backward()
+            for model, optimizer in zip(models, optimizers, strict=True):
+                average(model)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    plain: list[nn.Module] = [Slow(MLP().double(), 0.0), Slow(MLP(width=11).double(), 0.0)]
+    ours = copy.deepcopy(plain)
+    for i, model in enumerate(ours):
+        torch_shard.shard(model, unit_bytes=300, **TWO)
+        model.seconds = 0.05 * (rank == i or rank == 3 - i)
+    train(plain, average_grads)
+    train(ours, lambda _: None)
+    for model, expected in zip(ours, plain, strict=True):
+        same_params(model, expected)
+
+
+@ranks(4)
+def test_a_backward_that_fails_half_way_leaves_the_copies_in_step(rank, world_size):
+    pair = Pair(MLP, rank, world_size, unit_bytes=300, **TWO)
+    pair.step(plain_backward, batch(rank, 0))
+
+    def fail(_: Any) -> None:
+        raise KeyError("half-way")
+
+    for name in ("blocks.1.up.weight", "inp.weight", "blocks.2.down.bias"):
+        handle = dict(pair.model.named_parameters())[name].register_hook(fail)
+        with pytest.raises(KeyError, match="half-way"):
+            plain_backward(pair.model, batch(rank, 1))
+        handle.remove()
+        pair.step(plain_backward, batch(rank, 2))
+    pair.check()
+    same_copies(pair.engine)
+
+
+# -- what travels where -------------------------------------------------------------------------------------------------
+
+
+def _crossing(calls: Collectives, engine: torch_shard.Engine) -> tuple[int, int]:
+    """Bytes in collectives of groups with ranks of both copies: all-reduces of gradients, and everything else."""
+    rows = engine._runtime.collectives.topology.rows
+    gradients = others = 0
+    for name, nbytes, dtypes, group in calls.calls:
+        members = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group))
+        if any(set(members) <= set(row) for row in rows):
+            continue
+        if name == "allreduce_" and dtypes == {torch.float64}:
+            gradients += nbytes
+        else:
+            others += nbytes
+    return gradients, others
+
+
+@pytest.mark.parametrize("strategy", HYBRID)
+@ranks(4)
+def test_across_copies_travel_gradients_alone(strategy, rank, world_size):
+    torch.manual_seed(0)
+    model = MLP(width=40).double()
+    engine = torch_shard.shard(model, strategy=strategy, shard_size=2, unit_bytes=20000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        loss_of(model(batch(rank, 0))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    own = sum(flat.shard.numel() * flat.shard.element_size() for unit in engine.units for flat in unit.flats)
+    before = engine.bytes_sent_across
+    with Collectives() as calls:
+        step()
+    gradients, others = _crossing(calls, engine)
+    assert gradients == own  # the slice, once
+    assert others < 1000  # comparisons of what the ranks do
+    assert engine.bytes_sent_across - before == own  # an all-reduce of two ranks sends 2 * (2 - 1) / 2 of it
+
+
+@ranks(4)
+def test_each_rank_holds_the_slices_of_its_copy(rank, world_size):
+    model = MLP(width=40)
+    engine = torch_shard.shard(model, unit_bytes=20000, **TWO)
+    numel = sum(p.numel() for p in model.parameters())
+    own = sum(p.to_local().numel() for p in model.parameters())
+    assert numel / 2 - 100 < own < numel / 2 + 100
+    assert engine.world_size == 4 and engine.rank == rank
+    assert dist.get_process_group_ranks(engine.shard_group) == [0, 1] if rank < 2 else [2, 3]
+
+
+# -- who shares a copy --------------------------------------------------------------------------------------------------
+
+
+def _rows(engine: torch_shard.Engine) -> tuple[tuple[int, ...], ...]:
+    return engine._runtime.collectives.topology.rows
+
+
+@ranks(4)
+def test_a_mesh_of_two_dimensions_has_copies_and_slices(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    engine = torch_shard.shard(MLP(), strategy="hybrid_shard", mesh=mesh)
+    assert _rows(engine) == ((0, 1), (2, 3))
+    other = torch_shard.shard(MLP(), strategy="hybrid_shard", mesh=mesh, mesh_dims=("shard", "replicate"))
+    assert _rows(other) == ((0, 2), (1, 3))
+    groups = mesh.get_group("shard"), mesh.get_group("replicate")
+    third = torch_shard.shard(MLP(), strategy="hybrid_shard", mesh=groups)
+    assert _rows(third) == ((0, 1), (2, 3))
+    named = torch_shard.shard(MLP(), mesh=mesh, mesh_dims="shard")
+    assert named.world_size == 2
+
+
+@ranks(4)
+def test_copies_on_ranks_that_are_not_consecutive_train_like_plain(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("slices", "copies"))
+    pair = train_both(MLP, rank, world_size, strategy="hybrid_shard", mesh=mesh, mesh_dims=("copies", "slices"))
+    same_copies(pair.engine)
+    assert _rows(pair.engine) == ((0, 2), (1, 3))
+
+
+@ranks(4, fresh=True)
+def test_the_ranks_of_a_node_share_a_copy_by_default(rank):
+    import os
+
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    assert _rows(torch_shard.shard(MLP(), strategy="hybrid_shard")) == ((0, 1), (2, 3))
+    os.environ["LOCAL_WORLD_SIZE"] = "4"  # one node: one copy
+    assert _rows(torch_shard.shard(MLP(), strategy="hybrid_shard")) == ((0, 1, 2, 3),)
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    assert _rows(torch_shard.shard(MLP(), strategy="hybrid_shard")) == ((0,), (1,), (2,), (3,))
+    os.environ["LOCAL_WORLD_SIZE"] = "3"
+    with pytest.raises(ConfigError, match=r"with 3 ranks to a node, the ranks .* are not as many on each"):
+        torch_shard.shard(MLP(), strategy="hybrid_shard")
+    del os.environ["LOCAL_WORLD_SIZE"]
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"how many ranks a node has is not known.*pass shard_size="):
+            torch_shard.shard(MLP(), strategy="hybrid_shard")
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@ranks(4)
+def test_a_copy_on_one_rank_or_on_all_trains_like_plain(size, rank, world_size):
+    train_both(MLP, rank, world_size, strategy="hybrid_shard", shard_size=size, precision=None)
+
+
+@ranks(1)
+def test_one_rank_alone(rank, world_size):
+    train_both(MLP, rank, world_size, strategy="hybrid_shard")
+
+
+def test_a_topology_has_each_rank_once():
+    assert Topology.hybrid(6, 2).rows == ((0, 1), (2, 3), (4, 5))
+    assert Topology.hybrid(6, 2).column_of(3) == (1, 3, 5)
+    assert Topology(((5, 1), (0, 3), (4, 2))).rows == ((1, 5), (0, 3), (2, 4))
+    assert Topology(((1, 5), (0, 3), (2, 4))).positions() == (0, 0, 0, 1, 1, 1)
+    assert Topology.sharded(3).row_of(2) == (0, 1, 2) and Topology.replicated(3).row_of(2) == (2,)
+    for rows in (((0, 1), (2,)), ((0, 1), (1, 2)), ((0, 2),), ((),)):
+        with pytest.raises(ShardError, match="mesh"):
+            Topology(rows)
+
+
+# -- refused ------------------------------------------------------------------------------------------------------------
+
+
+@ranks(4)
+def test_bad_settings_are_refused_by_name(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    flat = init_device_mesh("cpu", (4,))
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"strategy": "hybrid_shard", "shard_size": 3}, "shard_size is 3, which does not divide the 4 ranks"),
+        ({"strategy": "full_shard", "shard_size": 2}, "shard_size is for the hybrid strategies"),
+        ({"strategy": "hybrid_shard", "shard_size": 0}, "shard_size must be an integer of at least 1"),
+        ({"strategy": "hybrid_shard", "shard_size": 4, "mesh": mesh}, "shard_size is 4, and in the mesh 2 ranks share"),
+        ({"mesh": mesh}, "name the one to shard over"),
+        ({"mesh": mesh, "mesh_dims": "tp"}, "has no dimension 'tp', but .'replicate', 'shard'."),
+        ({"mesh": mesh, "mesh_dims": ("replicate", "shard")}, "copies and slices of a hybrid strategy"),
+        ({"mesh_dims": "shard"}, "mesh_dims names dimensions of a DeviceMesh"),
+        ({"mesh_dims": 3}, "mesh_dims must be the name of a dimension"),
+        ({"mesh": flat, "mesh_dims": "shard"}, "no names"),
+        ({"mesh": (dist.group.WORLD, dist.group.WORLD)}, "a pair of process groups, which a hybrid strategy needs"),
+    ]
+    for settings, message in cases:
+        model = MLP()
+        with pytest.raises(ShardError, match=message):
+            torch_shard.shard(model, **settings)
+        assert not any(isinstance(p, torch_shard.ShardTensor) for p in model.parameters())
+
+
+@ranks(4)
+def test_ranks_with_different_copies_are_told_so(rank):
+    with pytest.raises(ConfigError, match="shard_size differs between the ranks: on rank 0 shard_size is 2; on rank 1"):
+        torch_shard.shard(MLP(), strategy="hybrid_shard", shard_size=2 if rank == 0 else 4, timeout=10.0)
+    with pytest.raises(ConfigError, match="strategy differs between the ranks"):
+        torch_shard.shard(MLP(), strategy="hybrid_shard" if rank else "full_shard", shard_size=2 if rank else None)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    dims = ("replicate", "shard") if rank < 2 else ("shard", "replicate")
+    with pytest.raises(
+        ConfigError, match=r"which ranks share a copy .* differs between the ranks: on rank 0 0 1 . 2 3"
+    ):
+        torch_shard.shard(MLP(), strategy="hybrid_shard", mesh=mesh, mesh_dims=dims, timeout=10.0)
+    train_both(MLP, rank, 4, steps=1, **TWO)  # and the groups are usable
+
+
+@ranks(4, fresh=True, timeout=60)
+def test_a_copy_that_stays_away_is_an_error_on_the_others(rank):
+    model = MLP()
+    torch_shard.shard(model, timeout=3.0, **TWO)
+    if rank < 2:
+        with pytest.raises((MissingRankError, DivergenceError), match=r"rank [23]"):
+            loss_of(model(batch(rank, 0).float())).backward()
+    else:
+        time.sleep(6.0)
+
+
+@ranks(4, fresh=True, timeout=60)
+def test_copies_that_run_different_units_are_told_apart(rank):
+    model = MLP()
+    torch_shard.shard(model, unit_bytes=300, timeout=10.0, **TWO)
+    with pytest.raises(DivergenceError, match="ranks ran different units"):
+        (model.blocks[0] if rank < 2 else model.blocks[1])(torch.ones(2, 7))
+        loss_of(model(batch(rank, 0).float())).backward()
