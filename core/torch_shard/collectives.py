@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import ShardError
-from .groups import backend_of, groups_for, parts_for
+from .groups import again_for, backend_of, groups_for, parts_for
 from .log import logger
 from .topology import Topology
 from .versions import at_least
@@ -157,6 +157,7 @@ class Collectives:
     topology: Topology
     gather_channel: Channel | None = None
     reduce_channel: Channel | None = None
+    again_channel: Channel | None = None  # over the ranks among which a unit is cut between forward and backward
     across_channel: Channel | None = None  # over the ranks that have this slice, where several have and others don't
     backend: str = ""
     bytes_sent: int = 0
@@ -176,6 +177,9 @@ class Collectives:
         self._broadcasts = self._sends_bytes and 1 < self.size <= _BROADCASTS
         row = self.topology.row_of(self.world_rank)
         self._sources = [self.watch.ranks[member] for member in row]  # global ranks of those that share the copy
+        few = sorted(self.again_channel.members) if self.again_channel is not None else [self.world_rank]
+        self._few = [self.watch.ranks[member] for member in few]
+        self._again_rank = few.index(self.world_rank)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Collectives:
         return self  # groups and streams belong to the process, not to a model
@@ -232,17 +236,41 @@ class Collectives:
     ) -> Pending:
         """Fill `full` (1-D, ``size`` equal slots) with what the ranks send: `sent`, the :meth:`payload` of a shard, which may
         be the rank's own slot. `slots`: :meth:`slots_of` of `full`, where it is kept. Call under `gathering()`."""
-        channel = self.gather_channel
-        assert channel is not None and _all_gather is not None
+        assert self.gather_channel is not None
+        return self._gather(self.gather_channel, self._sources, self.rank, full, sent, what, slots)
+
+    def own_part(self, full: torch.Tensor) -> torch.Tensor:
+        """What this rank keeps of a gathered buffer between forward and backward."""
+        n = full.numel() // len(self._few)
+        return full.narrow(0, self._again_rank * n, n)
+
+    def all_gather_again(self, full: torch.Tensor, what: str) -> Pending:
+        """Fill `full` from the parts that few ranks have kept; this rank's is in its place. Call under `gathering()`."""
+        assert self.again_channel is not None
+        sent = self.payload(self.own_part(full))
+        return self._gather(self.again_channel, self._few, self._again_rank, full, sent, what)
+
+    def _gather(
+        self,
+        channel: Channel,
+        sources: Sequence[int],
+        rank: int,
+        full: torch.Tensor,
+        sent: torch.Tensor,
+        what: str,
+        slots: Sequence[torch.Tensor] = (),
+    ) -> Pending:
+        assert _all_gather is not None
         channel.count()
-        self.bytes_sent += (self.size - 1) * (full.numel() // self.size) * full.element_size()
+        ranks = len(sources)
+        self.bytes_sent += (ranks - 1) * (full.numel() // ranks) * full.element_size()
         if not full.numel():  # nothing but zero-element parameters
             return Pending(self.watch, channel, channel.issued, what, None)
-        if self._broadcasts:
-            slots = slots or self.slots_of(full)
-            if sent.data_ptr() != slots[self.rank].data_ptr():
-                slots[self.rank].copy_(sent)
-            pairs = zip(slots, self._sources, strict=True)
+        if self._sends_bytes and ranks <= _BROADCASTS:
+            slots = slots or full.view(torch.uint8).view(ranks, -1).unbind(0)
+            if sent.data_ptr() != slots[rank].data_ptr():
+                slots[rank].copy_(sent)
+            pairs = zip(slots, sources, strict=True)
             work: Any = _Works([dist.broadcast(s, src=r, group=channel.group, async_op=True) for s, r in pairs])
         else:
             into = _unowned_bytes(full) if self._sends_bytes else full
@@ -480,10 +508,17 @@ def _sum(chunks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def connect(
-    group: Any, device: torch.device, topology: Topology, *, timeout: float, single_communicator: bool
+    group: Any,
+    device: torch.device,
+    topology: Topology,
+    *,
+    timeout: float,
+    single_communicator: bool,
+    again: int | None = None,
 ) -> Collectives:
-    """Collective over `group`. `group` None: one rank alone, no process group at all. Ranks with different topologies get what
-    tells them so (:func:`.setup.agree`), and nothing else."""
+    """Collective over `group`. `group` None: one rank alone, no process group at all. `again`: among how many ranks a unit is cut
+    between forward and backward. Ranks with different topologies get what tells them so (:func:`.setup.agree`), and nothing
+    else."""
     if group is None or dist.get_world_size(group) == 1:
         watch = Watch(0, 1, [0], timeout, "")
         return Collectives(device, 1, 0, 1, 0, watch, SingleComm(), SingleComm(), topology)
@@ -500,7 +535,7 @@ def connect(
     watch.polls = side
     logger.debug("collectives over ranks %s, backend %s", ranks, backend)
     streams = groups.streams_on(device) if side else (None, None)
-    agreed = _agree_on(topology, watch)
+    agreed = _agree_on(f"{topology} {again}", watch)
     row = topology.row_of(rank)
     over_all = ScalarComm(watch.channels["scalar"], watch, world, rank)
     scalar: ScalarComm | SingleComm = over_all
@@ -516,6 +551,10 @@ def connect(
         waiting = parts.waiting
     elif topology.size == 1:
         scalar = SingleComm(world_rank=rank)
+    few = None
+    if again is not None and agreed:
+        few = Channel("gather again", groups, again_for(groups, group, topology, again), topology.part_of(rank, again))
+        watch.channels[few.name] = few
     return Collectives(
         device=device,
         world=world,
@@ -528,6 +567,7 @@ def connect(
         topology=topology,
         gather_channel=gather,
         reduce_channel=reduce,
+        again_channel=few,
         across_channel=across,
         waiting=waiting,
         backend=backend,
@@ -536,9 +576,9 @@ def connect(
     )
 
 
-def _agree_on(topology: Topology, watch: Watch) -> bool:
+def _agree_on(text: str, watch: Watch) -> bool:
     """Whether all ranks have the same."""
-    digest = zlib.crc32(str(topology).encode()).to_bytes(4, "little")
+    digest = zlib.crc32(text.encode()).to_bytes(4, "little")
     message = torch.tensor([*digest, *(255 - b for b in digest)], dtype=torch.uint8, device="cpu")
     blocking(watch, "control", "the set-up of a sharded model (shard)", dist.all_reduce, message, op=dist.ReduceOp.MAX)
     answer = message.tolist()

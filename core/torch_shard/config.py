@@ -52,6 +52,10 @@ class ShardConfig:
         sync_module_states: send rank 0's parameters and buffers to all ranks in ``shard``.
         broadcast_buffers: send rank 0's buffers to all ranks before each training forward, as
             ``DistributedDataParallel`` does.
+        reshard_after_forward: under the strategies that release parameters between forward and backward, keep each unit cut
+            among so many consecutive ranks meanwhile, those of a node as a rule, so that backward's gather stays among them.
+            More memory (a unit's size over this number, for all units) for less traffic between nodes. ``None``: cut among
+            all ranks that share a copy.
         shard_size: under the hybrid strategies, how many consecutive ranks share a copy. ``None``: those of a node
             (``LOCAL_WORLD_SIZE``, else the number of GPUs), or as the mesh of two dimensions has them.
         mesh_dims: names of the dimensions of the `DeviceMesh` given to ``shard`` that this model is sharded over: one, or
@@ -83,6 +87,7 @@ class ShardConfig:
     prefetch: int = 1
     sync_module_states: bool = True
     broadcast_buffers: bool = True
+    reshard_after_forward: int | None = None
     shard_size: int | None = None
     mesh_dims: str | Sequence[str] | None = None
     precision: Precision | torch.dtype | None = None
@@ -102,6 +107,13 @@ class ShardConfig:
             _check_int("shard_size", self.shard_size, least=1)
             if not self.is_hybrid:
                 raise ConfigError(f"shard_size is for the hybrid strategies; strategy is {self.strategy!r}.")
+        if self.reshard_after_forward is not None:
+            _check_int("reshard_after_forward", self.reshard_after_forward, least=2)
+            if not self.reshards:
+                raise ConfigError(
+                    "reshard_after_forward is for strategies that release parameters between forward and backward, full_shard "
+                    f"and hybrid_shard; strategy is {self.strategy!r}."
+                )
         object.__setattr__(self, "mesh_dims", _checked_dims(self.mesh_dims))
         for field in ("sync_module_states", "broadcast_buffers", "debug", "single_communicator"):
             if not isinstance(getattr(self, field), bool):

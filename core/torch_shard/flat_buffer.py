@@ -68,6 +68,11 @@ class FlatBuffer:
             self.full = torch.empty(self.layout.numel, dtype=compute, device=self.shard.device)
         else:
             self.full = self.shard
+        # What this rank keeps between forward and backward, where few ranks gather it again then.
+        self.part: torch.Tensor | None = None
+        if self.sharded and self.collectives.again_channel is not None:
+            self.part = torch.empty_like(self.collectives.own_part(self.full))
+            self.part.untyped_storage().resize_(0)
         self._take_parts()
         self.leaves: list[nn.Parameter] = [self._leaf(i) for i in range(n)]
         if self.gathers:
@@ -117,6 +122,24 @@ class FlatBuffer:
         if not self.sharded:
             return None
         return self.collectives.all_gather(self.full, self.payload, what, self.slots)
+
+    def keep_part(self) -> None:
+        """Before the gathered buffer is released between forward and backward. Under `gathering()`."""
+        assert self.part is not None
+        self.part.untyped_storage().resize_(self.part.numel() * self.part.element_size())
+        self.part.copy_(self.collectives.own_part(self.full))
+
+    def drop_part(self) -> None:
+        """Under `gathering()`."""
+        if self.part is not None:
+            self.part.untyped_storage().resize_(0)
+
+    def gather_again(self, what: str) -> Pending:
+        """Fill the gathered buffer, which has memory, from the parts that few ranks have kept. Collective."""
+        if self.part is not None and self.part.untyped_storage().nbytes():  # else this rank has kept the whole
+            self.collectives.own_part(self.full).copy_(self.part)
+            self.drop_part()
+        return self.collectives.all_gather_again(self.full, what)
 
     def is_stale(self) -> bool:
         """Whether a parameter was edited since it was gathered."""

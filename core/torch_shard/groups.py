@@ -60,6 +60,9 @@ class Groups:
     unfinished: dict[str, Any] = field(default_factory=dict)  # by channel: the latest work nobody has waited for
     streams: dict[torch.device, tuple[Any, Any]] = field(default_factory=dict)  # CUDA: for gathers and for reductions
     parts: dict[Topology, Parts] = field(default_factory=dict)
+    again: dict[tuple[Topology, int], Any] = field(
+        default_factory=dict
+    )  # for the gathers of backward among fewer ranks
 
     @property
     def meet(self) -> Any:
@@ -98,13 +101,8 @@ class Groups:
     def is_usable(self) -> bool:
         """Whether this rank could go on with them. A program may have destroyed groups it did not make."""
         alive = dist.distributed_c10d._world.pg_map
-        groups = [
-            self.gather,
-            self.reduce,
-            self.scalar,
-            self.control,
-            *(g for p in self.parts.values() for g in p.all()),
-        ]
+        groups = [self.gather, self.reduce, self.scalar, self.control, *self.again.values()]
+        groups += [group for parts in self.parts.values() for group in parts.all()]
         return not self.broken and all(group in alive for group in groups)
 
     def forget_ended(self) -> None:
@@ -299,16 +297,11 @@ def parts_for(groups: Groups, group: Any, topology: Topology, single_communicato
     that they have the same `topology`."""
     found = groups.parts.get(topology)
     if found is None:
-        ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
+        me, number = dist.get_rank(group), len(groups.parts)
         own = dist.get_backend_config(group) if groups.key else None
-        number = len(groups.parts)
 
         def new(purpose: str, members: tuple[int, ...], backend: str | None = own) -> Any:
-            name = f"{groups.key}/{number}/{purpose}/{members[0]}"
-            with _made_by_its_members(name) if groups.key else contextlib.nullcontext():
-                return dist.new_group(
-                    [ranks[m] for m in members], backend=backend, use_local_synchronization=bool(groups.key)
-                )
+            return _among(groups, group, f"{number}/{purpose}", members, backend)
 
         row, column = topology.row_of(me), topology.column_of(me)
         gather = new("gather", row)
@@ -316,6 +309,24 @@ def parts_for(groups: Groups, group: Any, topology: Topology, single_communicato
         scalar = new("scalar", row, "cpu:gloo,cuda:nccl" if backend_of(group, "cuda") == "nccl" else own)
         found = groups.parts[topology] = Parts(gather, reduce, scalar, new("across", column))
     return found
+
+
+def again_for(groups: Groups, group: Any, topology: Topology, size: int) -> Any:
+    """The process group of the `size` ranks that keep a unit between forward and backward. Collective, as :func:`parts_for`."""
+    found = groups.again.get((topology, size))
+    if found is None:
+        members = topology.part_of(dist.get_rank(group), size)
+        own = dist.get_backend_config(group) if groups.key else None
+        found = groups.again[topology, size] = _among(groups, group, f"{len(groups.again)}/again", members, own)
+    return found
+
+
+def _among(groups: Groups, group: Any, purpose: str, members: tuple[int, ...], backend: str | None) -> Any:
+    """A new process group of some ranks of `group`, made by these alone."""
+    ranks = dist.get_process_group_ranks(group)
+    name = f"{groups.key}/{purpose}/{members[0]}"
+    with _made_by_its_members(name) if groups.key else contextlib.nullcontext():
+        return dist.new_group([ranks[m] for m in members], backend=backend, use_local_synchronization=bool(groups.key))
 
 
 _made: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()

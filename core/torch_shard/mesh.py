@@ -33,6 +33,8 @@ class Mesh:
     group: Any
     device: torch.device
     topology: Topology
+    again: int | None = None
+    """Among how many ranks a unit is cut between forward and backward, where that is not all that share a copy."""
 
 
 def resolve_mesh(mesh: Any, model: nn.Module, config: ShardConfig) -> Mesh:
@@ -64,7 +66,13 @@ def resolve_mesh(mesh: Any, model: nn.Module, config: ShardConfig) -> Mesh:
             f"the process group ({dist.get_backend_config(group)}) has no backend for tensors on {device.type}: initialise "
             "it with 'cpu:gloo,cuda:nccl', or move the model to a device that it serves."
         )
-    return Mesh(group, device, _topology(group, rows, config))
+    topology = _topology(group, rows, config)
+    again = config.reshard_after_forward
+    if again is not None and topology.size % again:
+        raise ConfigError(
+            f"reshard_after_forward is {again}, which does not divide the {topology.size} ranks of a copy."
+        )
+    return Mesh(group, device, topology, None if again == topology.size else again)
 
 
 def _default_group() -> Any:

@@ -408,6 +408,7 @@ class Runtime:
             unit.held = False
             unit.uses.clear()
             unit.kept.clear()
+            unit.drop_parts()
         schedule.release_unused()
         self.collectives.drop_spares()  # memory between steps counts; a backward takes them up again
         if self.syncing:
@@ -416,9 +417,9 @@ class Runtime:
                 self.session = False
 
     def note_issued(self, kind: str, unit: Unit) -> None:
-        if kind == "gather" and self.in_backward is not None:
+        if kind != "reduce" and self.in_backward is not None:
             self.in_backward.gathered(unit)
-        if self.together is not None and (kind != "gather" or unit.sharded):
+        if self.together is not None and (kind == "reduce" or unit.sharded):
             self.together.note(kind, self.number, unit.index)
 
     def _compare_order(self) -> None:
@@ -440,6 +441,7 @@ class Runtime:
             unit.uses.clear()
             unit.kept.clear()
             unit.held = False
+            unit.drop_parts()
             for flat in unit.flats:
                 flat.gradients.forget()
             if unit.state is not State.SHARDED and unit.gathers and not unit.running and not unit.is_summoned:

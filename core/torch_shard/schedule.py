@@ -13,7 +13,7 @@ import torch
 
 from .agreement import Agreement
 from .config import ShardConfig
-from .order import BACKWARD, Event, GatherOrder
+from .order import BACKWARD, FORWARD, Event, GatherOrder
 from .unit import State, Unit
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Schedule:
         if self._replicated:
             if unit.state is State.FULL and not unit.running and not unit.uses and unit.is_stale():
                 unit.release()
-            self._gather(unit)
+            self._gather(unit, phase)
             unit.wait()
             unit.note_stream()
             return
@@ -76,16 +76,18 @@ class Schedule:
             if idle and (unit.outdated or unit.is_stale()):
                 unit.release()
             if upcoming is not None and not self._keeps():
-                self._release_others(unit, upcoming)
-        self._gather(unit)
+                self._release_others(unit, upcoming, for_backward=phase == FORWARD)
+        self._gather(unit, phase)
         unit.wait()
         unit.note_stream()
         for other in upcoming or ():
-            self._gather(other)
+            self._gather(other, phase)
 
-    def _gather(self, unit: Unit) -> None:
+    def _gather(self, unit: Unit, phase: int) -> None:
         if unit.state is State.SHARDED or unit.refill:
-            unit.gather()
+            if phase != BACKWARD:
+                unit.drop_parts()
+            unit.gather(again=phase == BACKWARD)
         self.gathered[unit.index] = unit
 
     def _follow(self, unit: Unit, event: Event) -> None:
@@ -108,7 +110,7 @@ class Schedule:
             unit = self.by_index[event[1]]
             self._note(event)
             self.order.advance(event)
-            self._gather(unit)
+            self._gather(unit, BACKWARD)
             self.passed.add(unit.index)
 
     def end_backward(self) -> None:
@@ -135,23 +137,25 @@ class Schedule:
             unit.outdated = bool(changed)
         return True
 
-    def release(self, unit: Unit) -> None:
+    def release(self, unit: Unit, for_backward: bool = False) -> None:
         """Release a unit, or where something that this rank put aside may still need it, take part in its next gather."""
         if self.keeps_on and self._is_current(unit):
             return
         if unit.kept:
             unit.refill = True
+            # The other ranks will gather it from what few of them have kept; here that is the whole.
+            unit.resharded |= for_backward and unit.collectives.again_channel is not None
             return
-        unit.release()
+        unit.release(for_backward)
         self.gathered.pop(unit.index, None)
 
-    def _release_others(self, unit: Unit, upcoming: list[Unit]) -> None:
+    def _release_others(self, unit: Unit, upcoming: list[Unit], for_backward: bool) -> None:
         if self.double_backward:
             return
         for other in list(self.gathered.values()):
             if other is unit or other.running or other.uses or other.is_summoned or other in upcoming:
                 continue
-            self.release(other)
+            self.release(other, for_backward)
 
     def release_unused(self) -> None:
         """Release whatever no running forward and no begun backward needs."""

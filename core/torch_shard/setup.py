@@ -177,7 +177,16 @@ def agree(
 # single_communicator is compared where the ranks meet; timeout, debug and init_fn are a rank's own affair. Of the mesh counts
 # what follows from it.
 _COPIES = "which ranks share a copy (shard_size, mesh)"
-_EQUAL = ("strategy", "shard_size", "unit_bytes", "prefetch", "precision", "sync_module_states", "broadcast_buffers")
+_EQUAL = (
+    "strategy",
+    "shard_size",
+    "reshard_after_forward",
+    "unit_bytes",
+    "prefetch",
+    "precision",
+    "sync_module_states",
+    "broadcast_buffers",
+)
 
 
 def _shown(setting: Any, model: nn.Module) -> str:
@@ -207,6 +216,7 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
         where.topology,
         timeout=config.timeout,
         single_communicator=config.single_communicator,
+        again=where.again,
     )
     plan: Plan | None = None
     error: Exception | None = None

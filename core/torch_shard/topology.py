@@ -90,6 +90,12 @@ class Topology:
         position = self.row_of(rank).index(rank)
         return tuple(sorted(row[position] for row in self.rows))
 
+    def part_of(self, rank: int, size: int) -> tuple[int, ...]:
+        """The `size` neighbours in its row, `rank` among them, that keep a unit between forward and backward."""
+        row = self.row_of(rank)
+        start = row.index(rank) // size * size
+        return row[start : start + size]
+
     def positions(self) -> tuple[int, ...]:
         """By rank, which slice it has."""
         found = {rank: position for row in self.rows for position, rank in enumerate(row)}

@@ -74,6 +74,7 @@ class Unit:
         # the unit, so that they gather it anew, and then this one takes part (`refill`).
         self.kept: list[Any] = []
         self.refill = False
+        self.resharded = False  # since this forward few ranks share it, from whose parts backward gathers it again
         # Under `shard_optim`: whether parameters may have changed since they were gathered, as all ranks agree; and whether the
         # user was given this rank's memory of one, where changes leave no trace.
         self.outdated = self.exposed = False
@@ -150,14 +151,18 @@ class Unit:
         return sum(f.nbytes for f in self.flats if f.gathers)
 
     # -- gather and release -------------------------------------------------------------------------------------
-    def gather(self) -> None:
-        """Start the gather; SHARDED, or FULL where the same values may come once more (`refill`). Collective."""
+    def gather(self, again: bool = False) -> None:
+        """Start the gather; SHARDED, or FULL where the same values may come once more (`refill`). `again`: for backward, from
+        what few ranks have kept since forward, if they have. Collective."""
         if self.state is not State.SHARDED and not self.refill:
             return
         self.wait()
         self.refill = self.outdated = False
         c = self.collectives
-        self.runtime.note_issued("gather", self)
+        again = again and self.resharded
+        if again:
+            self.resharded = False
+        self.runtime.note_issued("gather again" if again else "gather", self)
         if c.gather_stream is not None and c.is_capturing():
             raise UnitStateError(
                 f"rank {c.world_rank}: unit {self.name!r} is gathered during the capture of a CUDA graph, which would read freed "
@@ -172,7 +177,8 @@ class Unit:
                 # read while a refill writes; it writes what is there already, since an edited unit is released first.
                 if storage.nbytes() != flat.nbytes:
                     storage.resize_(flat.nbytes)
-                pending = flat.start_gather(self.gather_text)
+                among_few = again and flat.sharded
+                pending = flat.gather_again(self.gather_text) if among_few else flat.start_gather(self.gather_text)
                 if pending is not None:
                     self.pending.append(pending)
         self.state = State.GATHERING
@@ -209,12 +215,22 @@ class Unit:
         if self.collectives.gather_stream is not None:
             self.streams.add(torch.cuda.current_stream(self.collectives.device))
 
-    def release(self) -> None:
-        """FULL to SHARDED: give the gathered memory back."""
+    def drop_parts(self) -> None:
+        """What is gathered next is the shards' values."""
+        if self.resharded:
+            self.resharded = False
+            with self._gathering():
+                for flat in self.flats:
+                    flat.drop_part()
+
+    def release(self, for_backward: bool = False) -> None:
+        """FULL to SHARDED: give the gathered memory back. `for_backward`: few ranks keep it, if that was asked for."""
         if not self.gathers or self.state is State.SHARDED:
             return
         self.wait()
         self.refill = False
+        keeps = for_backward and self.collectives.again_channel is not None
+        self.resharded |= keeps
         with self._gathering():
             # Hazard: the next allocation may reuse this memory on the gather stream while compute still reads it;
             # `gathering()` has made that stream wait for what the current one was given, which may be another one.
@@ -225,6 +241,8 @@ class Unit:
             for flat in self.flats:
                 if not flat.gathers:
                     continue
+                if keeps and flat.sharded:
+                    flat.keep_part()
                 storage = flat.full.untyped_storage()
                 if storage.resizable():
                     storage.resize_(0)
