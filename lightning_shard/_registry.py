@@ -23,6 +23,14 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
         "Optimizer state sharded, with parameters kept gathered until it changes them (ZeRO-1)",
         {"strategy": "shard_optim"},
     ),
+    "shard_hybrid": (
+        "As 'shard' over the ranks of each node, with a copy on each node",
+        {"strategy": "hybrid_shard"},
+    ),
+    "shard_hybrid_zero2": (
+        "As 'shard_zero2' over the ranks of each node, with a copy on each node",
+        {"strategy": "hybrid_shard_zero2"},
+    ),
     "shard_spawn": ("As 'shard', with processes started by spawn", {"start_method": "spawn"}),
     "shard_fork": ("As 'shard', with processes started by fork, as notebooks need it", {"start_method": "fork"}),
 }

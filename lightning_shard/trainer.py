@@ -156,6 +156,8 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
         self._refuse(trainer)
         fitting = trainer.state.fn == self._private.TrainerFn.FITTING
         config = _precision.config_for(self.precision_plugin, self._config, self.model, self._private)
+        if config.is_hybrid and config.shard_size is None:
+            config = dataclasses.replace(config, shard_size=self.num_processes)  # the ranks of a node
         engine = self._reusable_engine(fitting, config)
         if engine is None:
             if fitting and self._layer_sync is not None:

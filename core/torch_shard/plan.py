@@ -329,7 +329,7 @@ def shard_nbytes(sizes: Iterable[int], world_size: int, alignment: int = ALIGNME
 def _gathered_peak(plan: Plan, sharded: bool) -> int:
     """Most bytes of units gathered at one time, when units run in the plan's order."""
     sizes = {u.name: sum(p.gathered_nbytes for p in u.params if sharded or p.dtypes.casts) for u in plan.units}
-    if plan.strategy != "full_shard":
+    if plan.strategy not in ("full_shard", "hybrid_shard"):
         return sum(sizes.values())
     # A unit whose trigger encloses another unit's trigger stays gathered while that one runs.
     prefixes: set[str] = set()

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
 import lightning_shard
@@ -57,6 +59,34 @@ def test_fit_equals_a_single_device(world_size, namespace, strategy):
     assert t.strategy.engine_or_none is None
     assert all(type(p) is nn.Parameter for p in module.parameters())
     assert type(t.strategy).__module__ == f"lightning_shard.for_{namespace}"
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", *exhaustive("hybrid_shard_zero2")])
+@ranks(4)
+def test_hybrid_on_two_nodes_equals_a_single_device(rank, world_size, strategy):
+    """Lightning numbers ranks by node, and says how many a node has."""
+    from lightning_shard.for_lightning import ShardStrategy
+
+    class TwoNodes(LightningEnvironment):
+        creates_processes_externally = True
+        world_size = staticmethod(lambda: 4)
+        global_rank = staticmethod(lambda: rank)
+        local_rank = staticmethod(lambda: rank % 2)
+        node_rank = staticmethod(lambda: rank // 2)
+
+    found = []
+
+    class Look(Callback):
+        def on_train_start(self, trainer, module):
+            found.append(torch_shard.engine_of(module)._runtime.collectives.topology.rows)
+
+    chosen = ShardStrategy(strategy=strategy)
+    options = {"num_nodes": 2, "devices": 2, "plugins": [TwoNodes()], "callbacks": [Look()]}
+    expected, module = net_class("lightning")(), net_class("lightning")()
+    single("lightning").fit(expected, loader(1))
+    trainer("lightning", world_size, chosen, **options).fit(module, loader(world_size))
+    assert_same_state(module.state_dict(), expected.state_dict())
+    assert found == [((0, 1), (2, 3))]
 
 
 @ranks(2, exhaustive=(1, 3))
