@@ -77,6 +77,7 @@ demo: $(STAMP)
 
 bench: $(STAMP)
 	$(RUN) bench/train.py --short $(ARGS)
+	$(RUN) bench/traffic.py --tiny
 	$(RUN) bench/overhead.py --short
 	$(RUN) bench/optim.py --short
 	$(RUN) bench/checkpoint.py --short

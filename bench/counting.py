@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group, get_process_group_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -83,11 +83,12 @@ _SEND_NOTHING = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_", "
 
 @dataclass
 class Call:
-    """One collective as it was called; `replay` calls it again with tensors of the same sizes."""
+    """One collective as it was called, among the global `ranks`; `replay` calls it again with tensors of the same sizes."""
 
     name: str
     nbytes: int
     sent: float
+    ranks: tuple[int, ...]
     replay: Callable[[], Any]
 
 
@@ -132,27 +133,29 @@ class CollectiveCounter(TorchDispatchMode):
             for leaf in tree_flatten(args[position])[0]
             if isinstance(leaf, torch.Tensor)
         )
-        sent = rule(nbytes, _group_size(args))
+        ranks = _group_ranks(args)
+        sent = rule(nbytes, len(ranks))
         if self.doubled_reduce_scatter and name.lstrip("_").startswith("reduce_scatter"):
             sent *= 2
         replay: Callable[[], Any] = _nothing
         if self.keep_replays:
             mine = tree_map_only(torch.Tensor, torch.empty_like, args)
             replay = functools.partial(func, *mine, **kwargs)
-        self.calls.append(Call(name, nbytes, sent, replay))
+        self.calls.append(Call(name, nbytes, sent, ranks, replay))
 
 
 def _nothing() -> None:
     """Stand in for a collective that was not kept."""
 
 
-def _group_size(args: Any) -> int:
+def _group_ranks(args: Any) -> tuple[int, ...]:
     if isinstance(args[-1], str):
-        return int(_resolve_process_group(args[-1]).size())
+        return tuple(get_process_group_ranks(_resolve_process_group(args[-1])))
     for arg in args:
         if isinstance(arg, torch.ScriptObject):
             try:
-                return int(torch.distributed.ProcessGroup.unbox(arg).size())
+                group = torch.distributed.ProcessGroup.unbox(arg)
+                return tuple(get_process_group_ranks(_resolve_process_group(group.group_name)))
             except (RuntimeError, TypeError):
                 continue  # a boxed ReduceOp
     raise TypeError("a collective without a process group")
