@@ -15,6 +15,7 @@ from .gradient_buffer import GradientBuffer
 from .layout import FlatLayout
 from .leaf import Leaf, is_view, move
 from .precision import Dtypes
+from .rounding import Rounding
 from .shard_spec import slot_view
 from .shard_tensor import ShardSpec, ShardTensor
 from .watch import Pending
@@ -37,6 +38,7 @@ class FlatBuffer:
         """`shard` has ``dtypes.stored``. Modules compute in that, too, until :meth:`compute_in_its_dtype`."""
         self.layout, self.dtypes, self.shard, self.collectives = layout, dtypes, shard, collectives
         self.dtype = dtypes.stored
+        self.rounding: Rounding | None = None  # where steps are rounded stochastically
         self.unit = weakref.ref(unit)
         self.sharded = collectives.size > 1  # each rank holds another part
         self.params: list[ShardTensor] = []

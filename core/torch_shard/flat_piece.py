@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["Piece"]
+from .rounding import EXACT, Rounding, round_to
+
+__all__ = ["Piece", "RoundedPiece"]
 
 
 class Piece:
@@ -65,3 +67,47 @@ class Piece:
         """Let go of the gradients."""
         self.param.grad = self.given = None
         self.grads = self.values.copy()
+
+
+class RoundedPiece(Piece):
+    """Parts of bf16 shards. The optimizer works on a copy in fp32, with the gradient in fp32, both of which exist from
+    :meth:`enter` to :meth:`drop`; the results are rounded stochastically into the shards."""
+
+    __slots__ = ("_absent", "_sources", "entered")
+
+    def __init__(self, values: list[torch.Tensor], sources: list[tuple[Rounding, int]]) -> None:
+        """`sources`: of each part, the random numbers of its flat buffer and where in it the part begins."""
+        self.values = values
+        self.sizes = [v.numel() for v in values]
+        self._sources = sources
+        # Of the same shape and with hardly any memory; who computes with it outside a step sees it.
+        nothing = torch.full((1,), torch.nan, dtype=EXACT, device=values[0].device)
+        self._absent = nothing.expand(sum(self.sizes))
+        self.param = self._absent.detach().requires_grad_()
+        self.grads = list(values)
+        self.given = None
+        self.state = {}
+        self.entered = False
+
+    def load(self) -> None:
+        """The copies are made when the optimizer comes to this piece."""
+
+    def enter(self) -> None:
+        """Before the arithmetic."""
+        if self.entered:
+            return
+        exact = torch.empty(sum(self.sizes), dtype=EXACT, device=self.param.device)
+        torch._foreach_copy_(list(exact.split_with_sizes(self.sizes)), self.values)
+        grad = self.grads[0] if len(self.grads) == 1 else torch.cat(self.grads)
+        self.param.data = exact
+        self.param.grad = self.given = grad.to(EXACT)
+        self.entered = True
+
+    def store(self) -> None:
+        if self.entered:
+            round_to(self.values, self.param.detach(), [rounding.at(start) for rounding, start in self._sources])
+
+    def drop(self) -> None:
+        super().drop()
+        self.param.data = self._absent
+        self.entered = False

@@ -24,7 +24,7 @@ import torch
 from .counters import Counters
 from .errors import ShardError
 from .flat_buffer import FlatBuffer
-from .flat_piece import Piece
+from .flat_piece import Piece, RoundedPiece
 from .leaf import set_own_grad
 from .shard_tensor import ShardTensor
 from .state_signature import signature
@@ -180,7 +180,7 @@ class Runs:
         self._gathered, self._narrowed, self._regular = [], [], False
         pattern = self._gradients()
         kinds = {
-            i: (self.flats[self.shard_of[i]].dtype, signature(p, state.get(p)), i if self._stands_out(p) else None)
+            i: (self._kind(i), signature(p, state.get(p)), i if self._stands_out(p) else None)
             for i, p in enumerate(self.params)
             if pattern[i]
         }
@@ -207,6 +207,10 @@ class Runs:
         self._find_gradients({i: n for n, i in enumerate(present)})
         self._keep(state)
         self._point(list(map(grad_of, self._present)))
+
+    def _kind(self, i: int) -> tuple[torch.dtype, bool]:
+        flat = self.flats[self.shard_of[i]]
+        return flat.dtype, flat.rounding is not None
 
     def _stands_out(self, p: ShardTensor) -> bool:
         return self._attributes and len(p.__dict__) > OWN_COUNT
@@ -280,7 +284,7 @@ class Runs:
             ends = [min(start + split, run.length) for start in range(0, run.length, split)]
             parts = [(a, b, [shards[0][a:b]]) for a, b in zip([0, *ends], ends, strict=False)]
         for start, stop, values in parts:
-            piece = Piece(values)
+            piece = self._piece(run, values, start)
             if self._attributes:
                 piece.param._is_param = True  # type: ignore[attr-defined]  # what isinstance(p, nn.Parameter) asks
                 if self._stands_out(self.params[run.members[0]]):
@@ -293,6 +297,17 @@ class Runs:
                 else:  # a kernel counts once for each tensor that it is given
                     piece.state[key] = value.clone() if start and isinstance(value, torch.Tensor) else value
             run.pieces.append(piece)
+
+    def _piece(self, run: _Run, values: list[torch.Tensor], start: int) -> Piece:
+        """`values`: of all segments, or of a part of the only one that begins at `start` in it."""
+        sources = []
+        for segment in run.segments:
+            flat = self.flats[segment.shard]
+            if flat.rounding is None:  # all segments of a run are of one kind
+                return Piece(values)
+            first, _ = flat.layout.rank_range(flat.collectives.rank)
+            sources.append((flat.rounding, first + segment.start + start))
+        return RoundedPiece(values, sources)
 
     def _find_gradients(self, numbers: dict[int, int]) -> None:
         """Where the pieces' gradients come from; `numbers`: those of the parameters among the present."""
@@ -396,6 +411,8 @@ class Runs:
                 piece.store_gradient()
                 continue
             grad = piece.given
+            if grad is not None and isinstance(piece, RoundedPiece):
+                grad = grad.to(self.flats[run.segments[0].shard].dtypes.grad)
             for i in run.members:
                 # A new one: whoever holds the old one keeps it as it was.
                 part = None if grad is None else self._part(run, grad.detach(), i)

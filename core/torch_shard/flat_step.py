@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .flat_buffer import FlatBuffer
-from .flat_piece import Piece
+from .flat_piece import Piece, RoundedPiece
 from .flat_runs import Runs
 from .optim import is_torchs, kind_of
+from .rounding import EXACT, widen
 from .shard_tensor import ShardTensor
-from .step_checks import check_units, refuse_unreduced, several_engines, shard_state
+from .step_checks import check_units, refuse_twice, refuse_unreduced, several_engines, shard_state
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -29,6 +30,7 @@ __all__ = ["FlatStep"]
 
 _PIECE = 1 << 17  # elements of one piece on the CPU: with gradient and two moments 2 MiB in fp32, a core's L2 cache
 _LIST = 1 << 24  # elements of one call of a foreach implementation, whose temporaries are of that size
+_ROUNDED_ON_CPU = 1 << 20  # of parameters that are copied to fp32 for the step, at once, with their gradients
 # torch's own choice on the CPU is the for-loop, which the fused kernels agree with to rounding in these dtypes and are two to
 # five times as fast as. Whoever sets `foreach` or `fused` gets what he asks for.
 _FUSED_ON_CPU = frozenset({torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad})
@@ -111,6 +113,8 @@ class _Group:
             if unit is not None and unit.runtime is not runtime:
                 raise several_engines(optimizer, p, runtime)
             if unit is None or id(p) in twice:
+                if unit is not None:
+                    refuse_twice(optimizer, p)
                 self.rest.append(p)
                 continue
             self.units[unit.index] = unit
@@ -122,10 +126,12 @@ class _Group:
         self.runs = Runs(params, [by_flat[place] for place in sorted(by_flat)], not _is_step_of_torchs(optimizer))
         flats = self.runs.flats
         self.on_cpu = all(flat.shard.device.type == "cpu" for flat in flats)
+        self.rounded = [flat for flat in flats if flat.rounding is not None]
+        self.at_once = (_ROUNDED_ON_CPU if self.on_cpu else _LIST) if self.rounded else 0
         self.may_fuse = (
             type(optimizer) in _FUSED_ON_CPU
             and self.on_cpu
-            and {flat.dtype for flat in flats} <= _FUSED_DTYPES
+            and {flat.dtype if flat.rounding is None else EXACT for flat in flats} <= _FUSED_DTYPES
             and not self.rest  # whose gradients may be sparse, or come later
         )
 
@@ -136,9 +142,9 @@ class _Group:
             numbers = all(isinstance(n, (int, float)) for n in (options["lr"], *options.get("betas", ())))
             # In another default dtype counters would be of another dtype.
             if numbers and torch.get_default_dtype() is torch.float32:
-                return True, 0
+                return True, self.at_once
         loops = torchs and self.on_cpu and not options.get("foreach") and not options.get("fused")
-        return False, _PIECE if loops else 0
+        return False, _PIECE if loops else self.at_once if torchs else 0
 
 
 class _Working:
@@ -148,6 +154,7 @@ class _Working:
         self, own: _Group, group: dict[str, Any], options: dict[str, Any], pieces: list[Piece], last: bool
     ) -> None:
         self.own, self.group, self.pieces, self.last = own, group, pieces, last
+        self.rounded = [piece for piece in pieces if isinstance(piece, RoundedPiece)]
         params: list[Any] = [piece.param for piece in pieces]
         self.options = {**options, "params": params + own.rest if last else params}
         self.given = self.options.copy()
@@ -172,6 +179,7 @@ class FlatStep:
         self._groups: list[_Group] = []
         self.state = _State({})
         self._working: list[_Working] = []
+        self._looked = False  # state from before the first step, or loaded since the last one, was looked at
 
     # -- before the arithmetic ------------------------------------------------------------------------------------
     def open(self) -> None:
@@ -206,6 +214,8 @@ class FlatStep:
         ]
         if changed:
             shard_state(optimizer, self.runtime)
+            if not self._looked:
+                self._widen(state)
             for runs, split in changed:
                 runs.arrange(state, split)
         if changed or self.state.own is not state:
@@ -213,6 +223,19 @@ class FlatStep:
         for own, group, (fuse, _) in zip(self._groups, groups, ways, strict=True):
             if own.runs.params or self._only is None:
                 self._add(own, group, fuse)
+        for flat in {id(flat): flat for own in self._groups for flat in own.rounded}.values():
+            flat.rounding.begin()  # type: ignore[union-attr]
+        if not self._torchs:  # others may work on all groups at once, in whatever order
+            for work in self._working:
+                _enter(work)
+
+    def _widen(self, state: Any) -> None:
+        """What steps in bf16 have left behind."""
+        self._looked = True
+        for runs in (own.runs for own in self._groups if own.rounded):
+            for p, number in zip(runs.params, runs.shard_of, strict=True):
+                if runs.flats[number].rounding is not None:
+                    widen(state.get(p), lambda value, local: ShardTensor._wrap(local, value._spec))
 
     def zero_grad(self, given: Callable[[], None], users: Callable[[], None]) -> None:
         given()
@@ -220,7 +243,7 @@ class FlatStep:
     def forget(self) -> None:
         """Let go of everything that was kept for the next step."""
         self._drop()
-        self._groups, self.state = [], _State({})
+        self._groups, self.state, self._looked = [], _State({}), False
 
     def _same_parameters(self, groups: list[dict[str, Any]]) -> bool:
         return len(groups) == len(self._groups) and all(
@@ -235,7 +258,9 @@ class FlatStep:
         if fuse and own.runs.fits_fused:
             options["fused"] = True
         # torch's own do not mind how many groups there are.
-        limit = _LIST if self._torchs and not options.get("fused") else 0
+        limit = own.at_once or (0 if options.get("fused") else _LIST)
+        if not self._torchs:
+            limit = 0
         while limit and len(pieces) > 1 and sum(piece.param.numel() for piece in pieces) > limit:
             count = taken = 0
             while not taken or count + pieces[taken].param.numel() <= limit:
@@ -250,15 +275,22 @@ class FlatStep:
         return [work.options for work in self._working]
 
     def before(self, number: int) -> None:
-        pass
+        if self._torchs:
+            _enter(self._working[number])
 
     def after(self, number: int) -> None:
-        pass
+        work = self._working[number]
+        if self._torchs and work.rounded:
+            # At once, so that copies in fp32 exist of one group only.
+            self._store(work)
+            for piece in work.rounded:
+                piece.drop()
 
     def leave(self, number: int) -> None:
         # What groups have come to before an exception is there for the user to see.
         for work in self._working[: number + 1]:
             self._publish(work)
+        self.after(number)
 
     def through(self) -> None:
         pass
@@ -284,19 +316,22 @@ class FlatStep:
                 piece.drop()
         self._working = []
 
-    def _publish(self, work: _Working) -> None:
-        optimizer, runs = self._optimizer(), work.own.runs
-        made = [value for piece in work.pieces for value in piece.state.values()]
+    def _store(self, work: _Working) -> None:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for piece in work.pieces:
                 piece.store()
             if not self._torchs:
-                runs.store_gradients()
-            elif (
-                getattr(optimizer, "grad_scale", None) is not None
-            ):  # which fused kernels divide gradients by, for good
+                work.own.runs.store_gradients()
+            elif getattr(self._optimizer(), "grad_scale", None) is not None:
+                # which fused kernels divide gradients by, for good
                 for piece in work.pieces:
                     piece.store_gradient()
+
+    def _publish(self, work: _Working) -> None:
+        optimizer, runs = self._optimizer(), work.own.runs
+        made = [value for piece in work.pieces for value in piece.state.values()]
+        self._store(work)
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             if len(made) != len(work.made) or not all(map(operator.is_, made, work.made)):
                 runs.publish(optimizer.state)
                 work.made = [value for piece in work.pieces for value in piece.state.values()]
@@ -308,3 +343,10 @@ class FlatStep:
         for key, value in work.options.items():
             if work.given.get(key, self) is not value:  # the optimizer itself has set it
                 work.group[key] = work.given[key] = value
+
+
+def _enter(work: _Working) -> None:
+    if work.rounded:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for piece in work.rounded:
+                piece.enter()

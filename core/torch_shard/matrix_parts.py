@@ -25,6 +25,7 @@ import torch
 
 from .collectives import Collectives, outside_inference
 from .flat_buffer import FlatBuffer
+from .rounding import EXACT, round_to
 from .shard_tensor import ShardTensor
 from .unit import copy_attributes
 from .watch import Pending
@@ -117,10 +118,13 @@ class Entry:
 class Whole:
     """A parameter that this rank owns, as the optimizer gets it."""
 
-    __slots__ = ("_version", "entry", "grad", "memory", "value")
+    __slots__ = ("_version", "entry", "grad", "memory", "rounds", "value")
 
     def __init__(self, entry: Entry, memory: torch.Tensor, grad: torch.Tensor) -> None:
-        self.entry, self.memory = entry, memory
+        self.entry, self.rounds = entry, entry.flat.rounding is not None  # True: on copies in fp32
+        if self.rounds:
+            memory, grad = memory.to(EXACT), grad.to(EXACT)
+        self.memory = memory
         with torch._C.DisableTorchFunctionSubclass():
             wants = entry.param.requires_grad
         self.value = torch.nn.Parameter(entry.shaped(memory), requires_grad=wants)
@@ -137,11 +141,23 @@ class Whole:
     def settle_gradient(self) -> bool:
         """Whether the optimizer has changed the gradient (there is one) where the user's must be changed, too."""
         given: Any = self.value.grad
+        changed = given is not self.grad or given._version != self._version
         if self.entry.moves:
-            return given is not self.grad or given._version != self._version
-        if given is not self.grad:
-            self.grad.copy_(given)  # the user's own
+            return changed
+        if given is not self.grad or (self.rounds and changed):
+            grad: Any = self.entry.param.grad
+            self.entry.shaped(grad._local).copy_(given)  # the user's own
         return False
+
+    def store(self) -> None:
+        """The new values are final: in the dtype of storage, and where nothing moves, in the shard."""
+        e = self.entry
+        if not self.rounds:
+            return
+        assert e.flat.rounding is not None
+        stored = torch.empty_like(self.memory, dtype=e.param._local.dtype) if e.moves else e.param._local
+        round_to([stored], self.memory, [e.flat.rounding.at(e.flat.layout.slots[e.param._spec.index].offset)])
+        self.memory = stored
 
 
 class Part:
@@ -215,6 +231,8 @@ class Part:
     def reply(self, left: bool) -> None:
         """Start sending the new values to those that hold slices of them; `left`: together with the word that this rank's
         step has ended early. Collective."""
+        for whole in self.wholes:
+            whole.store()
         if self.c.size == 1:
             self.wholes = []
             return

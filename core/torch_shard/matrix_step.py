@@ -34,6 +34,7 @@ from .matrix_groups import Given, OwnState, Working
 from .matrix_parts import Entry, Part, Spares
 from .optim import is_torchs, kind_of
 from .owned_state import give_owners, settle, stages_of
+from .rounding import widen
 from .shard_tensor import ShardTensor
 from .step_checks import check_units, refuse_unreduced, several_engines
 from .unit import Unit
@@ -99,6 +100,7 @@ class MatrixStep:
             agree(self.runtime, what, None, error)
             if self._compare(what, present, not self._is_as_left(optimizer.state)):
                 settle(self.runtime, optimizer, self._params, what)
+                self._widen(optimizer.state)
             owners = give_owners(
                 self.runtime, optimizer, [p for p, has in zip(self._params, present, strict=True) if has]
             )
@@ -114,8 +116,17 @@ class MatrixStep:
                 for n, (part, params) in enumerate(parts):
                     last = n + 1 == len(parts)
                     self._working.append(Working(group, part, params, rest if last else [], refuse))
+            for flat in {id(flat): flat for flat, _ in map(_place, self._params)}.values():
+                if flat.rounding is not None:
+                    flat.rounding.begin()
         self._left, self._left_at, self._passed = False, -1, False
         self._forget_notes()
+
+    def _widen(self, state: Any) -> None:
+        """State that steps in bf16 have left behind, where steps are rounded stochastically."""
+        for p in self._params:
+            if _place(p)[0].rounding is not None:
+                widen(state.get(p), lambda value, local: ShardTensor._wrap(local, value._spec))
 
     def _is_ours(self, p: Any) -> bool:
         unit = p._unit_ref() if type(p) is ShardTensor and p._unit_ref is not None else None

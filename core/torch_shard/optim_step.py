@@ -25,7 +25,15 @@ from .matrix_step import MatrixStep
 from .optim import is_torchs, kind_of, kind_of_step
 from .shard_tensor import ShardTensor
 from .stand_in import Session, StandIn, stand_in
-from .step_checks import Trial, check_class, check_units, own_units, refuse_unreduced, shard_state
+from .step_checks import (
+    Trial,
+    check_class,
+    check_units,
+    own_units,
+    refuse_unreduced,
+    refuse_without_rounding,
+    shard_state,
+)
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -231,6 +239,7 @@ class StepWatch:
 
     def _as_it_is(self, optimizer: Any, args: Any, kwargs: Any, runtime: Runtime, frame: Any) -> _Arguments:
         """An optimizer that the engine does not know is given the ShardTensors."""
+        refuse_without_rounding(optimizer, runtime)
         if not _closure(args, kwargs):
             refuse_unreduced(optimizer, runtime)
         check_units(optimizer, own_units(optimizer, runtime))

@@ -68,6 +68,9 @@ class Precision:
         keep_low_precision_grads: ``.grad`` keeps `reduce_dtype`: half the memory of gradients. Element-wise optimizers get it in
             the parameter's dtype, flat tensor by flat tensor; those of whole matrices refuse it. By default it has the
             parameter's.
+        stochastic_rounding: step parameters that are stored in bf16 in fp32, and round the results up or down at random, so that
+            they are right on average and updates too small for bf16 add up (:mod:`torch_shard.rounding`). Optimizer state is
+            fp32. At least one trainable parameter must be stored in bf16.
 
     Raises:
         ConfigError: a value is unknown or of the wrong type; the message starts with ``precision.`` and the field.
@@ -83,6 +86,7 @@ class Precision:
     cast_inputs: bool | str = True
     keep: Any = ()
     keep_low_precision_grads: bool = False
+    stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
         for field in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "master_dtype"):
@@ -92,10 +96,9 @@ class Precision:
                 raise ConfigError(f"precision.{field} must be one of {known} or None, not {value!r}.")
         if not isinstance(self.cast_inputs, bool) and self.cast_inputs != "root":
             raise ConfigError(f"precision.cast_inputs must be True, False or 'root', not {self.cast_inputs!r}.")
-        if not isinstance(self.keep_low_precision_grads, bool):
-            raise ConfigError(
-                f"precision.keep_low_precision_grads must be True or False, not {self.keep_low_precision_grads!r}."
-            )
+        for field in ("keep_low_precision_grads", "stochastic_rounding"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(f"precision.{field} must be True or False, not {getattr(self, field)!r}.")
         object.__setattr__(self, "keep", _checked_keep(self.keep))
 
     def kept_modules(self, model: nn.Module) -> set[nn.Module]:
@@ -114,6 +117,24 @@ class Precision:
                     raise ConfigError(f"precision.keep[{index}]: {entry!r} is the name of no module.")
             found |= own
         return found
+
+    def check_rounding(self, stored: Iterable[torch.dtype]) -> None:
+        """Raise where there is nothing to round; `stored`: the dtypes in which trainable parameters are stored.
+
+        Raises:
+            ConfigError: :attr:`stochastic_rounding` is set, and none is bf16. Not collective.
+        """
+        found = list(dict.fromkeys(stored))
+        if self.stochastic_rounding and torch.bfloat16 not in found:
+            kept = ", ".join(map(str, found)) or "nothing, since there are none"
+            raise ConfigError(
+                f"precision.stochastic_rounding: trainable parameters are stored in {kept}, and only bfloat16 is rounded. Leave "
+                "it out, or convert the model to bfloat16, or set precision.master_dtype=torch.bfloat16."
+            )
+
+    def rounds(self, stored: torch.dtype) -> bool:
+        """Whether steps of parameters that are stored so are rounded stochastically."""
+        return self.stochastic_rounding and stored is torch.bfloat16
 
     def dtypes(self, stored: torch.dtype, trainable: bool, kept: bool) -> Dtypes:
         """How a parameter of dtype `stored` is treated."""

@@ -24,7 +24,8 @@ from .materialise import Materialiser, one_random_state
 from .mesh import resolve_mesh
 from .plan import ParamInfo, Plan, UnitPlan
 from .planner import make_plan
-from .precision import Dtypes, precision_of
+from .precision import Dtypes, Precision, precision_of
+from .rounding import Rounding
 from .runtime import Runtime
 from .shard_tensor import ShardTensor, slice_full
 from .unit import Unit, adopt, rebuild_flat_weights
@@ -226,11 +227,13 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
         plan = make_plan(model, config, c.size)
         check_model(model, plan, device, c.world_rank)
         precision_of(config.precision).check_device(device)
+        precision_of(config.precision).check_rounding(info.dtypes.stored for info in plan.params if info.requires_grad)
         layouts = [_layouts(unit, c.size) for unit in plan.units]
     except Exception as problem:  # every rank must hear of it before it is raised
         error = problem
     agree(c, model, plan, error, config)
     assert plan is not None
+    precision = precision_of(config.precision)
     runtime = Runtime(config, c)
     modules = dict(model.named_modules(remove_duplicate=False))
     params = dict(model.named_parameters())
@@ -259,13 +262,14 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
         for rnn in rnns:
             rebuild_flat_weights(rnn)
         materialiser.check()
+        if precision.stochastic_rounding:
+            _round_steps(runtime, precision)
         for unit in runtime.units:
             unit.compute_in_its_dtypes()
     except SetupError as problem:
         error = problem
     agree(c, model, plan, error)
     c.drop_spares()
-    precision = precision_of(config.precision)
     if precision.buffer_dtype is not None:
         casting.convert_buffers(model, precision.buffer_dtype)
     _buffers(model, config, runtime, c, device)
@@ -278,6 +282,19 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
         note_loads(unit, {name: modules[name] for info in unit_plan.params for name, _ in info.owners})
     logger.info("sharded %d parameters in %d units over %d ranks", len(plan.params), len(plan.units), c.size)
     return runtime, plan
+
+
+def _round_steps(runtime: Runtime, precision: Precision) -> None:
+    """Give what is stored in bf16 its random numbers, by the seed of the first rank's generator. Collective."""
+    c, seed = runtime.collectives, torch.initial_seed() & ((1 << 63) - 1)
+    if c.world > 1:
+        first = torch.tensor([seed if c.world_rank == 0 else -1], dtype=torch.int64, device="cpu")
+        blocking(c.watch, "control", _SETUP, dist.all_reduce, first, op=dist.ReduceOp.MAX)
+        seed = int(first)
+    for unit in runtime.units:
+        for number, flat in enumerate(unit.flats):
+            if precision.rounds(flat.dtype):
+                flat.rounding = Rounding(seed, (unit.index, number))
 
 
 def _layouts(unit: UnitPlan, size: int) -> list[tuple[list[ParamInfo], FlatLayout]]:

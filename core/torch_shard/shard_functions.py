@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .rounding import EXACT, is_loading
 from .shard_attributes import HANDLERS
 from .shard_autograd import (
     NORMS,
@@ -124,8 +125,11 @@ DTYPE = _property("dtype")
 
 def computed_in(param: ShardTensor) -> torch.dtype | None:
     """The dtype that a parameter shows inside a forward, where that is not its own: many models cast what they have to
-    ``self.child.weight.dtype``, and mean that of the computation."""
+    ``self.child.weight.dtype``, and mean that of the computation. Or in ``Optimizer.load_state_dict``, where that is not its
+    state's."""
     unit = param._unit_ref() if param._unit_ref is not None else None
+    if unit is not None and unit.rounding and is_loading() and unit.find(param)[0].rounding is not None:
+        return EXACT
     if unit is None or not unit.casts or unit.is_summoned or unit.runtime is None or not unit.runtime.in_forward:
         return None
     dtype: torch.dtype = unit.find(param)[0].compute

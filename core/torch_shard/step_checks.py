@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import NeedsGatherError, ShardError, UnitStateError
+from .errors import ConfigError, NeedsGatherError, ShardError, UnitStateError
 from .leaf import own_grad
 from .optim import COUNTERS, is_torchs
 from .shard_tensor import ShardTensor
@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from .runtime import Runtime
     from .unit import Unit
 
-__all__ = ["Trial", "check_class", "check_units", "own_units", "refuse_unreduced", "shard_state"]
+__all__ = [
+    "Trial",
+    "check_class",
+    "check_units",
+    "own_units",
+    "refuse_twice",
+    "refuse_unreduced",
+    "refuse_without_rounding",
+    "shard_state",
+]
 
 # By the beginning of the module's name; and what a class's name contains.
 _REFUSED = (
@@ -97,6 +106,40 @@ def check_units(optimizer: Any, units: Iterable[Unit]) -> None:
             raise UnitStateError(
                 f"rank {unit.collectives.world_rank}: {type(optimizer).__name__}.step() inside engine.gathered() of unit "
                 f"{unit.name!r}, where parameters are whole and slices out of date; step outside. Nothing was changed."
+            )
+
+
+def refuse_twice(optimizer: Any, param: Any) -> None:
+    """Refuse a parameter that an optimizer lists more than once, where steps are rounded stochastically.
+
+    Raises:
+        ConfigError: it would be stepped as it is stored, in bf16.
+    """
+    flat, _ = param._unit_ref().find(param)
+    if flat.rounding is not None:
+        raise ConfigError(
+            f"rank {param._spec.rank}: {type(optimizer).__qualname__} lists {param._spec.name} more than once, and such a "
+            "parameter is stepped in the dtype that it is stored in, without precision.stochastic_rounding; list it once. "
+            "Nothing was changed."
+        )
+
+
+def refuse_without_rounding(optimizer: Any, runtime: Runtime) -> None:
+    """Refuse an optimizer that would step on the ShardTensors themselves, where steps are rounded stochastically.
+
+    Raises:
+        ConfigError: what it adds would be rounded to nearest.
+    """
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            unit = p._unit_ref() if isinstance(p, ShardTensor) and p._unit_ref is not None else None
+            if unit is None or unit.runtime is not runtime or unit.find(p)[0].rounding is None:
+                continue
+            name = type(optimizer).__qualname__
+            raise ConfigError(
+                f"rank {p._spec.rank}: precision.stochastic_rounding with {name}, an optimizer that the engine does not know: it "
+                f"would step on {p._spec.name} as it is stored, in bfloat16, and round to nearest. Declare how it steps: "
+                f"torch_shard.optim.register({name}, kind=...). Nothing was changed."
             )
 
 

@@ -53,6 +53,7 @@ class Unit:
         self.name, self.index, self.collectives = name, index, collectives
         self.sharded = collectives.size > 1  # each rank holds another part
         self.casts = False  # modules compute in another dtype than that of some shard
+        self.rounding = False  # steps of some shard are rounded stochastically
         self.gathers = (
             self.sharded
         )  # modules compute with other memory than the shards': of all ranks, or of another dtype
@@ -94,6 +95,7 @@ class Unit:
             flat.compute_in_its_dtype()
         self.gathers = any(flat.gathers for flat in self.flats)
         self.casts = any(flat.casts for flat in self.flats)
+        self.rounding = any(flat.rounding is not None for flat in self.flats)
         if self.gathers:
             self.state = State.SHARDED
 
@@ -371,6 +373,7 @@ class Unit:
         memo[id(self)] = other
         for flat in self.flats:
             twin = FlatBuffer(flat.layout, flat.dtypes, flat.shard.detach().clone(), self.collectives, other)
+            twin.rounding = None if flat.rounding is None else flat.rounding.copy()
             other.flats.append(twin)
             for mine, its in zip(flat.params, twin.params, strict=True):
                 memo[id(mine)] = its

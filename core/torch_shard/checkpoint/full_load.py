@@ -17,6 +17,7 @@ import torch
 
 from .. import full_state, named_state, owned_state
 from ..errors import CheckpointError, ConfigError, StateDictError
+from ..rounding import state_dtype
 from ..shard_tensor import ShardTensor
 from .contents import EXTRA, MODEL, OPTIMIZER, Optimizers
 from .full_files import FullFile, open_full
@@ -228,7 +229,7 @@ class _Load:
                 continue
             for key, value in state.get(number, {}).items():
                 if isinstance(value, torch.Tensor) and value.dtype == saved.dtype and key != "step":
-                    state[number][key] = _converted(value, p.dtype)
+                    state[number][key] = _converted(value, state_dtype(p))
 
     def load_model(self) -> None:
         """Copy this rank's slices of the parameters, which fit, into them."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import named_state, owned_state
+from ..rounding import state_dtype
 from ..runtime import Runtime
 from ..shard_tensor import ShardTensor, same_cut
 from .contents import Source, param_names
@@ -202,7 +203,7 @@ class OptimizerLoad:
         live = self.optimizer.state.get(p, {}).get(path[0])
         if isinstance(live, torch.Tensor) and live.dtype.is_floating_point:
             return live.dtype
-        return p.dtype if saved == of_param else saved  # type: ignore[no-any-return]
+        return state_dtype(p) if saved == of_param else saved
 
     # -- applying -----------------------------------------------------------------------------------------------
     def apply(self, known: Mapping[str, Any]) -> None:
