@@ -220,8 +220,9 @@ class Collectives:
 
     # -- gradients ----------------------------------------------------------------------------------------------
     def expect(self, buffers: Sequence[tuple[int, torch.dtype]]) -> None:
-        """Which buffers the backward that begins will reduce: what it gives back is kept for those to come only."""
-        self._expected = Counter(buffers) + Counter(buffers)  # its own, and one for what is received
+        """Which buffers the reductions of the backward that begins will take: what it gives back is kept for those to come
+        only."""
+        self._expected = Counter(buffers)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D buffer, reused in a fixed pattern (the CUDA caching allocator does this by itself)."""

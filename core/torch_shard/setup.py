@@ -231,7 +231,7 @@ def agree(
 
 # Settings that decide which collectives a rank issues. `units` and `ignore` count by the plan that follows from them;
 # single_communicator is compared where the ranks meet; timeout, debug and init_fn are a rank's own affair.
-_EQUAL = ("strategy", "unit_bytes", "prefetch", "precision", "sync_module_states", "broadcast_buffers")
+_EQUAL = ("strategy", "unit_bytes", "prefetch", "precision", "quantized", "sync_module_states", "broadcast_buffers")
 
 
 def _shown(setting: Any, model: nn.Module) -> str:
@@ -269,6 +269,8 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
         plan = make_plan(model, config, c.size)
         check_model(model, plan, device, c.world_rank)
         precision_of(config.precision).check_device(device)
+        if config.quantized is not None:
+            config.quantized.check_device(device)
         layouts = [_layouts(unit, c.size) for unit in plan.units]
     except Exception as problem:  # every rank must hear of it before it is raised
         error = problem

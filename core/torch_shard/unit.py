@@ -32,6 +32,7 @@ from .errors import ReplacedParameterError, ShardError, UnitStateError
 from .flat_buffer import FlatBuffer
 from .order import PHASES
 from .outputs import may_hold_tensors, tensors_in
+from .quantized_transfers import QuantizedGather
 from .registrations import inside_functional_call
 from .shard_tensor import ShardTensor
 from .watch import Pending
@@ -53,6 +54,7 @@ class Unit:
         self.name, self.index, self.collectives = name, index, collectives
         self.sharded = collectives.size > 1  # each rank holds another part
         self.casts = False  # modules compute in another dtype than that of some shard
+        self.exact = True  # modules compute with the values that are stored: neither cast nor quantized on the way
         self.gathers = (
             self.sharded
         )  # modules compute with other memory than the shards': of all ranks, or of another dtype
@@ -64,7 +66,7 @@ class Unit:
         self.tensor_hooks: dict[str, dict[int, Any]] = {}
         self.post_hooks: dict[str, dict[int, Any]] = {}
         self.state = State.FULL if collectives.size == 1 else State.SHARDED
-        self.pending: list[Pending] = []
+        self.pending: list[Pending | QuantizedGather] = []
         self.running = 0  # forwards inside this unit right now
         self.installed = 0
         self.is_summoned = False  # inside engine.gathered
@@ -93,6 +95,7 @@ class Unit:
             flat.compute_in_its_dtype()
         self.gathers = any(flat.gathers for flat in self.flats)
         self.casts = any(flat.casts for flat in self.flats)
+        self.exact = all(flat.exact for flat in self.flats)
         if self.gathers:
             self.state = State.SHARDED
 
@@ -223,13 +226,8 @@ class Unit:
                 join(c.gather_stream if self.sharded else torch.cuda.current_stream(c.device), self.streams)
                 self.streams.clear()
             for flat in self.flats:
-                if not flat.gathers:
-                    continue
-                storage = flat.full.untyped_storage()
-                if storage.resizable():
-                    storage.resize_(0)
-                else:  # the user took a NumPy array of it, which keeps the memory
-                    flat.renew()
+                if flat.gathers:
+                    flat.release()
         self.state = State.SHARDED
 
     # -- leaves in the modules ----------------------------------------------------------------------------------
