@@ -32,12 +32,11 @@ class QuantizedGather:
         """Start it. Collective; call under ``c.gathering()``."""
         self._code, self._full = code, full
         with torch.no_grad():
+            self.sent = torch.empty(code.nbytes, dtype=torch.uint8, device=full.device)
+            code.encode(shard.unsqueeze(0), self.sent.unsqueeze(0))
             payloads = torch.empty(c.size, code.nbytes, dtype=torch.uint8, device=full.device)
-            own = payloads[c.rank]
-            code.encode(shard.unsqueeze(0), own.unsqueeze(0))
-            self.sent = own.clone()
             self._payloads: torch.Tensor | None = payloads
-            self._pending = c.all_gather(payloads.view(-1), own, what)
+            self._pending = c.all_gather(payloads.view(-1), self.sent, what)
         if c.gather_stream is not None:
             self._decode()
             assert self._pending.event is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -235,13 +236,60 @@ def test_an_edit_that_moves_the_scale_of_its_block_leaves_the_others_alone(rank)
         same_bits(model.layer.weight.detach(), expected)
 
 
+class Undecided(Clamped):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.before = self.layer.weight[1, 1].clone()
+            self.layer.weight[1, 1] = 50.0
+            self.layer.weight[1, 1] = self.before
+        return self.head(self.layer(x))
+
+
 @ranks(2)
-def test_outside_forwards_stored_values_are_read_and_edited(rank):
-    model, plain, _ = sharded(PARAMETERS, Watched, units=[nn.Linear])
+def test_an_edit_may_be_taken_back(rank):
+    """To the very value that was gathered."""
+    model, plain, _ = sharded(PARAMETERS, Undecided, units=[nn.Linear])
+    model(inputs(rank, 0))
+    expected = plain.layer.weight.detach().clone()
+    assert model.before != expected[1, 1]
+    expected[1, 1] = model.before
+    same_bits(model.layer.weight.detach(), expected)
+
+
+class Reaching(nn.Linear):
+    """Its forward edits this rank's slice, past the weight that it computes with."""
+
+    sharded: list[Any]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sharded[0].to_local()[0] = 50.0
+        return super().forward(x)
+
+
+@ranks(2)
+def test_an_edit_of_slices_in_a_forward_changes_no_others(rank):
+    """The block has another scale then, so that its codes would be others; they are compared in the first forwards."""
+    model, _, _ = sharded(PARAMETERS, lambda: nn.Sequential(Reaching(5, 40), nn.Linear(40, 3)), units=[nn.Linear])
+    model[0].sharded = [model[0].weight]
+    expected = model[0].weight.to_local().clone()
+    expected[0] = 50.0
+    for step in range(2):
+        with torch.no_grad():
+            model(inputs(rank, step))
+        same_bits(model[0].weight.to_local(), expected)
+
+
+@ranks(2)
+@pytest.mark.parametrize("precision", [None, Precision(BF16, keep=["second"])])
+def test_outside_forwards_stored_values_are_read_and_edited(precision, rank):
+    model, plain, _ = sharded(PARAMETERS, Watched, precision=precision, unit_bytes=1 << 20)
     with torch.no_grad():
         for each in (model, plain):
             each.second.weight.div_(each.second.weight.norm(dim=1, keepdim=True))
             each.first.weight[3:] = each.first.weight[:2].mean(0)
+            each.second.weight.addmm_(torch.ones(3, 2), torch.ones(2, 20))
+        x = batch(rank, 0, 4, 20).float()
+        same_bits(*(nn.functional.linear(x, each.second.weight) for each in (model, plain)))
     same_bits(model.first.weight.detach(), plain.first.weight)
     # The norms of whole rows: nothing of a code is in them.
     same_bits(model.second.weight.detach(), plain.second.weight)
