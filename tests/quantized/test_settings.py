@@ -88,7 +88,7 @@ def test_what_is_few_bytes_and_what_is_no_float_stays_exact():
     plan = torch_shard.make_plan(Kinds(), config, world_size=2)
     chosen = {p.name for p in plan.params if p.dtypes.quantized is not None}
     assert chosen == {"frozen.weight", "low.weight", "image.weight"}
-    assert "float32, sends int8 parameters" in plan.table()
+    assert "float32 [sends int8 parameters]" in plan.table()
     alone = torch_shard.make_plan(Kinds(), config, world_size=1)  # sends nothing
     assert all(p.dtypes.quantized is None for p in alone.params)
 
