@@ -160,7 +160,9 @@ class FlatBuffer:
                 self.shard.copy_(self.own)
             else:
                 integer = _INTEGERS[self.compute.itemsize]
-                changed = self.own.view(integer) != self._as_gathered().view(integer)
+                before = self._as_gathered()
+                changed = self.own.view(integer) != before.view(integer)
+                changed &= ~(self.own.isnan() & before.isnan())  # of a NaN only a cast may have changed the bits
                 torch.where(changed, self.own.to(self.dtype), self.shard, out=self.shard)
                 if self.code is not None:
                     self._edited = self.own.clone()
