@@ -97,6 +97,13 @@ def pages() -> tuple[Page, ...]:
             ),
         ),
         Page(
+            "quantized.md",
+            "Quantized",
+            "`ShardConfig.quantized`: what is sent as 8-bit codes. [Quantized communication](../quantized.md) says what it costs "
+            "and what it saves.",
+            (Entry(f"{core}/quantized.py", "Quantized", "torch_shard.Quantized", members=(), constructor=True),),
+        ),
+        Page(
             "plan.md",
             "Plan",
             "Which parameters travel together. `engine.plan` is the plan in use; `make_plan` makes one without "

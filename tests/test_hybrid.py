@@ -213,6 +213,26 @@ def test_an_overflow_in_one_copy_skips_the_step_of_all(rank, world_size):
 
 
 @ranks(4)
+def test_quantized_reductions_inside_a_copy(rank, world_size):
+    """Between copies travel sums, in the dtype of the reduction, and the copies stay equal."""
+    torch.manual_seed(0)
+    model = MLP(width=40)
+    plain = copy.deepcopy(model)
+    quantized = torch_shard.Quantized(gradients="int8", error_feedback=False, min_size=1)
+    engine = torch_shard.shard(model, quantized=quantized, unit_bytes=20000, **TWO)
+    loss_of(model(batch(rank, 0).float())).backward()
+    loss_of(plain(batch(rank, 0).float())).backward()
+    average_grads(plain)
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        error = (whole(p.grad) - q.grad).abs().max() / q.grad.abs().max()
+        assert error < 0.02, name
+    own = sum(flat.shard.nbytes for unit in engine.units for flat in unit.flats)
+    assert engine.bytes_sent_across == own
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    same_copies(engine)
+
+
+@ranks(4)
 @pytest.mark.exhaustive
 def test_whole_matrix_optimizers_step_in_each_copy(rank, world_size):
     def muon(model: nn.Module) -> torch.optim.Optimizer:
@@ -469,6 +489,10 @@ def test_bad_settings_are_refused_by_name(rank):
         ({"mesh_dims": "shard"}, "mesh_dims names dimensions of a DeviceMesh"),
         ({"mesh_dims": 3}, "mesh_dims must be the name of a dimension"),
         ({"mesh": flat, "mesh_dims": "shard"}, "no names"),
+        (
+            {"strategy": "hybrid_shard", "shard_size": 1, "quantized": torch_shard.Quantized("int8")},
+            "each rank holds a whole copy",
+        ),
         ({"mesh": (dist.group.WORLD, dist.group.WORLD)}, "a pair of process groups, which a hybrid strategy needs"),
     ]
     for settings, message in cases:

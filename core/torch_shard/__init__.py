@@ -9,6 +9,7 @@ from .errors import ShardError
 from .plan import Plan
 from .planner import make_plan
 from .precision import Precision
+from .quantized import Quantized
 from .shard_tensor import ShardTensor
 from .versions import __version__
 
@@ -16,6 +17,7 @@ __all__ = [
     "Engine",
     "Plan",
     "Precision",
+    "Quantized",
     "ShardConfig",
     "ShardError",
     "ShardTensor",

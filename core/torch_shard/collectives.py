@@ -280,8 +280,9 @@ class Collectives:
 
     # -- gradients ----------------------------------------------------------------------------------------------
     def expect(self, buffers: Sequence[tuple[int, torch.dtype]]) -> None:
-        """Which buffers the backward that begins will reduce: what it gives back is kept for those to come only."""
-        self._expected = Counter(buffers) + Counter(buffers)  # its own, and one for what is received
+        """Which buffers the reductions of the backward that begins will take: what it gives back is kept for those to come
+        only."""
+        self._expected = Counter(buffers)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D buffer, reused in a fixed pattern (the CUDA caching allocator does this by itself)."""
@@ -345,16 +346,13 @@ class Collectives:
             # A backward that fails drops its reductions, but not what they still read and write.
             channel.groups.written[work] = (grad, received)
             pending = self._track(channel, what, work, self.reduce_stream)
-            across = ""
-            if self.across_channel is not None:
-                across = f"{what}, between copies"
-                if (
-                    self.reduce_stream is not None
-                ):  # the stream keeps the order; the host need not wait for the first part
-                    pending, across = self.all_reduce_across(received, across), ""
-            reduction = Reduction(self, grad, received, pending, begun, streams, across)
-            if across:
-                self.waiting.append(reduction)
+            across = f"{what}, between copies"
+            if self.across_channel is not None and self.reduce_stream is not None:
+                # The stream keeps the order; the host need not wait for the first part.
+                pending = self.all_reduce_across(received, across)
+            reduction = Reduction(self, grad, received, pending, begun, streams)
+            if self.across_channel is not None and self.reduce_stream is None:
+                reduction.send_across(across)
             return reduction
 
     def _all_reduce(self, channel: Channel, tensor: torch.Tensor, what: str) -> Pending:
@@ -424,6 +422,12 @@ class Reduction:
     begun: Any = None  # CUDA: recorded where this rank's own gradients are ready
     streams: Sequence[Any] = ()  # CUDA: those that wrote to `grad`
     across: str = ""  # what the all-reduce between copies is called, which is to follow
+    total: torch.Tensor | None = None  # this rank's slice of the sum, where it has been made
+
+    def send_across(self, what: str) -> None:
+        """Its sum is to be summed with those of the other copies, when it is there and its turn has come."""
+        self.across = what
+        self.collectives.waiting.append(self)
 
     def done(self) -> bool:
         return self.settle(0.0)
@@ -448,11 +452,27 @@ class Reduction:
         self.pending.wait()
         c.waiting.popleft()
         self.across = ""
-        total = _sum(self.received.view(c.size, -1), self.grad.dtype)
-        c.give(self.grad)
-        c.give(self.received)
-        self.grad = self.received = total
-        self.pending = c._all_reduce_across(total, what)
+        self.total = self._own_sum(self._dtype_across())
+        self.pending = c._all_reduce_across(self.total, what)
+
+    def _dtype_across(self) -> torch.dtype:
+        return self.grad.dtype
+
+    def _own_sum(self, dtype: torch.dtype) -> torch.Tensor:
+        """The first part has ended: this rank's slice. Gives the buffers back."""
+        c = self.collectives
+        if c.backend == "gloo" and self.received is not self.grad:
+            out = _sum(self.received.view(c.size, -1), dtype)
+            c.give(self.grad)
+            c.give(self.received)
+            return out
+        if self.received.dtype != dtype:
+            out = self.received.to(dtype)
+            c.give(self.grad)
+            return out
+        if self.received is not self.grad:  # else an all-reduce in place: the buffer itself is the result
+            c.give(self.grad)
+        return self.received
 
     def abandon(self, seconds: float) -> None:
         """A partner may never come: don't wait for long."""
@@ -483,18 +503,7 @@ class Reduction:
         while self.across:
             c.waiting[0].go_across()
         self.pending.wait()
-        if c.backend == "gloo" and self.received is not self.grad:
-            out = _sum(self.received.view(c.size, -1), dtype)
-            c.give(self.grad)
-            c.give(self.received)
-            return out
-        if self.received.dtype != dtype:
-            out = self.received.to(dtype)
-            c.give(self.grad)
-            return out
-        if self.received is not self.grad:  # else an all-reduce in place: the buffer itself is the result
-            c.give(self.grad)
-        return self.received
+        return self._own_sum(dtype) if self.total is None else self.total.to(dtype)
 
 
 def _sum(chunks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -100,6 +100,12 @@ def register(runtime: Runtime, state: Any, hook: Callable[..., Any]) -> None:
             raise ConfigError(f"hook must be callable, not {type(hook).__name__}.")
         if any(g.hook is not None for g in gradients):
             raise ConfigError("hook: a communication hook is registered already; an engine has one.")
+        quantized = runtime.config.quantized
+        if quantized is not None and quantized.gradients is not None:
+            raise ConfigError(
+                f"hook: ShardConfig.quantized has gradients={quantized.gradients!r}, which a communication hook would take the "
+                "place of; leave one of them out."
+            )
         if any(g.flat is not None for g in gradients):
             raise UnitStateError(
                 f"rank {runtime.collectives.world_rank}: {what} while gradients wait for their reduction (no_sync()); register "

@@ -13,6 +13,7 @@ from torch import nn
 from .errors import ConfigError
 from .names import check_pattern
 from .precision import Precision, precision_of
+from .quantized import Quantized
 
 __all__ = ["Ignored", "ShardConfig", "Strategy", "Units"]
 
@@ -63,6 +64,8 @@ class ShardConfig:
         precision: in which dtypes parameters are kept, gathered and reduced; see
             :class:`~torch_shard.precision.Precision`. A dtype, say ``torch.bfloat16``, stands for
             ``Precision(param_dtype=...)``. ``None`` leaves every dtype as it is.
+        quantized: which parameters and gradients are sent as 8-bit codes; see
+            :class:`~torch_shard.quantized.Quantized`. ``None`` sends every value as it is. Not with ``"no_shard"``.
         ignore: modules, parameters, and globs of parameter names that are not sharded, nor
             synchronised, nor reduced.
         init_fn: called with each module that directly holds parameters or buffers on the meta
@@ -91,6 +94,7 @@ class ShardConfig:
     shard_size: int | None = None
     mesh_dims: str | Sequence[str] | None = None
     precision: Precision | torch.dtype | None = None
+    quantized: Quantized | None = None
     ignore: Ignored = ()
     init_fn: Callable[[nn.Module], None] | None = None
     timeout: float = 30.0
@@ -130,6 +134,7 @@ class ShardConfig:
             raise ConfigError(
                 f"precision must be a torch_shard.Precision, a torch.dtype or None, not {self.precision!r}."
             )
+        self._check_quantized()
         # Frozen also in depth: a list that the caller edits later must not change the plan.
         object.__setattr__(self, "units", _checked_units(self.units))
         object.__setattr__(self, "ignore", _checked_ignore(self.ignore))
@@ -143,6 +148,20 @@ class ShardConfig:
     def reshards(self) -> bool:
         """Whether units are released between forward and backward."""
         return self.strategy in ("full_shard", "hybrid_shard")
+
+    def _check_quantized(self) -> None:
+        quantized = self.quantized
+        if quantized is None:
+            return
+        if not isinstance(quantized, Quantized):
+            raise ConfigError(f"quantized must be a torch_shard.Quantized or None, not {quantized!r}.")
+        if self.strategy == "no_shard":
+            field, why = "gradients", "all-reduces them, which would round each sum once more"
+            if quantized.parameters is not None:
+                field, why = "parameters", "gathers none"
+            raise ConfigError(
+                f"quantized.{field}: strategy 'no_shard' {why}. Leave `quantized` out, or shard: 'shard_optim' sends as much."
+            )
 
 
 def _is_number(value: Any) -> bool:

@@ -282,15 +282,16 @@ class Engine(EngineState):
             optimizer: whose state is counted; without it ``optimizer`` is 0.
 
         Returns:
-            Bytes under ``parameters`` (this rank's shards), ``gradients``, ``optimizer`` and ``gathered`` (units that
-            are whole now).
+            Bytes under ``parameters`` (this rank's shards), ``gradients`` (with what error feedback keeps of quantized
+            ones), ``optimizer`` and ``gathered`` (units that are whole now).
         """
         parameters = gradients = state = 0
         for unit in self.units:
             for flat in unit.flats:
                 parameters += flat.shard.numel() * flat.shard.element_size()
-                held = flat.gradients.flat
+                held, quantized = flat.gradients.flat, flat.gradients.quantized
                 gradients += held.nbytes if held is not None else 0
+                gradients += quantized.nbytes if quantized is not None else 0
                 with torch._C.DisableTorchFunctionSubclass():
                     for p in flat.params:
                         local = getattr(p.grad, "_local", None)

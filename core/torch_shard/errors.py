@@ -48,7 +48,8 @@ class UnavailableError(ShardError):
     """Something that sharding needs is not there.
 
     Raised: by ``shard()`` when torch is older than the supported floor, was built without
-    ``torch.distributed``, has no process group initialised, or lacks the backend for the device;
+    ``torch.distributed``, has no process group initialised, or lacks the backend for the device, or
+    when the device lacks a dtype that is asked for (bfloat16, float8);
     by ``engine.save_full`` and ``engine.load`` where safetensors are not installed.
     Importing the packages never raises it.
     Remedy: install or initialise what the message names.

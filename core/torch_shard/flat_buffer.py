@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .block_code import BlockCode
 from .collectives import Collectives
 from .errors import UnitStateError
 from .gradient_buffer import GradientBuffer
 from .layout import FlatLayout
 from .leaf import Leaf, is_view, move
 from .precision import Dtypes
+from .quantized_transfers import QuantizedGather
 from .rounding import Rounding
 from .shard_spec import slot_view
 from .shard_tensor import ShardSpec, ShardTensor
@@ -57,12 +59,16 @@ class FlatBuffer:
             if start < last and stop > first
         ]
         self.gradients = GradientBuffer(layout, dtypes, self.params, collectives)
-        self._build(self.dtype)
+        self._build(self.dtype, None)
 
-    def _build(self, compute: torch.dtype) -> None:
-        """The gathered buffer and the leaves, of this dtype."""
-        self.compute = compute
+    def _build(self, compute: torch.dtype, code: BlockCode | None) -> None:
+        """The gathered buffer and the leaves, of this dtype. `code`: how shards are sent, where that is not as they are."""
+        self.compute, self.code = compute, code
         self.casts = compute != self.dtype
+        self.exact = not self.casts and code is None  # modules compute with the values that are stored
+        # Where they do not, this rank's slot as it was gathered: its codes, or what a forward's edits have left there.
+        self._sent: torch.Tensor | None = None
+        self._edited: torch.Tensor | None = None
         self.gathers = self.sharded or self.casts  # whether the leaves have memory other than the shard's
         self.nbytes = self.layout.numel * compute.itemsize
         n = len(self.layout.slots)
@@ -91,9 +97,13 @@ class FlatBuffer:
         self.payload = c.payload(self.own if self.casts else self.shard)
 
     def compute_in_its_dtype(self) -> None:
-        """From here on modules compute in ``dtypes.compute``. Before anybody has seen a leaf."""
-        if self.dtypes.casts:
-            self._build(self.dtypes.compute)
+        """From here on modules compute in ``dtypes.compute``, and shards are sent as ``dtypes.quantized`` says. Before anybody
+        has seen a leaf."""
+        quantized, code = self.dtypes.quantized, None
+        if quantized is not None and self.sharded:
+            code = quantized.parameter_code(self.dtypes, self.layout.shard_numel)
+        if self.dtypes.casts or code is not None:
+            self._build(self.dtypes.compute, code)
 
     # -- tensors ------------------------------------------------------------------------------------------------
     def _parameter(self, index: int) -> ShardTensor:
@@ -116,9 +126,13 @@ class FlatBuffer:
         return flat.narrow(0, self.collectives.rank * n, n)
 
     # -- gathering ----------------------------------------------------------------------------------------------
-    def start_gather(self, what: str) -> Pending | None:
+    def start_gather(self, what: str) -> Pending | QuantizedGather | None:
         """Fill the gathered buffer, which has memory; None where that is done at once. Collective."""
         self.fresh_version = self.shard._version
+        if self.code is not None:
+            gather = QuantizedGather(self.collectives, self.code, self.shard, self.full, what)
+            self._sent, self._edited = gather.sent, None
+            return gather
         if self.casts:
             self.own.copy_(self.shard)
         if not self.sharded:
@@ -136,12 +150,17 @@ class FlatBuffer:
         if self.part is not None:
             self.part.untyped_storage().resize_(0)
 
-    def gather_again(self, what: str) -> Pending:
+    def gather_again(self, what: str) -> Pending | GatherAgain:
         """Fill the gathered buffer, which has memory, from the parts that few ranks have kept. Collective."""
         if self.part is not None and self.part.untyped_storage().nbytes():  # else this rank has kept the whole
             self.collectives.own_part(self.full).copy_(self.part)
             self.drop_part()
-        return self.collectives.all_gather_again(self.full, what)
+        pending = self.collectives.all_gather_again(self.full, what)
+        return pending if self.code is None else GatherAgain(self, pending)
+
+    def keep_as_gathered(self) -> None:
+        """What the own slot holds now is what an edit will show against."""
+        self._edited = self.own.clone()
 
     def is_stale(self) -> bool:
         """Whether a parameter was edited since it was gathered."""
@@ -150,21 +169,44 @@ class FlatBuffer:
     def edited_unseen(self) -> bool:
         """Whether the own slot is no longer what was gathered. Slow: compares all values, bitwise, so that a NaN equals
         itself."""
-        gathered = self.shard.to(self.compute) if self.casts else self.shard
-        return not torch.equal(self.own.view(torch.uint8), gathered.view(torch.uint8))
+        return not torch.equal(self.own.view(torch.uint8), self._as_gathered().view(torch.uint8))
+
+    def _as_gathered(self) -> torch.Tensor:
+        """What the own slot holds unless somebody has written to it."""
+        if self._edited is not None:
+            return self._edited
+        if self.code is None:
+            return self.shard.to(self.compute)
+        # Not from the shard: one edited element gives its whole block other codes.
+        assert self._sent is not None
+        values = torch.empty_like(self.own)
+        self.code.decode(self._sent.unsqueeze(0), values.unsqueeze(0))
+        return values
 
     def take_edits(self) -> None:
         """Copy what a forward has changed in its leaves to the shard; the rest keeps its precision."""
         with torch.no_grad():
-            if self.casts:
-                before = self.shard.to(self.compute)
-                integer = _INTEGERS[self.compute.itemsize]
-                changed = self.own.view(integer) != before.view(integer)
-                torch.where(changed, self.own.to(self.dtype), self.shard, out=self.shard)
-            else:
+            if self.exact:
                 self.shard.copy_(self.own)
+            else:
+                integer = _INTEGERS[self.compute.itemsize]
+                before = self._as_gathered()
+                changed = self.own.view(integer) != before.view(integer)
+                changed &= ~(self.own.isnan() & before.isnan())  # of a NaN only a cast may have changed the bits
+                torch.where(changed, self.own.to(self.dtype), self.shard, out=self.shard)
+                if self.code is not None:
+                    self._edited = self.own.clone()
         self.fresh_version = self.shard._version
         self.note_versions()
+
+    def release(self) -> None:
+        """Give the gathered memory back."""
+        self._sent = self._edited = None
+        storage = self.full.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
+        else:  # the user took a NumPy array of it, which keeps the memory
+            self.renew()
 
     # -- leaves -------------------------------------------------------------------------------------------------
     def mirror(self, force: bool = False) -> None:
@@ -253,6 +295,22 @@ class FlatBuffer:
     def note_versions(self) -> None:
         """The leaves hold what the shard holds: an in-place edit of one will show against this."""
         self.versions = [leaf._version for leaf in self.leaves]
+
+
+class GatherAgain:
+    """A :class:`~torch_shard.watch.Pending` of values that forward received as codes, which are gone by now."""
+
+    def __init__(self, flat: FlatBuffer, pending: Pending) -> None:
+        self._flat, self._pending = flat, pending
+
+    def settle(self, seconds: float) -> bool:
+        """Wait at most this long; False if it is still going on."""
+        return self._pending.settle(seconds)
+
+    def wait(self) -> None:
+        """Return when the gathered values may be read by the current stream."""
+        self._pending.wait()
+        self._flat.keep_as_gathered()
 
 
 class _Average:

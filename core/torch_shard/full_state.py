@@ -190,6 +190,7 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
         )
         error.__cause__ = problem
     runtime.parameters_changed()
+    runtime.forget_residuals()
     agree(runtime, what, None, error)
     return result
 

@@ -49,7 +49,7 @@ def gathered(
         grads: ``.grad`` of the parameters is the whole reduced gradient, written back with `write` (None too).
 
     Nested calls with the same `ranks` and `device` share the enclosing call's values. A backward inside is reduced
-    as usual when the values are in place (all ranks, mesh's device, computed with in the dtype that they are stored in) and
+    as usual when the values are in place (all ranks, mesh's device, computed with as they are stored) and
     `grads` is off; otherwise it is an error.
 
     Raises:
@@ -197,7 +197,7 @@ def _enter(runtime: Runtime, units: list[Unit], request: Request, entered: list[
             summons.leaves, summons.buffers = outer.leaves, outer.buffers
         else:
             # What modules compute with must be the values themselves.
-            in_place = outer is None and plain_place and not unit.casts
+            in_place = outer is None and plain_place and unit.exact
             summons = Summons(unit, request, in_place, here, overlay=outer is not None)
             if in_place:
                 summons.keep = refill(runtime, unit)
@@ -316,8 +316,9 @@ class _Refusal:
     def __call__(self, grad: torch.Tensor) -> None:
         raise UnitStateError(
             f"rank {self.rank}: a backward reached {self.name} as engine.gathered() gave it with ranks=, device= or grads=, or "
-            "because it is computed with in another dtype (ShardConfig.precision): such a gradient can't be reduced. Run forward "
-            "and backward outside, or gather without these."
+            "because it is computed with in another dtype (ShardConfig.precision) or as other ranks decode it "
+            "(ShardConfig.quantized): such a gradient can't be reduced. Run forward and backward outside, or gather without "
+            "these."
         )
 
 

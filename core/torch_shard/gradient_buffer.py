@@ -12,6 +12,7 @@ from .errors import ShardError
 from .layout import FlatLayout
 from .leaf import own_grad, set_own_grad
 from .precision import Dtypes
+from .quantized_transfers import QuantizedGradients
 from .shard_spec import slot_view
 from .shard_tensor import ShardTensor
 
@@ -44,6 +45,11 @@ class GradientBuffer:
         before = _divided_before(collectives.world) if dtypes.reduce is torch.float16 else collectives.world
         self._divide(1.0 / before, before / collectives.world)
         self.hook: CommHook | None = None  # reduces in place of the engine
+        self.quantized: QuantizedGradients | None = None
+        if dtypes.quantized is not None and collectives.size > 1:
+            code = dtypes.quantized.gradient_code(dtypes, layout.shard_numel)
+            if code is not None:
+                self.quantized = QuantizedGradients(code, layout, dtypes, collectives)
         self._gaps = layout.gaps()
         self._pieces, self._piece_of = layout.pieces(collectives.rank)
 
@@ -61,6 +67,13 @@ class GradientBuffer:
     @property
     def wants_any(self) -> bool:
         return True in self.wanted
+
+    @property
+    def buffers(self) -> list[tuple[int, torch.dtype]]:
+        """What the running backward's reduction takes of ``Collectives.take``."""
+        own = (self.layout.numel, self.opens)
+        # The second is for what is received.
+        return [own, own] if self.quantized is None else [own, *self.quantized.buffers]
 
     def _open(self) -> torch.Tensor:
         if self.flat is None:
@@ -126,15 +139,17 @@ class GradientBuffer:
         self.flat = None
         for start, stop in self._gaps:
             grad[start:stop].zero_()
-        if False in self.holds:
-            for slot, held in zip(self.layout.slots, self.holds, strict=True):
-                if not held:
+        held, self.holds = self.holds, [False] * len(self.holds)
+        if False in held:
+            for slot, has in zip(self.layout.slots, held, strict=True):
+                if not has:
                     slot_view(grad, slot).zero_()
-        self.holds = [False] * len(self.holds)
         if self.collectives.world == 1:
             self.results.append(grad.to(self.dtypes.grad))
             return None
         streams, self._streams = tuple(self._streams), set()
+        if self.quantized is not None:
+            return self.quantized.start(grad, held, self.dtypes.grad, what, streams)
         if grad.dtype != self.dtypes.reduce:
             grad = self._converted(grad, streams)
         if self.hook is not None:
@@ -288,6 +303,8 @@ class GradientBuffer:
 
     def forget(self) -> None:
         """Drop everything a failed backward left."""
+        if self.quantized is not None:
+            self.quantized.forget()
         with torch._C.DisableTorchFunctionSubclass():
             for p, held in zip(self.params, self.held_before, strict=True):
                 grad: Any = own_grad(p)

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 from .errors import ConfigError, SetupError
 from .plan import BufferInfo, ParamInfo
 from .precision import NONE, Precision
+from .quantized import Quantized
 
 # Their forward (or a fused fast path of it) uses the parameters of their children directly, so the
 # children's own forwards never run.
@@ -101,8 +102,11 @@ class ModuleTree:
         SetupError: for a lazy parameter without a shape yet.
     """
 
-    def __init__(self, model: nn.Module, precision: Precision = NONE):
+    def __init__(
+        self, model: nn.Module, precision: Precision = NONE, quantized: Quantized | None = None, world_size: int = 1
+    ):
         kept = precision.kept_modules(model)
+        exact = set() if quantized is None else quantized.kept_modules(model)
         self.params: list[nn.Parameter] = []
         self.infos: list[ParamInfo] = []
         self._number: dict[int, int] = {}
@@ -132,6 +136,10 @@ class ModuleTree:
                     f"precision.keep: {names[number][0]} is tied between {here!r}, which is kept, and {there!r}, which is not, "
                     "and a parameter has one dtype. Keep both or none, or cast inputs by autocast (cast_inputs=False)."
                 )
+            dtypes = precision.dtypes(param.dtype, param.requires_grad, any(inside))
+            if quantized is not None and world_size > 1:  # else nothing is sent
+                is_exact = any(node.module in exact for path in self._paths[number] for node in path)
+                dtypes = quantized.of(dtypes, param.shape, param.requires_grad, is_exact)
             self.infos.append(
                 ParamInfo(
                     name=names[number][0],
@@ -141,11 +149,7 @@ class ModuleTree:
                     dtype=param.dtype,
                     requires_grad=param.requires_grad,
                     aliases=tuple(names[number][1:]),
-                    dtypes=precision.dtypes(
-                        param.dtype,
-                        param.requires_grad,
-                        any(inside),
-                    ),
+                    dtypes=dtypes,
                 )
             )
         self._sum_up()

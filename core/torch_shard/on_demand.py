@@ -79,8 +79,9 @@ class OnDemand:
             raise gather_error([param._spec], name)
         flat, index = unit.find(param)
         # Outside a forward a parameter shows the dtype that it is stored in. Only what is given a tensor of the computation's
-        # (`F.linear(features, model.head.weight)`) is part of that.
-        as_stored = flat.casts and not inside and graph_task() == -1 and flat.compute not in dtypes
+        # (`F.linear(features, model.head.weight)`) is part of that. Where both are one dtype, what records a gradient is.
+        as_stored = not flat.exact and not inside and graph_task() == -1
+        as_stored &= not flat.casts or flat.compute not in dtypes
         if as_stored and not differentiable:
             return self._stored(unit, flat, index)
         start = sequence_number()

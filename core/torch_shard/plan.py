@@ -70,6 +70,13 @@ class ParamInfo:
         """Bytes of its whole gradient when it is reduced."""
         return self.numel * self.dtypes.reduce.itemsize
 
+    @property
+    def residual_nbytes(self) -> int:
+        """Bytes that error feedback keeps on each rank, where gradients are quantized."""
+        quantized = self.dtypes.quantized
+        dtype = quantized.residual_dtype(self.dtypes) if quantized is not None and self.requires_grad else None
+        return 0 if dtype is None else self.numel * dtype.itemsize
+
 
 @dataclass(frozen=True)
 class UnitPlan:
@@ -139,7 +146,8 @@ class BufferInfo:
 class PredictedBytes:
     """Bytes that one rank will hold, Adam (two moments in the parameter's dtype) assumed.
 
-    The first three are held between steps. ``gathered_peak`` and ``gradient_buffer`` come on top
+    The first three are held between steps, and ``residual``: what error feedback keeps of quantized
+    gradients. ``gathered_peak`` and ``gradient_buffer`` come on top
     while a step runs: the units gathered at one time, and the largest unit's full gradient.
     The ``unsharded_`` values are what a rank holds under DDP.
     """
@@ -152,11 +160,12 @@ class PredictedBytes:
     unsharded_parameters: int
     unsharded_gradients: int
     unsharded_optimizer: int
+    residual: int = 0
 
     @property
     def total(self) -> int:
-        """Parameters, gradients and optimizer state of one rank."""
-        return self.parameters + self.gradients + self.optimizer
+        """Parameters, gradients, optimizer state and residuals of one rank."""
+        return self.parameters + self.gradients + self.optimizer + self.residual
 
     @property
     def unsharded_total(self) -> int:
@@ -220,6 +229,7 @@ class Plan:
             unsharded_parameters=full,
             unsharded_gradients=trainable,
             unsharded_optimizer=2 * trainable,
+            residual=sum(p.residual_nbytes for p in self.params),
         )
 
     def digest(self) -> int:
@@ -287,11 +297,12 @@ class Plan:
     def _summary(self) -> list[str]:
         b = self.predicted
         ratio = b.unsharded_total / b.total if b.total else 1.0
+        residual = f" + error feedback {_mib(b.residual)}" if b.residual else ""
         lines = [
             "",
             f"{self.strategy} over {self.world_size} ranks; per rank, Adam assumed:",
             f"  parameters {_mib(b.parameters)} + gradients {_mib(b.gradients)} + optimizer "
-            f"{_mib(b.optimizer)} = {_mib(b.total)} MiB, against {_mib(b.unsharded_total)} MiB "
+            f"{_mib(b.optimizer)}{residual} = {_mib(b.total)} MiB, against {_mib(b.unsharded_total)} MiB "
             f"unsharded ({ratio:.2f}x)",
             f"  during a step at most about {_mib(b.gathered_peak)} MiB of gathered parameters "
             f"and {_mib(b.gradient_buffer)} MiB of gradient buffer more",

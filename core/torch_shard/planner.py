@@ -48,7 +48,7 @@ def make_plan(model: nn.Module, config: ShardConfig, world_size: int) -> Plan:
 
     Args:
         model: Any module; not changed.
-        config: Its ``units``, ``unit_bytes``, ``ignore``, ``precision``, ``strategy`` and ``prefetch`` count.
+        config: Its ``units``, ``unit_bytes``, ``ignore``, ``precision``, ``quantized``, ``strategy`` and ``prefetch`` count.
         world_size: Ranks that share the parameters.
 
     Returns:
@@ -59,7 +59,7 @@ def make_plan(model: nn.Module, config: ShardConfig, world_size: int) -> Plan:
             nothing in the model, or a parameter in two groups.
         SetupError: a lazy parameter without a shape.
     """
-    tree = ModuleTree(model, precision_of(config.precision))
+    tree = ModuleTree(model, precision_of(config.precision), config.quantized, world_size)
     ignored = _ignored(tree, config.ignore)
     planner = _Planner(tree, config.unit_bytes, ignored)
     planner.place_user_units(config.units)

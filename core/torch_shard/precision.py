@@ -12,18 +12,31 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .errors import ConfigError, UnavailableError
 from .layout import ALIGNMENT
-from .names import matches
+from .names import check_pattern, matches
 
-__all__ = ["NONE", "NORMS", "Dtypes", "Precision", "norms_in", "precision_of"]
+if TYPE_CHECKING:
+    from .quantized import Quantized
 
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+__all__ = [
+    "FLOATS",
+    "NONE",
+    "NORMS",
+    "Dtypes",
+    "Precision",
+    "checked_modules",
+    "modules_named",
+    "norms_in",
+    "precision_of",
+]
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 NORMS: tuple[type[nn.Module], ...] = (
     nn.LayerNorm,
@@ -91,15 +104,15 @@ class Precision:
     def __post_init__(self) -> None:
         for field in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "master_dtype"):
             value = getattr(self, field)
-            if value is not None and value not in _FLOATS:
-                known = ", ".join(str(dtype) for dtype in _FLOATS)
+            if value is not None and value not in FLOATS:
+                known = ", ".join(str(dtype) for dtype in FLOATS)
                 raise ConfigError(f"precision.{field} must be one of {known} or None, not {value!r}.")
         if not isinstance(self.cast_inputs, bool) and self.cast_inputs != "root":
             raise ConfigError(f"precision.cast_inputs must be True, False or 'root', not {self.cast_inputs!r}.")
         for field in ("keep_low_precision_grads", "stochastic_rounding"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"precision.{field} must be True or False, not {getattr(self, field)!r}.")
-        object.__setattr__(self, "keep", _checked_keep(self.keep))
+        object.__setattr__(self, "keep", checked_modules("precision.keep", self.keep))
 
     def kept_modules(self, model: nn.Module) -> set[nn.Module]:
         """The modules of `model` that :attr:`keep` names, without their children.
@@ -107,16 +120,7 @@ class Precision:
         Raises:
             ConfigError: a pattern is the name of none. (A class that the model does not have is no mistake.)
         """
-        found: set[nn.Module] = set()
-        for index, entry in enumerate(self.keep):
-            if isinstance(entry, type):
-                own = {m for m in model.modules() if isinstance(m, entry)}
-            else:
-                own = {m for name, m in model.named_modules(remove_duplicate=False) if matches(name, entry)}
-                if not own:
-                    raise ConfigError(f"precision.keep[{index}]: {entry!r} is the name of no module.")
-            found |= own
-        return found
+        return modules_named("precision.keep", self.keep, model)
 
     def check_rounding(self, stored: Iterable[torch.dtype]) -> None:
         """Raise where there is nothing to round; `stored`: the dtypes in which trainable parameters are stored.
@@ -138,7 +142,7 @@ class Precision:
 
     def dtypes(self, stored: torch.dtype, trainable: bool, kept: bool) -> Dtypes:
         """How a parameter of dtype `stored` is treated."""
-        if stored not in _FLOATS:
+        if stored not in FLOATS:
             return Dtypes(stored, stored, stored, stored)
         own = stored
         if self.master_dtype is not None and trainable:
@@ -174,16 +178,19 @@ class Precision:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Of one parameter: between steps, while its unit is gathered, in the reduction of its gradient, and of ``.grad``."""
+    """Of one parameter: between steps, while its unit is gathered, in the reduction of its gradient, and of ``.grad``; and where
+    values or gradients are sent as codes of them, how."""
 
     stored: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
     grad: torch.dtype
+    quantized: Quantized | None = None
 
     def __str__(self) -> str:
         names = [str(dtype).removeprefix("torch.") for dtype in (self.stored, self.compute, self.reduce)]
-        return names[0] if len(set(names)) == 1 else f"{names[0]} ({names[1]}, reduced in {names[2]})"
+        said = names[0] if len(set(names)) == 1 else f"{names[0]} ({names[1]}, reduced in {names[2]})"
+        return said if self.quantized is None else f"{said} [{self.quantized.summary()}]"
 
     @property
     def casts(self) -> bool:
@@ -203,18 +210,39 @@ class Dtypes:
     @property
     def accumulated(self) -> torch.dtype:
         """Of gradients that are summed on one rank before they are reduced."""
-        wide = torch.float32 if self.stored in _FLOATS and self.stored.itemsize < 4 else self.stored
+        wide = torch.float32 if self.stored in FLOATS and self.stored.itemsize < 4 else self.stored
         return wide if wide.itemsize > self.reduce.itemsize else self.reduce
 
 
-def _checked_keep(keep: Any) -> tuple[Any, ...]:
-    if isinstance(keep, (str, type, nn.Module, Mapping)) or not isinstance(keep, Iterable):
-        raise ConfigError(f"precision.keep must be a sequence of module classes and patterns of names, not {keep!r}.")
-    entries = tuple(keep)
+def checked_modules(field: str, value: Any) -> tuple[Any, ...]:
+    """The classes and patterns of names that a setting has for modules."""
+    if isinstance(value, (str, type, nn.Module, Mapping)) or not isinstance(value, Iterable):
+        raise ConfigError(f"{field} must be a sequence of module classes and patterns of names, not {value!r}.")
+    entries = tuple(value)
     for index, entry in enumerate(entries):
         if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
-            raise ConfigError(f"precision.keep[{index}] must be a module class or a pattern of names, not {entry!r}.")
+            raise ConfigError(f"{field}[{index}] must be a module class or a pattern of names, not {entry!r}.")
+        if isinstance(entry, str):
+            check_pattern(f"{field}[{index}]", entry)
     return entries
+
+
+def modules_named(field: str, entries: Iterable[Any], model: nn.Module) -> set[nn.Module]:
+    """The modules of `model` that these classes and patterns name, without their children.
+
+    Raises:
+        ConfigError: a pattern is the name of none.
+    """
+    found: set[nn.Module] = set()
+    for index, entry in enumerate(entries):
+        if isinstance(entry, type):
+            own = {m for m in model.modules() if isinstance(m, entry)}
+        else:
+            own = {m for name, m in model.named_modules(remove_duplicate=False) if matches(name, entry)}
+            if not own:
+                raise ConfigError(f"{field}[{index}]: {entry!r} is the name of no module.")
+        found |= own
+    return found
 
 
 NONE = Precision()

@@ -60,7 +60,7 @@ class Reductions:
         self._order = sorted(backwards, key=lambda u: u.index in self._incomplete)  # stable
         self._no_pause = max(0, self._no_pause - 1)
         wanted = [f for u in self._order for f in u.flats if f.gradients.wants_any]
-        self.collectives.expect([(f.layout.numel, f.gradients.opens) for f in wanted])
+        self.collectives.expect([buffer for f in wanted for buffer in f.gradients.buffers])
 
     def advance(self) -> None:
         """A flat buffer's gradients are complete: send what is next in order, as far as it is complete. Collective."""

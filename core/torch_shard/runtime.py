@@ -78,7 +78,10 @@ class Runtime:
         self.owners = OwnerMaps()  # of optimizers that step on whole matrices
         self.in_backward: InBackward | None = None  # the optimizer that steps during backward
         self.refuses_scaled = precision_of(config.precision).needs_no_scaler
-        if self.refuses_scaled:
+        quantized = config.quantized
+        # What a step leaves for the next one is in the units of its loss, which a scaler changes, and drops steps.
+        self.feeds_back = quantized is not None and quantized.gradients is not None and quantized.error_feedback
+        if self.refuses_scaled or self.feeds_back:
             scaled_losses.follow()
 
     def add(self, unit: Unit) -> None:
@@ -328,6 +331,12 @@ class Runtime:
                 f"rank {self.collectives.world_rank}: the loss was scaled by a GradScaler, and ShardConfig.precision computes in "
                 "bfloat16, which needs none. Leave the scaler out (GradScaler(enabled=False)), or use torch.float16."
             )
+        if self.feeds_back and self.collectives.size > 1 and scaled_losses.is_running():
+            raise ConfigError(
+                f"rank {self.collectives.world_rank}: the loss was scaled by a GradScaler, and ShardConfig.quantized keeps what "
+                "gradients have lost for the next step, which another scale would make wrong. Set error_feedback=False, or "
+                "compute in bfloat16 without a scaler."
+            )
         if self.in_backward is not None:
             self.in_backward.begin(self.forward_sync)
         for unit in self.units:
@@ -460,6 +469,13 @@ class Runtime:
         """The shards were edited (an optimizer step, `p.mul_`): gathered copies and graphs over them are out of date."""
         if graph_task() == -1 and not self.depth:
             self.schedule.values_changed()
+
+    def forget_residuals(self) -> None:
+        """Parameters were loaded: what quantized gradients have lost up to now was that of others."""
+        for unit in self.units:
+            for flat in unit.flats:
+                if flat.gradients.quantized is not None:
+                    flat.gradients.quantized.forget()
 
 
 def _newer_nodes(tensors: list[torch.Tensor], end: int) -> bool:

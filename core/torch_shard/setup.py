@@ -185,6 +185,7 @@ _EQUAL = (
     "unit_bytes",
     "prefetch",
     "precision",
+    "quantized",
     "sync_module_states",
     "broadcast_buffers",
 )
@@ -228,6 +229,13 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
         check_model(model, plan, device, c.world_rank)
         precision_of(config.precision).check_device(device)
         precision_of(config.precision).check_rounding(info.dtypes.stored for info in plan.params if info.requires_grad)
+        if config.quantized is not None:
+            config.quantized.check_device(device)
+            if c.size == 1 < c.world:
+                raise ConfigError(
+                    f"quantized: each rank holds a whole copy (strategy {config.strategy!r}, shard_size 1), so that nothing is "
+                    "gathered, and gradients are all-reduced, which would round each sum once more. Leave it out."
+                )
         layouts = [_layouts(unit, c.size) for unit in plan.units]
     except Exception as problem:  # every rank must hear of it before it is raised
         error = problem

@@ -29,9 +29,10 @@ from torch.utils.hooks import RemovableHandle
 
 from .collectives import Collectives, join, outside_inference
 from .errors import ReplacedParameterError, ShardError, UnitStateError
-from .flat_buffer import FlatBuffer
+from .flat_buffer import FlatBuffer, GatherAgain
 from .order import PHASES
 from .outputs import may_hold_tensors, tensors_in
+from .quantized_transfers import QuantizedGather
 from .registrations import inside_functional_call
 from .shard_tensor import ShardTensor
 from .watch import Pending
@@ -54,6 +55,7 @@ class Unit:
         self.sharded = collectives.size > 1  # each rank holds another part
         self.casts = False  # modules compute in another dtype than that of some shard
         self.rounding = False  # steps of some shard are rounded stochastically
+        self.exact = True  # modules compute with the values that are stored: neither cast nor quantized on the way
         self.gathers = (
             self.sharded
         )  # modules compute with other memory than the shards': of all ranks, or of another dtype
@@ -65,7 +67,7 @@ class Unit:
         self.tensor_hooks: dict[str, dict[int, Any]] = {}
         self.post_hooks: dict[str, dict[int, Any]] = {}
         self.state = State.FULL if collectives.size == 1 else State.SHARDED
-        self.pending: list[Pending] = []
+        self.pending: list[Pending | QuantizedGather | GatherAgain] = []
         self.running = 0  # forwards inside this unit right now
         self.installed = 0
         self.is_summoned = False  # inside engine.gathered
@@ -96,6 +98,7 @@ class Unit:
         self.gathers = any(flat.gathers for flat in self.flats)
         self.casts = any(flat.casts for flat in self.flats)
         self.rounding = any(flat.rounding is not None for flat in self.flats)
+        self.exact = all(flat.exact for flat in self.flats)
         if self.gathers:
             self.state = State.SHARDED
 
@@ -180,6 +183,7 @@ class Unit:
                 if storage.nbytes() != flat.nbytes:
                     storage.resize_(flat.nbytes)
                 among_few = again and flat.sharded
+                pending: Pending | QuantizedGather | GatherAgain | None
                 pending = flat.gather_again(self.gather_text) if among_few else flat.start_gather(self.gather_text)
                 if pending is not None:
                     self.pending.append(pending)
@@ -245,11 +249,7 @@ class Unit:
                     continue
                 if keeps and flat.sharded:
                     flat.keep_part()
-                storage = flat.full.untyped_storage()
-                if storage.resizable():
-                    storage.resize_(0)
-                else:  # the user took a NumPy array of it, which keeps the memory
-                    flat.renew()
+                flat.release()
         self.state = State.SHARDED
 
     # -- leaves in the modules ----------------------------------------------------------------------------------

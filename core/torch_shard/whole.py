@@ -135,7 +135,7 @@ def _gathered(
 @contextlib.contextmanager
 def gathered_values(runtime: Runtime, unit: Unit) -> Iterator[list[torch.Tensor]]:
     """Inside, the whole current values of each flat of `unit`, as they are stored. Collective, for reading only."""
-    if unit.casts:  # what modules compute with is less precise
+    if not unit.exact:  # what modules compute with is less precise
         yield [whole_flat(flat, f"the all-gather of unit {unit.name!r}") for flat in unit.flats]
         return
     if not unit.gathers or unit.is_summoned and unit.state is State.FULL:

@@ -58,6 +58,7 @@ def load_full(
     each(runtime, what, work.read_optimizers, nonce=f"{nonce}/optimizers")
     each(runtime, what, work.load_model, nonce=f"{nonce}/model")
     runtime.parameters_changed()
+    runtime.forget_residuals()
     return each(runtime, what, work.apply)
 
 

@@ -241,6 +241,7 @@ class _Load:
             for p in (p for unit in source.runtime.units for p in unit.params):
                 torch.autograd.graph.increment_version((p, p._local))
             source.runtime.parameters_changed()
+            source.runtime.forget_residuals()
 
     def values(self) -> list[Any]:
         """The state dict of each model."""
