@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from .errors import NonFiniteError
+from .collectives import Collectives
+from .dtensors import is_dtensor
+from .errors import NonFiniteError, ShardError
 from .flat_buffer import FlatBuffer
 from .flat_runs import grad_of
 from .runtime import Runtime
@@ -69,13 +71,19 @@ class _Gradients:
                 if base is not None and chosen is not None:
                     for p in flat.params:
                         del chosen[id(p)]
-        self._add([*rest, *ignored] if chosen is None else chosen.values())
+        self._add(runtime, [*rest, *ignored] if chosen is None else chosen.values())
 
-    def _add(self, parameters: Iterable[torch.Tensor]) -> None:
+    def _add(self, runtime: Runtime, parameters: Iterable[torch.Tensor]) -> None:
         for p in parameters:
             grad = reduced_grad_of(p)
             if not isinstance(p, ShardTensor):
                 self.may_be_plain = True
+                if is_dtensor(p):
+                    raise ShardError(
+                        f"rank {runtime.collectives.world_rank}: the gradients' norm can't count a DTensor of shape {tuple(p.shape)} "
+                        "that is not sharded (ShardConfig.ignore), since each rank has a part of it. Shard it, or clip the others, "
+                        "parameters=[...], and it by itself."
+                    )
                 if p.requires_grad or grad is not None:
                     self.dtypes[p.dtype] = None
                 if grad is not None:
@@ -181,16 +189,17 @@ def _total_norm(runtime: Runtime, grads: _Gradients, p: float) -> torch.Tensor:
     for key, comm in grads.comms.items():
         with_plain = plain if comm.size == c.world > 1 else None
         if p == 0:
-            parts.append(_counts(grads.tensors[key], with_plain, comm, c.device))
+            parts.append(_counts(grads.tensors[key], with_plain, _members(comm, c)[0], c.device))
         else:
             own = _norm(grads.slices[key], p, compute, c.device).double().view(1)
             # Norms of ranks combine as norms of tensors do, for every p and without powers that overflow.
-            if comm.size == 1:
+            among, counted = _members(comm, c)
+            if among.size == 1:
                 parts.append(own)
                 continue
             sent = own if with_plain is None else torch.cat([own, with_plain])
-            everyone = comm.all_gather(sent, "clip_grad_norm_")
-            parts.append(everyone[:, 0])
+            everyone = among.all_gather(sent, "clip_grad_norm_")
+            parts.append(everyone[:, 0] if counted is None else everyone[counted, 0])
             if with_plain is not None:
                 parts.append(everyone[0, 1:])
         if with_plain is not None:
@@ -206,6 +215,14 @@ def _total_norm(runtime: Runtime, grads: _Gradients, p: float) -> torch.Tensor:
     if p > 0 or grads.everything():
         return total
     return torch.where(total == math.inf, 0.0, total)  # of no gradients at all, as torch has it
+
+
+def _members(comm: Any, c: Collectives) -> tuple[Any, list[int] | None]:
+    """Whom norms are collected from, and which of those count (None: all). Of what tensor parallelism does not cut every plane has
+    its own gradients, equal but for rounding; the first plane's count, since all ranks must scale by one factor."""
+    if c.topology.planes == 1 or comm is c.whole:
+        return comm, None
+    return c.everyone, list(c.topology.rows[0])
 
 
 def _of_rank_0(runtime: Runtime, value: torch.Tensor) -> torch.Tensor:

@@ -138,8 +138,9 @@ def outside_inference() -> contextlib.AbstractContextManager[Any]:
 
 @dataclass(eq=False)
 class Collectives:
-    """Gather and reduce for one engine. ``world`` is the number of ranks whose gradients are averaged, ``size`` that of ranks
-    which share one copy of the parameters (1 under ``no_shard``); ``world_rank`` and ``rank`` are this one's numbers there."""
+    """Gather and reduce for one engine. ``world`` is the number of its ranks, ``averaged`` that of the ranks whose gradients are
+    averaged (all, but with tensor parallelism), ``size`` that of ranks which share one copy of the parameters (1 under
+    ``no_shard``); ``world_rank`` and ``rank`` are this one's numbers among all, and among those that share its copy."""
 
     device: torch.device
     world: int
@@ -150,9 +151,15 @@ class Collectives:
     scalar: ScalarComm | SingleComm  # over the ranks that share a copy
     everyone: ScalarComm | SingleComm
     topology: Topology
+    plane: ScalarComm | SingleComm  # over those whose gradients are averaged
+    whole: (
+        ScalarComm | SingleComm
+    )  # over those that share a copy of what each rank of a tensor-parallel group has a part of
     gather_channel: Channel | None = None
     reduce_channel: Channel | None = None
     across_channel: Channel | None = None  # over the ranks that have this slice, where several have and others don't
+    plane_channel: Channel | None = None  # over this rank's plane, where there are several
+    lane_channel: Channel | None = None  # over the ranks that have this slice of what is the same in all planes
     backend: str = ""
     bytes_sent: int = 0
     bytes_sent_across: int = 0  # of these, between copies
@@ -168,6 +175,7 @@ class Collectives:
         # Gloo does not know every dtype.
         self._sends_bytes = self.backend == "gloo" and self.device.type == "cpu"
         self._broadcasts = self._sends_bytes and 1 < self.size <= _BROADCASTS
+        self.averaged = self.topology.averaged
         row = self.topology.row_of(self.world_rank)
         self._sources = [self.watch.ranks[member] for member in row]  # global ranks of those that share the copy
 
@@ -454,7 +462,7 @@ def connect(
     tells them so (:func:`.setup.agree`), and nothing else."""
     if group is None or dist.get_world_size(group) == 1:
         watch = Watch(0, 1, [0], timeout, "")
-        return Collectives(device, 1, 0, 1, 0, watch, SingleComm(), SingleComm(), topology)
+        return Collectives(device, 1, 0, 1, 0, watch, SingleComm(), SingleComm(), topology, SingleComm(), SingleComm())
     ranks = dist.get_process_group_ranks(group)
     rank, world = dist.get_rank(group), len(ranks)
     groups = groups_for(group, single_communicator, timeout)
@@ -472,15 +480,43 @@ def connect(
     row = topology.row_of(rank)
     over_all = ScalarComm(watch.channels["scalar"], watch, world, rank)
     scalar: ScalarComm | SingleComm = over_all
-    gather, reduce, across = watch.channels["gather"], watch.channels["reduce"], None
-    if topology.is_hybrid and agreed:  # else ranks would wait for each other in making groups
+    plane: ScalarComm | SingleComm = over_all
+    whole: ScalarComm | SingleComm = over_all
+    gather, reduce = watch.channels["gather"], watch.channels["reduce"]
+    across = over_plane = lane = None
+    if (topology.is_hybrid or topology.planes > 1) and agreed:  # else ranks would wait for each other in making groups
         parts = parts_for(groups, group, topology, single_communicator)
-        gather = watch.channels["gather"] = Channel("gather", groups, parts.gather, row)
-        reduce = watch.channels["reduce slices"] = Channel("reduce slices", groups, parts.reduce, row)
-        inner = watch.channels["scalar slices"] = Channel("scalar slices", groups, parts.scalar, row)
-        across = watch.channels["across"] = Channel("across", groups, parts.across, topology.column_of(rank))
-        scalar = ScalarComm(inner, watch, topology.size, row.index(rank), over_all)
-    elif topology.size == 1:
+
+        def channel(name: str, group: Any, members: Sequence[int]) -> Channel:
+            made = watch.channels[name] = Channel(name, groups, group, members)
+            return made
+
+        members = topology.plane_of(rank)
+        if topology.size == 1:
+            plane = SingleComm(world_rank=rank)
+        if parts.gather is not None:
+            gather = channel("gather", parts.gather, row)
+        if parts.reduce is not None:
+            reduce = channel("reduce slices", parts.reduce, row if topology.size > 1 else members)
+        if parts.scalar is not None:
+            inner = channel("scalar slices", parts.scalar, row)
+            scalar = plane = ScalarComm(inner, watch, topology.size, row.index(rank))
+        if parts.across is not None:
+            across = channel("across", parts.across, topology.column_of(rank))
+            plane = over_all
+        if parts.plane is not None:
+            outer = channel("plane", parts.plane, members)
+            plane = ScalarComm(outer, watch, topology.averaged, members.index(rank))
+            together = topology.whole_of(rank)
+            whole = ScalarComm(
+                channel("whole", parts.whole, together), watch, len(together), together.index(rank), over_all
+            )
+        if topology.planes > 1:
+            lane = channel("lane", parts.lane, topology.lane_of(rank))
+            over_plane = watch.channels.get("plane", reduce if topology.averaged > 1 else None)
+        if isinstance(scalar, ScalarComm) and plane is not scalar:
+            scalar.over_copies = plane  # type: ignore[assignment]
+    if topology.size == 1:
         scalar = SingleComm(world_rank=rank)
     return Collectives(
         device=device,
@@ -492,9 +528,13 @@ def connect(
         scalar=scalar,
         everyone=over_all,
         topology=topology,
+        plane=plane,
+        whole=whole,
         gather_channel=gather,
         reduce_channel=reduce,
         across_channel=across,
+        plane_channel=over_plane,
+        lane_channel=lane,
         backend=backend,
         gather_stream=streams[0],
         reduce_stream=streams[1],

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .config import ShardConfig
+from .dtensors import planes_of, tensor_mesh
 from .errors import ConfigError, SetupError, UnavailableError
 from .groups import backend_of, group_over
 from .topology import Topology
@@ -45,13 +46,23 @@ def resolve_mesh(mesh: Any, model: nn.Module, config: ShardConfig) -> Mesh:
         )
     device: torch.device | None = None
     rows: Sequence[Sequence[int]] | None = None  # global ranks, where the mesh says who shares a copy
+    parallel = tensor_mesh(model)
+    is_mesh = hasattr(mesh, "get_group") and hasattr(mesh, "device_type")
+    if parallel is not None and not is_mesh:
+        raise SetupError(
+            f"mesh: parameter {parallel[0]} is a DTensor over {parallel[1]}, so which ranks have the same part of it must be known; "
+            "pass the other dimension of its mesh, shard(model, mesh=mesh['dp'])."
+        )
     if mesh is None:
         group = _default_group()
-    elif hasattr(mesh, "get_group") and hasattr(mesh, "device_type"):
-        group, rows = _of_device_mesh(mesh, config)
+    elif is_mesh:
+        mesh, rows = _chosen(mesh, config)
         device = (
             torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
         )
+        if parallel is not None:
+            return _with_planes(mesh, rows, planes_of(mesh, parallel[1], parallel[0]), device, config)
+        group = mesh.get_group() if rows is None else group_over(sorted(rank for row in rows for rank in row))
     elif isinstance(mesh, (tuple, list)) and len(mesh) == 2:
         group, rows = _of_two_groups(mesh, config)
     else:
@@ -59,12 +70,30 @@ def resolve_mesh(mesh: Any, model: nn.Module, config: ShardConfig) -> Mesh:
     if group is not None and config.mesh_dims is not None and device is None:
         raise ConfigError("mesh_dims names dimensions of a DeviceMesh; pass one as mesh, or leave mesh_dims out.")
     device = device or _device_of(model, group)
+    _check_backend(group, device)
+    ranks = [0] if group is None else dist.get_process_group_ranks(group)
+    return Mesh(group, device, _topology(ranks, rows, config))
+
+
+def _with_planes(
+    mesh: Any, rows: Sequence[Sequence[int]] | None, planes: list[list[int]], device: torch.device, config: ShardConfig
+) -> Mesh:
+    """Over all ranks of the mesh's planes, each shared as `mesh`, this rank's, says."""
+    group = group_over(sorted(rank for plane in planes for rank in plane))
+    _check_backend(group, device)
+    own = [int(rank) for rank in mesh.mesh.flatten().tolist()]
+    order = sorted(range(len(own)), key=own.__getitem__)  # as process groups number ranks
+    within = _topology([own[i] for i in order], rows, config)
+    ranks = dist.get_process_group_ranks(group)
+    return Mesh(group, device, within.within([[plane[i] for i in order] for plane in planes], ranks))
+
+
+def _check_backend(group: Any, device: torch.device) -> None:
     if group is not None and not backend_of(group, device.type):
         raise UnavailableError(
             f"the process group ({dist.get_backend_config(group)}) has no backend for tensors on {device.type}: initialise "
             "it with 'cpu:gloo,cuda:nccl', or move the model to a device that it serves."
         )
-    return Mesh(group, device, _topology(group, rows, config))
 
 
 def _default_group() -> Any:
@@ -91,7 +120,8 @@ def _checked_group(group: Any) -> Any:
     return group
 
 
-def _of_device_mesh(mesh: Any, config: ShardConfig) -> tuple[Any, Sequence[Sequence[int]] | None]:
+def _chosen(mesh: Any, config: ShardConfig) -> tuple[Any, Sequence[Sequence[int]] | None]:
+    """The dimensions of a DeviceMesh to shard over; and the global ranks of each copy, where there are two."""
     names = config.mesh_dims
     if names is not None:
         known = mesh.mesh_dim_names or ()
@@ -100,10 +130,9 @@ def _of_device_mesh(mesh: Any, config: ShardConfig) -> tuple[Any, Sequence[Seque
             raise ConfigError(f"mesh_dims: the mesh has no dimension {unknown[0]!r}, but {known or 'no names'}.")
         mesh = mesh[names[0]] if len(names) == 1 else mesh[names]
     if mesh.ndim == 1:
-        return mesh.get_group(), None
+        return mesh, None
     if mesh.ndim == 2 and config.is_hybrid:
-        rows = [[int(rank) for rank in row] for row in mesh.mesh.tolist()]
-        return group_over(sorted(rank for row in rows for rank in row)), rows
+        return mesh, [[int(rank) for rank in row] for row in mesh.mesh.tolist()]
     if mesh.ndim == 2 and names is not None:
         raise ConfigError(
             f"mesh_dims names two dimensions, {names}, which are copies and slices of a hybrid strategy; strategy is "
@@ -137,8 +166,7 @@ def _device_of(model: nn.Module, group: Any) -> torch.device:
     return torch.device("cpu")
 
 
-def _topology(group: Any, rows: Sequence[Sequence[int]] | None, config: ShardConfig) -> Topology:
-    ranks = [0] if group is None else dist.get_process_group_ranks(group)
+def _topology(ranks: Sequence[int], rows: Sequence[Sequence[int]] | None, config: ShardConfig) -> Topology:
     world = len(ranks)
     if config.strategy == "no_shard":
         return Topology.replicated(world)

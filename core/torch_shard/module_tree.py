@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -132,6 +133,7 @@ class ModuleTree:
                     f"precision.keep: {names[number][0]} is tied between {here!r}, which is kept, and {there!r}, which is not, "
                     "and a parameter has one dtype. Keep both or none, or cast inputs by autocast (cast_inputs=False)."
                 )
+            placed, ways = _placed(param)
             self.infos.append(
                 ParamInfo(
                     name=names[number][0],
@@ -146,6 +148,8 @@ class ModuleTree:
                         param.requires_grad,
                         any(inside),
                     ),
+                    placed=placed,
+                    ways=ways,
                 )
             )
         self._sum_up()
@@ -238,6 +242,17 @@ class ModuleTree:
                 if not nodes.intersection(path):
                     found[self.caller(path).name] = None
         return tuple(found)
+
+
+def _placed(param: torch.Tensor) -> tuple[str, int]:
+    """How a DTensor is distributed, in words, and into how many parts it is cut; whether it can be sharded is asked later."""
+    placements = getattr(param, "placements", None)
+    if placements is None:
+        return "", 1
+    mesh = param.device_mesh  # type: ignore[attr-defined]
+    names = mesh.mesh_dim_names or ["?"] * mesh.ndim
+    ways = math.prod(mesh.size(dim) for dim, placement in enumerate(placements) if placement.is_shard())
+    return ", ".join(f"{p} over {name}" for p, name in zip(placements, names, strict=True)), ways
 
 
 def buffers_of(model: nn.Module) -> tuple[BufferInfo, ...]:
