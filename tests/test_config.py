@@ -77,10 +77,7 @@ def test_a_config_error_is_a_shard_error_and_a_value_error():
 
 
 def test_an_unknown_strategy_lists_the_known_ones():
-    with pytest.raises(
-        ConfigError,
-        match="'full_shard', 'shard_grad_op', 'shard_optim', 'hybrid_shard', 'hybrid_shard_zero2', 'no_shard'",
-    ):
+    with pytest.raises(ConfigError, match="'full_shard', 'shard_grad_op', 'shard_optim', 'hybrid_shard', 'hybrid_shard_zero2', 'no_shard'"):
         ShardConfig(strategy="zero3")
 
 

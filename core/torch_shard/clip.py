@@ -80,9 +80,9 @@ class _Gradients:
                 self.may_be_plain = True
                 if is_dtensor(p):
                     raise ShardError(
-                        f"rank {runtime.collectives.world_rank}: the gradients' norm can't count a DTensor of shape {tuple(p.shape)} "
-                        "that is not sharded (ShardConfig.ignore), since each rank has a part of it. Shard it, or clip the others, "
-                        "parameters=[...], and it by itself."
+                        f"rank {runtime.collectives.world_rank}: the gradients' norm can't count a DTensor of shape "
+                        f"{tuple(p.shape)} that is not sharded (ShardConfig.ignore), since each rank has a part of it. Shard it, "
+                        "or clip the others, parameters=[...], and it by itself."
                     )
                 if p.requires_grad or grad is not None:
                     self.dtypes[p.dtype] = None
@@ -218,8 +218,8 @@ def _total_norm(runtime: Runtime, grads: _Gradients, p: float) -> torch.Tensor:
 
 
 def _members(comm: Any, c: Collectives) -> tuple[Any, list[int] | None]:
-    """Whom norms are collected from, and which of those count (None: all). Of what tensor parallelism does not cut every plane has
-    its own gradients, equal but for rounding; the first plane's count, since all ranks must scale by one factor."""
+    """Whom norms are collected from, and which of those count (None: all). Of what tensor parallelism does not cut every plane
+    has its own gradients, equal but for rounding; the first plane's count, since all ranks must scale by one factor."""
     if c.topology.planes == 1 or comm is c.whole:
         return comm, None
     return c.everyone, list(c.topology.rows[0])

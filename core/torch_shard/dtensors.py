@@ -106,8 +106,9 @@ class Placed:
         found: Any = grad
         if tuple(found.placements) != self.placements:
             found = found.redistribute(self.mesh, self.placements)
-        local: torch.Tensor = found.to_local()
-        return local
+        local: Any = found.to_local()
+        # What a collective of DTensor's has returned may still be on its way.
+        return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole plain tensor; a view."""
@@ -129,8 +130,8 @@ def placed_of(param: torch.Tensor, name: str) -> Placed | None:
     mesh, placements = param.device_mesh, tuple(param.placements)  # type: ignore[attr-defined]
     if mesh.ndim != 1:
         raise SetupError(
-            f"parameter {name} is a DTensor over {mesh.ndim} dimensions of a mesh ({mesh.mesh_dim_names}); those of one dimension, "
-            "the tensor-parallel one, can be sharded. Is it sharded by fully_shard already? Leave that out."
+            f"parameter {name} is a DTensor over {mesh.ndim} dimensions of a mesh ({mesh.mesh_dim_names}); those over one, the "
+            "tensor-parallel one, can be sharded. Is it sharded by fully_shard already? Leave that out."
         )
     (placement,) = placements
     shape, stride = tuple(param.shape), tuple(param.stride())
@@ -287,8 +288,8 @@ def _classes() -> tuple[Any, Any]:
             if given != (tuple(self.placements), self.shape, self.dtype):
                 raise UnitStateError(
                     f".data of a distributed parameter of shape {tuple(self.shape)}, {self.dtype}, was assigned a "
-                    f"{type(value).__name__} of shape {tuple(value.shape)}, {value.dtype}. Assign a DTensor with the same placements, "
-                    "shape and dtype, or copy into it (with torch.no_grad(): parameter.copy_(new))."
+                    f"{type(value).__name__} of shape {tuple(value.shape)}, {value.dtype}. Assign a DTensor with the same "
+                    "placements, shape and dtype, or copy into it (with torch.no_grad(): parameter.copy_(new))."
                 )
             with torch.no_grad():
                 self._local_tensor.copy_(value._local_tensor)

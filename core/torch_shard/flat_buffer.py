@@ -31,8 +31,8 @@ _use_count: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 
 class FlatBuffer:
-    """The flat memory of one unit's parameters of one kind: dtypes, trainable or frozen when they were sharded, and whether tensor
-    parallelism cuts them."""
+    """The flat memory of one unit's parameters of one kind: dtypes, trainable or frozen when they were sharded, and whether
+    tensor parallelism cuts them."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class FlatBuffer:
         return cls(self.shard.narrow(0, start, stop - start), spec, unit=self.unit())
 
     def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        """Parameter `index`, or this rank's part of it, in its own shape and strides, as a view of a buffer of the full layout."""
+        """Parameter `index`, or this rank's part of it, in its own shape and strides: a view of a buffer of the full layout."""
         return slot_view(flat, self.layout.slots[index])
 
     def parameter_over(self, flat: torch.Tensor, index: int) -> nn.Parameter:

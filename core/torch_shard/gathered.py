@@ -169,8 +169,8 @@ def _check(runtime: Runtime, units: list[Unit], request: Request) -> None:
         )
         if name is not None and (request.ranks is not None or request.device != runtime.collectives.device):
             raise ConfigError(
-                f"{'ranks' if request.ranks is not None else 'device'}: unit {unit.name!r} has {name.name}, a DTensor, with which all "
-                "ranks of its mesh must compute together, on its device; leave ranks= and device= out."
+                f"{'ranks' if request.ranks is not None else 'device'}: unit {unit.name!r} has {name.name}, a DTensor, with "
+                "which all ranks of its mesh must compute together, on its device; leave ranks= and device= out."
             )
         stack = open_on(unit)
         if stack:

@@ -121,7 +121,7 @@ class GradientBuffer:
 
     # -- through the reduction ----------------------------------------------------------------------------------
     def start_reduction(self, what: str) -> Reduction | HookedReduction | None:
-        """Send the buffer off. Where no other rank has gradients of the same parameters there is nothing to send: its slice is published as is."""
+        """Send the buffer off. Where no other rank has gradients of the same parameters its slice is published as is."""
         grad = self._open()
         self.flat = None
         for start, stop in self._gaps:

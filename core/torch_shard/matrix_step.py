@@ -141,8 +141,8 @@ class MatrixStep:
                 if p._spec.part is not None:
                     raise ShardError(
                         f"rank {self.runtime.collectives.world_rank}: {self._name}.step() works on whole matrices, and "
-                        f"{p._spec.name} is cut by tensor parallelism, so that no rank gathers it. Give it to an optimizer that steps "
-                        "element by element (AdamW), or leave it out of the parallelize plan. Nothing was changed."
+                        f"{p._spec.name} is cut by tensor parallelism, so that no rank gathers it. Give it to an optimizer that "
+                        "steps element by element (AdamW), or leave it out of the parallelize plan. Nothing was changed."
                     )
                 params[id(p)], units[unit.index] = p, unit
         self._groups = [list(group["params"]) for group in groups]

@@ -50,8 +50,8 @@ def resolve_mesh(mesh: Any, model: nn.Module, config: ShardConfig) -> Mesh:
     is_mesh = hasattr(mesh, "get_group") and hasattr(mesh, "device_type")
     if parallel is not None and not is_mesh:
         raise SetupError(
-            f"mesh: parameter {parallel[0]} is a DTensor over {parallel[1]}, so which ranks have the same part of it must be known; "
-            "pass the other dimension of its mesh, shard(model, mesh=mesh['dp'])."
+            f"mesh: parameter {parallel[0]} is a DTensor over {parallel[1]}, so which ranks have the same part of it must be "
+            "known; pass the other dimension of its mesh, shard(model, mesh=mesh['dp'])."
         )
     if mesh is None:
         group = _default_group()
@@ -84,6 +84,11 @@ def _with_planes(
     own = [int(rank) for rank in mesh.mesh.flatten().tolist()]
     order = sorted(range(len(own)), key=own.__getitem__)  # as process groups number ranks
     within = _topology([own[i] for i in order], rows, config)
+    if within.is_hybrid:
+        raise ConfigError(
+            f"strategy: {config.strategy!r} of parameters that are parallelized over another dimension is not supported; shard over "
+            "all data-parallel ranks (strategy='full_shard'), or leave them whole ('no_shard')."
+        )
     ranks = dist.get_process_group_ranks(group)
     return Mesh(group, device, within.within([[plane[i] for i in order] for plane in planes], ranks))
 

@@ -244,7 +244,8 @@ class Plan:
             where = f"unit {index} {unit.name!r} triggered by {list(unit.triggers)}"
             lines += [
                 f"parameter {p.name!r}: shape {p.shape}, stride {p.stride}, {p.dtype} kept as {p.dtypes}, "
-                f"{f'distributed {p.placed}, ' * bool(p.placed)}requires_grad {p.requires_grad}, held by {list(p.owners)}, {where}"
+                f"{f'distributed {p.placed}, ' * bool(p.placed)}requires_grad {p.requires_grad}, held by {list(p.owners)}, "
+                f"{where}"
                 for p in unit.params
             ]
         lines += [f"ignored parameter {name!r}" for name in self.ignored]

@@ -86,13 +86,9 @@ def _give_back(optimizer: torch.optim.Optimizer, names: dict[int, str], state: d
                 }
                 if is_dtensor(p):
                     own = optimizer.state[p]
-                    own.update(
-                        {
-                            k: made_like(p, v)
-                            for k, v in own.items()
-                            if isinstance(v, torch.Tensor) and named_state.is_elementwise(p, k, v.shape)
-                        }
-                    )
+                    for key, value in own.items():  # the key stays, so the dict may be gone through
+                        if isinstance(value, torch.Tensor) and named_state.is_elementwise(p, key, value.shape):
+                            own[key] = made_like(p, value)
             else:
                 optimizer.state.pop(p, None)
 

@@ -45,18 +45,19 @@ def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -
     }
     storages: dict[int, list[tuple[int, int, str]]] = {}
     for info in plan.params:
-        name, p = info.name, by_name[info.name]
+        name = info.name
+        given = by_name[name]
+        p: torch.Tensor = given
         if isinstance(p, ShardTensor):
             raise SetupError(f"rank {rank}: {name} is already sharded; close() its engine before sharding it again.")
         where = f"rank {rank}: parameter {name}"
         if is_dtensor(p):
-            placed_of(p, f"{name} of rank {rank}")
+            placed_of(p, name)
             p = local_of(p)
         elif type(p) not in _PARAMETER_TYPES:
             raise SetupError(
                 f"{where} is a {type(p).__name__}, a class that can't be sharded; leave it out with ShardConfig(ignore=[...])."
             )
-        given = by_name[name]
         if p.layout is not torch.strided:
             raise SetupError(f"{where} has layout {p.layout}; only dense parameters can be sharded. Use ignore=.")
         if p.device.type not in ("cpu", "meta") and p.device != device:

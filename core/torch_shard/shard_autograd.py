@@ -180,6 +180,11 @@ def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> 
     # Compute used the leaves, local arithmetic used the ShardTensors: each parameter has two derivatives.
     if options.get("is_grads_batched"):
         raise function_needs_gather(cls, "autograd.grad(is_grads_batched=True)", list(inputs))
+    for i, unit in units.items():
+        if unit.find(inputs[i])[0].placed[inputs[i]._spec.index] is not None and not unit.runtime.in_forward:
+            raise function_needs_gather(
+                cls, "autograd.grad", [inputs[i]], "is not supported, since it is a DTensor (backward() is)"
+            )
     materialize = bool(options.pop("materialize_grads", False))
     allow_unused = bool(options.pop("allow_unused", None) or materialize)
     leaves = [unit.leaf_of(inputs[i]) for i, unit in units.items()]

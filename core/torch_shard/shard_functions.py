@@ -380,7 +380,7 @@ def _may_differ(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tenso
     as a number, such as an optimizer's learning rate, except in backward, where it comes from a rank's own gradient.
     """
     target = _target(name, args, kwargs)
-    if name in _FORMS or isinstance(target, cls) or isinstance(target, (list, tuple)):
+    if name in _FORMS or isinstance(target, (cls, list, tuple)):
         return False
     if torch.is_grad_enabled():
         with _NoTorchFunction():
