@@ -4,12 +4,14 @@ with the mean of the gradients of the data-parallel batches."""
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _redistribute, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -21,7 +23,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-import torch_shard
 from tests.ranks import ranks
 from torch_shard import shard
 from torch_shard.errors import ConfigError, NonFiniteError, SetupError, ShardError, UnitStateError
@@ -31,7 +32,7 @@ DTYPE = torch.float64
 
 
 class Block(nn.Module):
-    def __init__(self, width=6, hidden=10):
+    def __init__(self, width=6, hidden=12):
         super().__init__()
         self.norm = nn.LayerNorm(width, dtype=DTYPE)
         self.up = nn.Linear(width, hidden, dtype=DTYPE)
@@ -44,7 +45,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Embedding, norms and layers for tensor and sequence parallelism; `head` and `gain` stay plain parameters."""
 
-    def __init__(self, seed=0, width=6, hidden=10):
+    def __init__(self, seed=0, width=6, hidden=12):
         super().__init__()
         torch.manual_seed(seed)
         self.embed = nn.Embedding(16, width, dtype=DTYPE)
@@ -64,17 +65,15 @@ PLAN = {
     "blocks.*.norm": SequenceParallel(),
     "blocks.*.up": ColwiseParallel(input_layouts=Shard(1)),
     "blocks.*.down": RowwiseParallel(output_layouts=Shard(1)),
-    "head": PrepareModuleInput(
-        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
-    ),
+    "head": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True),
 }
 
 
-def mesh_of(*shape):
+def mesh_of(*shape, names=("dp", "tp")):
     # DTensor remembers meshes by what they look like; the groups of earlier tests are gone.
     _clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def parallel(mesh, seed=0, **sizes):
@@ -164,6 +163,41 @@ def test_training_gives_the_numbers_of_the_plain_model(strategy, kind):
         same(model, oracle)
     with torch.no_grad():
         torch.testing.assert_close(model(batch(0, 9)), oracle(batch(0, 9)), **EXACT)
+
+
+@ranks(4)
+def test_the_first_data_parallel_ranks_values_count(rank):
+    mesh = mesh_of(2, 2)
+    model, oracle = parallel(mesh, seed=mesh["dp"].get_local_rank()), Model(seed=0)
+    shard(model, mesh=mesh["dp"])
+    same(model, oracle)
+    apart = parallel(mesh, seed=mesh["dp"].get_local_rank())
+    engine = shard(apart, mesh=mesh["dp"], sync_module_states=False)
+    with engine.gathered():  # each rank has kept its slice
+        whole = apart.blocks[0].up.weight.detach().to_local().clone()
+    everyone = [torch.empty_like(whole) for _ in range(4)]
+    dist.all_gather(everyone, whole)
+    assert torch.equal(everyone[0], everyone[2]) and torch.equal(everyone[1], everyone[3])
+    assert not torch.equal(everyone[0], everyone[1])
+
+
+@ranks(4)
+def test_a_communication_hook_reduces_over_the_data_parallel_ranks():
+    mesh = mesh_of(2, 2)
+    model, oracle = parallel(mesh), Model()
+    engine = shard(model, mesh=mesh["dp"], single_communicator=True)
+    assert dist.get_process_group_ranks(engine.shard_group) == dist.get_process_group_ranks(mesh.get_group("dp"))
+
+    def hook(group, grad, output):
+        parts = list(grad.chunk(2))
+        for place, part in enumerate(parts):
+            dist.reduce(part, group=group, group_dst=place)
+        output.copy_(parts[dist.get_rank(group)] / 2)
+
+    engine.register_comm_hook(mesh.get_group("dp"), hook)
+    backward(model, mesh, 0)
+    plain_backward(oracle, 0)
+    same(model, oracle, grads=True)
 
 
 @ranks(4)
@@ -270,7 +304,7 @@ def test_one_bad_gradient_element_is_seen_by_all_ranks():
     model = parallel(mesh)
     engine = shard(model, mesh=mesh["dp"])
     backward(model, mesh, 0)
-    bad = torch.zeros(10, 6, dtype=DTYPE)
+    bad = torch.zeros(12, 6, dtype=DTYPE)
     bad[7, 2] = float("nan")  # on one rank of one tensor-parallel half
     model.blocks[0].up.weight.grad = bad
     with pytest.raises(NonFiniteError):
@@ -314,7 +348,7 @@ def test_gathered_parameters_are_dtensors_and_edits_are_kept():
     with pytest.raises(ConfigError, match=r"ranks: unit .* has .*, a DTensor"), engine.gathered(ranks=0):
         pass
     with pytest.raises(UnitStateError, match="distributed parameter"), engine.gathered():
-        model.blocks[0].up.weight.data = torch.zeros(10, 6, dtype=DTYPE)
+        model.blocks[0].up.weight.data = torch.zeros(12, 6, dtype=DTYPE)
 
 
 @ranks(4)
@@ -339,7 +373,9 @@ def test_close_gives_dtensors_back():
     plain_backward(oracle, 5)
     engine.close(optimizers[0])
     for p, q in zip(model.parameters(), oracle.parameters(), strict=True):
-        found, grad = (p.detach(), p.grad) if not isinstance(p, DTensor) else (p.full_tensor().detach(), p.grad.full_tensor())
+        found, grad = (
+            (p.detach(), p.grad) if not isinstance(p, DTensor) else (p.full_tensor().detach(), p.grad.full_tensor())
+        )
         torch.testing.assert_close(found, q.detach(), **EXACT)
         torch.testing.assert_close(grad, q.grad, **EXACT)
         moment = optimizers[0].state[p]["exp_avg"]
@@ -465,12 +501,33 @@ def test_a_checkpoint_has_every_element_once(tmp_path):
     mesh = mesh_of(2, 2)
     model = parallel(mesh)
     shard(model, mesh=mesh["dp"]).save(tmp_path / "step-1")
-    found = FileSystemReader(tmp_path / "step-1").read_metadata()
+    found = dcp.FileSystemReader(tmp_path / "step-1").read_metadata()
     for name, p in model.named_parameters():
         entry = found.state_dict_metadata[f"model.{name}"]
         assert entry.size == p.shape
         assert sum(chunk.sizes.numel() for chunk in entry.chunks) == p.numel()
     assert len(found.storage_data) == sum(len(e.chunks) for e in found.state_dict_metadata.values())
+
+
+@pytest.mark.exhaustive
+@ranks(4)
+def test_checkpoints_of_plain_tensor_parallelism_load_and_the_other_way_round(tmp_path):
+    """As torch.distributed.checkpoint writes and reads them."""
+    mesh = mesh_of(2, 2)
+    plain, oracle = parallel(mesh, seed=3), Model(seed=3)
+    dcp.save({"model": plain.state_dict()}, checkpoint_id=tmp_path / "dcp")
+    model = parallel(mesh)
+    engine = shard(model, mesh=mesh["dp"])
+    engine.load(tmp_path / "dcp")
+    same(model, oracle)
+    engine.save(tmp_path / "ours")
+    dist.barrier()
+    other = parallel(mesh)
+    into = {"model": other.state_dict()}
+    dcp.load(into, checkpoint_id=tmp_path / "ours")
+    other.load_state_dict(into["model"])
+    for p, q in zip(other.parameters(), oracle.parameters(), strict=True):
+        assert torch.equal(p.full_tensor() if isinstance(p, DTensor) else p, q)
 
 
 @ranks(4)
@@ -487,6 +544,12 @@ def test_sharded_and_local_state_dicts():
         same(model, oracle)
     model.load_state_dict(oracle.state_dict())  # whole tensors, by torch's own
     same(model, oracle)
+    given, oracle = parallel(mesh, seed=3), Model(seed=3)
+    engine.load_state_dict(given.state_dict())  # of plain tensor parallelism
+    same(model, oracle)
+    given = parallelize_module(Model(), mesh["tp"], {"blocks.*.up": RowwiseParallel()})
+    with pytest.raises(ShardError, match=r"blocks\.0\.up\.weight was given a DTensor"):
+        engine.load_state_dict(given.state_dict())
 
 
 # -- more ways ----------------------------------------------------------------------------------------------------------
@@ -619,6 +682,44 @@ def test_other_placements_and_meta_are_refused_before_anything_changes():
         shard(empty, mesh=mesh["dp"])
 
 
+@ranks(4)
+def test_what_is_not_supported_says_so():
+    mesh = mesh_of(2, 1, 2, names=("copies", "dp", "tp"))
+    hybrid = {"strategy": "hybrid_shard", "mesh_dims": ("copies", "dp")}
+    engine = shard(parallel(mesh), mesh=mesh, **hybrid)  # a copy on each rank after all
+    assert engine._runtime.collectives.topology.replicas == 2
+    model = parallel(mesh)
+    shard(model, mesh=mesh["copies"])
+    with pytest.raises(ShardError, match=r"autograd\.grad with respect to embed\.weight"):
+        torch.autograd.grad(loss_of(model, batch(0, 0)), [model.embed.weight])
+    norm = parallel(mesh)
+    norm.register_buffer("scale", distribute_tensor(torch.ones(2), mesh["tp"], [Replicate()]))
+    with pytest.raises(SetupError, match="buffer scale is a DTensor"):
+        shard(norm, mesh=mesh["copies"])
+    with pytest.raises(SetupError, match=r"ignored parameter embed\.weight is a DTensor"):
+        shard(parallel(mesh), mesh=mesh["copies"], ignore=["embed.*"])
+
+
+def test_hybrid_strategies_are_refused():
+    code = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch_shard import shard
+from torch_shard.errors import ConfigError
+dist.init_process_group("fake", rank=0, world_size=8)
+mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copies", "dp", "tp"))
+model = parallelize_module(torch.nn.Linear(4, 4), mesh["tp"], ColwiseParallel())
+try:
+    shard(model, mesh=mesh, mesh_dims=("copies", "dp"), strategy="hybrid_shard")
+except ConfigError as error:
+    print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "strategy: 'hybrid_shard' of parameters that are parallelized" in found.stdout
+
+
 def test_topologies_of_planes():
     from torch_shard.topology import Topology
 
@@ -634,10 +735,9 @@ def test_topologies_of_planes():
 
 
 def test_nothing_is_imported_for_models_without_dtensors():
-    import subprocess
-    import sys
-
-    code = "import sys, torch, torch_shard; torch_shard.shard(torch.nn.Linear(2, 2)); print('torch.distributed.tensor' in sys.modules)"
-    assert torch_shard is not None
+    code = (
+        "import sys, torch, torch_shard; torch_shard.shard(torch.nn.Linear(2, 2)); "
+        "print('torch.distributed.tensor' in sys.modules)"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["False"]

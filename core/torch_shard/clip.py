@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from .collectives import Collectives
-from .dtensors import is_dtensor
-from .errors import NonFiniteError, ShardError
+from .errors import NonFiniteError
 from .flat_buffer import FlatBuffer
 from .flat_runs import grad_of
 from .runtime import Runtime
@@ -71,19 +70,13 @@ class _Gradients:
                 if base is not None and chosen is not None:
                     for p in flat.params:
                         del chosen[id(p)]
-        self._add(runtime, [*rest, *ignored] if chosen is None else chosen.values())
+        self._add([*rest, *ignored] if chosen is None else chosen.values())
 
-    def _add(self, runtime: Runtime, parameters: Iterable[torch.Tensor]) -> None:
+    def _add(self, parameters: Iterable[torch.Tensor]) -> None:
         for p in parameters:
             grad = reduced_grad_of(p)
             if not isinstance(p, ShardTensor):
                 self.may_be_plain = True
-                if is_dtensor(p):
-                    raise ShardError(
-                        f"rank {runtime.collectives.world_rank}: the gradients' norm can't count a DTensor of shape "
-                        f"{tuple(p.shape)} that is not sharded (ShardConfig.ignore), since each rank has a part of it. Shard it, "
-                        "or clip the others, parameters=[...], and it by itself."
-                    )
                 if p.requires_grad or grad is not None:
                     self.dtypes[p.dtype] = None
                 if grad is not None:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .errors import SetupError, ShardError, UnitStateError
+from .errors import SetupError, ShardError, UnavailableError, UnitStateError
 from .leaf import InBuffer
 from .shard_tensor import ShardTensor
 from .tensor_part import TensorPart, dense_stride, part_of_rank
@@ -143,7 +143,7 @@ def placed_of(param: torch.Tensor, name: str) -> Placed | None:
     elif not placement.is_replicate():
         raise SetupError(
             f"parameter {name} is a DTensor with placement {placement}; parameters with Shard and Replicate can be sharded. "
-            "Redistribute it (parameter.redistribute) before shard(), or leave it out with ShardConfig(ignore=[...])."
+            "Redistribute it, nn.Parameter(parameter.detach().redistribute(placements=[Replicate()])), before shard()."
         )
     found = Placed(mesh, placements, shape, stride, part)
     if tuple(local_of(param).shape) != found.sizes:
@@ -195,6 +195,11 @@ def planes_of(mesh: Any, tensor_parallel: Any, name: str) -> list[list[int]]:
         SetupError: the two are not different dimensions of one mesh.
     """
     own, others = _ranks(mesh), _ranks(tensor_parallel)
+    if not hasattr(mesh, "_get_root_mesh"):
+        raise UnavailableError(
+            f"parameter {name} is a DTensor, and this version of torch does not say which mesh {mesh} is a part of; sharding on "
+            "top of tensor parallelism was made for torch 2.13."
+        )
     root = mesh._get_root_mesh().mesh
     at = dict(zip(root.flatten().tolist(), itertools.product(*map(range, root.shape)), strict=True))
     here = dist.get_rank()
@@ -225,6 +230,24 @@ def planes_of(mesh: Any, tensor_parallel: Any, name: str) -> list[list[int]]:
 
 def _ranks(mesh: Any) -> list[int]:
     return [int(rank) for rank in mesh.mesh.flatten().tolist()]
+
+
+def part_given(whole: Any, part: TensorPart | None, name: str) -> torch.Tensor:
+    """This rank's part of a DTensor that is distributed as a parameter with this `part` is, shared memory.
+
+    Raises:
+        ShardError: it is distributed in another way.
+    """
+    given = placed_of(whole, name)
+    assert given is not None
+    if (given.part is None) != (part is None) or (
+        part is not None and given.part is not None and (given.part.offsets, given.sizes) != (part.offsets, part.sizes)
+    ):
+        raise ShardError(
+            f"{name} was given a DTensor with placements {given.placements}, and is distributed in another way itself; give it "
+            "the whole tensor (full_tensor())."
+        )
+    return local_of(whole)
 
 
 def made_like(param: Any, whole: torch.Tensor) -> torch.Tensor:

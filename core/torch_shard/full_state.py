@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .agreement import NoteLoad
+from .dtensors import is_dtensor
 from .errors import StateDictError, UnitStateError
 from .flat_buffer import FlatBuffer
 from .runtime import Runtime
@@ -232,7 +233,9 @@ def rehearse(model: nn.Module, given: Mapping[str, Any]) -> tuple[list[str], lis
     """Run the modules' loading on meta tensors, where copying has no effect: missing, unexpected, errors."""
     if not isinstance(given, Mapping):
         raise StateDictError(f"a state dict is a mapping from names to tensors, not {type(given).__name__}.")
-    trial = WithMetadata({k: _stand_in(v).data if isinstance(v, ShardTensor) else v for k, v in given.items()})
+    trial = WithMetadata(
+        {k: _stand_in(v).data if isinstance(v, ShardTensor) or is_dtensor(v) else v for k, v in given.items()}
+    )
     metadata = getattr(given, "_metadata", None)
     if metadata is not None:
         trial._metadata = metadata

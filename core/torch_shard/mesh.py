@@ -86,8 +86,8 @@ def _with_planes(
     within = _topology([own[i] for i in order], rows, config)
     if within.is_hybrid:
         raise ConfigError(
-            f"strategy: {config.strategy!r} of parameters that are parallelized over another dimension is not supported; shard over "
-            "all data-parallel ranks (strategy='full_shard'), or leave them whole ('no_shard')."
+            f"strategy: {config.strategy!r} of parameters that are parallelized over another dimension is not supported; shard "
+            "over all data-parallel ranks (strategy='full_shard'), or leave them whole ('no_shard')."
         )
     ranks = dist.get_process_group_ranks(group)
     return Mesh(group, device, within.within([[plane[i] for i in order] for plane in planes], ranks))

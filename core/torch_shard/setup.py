@@ -40,6 +40,16 @@ def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -
     """Everything that would make sharding fail half-way, before anything has changed."""
     _drop_derived(model)
     by_name = dict(model.named_parameters())
+    for kind, found in (
+        ("buffer", dict(model.named_buffers())),
+        ("ignored parameter", {n: by_name[n] for n in plan.ignored}),
+    ):
+        for name, tensor in found.items():
+            if is_dtensor(tensor):
+                raise SetupError(
+                    f"rank {rank}: {kind} {name} is a DTensor; of those only parameters that are sharded are supported. Leave it "
+                    "out of the parallelize plan."
+                )
     rnn_refs = {
         id(r) for m in model.modules() if isinstance(m, nn.RNNBase) for r in getattr(m, "_flat_weight_refs", []) if r
     }
@@ -224,7 +234,8 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
         plan = make_plan(model, config, c.size)
         check_model(model, plan, device, c.world_rank)
         precision_of(config.precision).check_device(device)
-        placed = {info.name: placed_of(model.get_parameter(info.name), info.name) for info in plan.params}
+        by_name = dict(model.named_parameters())
+        placed = {info.name: placed_of(by_name[info.name], info.name) for info in plan.params}
         layouts = [_layouts(unit, c.size, placed) for unit in plan.units]
     except Exception as problem:  # every rank must hear of it before it is raised
         error = problem

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import NeedsGatherError
+from .errors import NeedsGatherError, ShardError
 from .shard_reduce import full_reduction
 from .shard_spec import gather_error, slice_full
 
@@ -182,8 +182,9 @@ def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> 
         raise function_needs_gather(cls, "autograd.grad(is_grads_batched=True)", list(inputs))
     for i, unit in units.items():
         if unit.find(inputs[i])[0].placed[inputs[i]._spec.index] is not None and not unit.runtime.in_forward:
-            raise function_needs_gather(
-                cls, "autograd.grad", [inputs[i]], "is not supported, since it is a DTensor (backward() is)"
+            raise ShardError(
+                f"rank {inputs[i]._spec.world_rank}: torch.autograd.grad with respect to {inputs[i]._spec.name}, which is "
+                "distributed by tensor parallelism, is not supported; use backward()."
             )
     materialize = bool(options.pop("materialize_grads", False))
     allow_unused = bool(options.pop("allow_unused", None) or materialize)

@@ -151,7 +151,7 @@ def slice_full(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     """Cut this rank's slice out of a whole tensor.
 
     Args:
-        full: a plain tensor of shape ``spec.shape``, any strides and dtype.
+        full: a plain tensor of shape ``spec.shape``, any strides and dtype; or a DTensor distributed as the parameter was.
         spec: which slice.
 
     Returns:
@@ -162,7 +162,11 @@ def slice_full(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     """
     if full.shape != spec.shape:
         raise ValueError(f"{spec.name} has shape {tuple(spec.shape)}, not {tuple(full.shape)}.")
-    if spec.part is not None:
+    if hasattr(full, "_local_tensor"):
+        from .dtensors import part_given  # which imports this module
+
+        full = part_given(full, spec.part, spec.name)
+    elif spec.part is not None:
         for dim, size in enumerate(spec.part.sizes):
             if size != full.shape[dim]:
                 full = full.narrow(dim, spec.part.offsets[dim], size)

@@ -177,9 +177,10 @@ class ShardTensor(torch.Tensor):
         spec, local = self._spec, self._local
         with torch._C.DisableTorchFunctionSubclass():
             grad = ", requires_grad=True" if self.requires_grad else ""
+        of = spec.numel if spec.part is None else f"the part {spec.part.sizes} at {spec.part.offsets}"
         return (
             f"ShardTensor({spec.name}, shape={tuple(spec.shape)}, dtype={local.dtype}, device={str(local.device)!r}, "
-            f"rank {spec.world_rank} of {spec.comm.size} holds [{spec.start}, {spec.stop}) of {spec.numel}: "
+            f"rank {spec.world_rank} of {spec.comm.size} holds [{spec.start}, {spec.stop}) of {of}: "
             f"{local.detach()!r}{grad})"
         )
 
