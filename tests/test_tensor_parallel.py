@@ -181,6 +181,7 @@ def test_the_first_data_parallel_ranks_values_count(rank):
     assert not torch.equal(everyone[0], everyone[1])
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_a_communication_hook_reduces_over_the_data_parallel_ranks():
     mesh = mesh_of(2, 2)
@@ -211,7 +212,8 @@ def test_the_dimension_may_be_named_and_memory_is_a_quarter():
     assert cut / 4 + rest / 2 <= held <= cut / 4 + rest / 2 + 64
 
 
-@pytest.mark.parametrize("shape", [(1, 2), pytest.param((2, 1), marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
 @ranks(2)
 def test_one_dimension_may_have_one_rank(shape):
     mesh = mesh_of(*shape)
@@ -220,7 +222,7 @@ def test_one_dimension_may_have_one_rank(shape):
 
 
 @ranks(4)
-def test_parts_of_unequal_size():
+def test_parts_of_unequal_size(tmp_path):
     """Hidden 5 over two ranks: three columns and two; and an embedding of one row, of which a rank has none."""
     mesh = mesh_of(2, 2)
     model = nn.Sequential(nn.Linear(3, 5, dtype=DTYPE), nn.Linear(5, 3, dtype=DTYPE))
@@ -242,12 +244,22 @@ def test_parts_of_unequal_size():
             torch.testing.assert_close(p.grad.full_tensor(), q.grad, **EXACT)
     full = engine.state_dict(rank0_only=False)
     assert all(torch.equal(full[name], value) for name, value in oracle.state_dict().items())
+    engine.save(tmp_path / "sharded")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    engine.load(tmp_path / "sharded")
+    same(model, oracle)
+    engine.close()
+    assert tuple(model[0].weight.to_local().shape) == (3 - mesh["tp"].get_local_rank(), 3)
 
 
 # -- reductions and clipping --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", [2.0, float("inf"), pytest.param(0.0, marks=pytest.mark.exhaustive), 1.0])
+@pytest.mark.parametrize(
+    "order", [2.0, *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (float("inf"), 0.0, 1.0))]
+)
 @ranks(4)
 def test_gradient_norms_are_the_whole_models_on_all_ranks(order):
     mesh = mesh_of(2, 2)
@@ -286,6 +298,7 @@ def test_reductions_to_a_number_count_every_element_once():
             assert torch.equal(p.full_tensor(), weights)
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_a_loss_term_on_parameters_themselves():
     mesh = mesh_of(2, 2)
@@ -298,6 +311,7 @@ def test_a_loss_term_on_parameters_themselves():
     same(model, oracle, grads=True)
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_one_bad_gradient_element_is_seen_by_all_ranks():
     mesh = mesh_of(2, 2)
@@ -351,6 +365,22 @@ def test_gathered_parameters_are_dtensors_and_edits_are_kept():
         model.blocks[0].up.weight.data = torch.zeros(12, 6, dtype=DTYPE)
 
 
+@pytest.mark.exhaustive
+@ranks(4)
+def test_a_backward_inside_gathered_is_reduced():
+    mesh = mesh_of(2, 2)
+    model, oracle = parallel(mesh), Model()
+    engine = shard(model, mesh=mesh["dp"], debug=True)
+    with engine.gathered():
+        backward(model, mesh, 0)
+    plain_backward(oracle, 0)
+    same(model, oracle, grads=True)
+    backward(model, mesh, 1)
+    plain_backward(oracle, 1)
+    same(model, oracle, grads=True)
+
+
+@pytest.mark.exhaustive
 @ranks(4)
 def test_random_edits_of_gathered_parameters_leave_tensor_parallel_ranks_alike(rank):
     mesh = mesh_of(2, 2)
@@ -392,6 +422,7 @@ def test_close_gives_dtensors_back():
     again.close()
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_a_copy_trains_by_itself():
     mesh = mesh_of(2, 2)
@@ -444,7 +475,7 @@ def _as_mesh(form):
     ("source", "target"),
     [
         ("2x2", "full_shard"),
-        ("full_shard", "2x2"),
+        pytest.param("full_shard", "2x2", marks=pytest.mark.exhaustive),
         pytest.param("2x2", "1x4", marks=pytest.mark.exhaustive),
         pytest.param("1x4", "2x2", marks=pytest.mark.exhaustive),
         pytest.param("2x2", "no_shard", marks=pytest.mark.exhaustive),
@@ -572,6 +603,7 @@ def test_mixed_precision_computes_in_its_dtype():
     assert model[0].weight.sum().item() == 16.0
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_accumulation_hooks_and_a_frozen_parameter():
     mesh = mesh_of(2, 2)
@@ -700,6 +732,7 @@ def test_what_is_not_supported_says_so():
         shard(parallel(mesh), mesh=mesh["copies"], ignore=["embed.*"])
 
 
+@pytest.mark.exhaustive
 def test_hybrid_strategies_are_refused():
     code = """
 import torch
@@ -734,6 +767,7 @@ def test_topologies_of_planes():
         Topology(((0,), (1,), (2,)), planes=2)
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_imported_for_models_without_dtensors():
     code = (
         "import sys, torch, torch_shard; torch_shard.shard(torch.nn.Linear(2, 2)); "

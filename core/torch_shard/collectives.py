@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .groups import backend_of, groups_for, parts_for
+from .groups import Groups, Parts, backend_of, groups_for, parts_for
 from .log import logger
 from .topology import Topology
 from .versions import at_least
@@ -477,68 +477,64 @@ def connect(
     logger.debug("collectives over ranks %s, backend %s", ranks, backend)
     streams = groups.streams_on(device) if side else (None, None)
     agreed = _agree_on(topology, watch)
-    row = topology.row_of(rank)
     over_all = ScalarComm(watch.channels["scalar"], watch, world, rank)
-    scalar: ScalarComm | SingleComm = over_all
-    plane: ScalarComm | SingleComm = over_all
-    whole: ScalarComm | SingleComm = over_all
-    gather, reduce = watch.channels["gather"], watch.channels["reduce"]
-    across = over_plane = lane = None
+    made: dict[str, Any] = {
+        "scalar": over_all if topology.size > 1 else SingleComm(world_rank=rank),
+        "plane": over_all,
+        "whole": over_all,
+        "gather_channel": watch.channels["gather"],
+        "reduce_channel": watch.channels["reduce"],
+    }
     if (topology.is_hybrid or topology.planes > 1) and agreed:  # else ranks would wait for each other in making groups
-        parts = parts_for(groups, group, topology, single_communicator)
-
-        def channel(name: str, group: Any, members: Sequence[int]) -> Channel:
-            made = watch.channels[name] = Channel(name, groups, group, members)
-            return made
-
-        members = topology.plane_of(rank)
-        if topology.size == 1:
-            plane = SingleComm(world_rank=rank)
-        if parts.gather is not None:
-            gather = channel("gather", parts.gather, row)
-        if parts.reduce is not None:
-            reduce = channel("reduce slices", parts.reduce, row if topology.size > 1 else members)
-        if parts.scalar is not None:
-            inner = channel("scalar slices", parts.scalar, row)
-            scalar = plane = ScalarComm(inner, watch, topology.size, row.index(rank))
-        if parts.across is not None:
-            across = channel("across", parts.across, topology.column_of(rank))
-            plane = over_all
-        if parts.plane is not None:
-            outer = channel("plane", parts.plane, members)
-            plane = ScalarComm(outer, watch, topology.averaged, members.index(rank))
-            together = topology.whole_of(rank)
-            whole = ScalarComm(
-                channel("whole", parts.whole, together), watch, len(together), together.index(rank), over_all
-            )
-        if topology.planes > 1:
-            lane = channel("lane", parts.lane, topology.lane_of(rank))
-            over_plane = watch.channels.get("plane", reduce if topology.averaged > 1 else None)
-        if isinstance(scalar, ScalarComm) and plane is not scalar:
-            scalar.over_copies = plane  # type: ignore[assignment]
-    if topology.size == 1:
-        scalar = SingleComm(world_rank=rank)
+        made |= _divided(parts_for(groups, group, topology, single_communicator), groups, topology, watch, over_all)
     return Collectives(
         device=device,
         world=world,
         world_rank=rank,
         size=topology.size,
-        rank=row.index(rank),
+        rank=topology.row_of(rank).index(rank),
         watch=watch,
-        scalar=scalar,
         everyone=over_all,
         topology=topology,
-        plane=plane,
-        whole=whole,
-        gather_channel=gather,
-        reduce_channel=reduce,
-        across_channel=across,
-        plane_channel=over_plane,
-        lane_channel=lane,
         backend=backend,
         gather_stream=streams[0],
         reduce_stream=streams[1],
+        **made,
     )
+
+
+def _divided(parts: Parts, groups: Groups, topology: Topology, watch: Watch, over_all: ScalarComm) -> dict[str, Any]:
+    """What of :class:`Collectives` is not over all ranks, where several copies exist, or planes."""
+    rank = watch.rank
+    made: dict[str, Any] = {}
+
+    def channel(name: str, group: Any, members: Sequence[int]) -> Channel:
+        found = watch.channels[name] = Channel(name, groups, group, members)
+        return found
+
+    def scalars(name: str, group: Any, members: Sequence[int], wider: ScalarComm | None) -> ScalarComm:
+        return ScalarComm(channel(name, group, members), watch, len(members), members.index(rank), wider)
+
+    row, plane = topology.row_of(rank), topology.plane_of(rank)
+    over_plane: ScalarComm | SingleComm = over_all
+    if parts.plane is not None:
+        over_plane = scalars("plane", parts.plane, plane, None)
+        made["plane_channel"] = watch.channels["plane"]
+        made["whole"] = scalars("whole", parts.whole, topology.whole_of(rank), over_all)
+    if parts.scalar is not None:
+        wider = over_plane if topology.is_hybrid and isinstance(over_plane, ScalarComm) else None
+        made["scalar"] = inner = scalars("scalar slices", parts.scalar, row, wider)
+        over_plane = over_plane if topology.is_hybrid else inner
+        made["gather_channel"] = channel("gather", parts.gather, row)
+    if parts.reduce is not None:
+        made["reduce_channel"] = channel("reduce slices", parts.reduce, row if topology.size > 1 else plane)
+        made.setdefault("plane_channel", made["reduce_channel"] if topology.planes > 1 else None)
+    if parts.across is not None:
+        made["across_channel"] = channel("across", parts.across, topology.column_of(rank))
+    if parts.lane is not None:
+        made["lane_channel"] = channel("lane", parts.lane, topology.lane_of(rank))
+    made["plane"] = over_plane if topology.averaged > 1 else SingleComm(world_rank=rank)
+    return made
 
 
 def _agree_on(topology: Topology, watch: Watch) -> bool:
