@@ -41,13 +41,17 @@ class BufferSync:
         return [b for name, b in root.named_buffers() if name not in self.ignored]
 
 
-def broadcast_coalesced(collectives: Collectives, tensors: list[torch.Tensor], what: str, met: bool = False) -> None:
+def broadcast_coalesced(
+    collectives: Collectives, tensors: list[torch.Tensor], what: str, met: bool = False, within_plane: bool = False
+) -> None:
     """Collective. Overwrite `tensors` on all ranks with rank 0's values, one broadcast per dtype. `met`: every rank is
-    known to be here."""
+    known to be here. `within_plane`: with those of the first rank that computes with the same parts (:mod:`.topology`)."""
     c = collectives
-    if c.world == 1:
+    if (c.averaged if within_plane else c.world) == 1:
         return
-    source = c.watch.ranks[0]
+    channel = c.plane_channel if within_plane and c.plane_channel is not None else c.watch.channels["reduce"]
+    first = min(channel.members)
+    source = c.watch.ranks[first]
     if not met:
         c.watch.meet(what)
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -62,8 +66,8 @@ def broadcast_coalesced(collectives: Collectives, tensors: list[torch.Tensor], w
             )
             # Bytes, so that every dtype a model may hold can travel.
             raw = flat.view(torch.uint8) if flat.dtype is not torch.bool else flat.to(torch.uint8)
-            blocking(c.watch, "reduce", what, dist.broadcast, raw, src=source, ordered=c.watch.polls)
-            c.bytes_sent += raw.numel() if c.world_rank == 0 else 0
+            blocking(c.watch, channel.name, what, dist.broadcast, raw, src=source, ordered=c.watch.polls)
+            c.bytes_sent += raw.numel() if c.world_rank == first else 0
             if flat.dtype is torch.bool:
                 flat, alone = raw.to(torch.bool), False
             if alone:  # received in place

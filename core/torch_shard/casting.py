@@ -29,7 +29,7 @@ def cast(value: Any, dtype: torch.dtype, depth: int = _DEPTH) -> Any:
     Looks into tuples, lists, dicts and dataclasses. Other objects (a cache that the forward fills, say) stay what they are.
     """
     if isinstance(value, torch.Tensor):
-        plain = type(value) is not ShardTensor and value.is_floating_point() and value.element_size() > 1
+        plain = not isinstance(value, ShardTensor) and value.is_floating_point() and value.element_size() > 1
         return value.to(dtype) if plain else value
     if depth == 0:
         return value
@@ -58,7 +58,7 @@ def cast(value: Any, dtype: torch.dtype, depth: int = _DEPTH) -> Any:
 def cast_outputs(value: Any, dtype: torch.dtype) -> Any:
     """What a forward returned, with its floating-point tensors in `dtype`; looks into every object."""
     found = [t for t in tensors_in(value) if t.is_floating_point() and t.element_size() > 1 and t.dtype != dtype]
-    return replace(value, {id(t): t.to(dtype) for t in found if type(t) is not ShardTensor}) if found else value
+    return replace(value, {id(t): t.to(dtype) for t in found if not isinstance(t, ShardTensor)}) if found else value
 
 
 class CastInputs:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .collectives import Collectives
 from .errors import NonFiniteError
 from .flat_buffer import FlatBuffer
 from .flat_runs import grad_of
@@ -181,16 +182,17 @@ def _total_norm(runtime: Runtime, grads: _Gradients, p: float) -> torch.Tensor:
     for key, comm in grads.comms.items():
         with_plain = plain if comm.size == c.world > 1 else None
         if p == 0:
-            parts.append(_counts(grads.tensors[key], with_plain, comm, c.device))
+            parts.append(_counts(grads.tensors[key], with_plain, _members(comm, c)[0], c.device))
         else:
             own = _norm(grads.slices[key], p, compute, c.device).double().view(1)
             # Norms of ranks combine as norms of tensors do, for every p and without powers that overflow.
-            if comm.size == 1:
+            among, counted = _members(comm, c)
+            if among.size == 1:
                 parts.append(own)
                 continue
             sent = own if with_plain is None else torch.cat([own, with_plain])
-            everyone = comm.all_gather(sent, "clip_grad_norm_")
-            parts.append(everyone[:, 0])
+            everyone = among.all_gather(sent, "clip_grad_norm_")
+            parts.append(everyone[:, 0] if counted is None else everyone[counted, 0])
             if with_plain is not None:
                 parts.append(everyone[0, 1:])
         if with_plain is not None:
@@ -206,6 +208,14 @@ def _total_norm(runtime: Runtime, grads: _Gradients, p: float) -> torch.Tensor:
     if p > 0 or grads.everything():
         return total
     return torch.where(total == math.inf, 0.0, total)  # of no gradients at all, as torch has it
+
+
+def _members(comm: Any, c: Collectives) -> tuple[Any, list[int] | None]:
+    """Whom norms are collected from, and which of those count (None: all). Of what tensor parallelism does not cut every plane
+    has its own gradients, equal but for rounding; the first plane's count, since all ranks must scale by one factor."""
+    if c.topology.planes == 1 or comm is c.whole:
+        return comm, None
+    return c.everyone, list(c.topology.rows[0])
 
 
 def _of_rank_0(runtime: Runtime, value: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import ShardError
-from .groups import again_for, backend_of, groups_for, parts_for
+from .groups import Groups, Parts, again_for, backend_of, groups_for, parts_for
 from .log import logger
 from .topology import Topology
 from .versions import at_least
@@ -143,8 +143,9 @@ def outside_inference() -> contextlib.AbstractContextManager[Any]:
 
 @dataclass(eq=False)
 class Collectives:
-    """Gather and reduce for one engine. ``world`` is the number of ranks whose gradients are averaged, ``size`` that of ranks
-    which share one copy of the parameters (1 under ``no_shard``); ``world_rank`` and ``rank`` are this one's numbers there."""
+    """Gather and reduce for one engine. ``world`` is the number of its ranks, ``averaged`` that of the ranks whose gradients are
+    averaged (all, but with tensor parallelism), ``size`` that of ranks which share one copy of the parameters (1 under
+    ``no_shard``); ``world_rank`` and ``rank`` are this one's numbers among all, and among those that share its copy."""
 
     device: torch.device
     world: int
@@ -155,10 +156,16 @@ class Collectives:
     scalar: ScalarComm | SingleComm  # over the ranks that share a copy
     everyone: ScalarComm | SingleComm
     topology: Topology
+    plane: ScalarComm | SingleComm  # over those whose gradients are averaged
+    whole: (
+        ScalarComm | SingleComm
+    )  # over those that share a copy of what each rank of a tensor-parallel group has a part of
     gather_channel: Channel | None = None
     reduce_channel: Channel | None = None
     again_channel: Channel | None = None  # over the ranks among which a unit is cut between forward and backward
     across_channel: Channel | None = None  # over the ranks that have this slice, where several have and others don't
+    plane_channel: Channel | None = None  # over this rank's plane, where there are several
+    lane_channel: Channel | None = None  # over the ranks that have this slice of what is the same in all planes
     backend: str = ""
     bytes_sent: int = 0
     bytes_sent_across: int = 0  # of these, between copies
@@ -175,6 +182,7 @@ class Collectives:
         # Gloo does not know every dtype.
         self._sends_bytes = self.backend == "gloo" and self.device.type == "cpu"
         self._broadcasts = self._sends_bytes and 1 < self.size <= _BROADCASTS
+        self.averaged = self.topology.averaged
         row = self.topology.row_of(self.world_rank)
         self._sources = [self.watch.ranks[member] for member in row]  # global ranks of those that share the copy
         few = sorted(self.again_channel.members) if self.again_channel is not None else [self.world_rank]
@@ -530,7 +538,7 @@ def connect(
     else."""
     if group is None or dist.get_world_size(group) == 1:
         watch = Watch(0, 1, [0], timeout, "")
-        return Collectives(device, 1, 0, 1, 0, watch, SingleComm(), SingleComm(), topology)
+        return Collectives(device, 1, 0, 1, 0, watch, SingleComm(), SingleComm(), topology, SingleComm(), SingleComm())
     ranks = dist.get_process_group_ranks(group)
     rank, world = dist.get_rank(group), len(ranks)
     groups = groups_for(group, single_communicator, timeout)
@@ -545,44 +553,68 @@ def connect(
     logger.debug("collectives over ranks %s, backend %s", ranks, backend)
     streams = groups.streams_on(device) if side else (None, None)
     agreed = _agree_on(f"{topology} {again}", watch)
-    row = topology.row_of(rank)
     over_all = ScalarComm(watch.channels["scalar"], watch, world, rank)
-    scalar: ScalarComm | SingleComm = over_all
-    gather, reduce, across = watch.channels["gather"], watch.channels["reduce"], None
-    waiting: deque[Reduction] = deque()
-    if topology.is_hybrid and agreed:  # else ranks would wait for each other in making groups
-        parts = parts_for(groups, group, topology, single_communicator)
-        gather = watch.channels["gather"] = Channel("gather", groups, parts.gather, row)
-        reduce = watch.channels["reduce slices"] = Channel("reduce slices", groups, parts.reduce, row)
-        inner = watch.channels["scalar slices"] = Channel("scalar slices", groups, parts.scalar, row)
-        across = watch.channels["across"] = Channel("across", groups, parts.across, topology.column_of(rank))
-        scalar = ScalarComm(inner, watch, topology.size, row.index(rank), over_all)
-        waiting = parts.waiting
-    elif topology.size == 1:
-        scalar = SingleComm(world_rank=rank)
-    few = None
+    made: dict[str, Any] = {
+        "scalar": over_all if topology.size > 1 else SingleComm(world_rank=rank),
+        "plane": over_all,
+        "whole": over_all,
+        "gather_channel": watch.channels["gather"],
+        "reduce_channel": watch.channels["reduce"],
+    }
+    if (topology.is_hybrid or topology.planes > 1) and agreed:  # else ranks would wait for each other in making groups
+        made |= _divided(parts_for(groups, group, topology, single_communicator), groups, topology, watch, over_all)
     if again is not None and agreed:
         few = Channel("gather again", groups, again_for(groups, group, topology, again), topology.part_of(rank, again))
-        watch.channels[few.name] = few
+        made["again_channel"] = watch.channels[few.name] = few
     return Collectives(
         device=device,
         world=world,
         world_rank=rank,
         size=topology.size,
-        rank=row.index(rank),
+        rank=topology.row_of(rank).index(rank),
         watch=watch,
-        scalar=scalar,
         everyone=over_all,
         topology=topology,
-        gather_channel=gather,
-        reduce_channel=reduce,
-        again_channel=few,
-        across_channel=across,
-        waiting=waiting,
         backend=backend,
         gather_stream=streams[0],
         reduce_stream=streams[1],
+        **made,
     )
+
+
+def _divided(parts: Parts, groups: Groups, topology: Topology, watch: Watch, over_all: ScalarComm) -> dict[str, Any]:
+    """What of :class:`Collectives` is not over all ranks, where several copies exist, or planes."""
+    rank = watch.rank
+    made: dict[str, Any] = {}
+
+    def channel(name: str, group: Any, members: Sequence[int]) -> Channel:
+        found = watch.channels[name] = Channel(name, groups, group, members)
+        return found
+
+    def scalars(name: str, group: Any, members: Sequence[int], wider: ScalarComm | None) -> ScalarComm:
+        return ScalarComm(channel(name, group, members), watch, len(members), members.index(rank), wider)
+
+    row, plane = topology.row_of(rank), topology.plane_of(rank)
+    over_plane: ScalarComm | SingleComm = over_all
+    if parts.plane is not None:
+        over_plane = scalars("plane", parts.plane, plane, None)
+        made["plane_channel"] = watch.channels["plane"]
+        made["whole"] = scalars("whole", parts.whole, topology.whole_of(rank), over_all)
+    if parts.scalar is not None:
+        wider = over_plane if topology.is_hybrid and isinstance(over_plane, ScalarComm) else None
+        made["scalar"] = inner = scalars("scalar slices", parts.scalar, row, wider)
+        over_plane = over_plane if topology.is_hybrid else inner
+        made["gather_channel"] = channel("gather", parts.gather, row)
+    if parts.reduce is not None:
+        made["reduce_channel"] = channel("reduce slices", parts.reduce, row if topology.size > 1 else plane)
+        made.setdefault("plane_channel", made["reduce_channel"] if topology.planes > 1 else None)
+    if parts.across is not None:
+        made["across_channel"] = channel("across", parts.across, topology.column_of(rank))
+        made["waiting"] = parts.waiting
+    if parts.lane is not None:
+        made["lane_channel"] = channel("lane", parts.lane, topology.lane_of(rank))
+    made["plane"] = over_plane if topology.averaged > 1 else SingleComm(world_rank=rank)
+    return made
 
 
 def _agree_on(text: str, watch: Watch) -> bool:

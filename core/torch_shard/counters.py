@@ -61,7 +61,7 @@ class Counters:
         seen: set[int] = set()
         for members, pieces in runs:
             for key, leader in (members[0] or {}).items():
-                if type(leader) is ShardTensor or not isinstance(leader, torch.Tensor):
+                if isinstance(leader, ShardTensor) or not isinstance(leader, torch.Tensor):
                     continue
                 for piece in pieces[1:]:  # a kernel counts once for each tensor that it is given
                     if isinstance(piece.get(key), torch.Tensor):

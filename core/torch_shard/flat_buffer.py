@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,14 +12,15 @@ from torch import nn
 
 from .block_code import BlockCode
 from .collectives import Collectives
+from .dtensors import Placed, is_dtensor, shard_class
 from .errors import UnitStateError
 from .gradient_buffer import GradientBuffer
 from .layout import FlatLayout
-from .leaf import Leaf, is_view, move
+from .leaf import Leaf, is_view, memory_of, move
 from .precision import Dtypes
 from .quantized_transfers import QuantizedGather
 from .rounding import Rounding
-from .shard_spec import slot_view
+from .shard_spec import slice_part, slot_view
 from .shard_tensor import ShardSpec, ShardTensor
 from .watch import Pending
 
@@ -32,17 +34,28 @@ _use_count: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 
 class FlatBuffer:
-    """The flat memory of one unit's parameters of one kind: dtypes, and trainable or frozen when they were sharded."""
+    """The flat memory of one unit's parameters of one kind: dtypes, trainable or frozen when they were sharded, and whether
+    tensor parallelism cuts them."""
 
     def __init__(
-        self, layout: FlatLayout, dtypes: Dtypes, shard: torch.Tensor, collectives: Collectives, unit: Unit
+        self,
+        layout: FlatLayout,
+        dtypes: Dtypes,
+        shard: torch.Tensor,
+        collectives: Collectives,
+        unit: Unit,
+        placed: Sequence[Placed | None] = (),
     ) -> None:
-        """`shard` has ``dtypes.stored``. Modules compute in that, too, until :meth:`compute_in_its_dtype`."""
+        """`shard` has ``dtypes.stored``. Modules compute in that, too, until :meth:`compute_in_its_dtype`. `placed`: how DTensor
+        has distributed each parameter; the layout is that of this rank's parts."""
         self.layout, self.dtypes, self.shard, self.collectives = layout, dtypes, shard, collectives
         self.dtype = dtypes.stored
         self.rounding: Rounding | None = None  # where steps are rounded stochastically
         self.unit = weakref.ref(unit)
         self.sharded = collectives.size > 1  # each rank holds another part
+        self.placed = tuple(placed) or (None,) * len(layout.slots)
+        self.distributed = any(self.placed)  # some leaves are DTensors
+        self.split = any(p is not None and p.part is not None for p in self.placed)  # then all are
         self.params: list[ShardTensor] = []
         for index in range(len(layout.slots)):
             self.params.append(self._parameter(index))
@@ -108,18 +121,37 @@ class FlatBuffer:
     # -- tensors ------------------------------------------------------------------------------------------------
     def _parameter(self, index: int) -> ShardTensor:
         start, stop = self.layout.local_range(index, self.collectives.rank)
-        spec = ShardSpec(self.layout, index, self.collectives.rank, self.collectives.scalar)
-        return ShardTensor(self.shard.narrow(0, start, stop - start), spec, unit=self.unit())
+        placed, c = self.placed[index], self.collectives
+        part = None if placed is None else placed.part
+        spec = ShardSpec(self.layout, index, c.rank, c.scalar if part is None else c.whole, part)
+        cls = ShardTensor if placed is None else shard_class()
+        return cls(self.shard.narrow(0, start, stop - start), spec, unit=self.unit())
 
     def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        """Parameter `index` in its own shape and strides, as a view of a buffer of the full layout."""
+        """Parameter `index`, or this rank's part of it, in its own shape and strides: a view of a buffer of the full layout."""
         return slot_view(flat, self.layout.slots[index])
+
+    def parameter_over(self, flat: torch.Tensor, index: int) -> nn.Parameter:
+        """The same as modules take it: an ``nn.Parameter``, a DTensor where the user's was one."""
+        placed, view = self.placed[index], self.view(flat, index).data
+        return nn.Parameter(view, requires_grad=False) if placed is None else placed.parameter(view)
+
+    def as_given(self, values: torch.Tensor, index: int) -> torch.Tensor:
+        """Values of parameter `index` as :meth:`view` gives them, or a gradient: a DTensor where the parameter was one."""
+        placed = self.placed[index]
+        return values if placed is None else placed.over(values)
+
+    def part_of(self, values: torch.Tensor, index: int) -> torch.Tensor:
+        """The other way round. May communicate within a tensor-parallel group."""
+        placed = self.placed[index]
+        return values if placed is None else placed.local_grad(values, self.layout.slots[index].name)
 
     def _leaf(self, index: int) -> nn.Parameter:
         # `.data` gives the leaf a version counter of its own: refilling `full` must not look like an in-place edit.
-        leaf = Leaf(self.view(self.full, index).data, requires_grad=False)
+        placed, view = self.placed[index], self.view(self.full, index).data
+        leaf: Any = Leaf(view, requires_grad=False) if placed is None else placed.leaf(view)
         leaf._place = (weakref.ref(self), index)
-        return leaf
+        return leaf  # type: ignore[no-any-return]
 
     def own_slot(self, flat: torch.Tensor) -> torch.Tensor:
         n = self.layout.shard_numel
@@ -294,7 +326,14 @@ class FlatBuffer:
 
     def note_versions(self) -> None:
         """The leaves hold what the shard holds: an in-place edit of one will show against this."""
-        self.versions = [leaf._version for leaf in self.leaves]
+        self.versions = self.leaf_versions()
+
+    def leaf_versions(self) -> list[int]:
+        """They grow with edits."""
+        if not self.distributed:
+            return [leaf._version for leaf in self.leaves]
+        # An edit of a DTensor counts on itself, one of what its to_local() gave counts there.
+        return [leaf._version + memory_of(leaf)._version for leaf in self.leaves]
 
 
 class GatherAgain:
@@ -325,10 +364,15 @@ class _Average:
         if flat is None or isinstance(grad, ShardTensor):
             return None
         c, spec = flat.collectives, flat.params[self.index]._spec
-        total = grad.detach().clone()
-        if c.world > 1:
-            c.everyone.all_reduce(total, "sum", f"the gradient of {spec.name}, used past its unit")
-        return ShardTensor.from_full(total.div_(c.world), spec)
+        # A whole gradient of a distributed parameter is one of a computation that is not, which each rank does for itself.
+        among = c.everyone if flat.split and not is_dtensor(grad) else c.plane
+        total = grad.detach().clone() if not is_dtensor(grad) else flat.part_of(grad.detach(), self.index).clone()
+        if among.size > 1:
+            among.all_reduce(total, "sum", f"the gradient of {spec.name}, used past its unit")
+        total.div_(among.size)
+        if flat.split and is_dtensor(grad):
+            return ShardTensor(slice_part(total, spec).clone(), spec)
+        return ShardTensor.from_full(total, spec)
 
 
 class _GradHook:
@@ -343,5 +387,6 @@ class _GradHook:
         if unit is None or flat is None:
             return None
         if grads[0] is not None:
-            unit.runtime.on_grad(unit, flat, self.index, grads[0])
+            grad = grads[0] if not flat.distributed else flat.part_of(grads[0], self.index)
+            unit.runtime.on_grad(unit, flat, self.index, grad)
         return (None,)

@@ -338,7 +338,7 @@ class Runs:
         """The run's state as one tensor for each key; copied together where it is not."""
         bases: dict[str, torch.Tensor] = {}
         for key, value in state[self.params[run.members[0]]].items():
-            if type(value) is not ShardTensor:
+            if not isinstance(value, ShardTensor):
                 continue
             values = [state[self.params[i]][key] for i in run.members]
             base = self._common(run, values)
@@ -386,7 +386,7 @@ class Runs:
             (members, [piece.state for piece in run.pieces]) for members, run in zip(numbers, self._runs, strict=True)
         )
         self._values = [value for own in self._entries if own for value in own.values()]
-        self._elements = [value for value in self._values if type(value) is ShardTensor]
+        self._elements = [value for value in self._values if isinstance(value, ShardTensor)]
         self._memory = list(map(_local, self._elements))
         self._seen = self._all_attributes() if self._attributes else []
         self.fits_fused = _fit_fused(self.pieces)
@@ -462,7 +462,7 @@ class Runs:
                 piece.state[key] = part
         for i, own in zip(run.members, entries, strict=True):
             held, part = own.get(key), self._part(run, base, i)
-            if type(held) is ShardTensor and held.dtype == part.dtype:
+            if isinstance(held, ShardTensor) and held.dtype == part.dtype:
                 held._local = part  # whoever holds it still sees the state
             else:
                 own[key] = held = ShardTensor._wrap(part, self.specs[i])

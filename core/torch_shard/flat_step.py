@@ -91,7 +91,7 @@ class _State(MutableMapping[Any, Any]):
 
     def __iter__(self) -> Iterator[Any]:
         yield from (piece.param for piece in self._pieces.values() if piece.param in self)
-        yield from (key for key in self.own if type(key) is not ShardTensor)
+        yield from (key for key in self.own if not isinstance(key, ShardTensor))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -109,7 +109,7 @@ class _Group:
         self.units: dict[int, Unit] = {}
         by_flat: dict[tuple[int, int], tuple[FlatBuffer, list[ShardTensor]]] = {}
         for p in params:
-            unit = p._unit_ref() if type(p) is ShardTensor and p._unit_ref is not None else None
+            unit = p._unit_ref() if isinstance(p, ShardTensor) and p._unit_ref is not None else None
             if unit is not None and unit.runtime is not runtime:
                 raise several_engines(optimizer, p, runtime)
             if unit is None or id(p) in twice:

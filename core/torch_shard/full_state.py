@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .agreement import NoteLoad
+from .dtensors import is_dtensor
 from .errors import StateDictError, UnitStateError
 from .flat_buffer import FlatBuffer
 from .runtime import Runtime
@@ -93,10 +94,10 @@ def make_whole(
     rest: list[str] = []
     for key, value in sharded.items():
         place = places.get(id(value._spec.layout))
-        if place is not None and is_parameter(value, place[1]):
+        if place is not None and not place[1].split and is_parameter(value, place[1]):
             by_unit.setdefault(place[0].index, []).append((key, place[1]))
         else:
-            rest.append(key)  # a hook of the module has made something else of it
+            rest.append(key)  # tensor parallelism cuts it, too; or a hook of the module has made something else of it
     copies: dict[tuple[int, int], torch.Tensor] = {}
     for unit in runtime.units:
         entries = by_unit.get(unit.index)
@@ -109,9 +110,14 @@ def make_whole(
                 if same not in copies:
                     copies[same] = copied(flat.view(wholes[unit.flats.index(flat)], index), offload_to_cpu)
                 found[key] = copies[same]
+    tied: dict[tuple[int, int], torch.Tensor] = {}
     for key in rest:
-        whole = sharded[key].full_tensor()
-        found[key] = whole.cpu() if offload_to_cpu else whole
+        value = sharded[key]
+        same = (id(value._spec), value._local.data_ptr()) if value._unit_ref is not None else (id(value), 0)
+        if same not in tied:
+            whole = value.full_tensor()
+            tied[same] = (whole.cpu() if offload_to_cpu else whole) if wanted else whole[:0]
+        found[key] = tied[same]
     if not wanted:
         for key in keys:
             del found[key]
@@ -228,7 +234,9 @@ def rehearse(model: nn.Module, given: Mapping[str, Any]) -> tuple[list[str], lis
     """Run the modules' loading on meta tensors, where copying has no effect: missing, unexpected, errors."""
     if not isinstance(given, Mapping):
         raise StateDictError(f"a state dict is a mapping from names to tensors, not {type(given).__name__}.")
-    trial = WithMetadata({k: _stand_in(v).data if isinstance(v, ShardTensor) else v for k, v in given.items()})
+    trial = WithMetadata(
+        {k: _stand_in(v).data if isinstance(v, ShardTensor) or is_dtensor(v) else v for k, v in given.items()}
+    )
     metadata = getattr(given, "_metadata", None)
     if metadata is not None:
         trial._metadata = metadata

@@ -164,6 +164,14 @@ def _device(c: Collectives, device: torch.device | str | None) -> torch.device:
 def _check(runtime: Runtime, units: list[Unit], request: Request) -> None:
     rank = runtime.collectives.world_rank
     for unit in units:
+        name = next(
+            (n for f in unit.flats for n, p in zip(f.layout.slots, f.placed, strict=True) if p is not None), None
+        )
+        if name is not None and (request.ranks is not None or request.device != runtime.collectives.device):
+            raise ConfigError(
+                f"{'ranks' if request.ranks is not None else 'device'}: unit {unit.name!r} has {name.name}, a DTensor, with "
+                "which all ranks of its mesh must compute together, on its device; leave ranks= and device= out."
+            )
         stack = open_on(unit)
         if stack:
             outer = stack[-1]
@@ -231,7 +239,8 @@ def _enter_one(runtime: Runtime, summons: Summons) -> None:
     whole_grads: list[list[torch.Tensor | None]] = []
     if request.grads:
         for flat in unit.flats:
-            whole_grads.append(whole_slices(flat, local_grads(flat), f"the gradients of unit {unit.name!r}"))
+            found = whole_slices(flat, local_grads(flat), f"the gradients of unit {unit.name!r}")
+            whole_grads.append([None if g is None else flat.as_given(g, i) for i, g in enumerate(found)])
     if summons.here and not summons.shared:
         _install(summons)
     open_on(unit).append(summons)
@@ -258,10 +267,7 @@ def _copy(summons: Summons) -> None:
         with torch.inference_mode(False), torch.no_grad():
             if full is flat.full or full is flat.shard or full.device != device:
                 full = full.to(device, copy=True)
-            leaves = [
-                nn.Parameter(flat.view(full, i).data, requires_grad=flat.leaves[i].requires_grad)
-                for i in range(len(flat.params))
-            ]
+            leaves = [flat.parameter_over(full, i) for i in range(len(flat.params))]
         with torch._C.DisableTorchFunctionSubclass():
             for p, leaf in zip(flat.params, leaves, strict=True):
                 leaf.requires_grad_(p.requires_grad)

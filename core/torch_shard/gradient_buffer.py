@@ -42,8 +42,8 @@ class GradientBuffer:
         self.results: list[torch.Tensor] = []  # reduced slices waiting to be published as .grad
         self._streams: set[Any] = set()  # CUDA: those on which gradients arrived
         self.opens = self._opens(False)  # the dtype of `flat`, where it is made now
-        before = _divided_before(collectives.world) if dtypes.reduce is torch.float16 else collectives.world
-        self._divide(1.0 / before, before / collectives.world)
+        before = _divided_before(collectives.averaged) if dtypes.reduce is torch.float16 else collectives.averaged
+        self._divide(1.0 / before, before / collectives.averaged)
         self.hook: CommHook | None = None  # reduces in place of the engine
         self.quantized: QuantizedGradients | None = None
         if dtypes.quantized is not None and collectives.size > 1:
@@ -84,7 +84,7 @@ class GradientBuffer:
         """What is reduced at once has the dtype of the reduction, what more is added to a wide one."""
         if deferred:
             return self.dtypes.accumulated
-        return self.dtypes.grad if self.collectives.world == 1 else self.dtypes.reduce
+        return self.dtypes.grad if self.collectives.averaged == 1 else self.dtypes.reduce
 
     # -- from the leaves ----------------------------------------------------------------------------------------
     def begin_backward(self, checked: bool = False, deferred: bool = False) -> None:
@@ -134,7 +134,7 @@ class GradientBuffer:
 
     # -- through the reduction ----------------------------------------------------------------------------------
     def start_reduction(self, what: str) -> Reduction | HookedReduction | None:
-        """Send the buffer off. With one rank in all there is nothing to send: its slice is published as is."""
+        """Send the buffer off. Where no other rank has gradients of the same parameters its slice is published as is."""
         grad = self._open()
         self.flat = None
         for start, stop in self._gaps:
@@ -144,7 +144,7 @@ class GradientBuffer:
             for slot, has in zip(self.layout.slots, held, strict=True):
                 if not has:
                     slot_view(grad, slot).zero_()
-        if self.collectives.world == 1:
+        if self.collectives.averaged == 1:
             self.results.append(grad.to(self.dtypes.grad))
             return None
         streams, self._streams = tuple(self._streams), set()

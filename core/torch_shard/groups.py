@@ -31,17 +31,22 @@ class GivenUp:
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """This rank's process groups where several copies of the parameters exist."""
+    """This rank's process groups where several copies of the parameters exist, or several planes; None where another one, or that
+    of all ranks, does."""
 
-    gather: Any  # over the ranks that share a copy
-    reduce: Any
-    scalar: Any
-    across: Any  # over those that have the same slice
+    gather: Any = None  # over the ranks that share a copy
+    reduce: Any = None  # ... or, where each has a copy, over those of a plane
+    scalar: Any = None
+    across: Any = None  # over those of a plane that have the same slice
+    plane: Any = None
+    whole: Any = None  # over those that have one copy of all planes' parts
+    lane: Any = None  # over those that have the same slice of what is the same in all planes
     # Reductions that are to go across, in the order in which all ranks began them: several engines share the group.
     waiting: deque[Any] = field(default_factory=deque)
 
     def all(self) -> tuple[Any, ...]:
-        return self.gather, self.reduce, self.scalar, self.across
+        groups = self.gather, self.reduce, self.scalar, self.across, self.plane, self.whole, self.lane
+        return tuple(group for group in groups if group is not None)
 
 
 @dataclass(eq=False)
@@ -293,21 +298,33 @@ def groups_for(group: Any, single_communicator: bool, timeout: float) -> Groups:
 
 
 def parts_for(groups: Groups, group: Any, topology: Topology, single_communicator: bool) -> Parts:
-    """The process groups of this rank's copy, and across copies. Collective: `groups` are those of `group`, and all ranks know
+    """The process groups of this rank's copy and plane, and across. Collective: `groups` are those of `group`, and all ranks know
     that they have the same `topology`."""
     found = groups.parts.get(topology)
     if found is None:
         me, number = dist.get_rank(group), len(groups.parts)
         own = dist.get_backend_config(group) if groups.key else None
+        scalars = "cpu:gloo,cuda:nccl" if backend_of(group, "cuda") == "nccl" else own
 
         def new(purpose: str, members: tuple[int, ...], backend: str | None = own) -> Any:
             return _among(groups, group, f"{number}/{purpose}", members, backend)
 
-        row, column = topology.row_of(me), topology.column_of(me)
-        gather = new("gather", row)
-        reduce = gather if single_communicator else new("reduce", row)
-        scalar = new("scalar", row, "cpu:gloo,cuda:nccl" if backend_of(group, "cuda") == "nccl" else own)
-        found = groups.parts[topology] = Parts(gather, reduce, scalar, new("across", column))
+        row, plane = topology.row_of(me), topology.plane_of(me)
+        made: dict[str, Any] = {}
+        if topology.size > 1:
+            made["gather"] = new("gather", row)
+            made["reduce"] = made["gather"] if single_communicator else new("reduce", row)
+            made["scalar"] = new("scalar", row, scalars)
+        if topology.is_hybrid:
+            made["across"] = new("across", topology.column_of(me))
+        if topology.planes > 1:
+            if topology.replicas > 1:
+                if topology.size == 1:
+                    made["reduce"] = new("reduce", plane)
+                made["plane"] = new("plane", plane, scalars)
+                made["whole"] = new("whole", topology.whole_of(me), scalars)
+            made["lane"] = new("lane", topology.lane_of(me))
+        found = groups.parts[topology] = Parts(**made)
     return found
 
 

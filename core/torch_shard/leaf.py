@@ -11,33 +11,43 @@ _data: Any = torch.Tensor.data  # type: ignore[attr-defined]
 _grad: Any = torch.Tensor.grad  # type: ignore[attr-defined]
 
 
-class Leaf(nn.Parameter):
-    """A parameter that is a view of its unit's gathered buffer.
+class InBuffer:
+    """Of a leaf: what belongs to the user's parameter. ``.grad`` is that one's, and hooks on accumulated gradients are."""
 
-    No version counter shows an edit through ``.data``, so that somebody took it is noted; what is assigned to it is
-    copied where it fits, because the memory must stay the buffer's. ``.grad`` is that of the user's parameter.
-    """
-
-    data_taken: bool = False
+    __slots__ = ()
     _place: tuple[Any, int] | None = None  # a weak reference to the FlatBuffer, and the index there
 
-    @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def _param(self) -> Any:
         flat = self._place[0]() if self._place is not None else None
-        return None if flat is None else flat.params[self._place[1]].grad  # type: ignore[index]
+        return None if flat is None else flat.params[self._place[1]]  # type: ignore[index]
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        param = self._param()
+        return None if param is None else param.grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        flat = self._place[0]() if self._place is not None else None
-        if flat is not None:
-            flat.params[self._place[1]].grad = value  # type: ignore[index]
+        param = self._param()
+        if param is not None:
+            param.grad = value
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         """As on the user's parameter: nothing is accumulated in the leaf."""
-        flat = self._place[0]() if self._place is not None else None
-        if flat is None:
-            return super().register_post_accumulate_grad_hook(hook)
-        return flat.unit().register_post_accumulate_hook(flat.params[self._place[1]], hook)  # type: ignore[index]
+        param = self._param()
+        if param is None:
+            return super().register_post_accumulate_grad_hook(hook)  # type: ignore[misc]
+        return param._unit_ref().register_post_accumulate_hook(param, hook)
+
+
+class Leaf(InBuffer, nn.Parameter):
+    """A parameter that is a view of its unit's gathered buffer.
+
+    No version counter shows an edit through ``.data``, so that somebody took it is noted; what is assigned to it is
+    copied where it fits, because the memory must stay the buffer's. (One that is a DTensor: :mod:`.dtensors`.)
+    """
+
+    data_taken: bool = False
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -66,20 +76,31 @@ def set_own_grad(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
     _grad.__set__(tensor, value)
 
 
+def memory_of(leaf: torch.Tensor) -> torch.Tensor:
+    """The leaf, or this rank's part of one that is a DTensor."""
+    found: torch.Tensor = getattr(leaf, "_local_tensor", leaf)
+    return found
+
+
 def move(leaf: nn.Parameter, view: torch.Tensor) -> None:
     """Let `leaf` be `view`, of another buffer."""
-    _data.__set__(leaf, view)
+    if memory_of(leaf) is leaf:
+        _data.__set__(leaf, view)
+    else:
+        leaf._local_tensor = view.data  # type: ignore[attr-defined]
 
 
 def show_as_plain(leaves: list[nn.Parameter], plain: bool) -> None:
     """Let leaves be of nn.Parameter's own class for a while, when nothing has to be noted."""
     for leaf in leaves:
         leaf.__dict__.pop("data_taken", None)
-        leaf.__class__ = nn.Parameter if plain else Leaf
+        shown, noted = getattr(leaf, "classes", (nn.Parameter, Leaf))
+        leaf.__class__ = shown if plain else noted
 
 
 def is_view(leaf: torch.Tensor, view: torch.Tensor) -> bool:
     """Whether `leaf` is the same part of the same memory."""
+    leaf = memory_of(leaf)
     return (
         leaf.data_ptr() == view.data_ptr()
         and leaf.shape == view.shape

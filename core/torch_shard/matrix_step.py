@@ -129,7 +129,7 @@ class MatrixStep:
                 widen(state.get(p), lambda value, local: ShardTensor._wrap(local, value._spec))
 
     def _is_ours(self, p: Any) -> bool:
-        unit = p._unit_ref() if type(p) is ShardTensor and p._unit_ref is not None else None
+        unit = p._unit_ref() if isinstance(p, ShardTensor) and p._unit_ref is not None else None
         return unit is not None and unit.runtime is self.runtime
 
     def _look(self, optimizer: Any) -> None:
@@ -144,14 +144,20 @@ class MatrixStep:
         units: dict[int, Unit] = {}
         for group in groups:
             for p in group["params"]:
-                unit = p._unit_ref() if type(p) is ShardTensor and p._unit_ref is not None else None
+                unit = p._unit_ref() if isinstance(p, ShardTensor) and p._unit_ref is not None else None
                 if unit is None:
                     continue
                 if unit.runtime is not self.runtime:
                     raise several_engines(optimizer, p, self.runtime)
+                if p._spec.part is not None:
+                    raise ShardError(
+                        f"rank {self.runtime.collectives.world_rank}: {self._name}.step() works on whole matrices, and "
+                        f"{p._spec.name} is cut by tensor parallelism, so that no rank gathers it. Give it to an optimizer that "
+                        "steps element by element (AdamW), or leave it out of the parallelize plan. Nothing was changed."
+                    )
                 params[id(p)], units[unit.index] = p, unit
         self._groups = [list(group["params"]) for group in groups]
-        names = [[p._spec.name if type(p) is ShardTensor else "" for p in held] for held in self._groups]
+        names = [[p._spec.name if isinstance(p, ShardTensor) else "" for p in held] for held in self._groups]
         self._order = zlib.crc32(repr(names).encode())
         self._params, self._units = list(params.values()), list(units.values())
         self._made, self._entries = (), None
@@ -162,7 +168,7 @@ class MatrixStep:
             self._entries is not None
             and found.keys() == self._entries.keys()
             and all(map(operator.is_, found.values(), self._entries.values()))
-            and not any(type(v) is ShardTensor for own in found.values() if type(own) is dict for v in own.values())
+            and not any(isinstance(v, ShardTensor) for own in found.values() if type(own) is dict for v in own.values())
         )
 
     def _refuse_state_of_its_own(self, state: Any) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .config import ShardConfig
+from .dtensors import planes_of, tensor_mesh
 from .errors import ConfigError, SetupError, UnavailableError
 from .groups import backend_of, group_over
 from .topology import Topology
@@ -47,13 +48,23 @@ def resolve_mesh(mesh: Any, model: nn.Module, config: ShardConfig) -> Mesh:
         )
     device: torch.device | None = None
     rows: Sequence[Sequence[int]] | None = None  # global ranks, where the mesh says who shares a copy
+    parallel = tensor_mesh(model)
+    is_mesh = hasattr(mesh, "get_group") and hasattr(mesh, "device_type")
+    if parallel is not None and not is_mesh:
+        raise SetupError(
+            f"mesh: parameter {parallel[0]} is a DTensor over {parallel[1]}, so which ranks have the same part of it must be "
+            "known; pass the other dimension of its mesh, shard(model, mesh=mesh['dp'])."
+        )
     if mesh is None:
         group = _default_group()
-    elif hasattr(mesh, "get_group") and hasattr(mesh, "device_type"):
-        group, rows = _of_device_mesh(mesh, config)
+    elif is_mesh:
+        mesh, rows = _chosen(mesh, config)
         device = (
             torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
         )
+        if parallel is not None:
+            return _with_planes(mesh, rows, planes_of(mesh, parallel[1], parallel[0]), device, config)
+        group = mesh.get_group() if rows is None else group_over(sorted(rank for row in rows for rank in row))
     elif isinstance(mesh, (tuple, list)) and len(mesh) == 2:
         group, rows = _of_two_groups(mesh, config)
     else:
@@ -61,18 +72,46 @@ def resolve_mesh(mesh: Any, model: nn.Module, config: ShardConfig) -> Mesh:
     if group is not None and config.mesh_dims is not None and device is None:
         raise ConfigError("mesh_dims names dimensions of a DeviceMesh; pass one as mesh, or leave mesh_dims out.")
     device = device or _device_of(model, group)
+    _check_backend(group, device)
+    ranks = [0] if group is None else dist.get_process_group_ranks(group)
+    topology = _topology(ranks, rows, config)
+    return Mesh(group, device, topology, _again(topology, config))
+
+
+def _with_planes(
+    mesh: Any, rows: Sequence[Sequence[int]] | None, planes: list[list[int]], device: torch.device, config: ShardConfig
+) -> Mesh:
+    """Over all ranks of the mesh's planes, each shared as `mesh`, this rank's, says."""
+    group = group_over(sorted(rank for plane in planes for rank in plane))
+    _check_backend(group, device)
+    own = [int(rank) for rank in mesh.mesh.flatten().tolist()]
+    order = sorted(range(len(own)), key=own.__getitem__)  # as process groups number ranks
+    within = _topology([own[i] for i in order], rows, config)
+    if within.is_hybrid:
+        raise ConfigError(
+            f"strategy: {config.strategy!r} of parameters that are parallelized over another dimension is not supported; shard "
+            "over all data-parallel ranks (strategy='full_shard'), or leave them whole ('no_shard')."
+        )
+    ranks = dist.get_process_group_ranks(group)
+    topology = within.within([[plane[i] for i in order] for plane in planes], ranks)
+    return Mesh(group, device, topology, _again(topology, config))
+
+
+def _again(topology: Topology, config: ShardConfig) -> int | None:
+    size = config.reshard_after_forward
+    if size is not None and topology.size % size:
+        raise ConfigError(
+            f"reshard_after_forward is {size}, which does not divide the {topology.size} ranks of a copy."
+        )
+    return None if size == topology.size else size
+
+
+def _check_backend(group: Any, device: torch.device) -> None:
     if group is not None and not backend_of(group, device.type):
         raise UnavailableError(
             f"the process group ({dist.get_backend_config(group)}) has no backend for tensors on {device.type}: initialise "
             "it with 'cpu:gloo,cuda:nccl', or move the model to a device that it serves."
         )
-    topology = _topology(group, rows, config)
-    again = config.reshard_after_forward
-    if again is not None and topology.size % again:
-        raise ConfigError(
-            f"reshard_after_forward is {again}, which does not divide the {topology.size} ranks of a copy."
-        )
-    return Mesh(group, device, topology, None if again == topology.size else again)
 
 
 def _default_group() -> Any:
@@ -99,7 +138,8 @@ def _checked_group(group: Any) -> Any:
     return group
 
 
-def _of_device_mesh(mesh: Any, config: ShardConfig) -> tuple[Any, Sequence[Sequence[int]] | None]:
+def _chosen(mesh: Any, config: ShardConfig) -> tuple[Any, Sequence[Sequence[int]] | None]:
+    """The dimensions of a DeviceMesh to shard over; and the global ranks of each copy, where there are two."""
     names = config.mesh_dims
     if names is not None:
         known = mesh.mesh_dim_names or ()
@@ -109,11 +149,10 @@ def _of_device_mesh(mesh: Any, config: ShardConfig) -> tuple[Any, Sequence[Seque
         # A mesh is sliced along dimensions in its own order.
         mesh = mesh[names[0]] if len(names) == 1 else mesh[tuple(sorted(names, key=known.index))]
     if mesh.ndim == 1:
-        return mesh.get_group(), None
+        return mesh, None
     if mesh.ndim == 2 and config.is_hybrid:
         table = mesh.mesh if names is None or mesh.mesh_dim_names == names else mesh.mesh.T
-        rows = [[int(rank) for rank in row] for row in table.tolist()]
-        return group_over(sorted(rank for row in rows for rank in row)), rows
+        return mesh, [[int(rank) for rank in row] for row in table.tolist()]
     if mesh.ndim == 2 and names is not None:
         raise ConfigError(
             f"mesh_dims names two dimensions, {names}, which are copies and slices of a hybrid strategy; strategy is "
@@ -147,8 +186,7 @@ def _device_of(model: nn.Module, group: Any) -> torch.device:
     return torch.device("cpu")
 
 
-def _topology(group: Any, rows: Sequence[Sequence[int]] | None, config: ShardConfig) -> Topology:
-    ranks = [0] if group is None else dist.get_process_group_ranks(group)
+def _topology(ranks: Sequence[int], rows: Sequence[Sequence[int]] | None, config: ShardConfig) -> Topology:
     world = len(ranks)
     if config.strategy == "no_shard":
         return Topology.replicated(world)

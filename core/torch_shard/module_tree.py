@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -140,6 +141,7 @@ class ModuleTree:
             if quantized is not None and world_size > 1:  # else nothing is sent
                 is_exact = any(node.module in exact for path in self._paths[number] for node in path)
                 dtypes = quantized.of(dtypes, param.shape, param.requires_grad, is_exact)
+            placed, ways = _placed(param)
             self.infos.append(
                 ParamInfo(
                     name=names[number][0],
@@ -150,6 +152,8 @@ class ModuleTree:
                     requires_grad=param.requires_grad,
                     aliases=tuple(names[number][1:]),
                     dtypes=dtypes,
+                    placed=placed,
+                    ways=ways,
                 )
             )
         self._sum_up()
@@ -242,6 +246,17 @@ class ModuleTree:
                 if not nodes.intersection(path):
                     found[self.caller(path).name] = None
         return tuple(found)
+
+
+def _placed(param: torch.Tensor) -> tuple[str, int]:
+    """How a DTensor is distributed, in words, and into how many parts it is cut; whether it can be sharded is asked later."""
+    placements = getattr(param, "placements", None)
+    if placements is None:
+        return "", 1
+    mesh = param.device_mesh  # type: ignore[attr-defined]
+    names = mesh.mesh_dim_names or ["?"] * mesh.ndim
+    ways = math.prod(mesh.size(dim) for dim, placement in enumerate(placements) if placement.is_shard())
+    return ", ".join(f"{p} over {name}" for p, name in zip(placements, names, strict=True)), ways
 
 
 def buffers_of(model: nn.Module) -> tuple[BufferInfo, ...]:

@@ -118,7 +118,7 @@ class ShardedEntries:
 
     Attributes:
         jobs: what is gathered together: a flat, one kind of state, and this rank's slices by the flat's parameters.
-        rest: number, kind and value of what is cut in another way than its parameter.
+        rest: number, kind and value of what is cut in another way than its parameter, or by tensor parallelism, too.
         nested: number, kind and value of containers with such tensors.
         key: equal on ranks that gather the same.
     """
@@ -147,7 +147,7 @@ def sharded_entries(runtime: Runtime, params: list[Any], state: Mapping[Any, Any
         for key, value in entries.items():
             if isinstance(value, ShardTensor):
                 slot = _slot(runtime, params[number])
-                if slot is not None and same_cut(value._spec, params[number]._spec):
+                if slot is not None and not slot[0].split and same_cut(value._spec, params[number]._spec):
                     jobs.setdefault((id(slot[0]), str(key), str(value.dtype)), {})[slot[1]] = value._local
                 else:
                     rest.append((number, key, value))
@@ -275,7 +275,12 @@ def own_part(param: torch.Tensor, key: str, value: Any, into: Any = None) -> Any
 
 def is_cut(param: torch.Tensor, key: Any, shape: torch.Size) -> bool:
     """Whether whole state of this shape is cut as its parameter is, and not a number of its own, which every rank has."""
-    if not isinstance(param, ShardTensor) or key == "step" or shape != param.shape:
+    return isinstance(param, ShardTensor) and is_elementwise(param, key, shape)
+
+
+def is_elementwise(param: torch.Tensor, key: Any, shape: torch.Size) -> bool:
+    """Whether whole state of this shape has one element for each of its parameter's."""
+    if key == "step" or shape != param.shape:
         return False
     return param.dim() > 0 or key not in COUNTERS  # of a 0-dim parameter both are 0-dim
 

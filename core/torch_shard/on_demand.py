@@ -110,7 +110,7 @@ class OnDemand:
         if full is flat.shard:
             full = full.clone()
         self._uses.append(_Stored(flat, index, full))
-        return torch.nn.Parameter(flat.view(full, index).data, requires_grad=False)
+        return flat.parameter_over(full, index)
 
     def _is_whole(self, unit: Unit, param: ShardTensor) -> bool:
         """Whether an operation that records nothing, outside any forward, finds the unit gathered. Not collective.

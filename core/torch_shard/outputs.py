@@ -69,7 +69,8 @@ def replace(value: Any, copies: dict[int, torch.Tensor]) -> Any:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata if type(tensor).__torch_dispatch__ is _plain and _strided(tensor) else 0
+    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    return local.untyped_storage()._cdata if type(local).__torch_dispatch__ is _plain and _strided(local) else 0
 
 
 def _strided(tensor: torch.Tensor) -> bool:

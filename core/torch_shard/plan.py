@@ -35,6 +35,8 @@ class ParamInfo:
         stride: Global strides, in elements.
         dtype: Its dtype at planning time.
         requires_grad: Its flag at planning time. It may change during training.
+        placed: how tensor parallelism has distributed it, in words; empty for a plain tensor.
+        ways: into how many parts that cuts it. Bytes are those of one part.
     """
 
     name: str
@@ -45,6 +47,8 @@ class ParamInfo:
     requires_grad: bool
     aliases: tuple[str, ...] = ()
     dtypes: Dtypes = field(default=None)  # type: ignore[assignment]
+    placed: str = ""
+    ways: int = 1
 
     def __post_init__(self) -> None:
         if self.dtypes is None:
@@ -56,19 +60,24 @@ class ParamInfo:
         return math.prod(self.shape)
 
     @property
+    def local_numel(self) -> int:
+        """Elements that modules on one rank compute with: of the largest part, where it is cut."""
+        return -(-self.numel // self.ways)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole parameter as it is stored between steps."""
-        return self.numel * self.dtypes.stored.itemsize
+        return self.local_numel * self.dtypes.stored.itemsize
 
     @property
     def gathered_nbytes(self) -> int:
         """Bytes of the whole parameter while it is gathered."""
-        return self.numel * self.dtypes.compute.itemsize
+        return self.local_numel * self.dtypes.compute.itemsize
 
     @property
     def reduced_nbytes(self) -> int:
         """Bytes of its whole gradient when it is reduced."""
-        return self.numel * self.dtypes.reduce.itemsize
+        return self.local_numel * self.dtypes.reduce.itemsize
 
     @property
     def residual_nbytes(self) -> int:
@@ -245,7 +254,8 @@ class Plan:
             where = f"unit {index} {unit.name!r} triggered by {list(unit.triggers)}"
             lines += [
                 f"parameter {p.name!r}: shape {p.shape}, stride {p.stride}, {p.dtype} kept as {p.dtypes}, "
-                f"requires_grad {p.requires_grad}, held by {list(p.owners)}, {where}"
+                f"{f'distributed {p.placed}, ' * bool(p.placed)}requires_grad {p.requires_grad}, held by {list(p.owners)}, "
+                f"{where}"
                 for p in unit.params
             ]
         lines += [f"ignored parameter {name!r}" for name in self.ignored]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from . import named_state, owned_state
+from .dtensors import is_dtensor, made_like
 from .errors import UnitStateError
 from .flat_buffer import FlatBuffer
 from .leaf import set_own_grad
@@ -83,6 +84,11 @@ def _give_back(optimizer: torch.optim.Optimizer, names: dict[int, str], state: d
                     key: owned_state.copied(value, "cpu" if key == "step" and not counts_on_device else str(p.device))
                     for key, value in entries.items()
                 }
+                if is_dtensor(p):
+                    own = optimizer.state[p]
+                    for key, value in own.items():  # the key stays, so the dict may be gone through
+                        if isinstance(value, torch.Tensor) and named_state.is_elementwise(p, key, value.shape):
+                            own[key] = made_like(p, value)
             else:
                 optimizer.state.pop(p, None)
 
@@ -139,13 +145,13 @@ def _plain(unit: Unit, flat: FlatBuffer, full: torch.Tensor, index: int, grad: t
     param, leaf, name = flat.params[index], flat.leaves[index], flat.layout.slots[index].name
     with torch.inference_mode(False), torch.no_grad():
         # Memory of its own, not a view: saving one parameter must not save its whole unit.
-        values = flat.view(full, index).clone()
+        values = flat.as_given(flat.view(full, index).clone(), index)
         with torch._C.DisableTorchFunctionSubclass():
             wants = param.requires_grad
         whole = nn.Parameter(values, requires_grad=wants)
         if grad is not None:
             whole.grad_dtype = grad.dtype
-            whole.grad = grad.clone()
+            whole.grad = flat.as_given(grad.clone(), index)
     for key, value in param.__dict__.items():
         if key not in _OWN_ATTRIBUTES:
             whole.__dict__[key] = value

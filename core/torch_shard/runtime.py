@@ -59,7 +59,7 @@ class Runtime:
         self.roots = 0  # forwards of the root module running
         self.frames: list[tuple[Unit, Use, bool]] = []
         self.on_demand = OnDemand(self)
-        self.schedule = Schedule(config, self.by_index, replicated=collectives.size == 1 < collectives.world)
+        self.schedule = Schedule(config, self.by_index, replicated=collectives.size == 1 < collectives.averaged)
         self.solo = 0  # inside gathered(ranks=...): a forward here is this rank's own affair
         self.forward_order: dict[int, Unit] = {}
         self.forward_sync = True

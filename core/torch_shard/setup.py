@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from .agreement import note_loads
 from .buffers import BufferSync, broadcast_coalesced
 from .collectives import Collectives, connect
 from .config import ShardConfig
+from .dtensors import Placed, is_dtensor, local_of, placed_of
 from .errors import ConfigError, SetupError
 from .flat_buffer import FlatBuffer
 from .hooks import register
@@ -27,7 +29,8 @@ from .planner import make_plan
 from .precision import Dtypes, Precision, precision_of
 from .rounding import Rounding
 from .runtime import Runtime
-from .shard_tensor import ShardTensor, slice_full
+from .shard_spec import slice_part
+from .shard_tensor import ShardTensor
 from .unit import Unit, adopt, rebuild_flat_weights
 from .watch import blocking
 
@@ -38,16 +41,31 @@ def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -
     """Everything that would make sharding fail half-way, before anything has changed."""
     _drop_derived(model)
     by_name = dict(model.named_parameters())
+    for kind, found in (
+        ("buffer", dict(model.named_buffers())),
+        ("ignored parameter", {n: by_name[n] for n in plan.ignored}),
+    ):
+        for name, tensor in found.items():
+            if is_dtensor(tensor):
+                raise SetupError(
+                    f"rank {rank}: {kind} {name} is a DTensor; of those only parameters that are sharded are supported. Leave it "
+                    "out of the parallelize plan."
+                )
     rnn_refs = {
         id(r) for m in model.modules() if isinstance(m, nn.RNNBase) for r in getattr(m, "_flat_weight_refs", []) if r
     }
     storages: dict[int, list[tuple[int, int, str]]] = {}
     for info in plan.params:
-        name, p = info.name, by_name[info.name]
+        name = info.name
+        given = by_name[name]
+        p: torch.Tensor = given
         if isinstance(p, ShardTensor):
             raise SetupError(f"rank {rank}: {name} is already sharded; close() its engine before sharding it again.")
         where = f"rank {rank}: parameter {name}"
-        if type(p) not in _PARAMETER_TYPES:
+        if is_dtensor(p):
+            placed_of(p, name)
+            p = local_of(p)
+        elif type(p) not in _PARAMETER_TYPES:
             raise SetupError(
                 f"{where} is a {type(p).__name__}, a class that can't be sharded; leave it out with ShardConfig(ignore=[...])."
             )
@@ -55,14 +73,14 @@ def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -
             raise SetupError(f"{where} has layout {p.layout}; only dense parameters can be sharded. Use ignore=.")
         if p.device.type not in ("cpu", "meta") and p.device != device:
             raise SetupError(f"{where} is on {p.device}, but this rank shards on {device}; move the model there first.")
-        if not p.is_leaf:
+        if not given.is_leaf:
             raise SetupError(f"{where} is the result of an operation, not a leaf; detach it before sharding.")
-        refs = [r for r in weakref.getweakrefs(p) if id(r) not in rnn_refs]
+        refs = [r for r in weakref.getweakrefs(given) if id(r) not in rnn_refs]
         if refs:
             raise SetupError(
                 f"{where} has weak references to it, which sharding would break; drop them or use ignore=."
             )
-        if p._use_count() > 1:  # type: ignore[attr-defined]
+        if given._use_count() > 1:  # type: ignore[attr-defined]
             raise SetupError(
                 f"{where} is still held by an autograd graph or by C++ code; drop old losses and outputs (del loss) "
                 "before sharding."
@@ -231,12 +249,14 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
         precision_of(config.precision).check_rounding(info.dtypes.stored for info in plan.params if info.requires_grad)
         if config.quantized is not None:
             config.quantized.check_device(device)
-            if c.size == 1 < c.world:
+            if c.size == 1 < c.averaged:
                 raise ConfigError(
                     f"quantized: each rank holds a whole copy (strategy {config.strategy!r}, shard_size 1), so that nothing is "
                     "gathered, and gradients are all-reduced, which would round each sum once more. Leave it out."
                 )
-        layouts = [_layouts(unit, c.size) for unit in plan.units]
+        by_name = dict(model.named_parameters())
+        placed = {info.name: placed_of(by_name[info.name], info.name) for info in plan.params}
+        layouts = [_layouts(unit, c.size, placed) for unit in plan.units]
     except Exception as problem:  # every rank must hear of it before it is raised
         error = problem
     agree(c, model, plan, error, config)
@@ -262,7 +282,7 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
                 unit = Unit(unit_plan.name, index, c)
                 runtime.add(unit)
                 for infos, layout in groups:
-                    _flatten(unit, infos, layout, params, modules, config, c, on_meta[index])
+                    _flatten(unit, infos, layout, placed, params, modules, config, c, on_meta[index])
                 if on_meta[index]:
                     materialiser.initialise(unit, [modules[m] for p in unit_plan.params for m, _ in p.owners])
                 unit.triggers = [modules[name] for name in unit_plan.triggers]
@@ -305,13 +325,25 @@ def _round_steps(runtime: Runtime, precision: Precision) -> None:
                 flat.rounding = Rounding(seed, (unit.index, number))
 
 
-def _layouts(unit: UnitPlan, size: int) -> list[tuple[list[ParamInfo], FlatLayout]]:
-    groups: dict[tuple[bool, torch.dtype, Dtypes], list[ParamInfo]] = {}
+def _layouts(
+    unit: UnitPlan, size: int, placed: Mapping[str, Placed | None]
+) -> list[tuple[list[ParamInfo], FlatLayout]]:
+    """Of this rank's parts, where tensor parallelism cuts parameters; those have flat buffers of their own, since other ranks
+    share them than share the rest."""
+
+    def meta(info: ParamInfo) -> ParamMeta:
+        own = placed[info.name]
+        return (
+            ParamMeta(info.name, info.shape, info.stride)
+            if own is None
+            else ParamMeta(info.name, own.sizes, own.own_stride)
+        )
+
+    groups: dict[tuple[bool, bool, torch.dtype, Dtypes], list[ParamInfo]] = {}
     for info in unit.params:
-        groups.setdefault((info.requires_grad, info.dtype, info.dtypes), []).append(info)
+        groups.setdefault((info.ways > 1, info.requires_grad, info.dtype, info.dtypes), []).append(info)
     return [
-        (infos, FlatLayout.build([ParamMeta(i.name, i.shape, i.stride) for i in infos], dtypes.smallest, size))
-        for (*_, dtypes), infos in groups.items()
+        (infos, FlatLayout.build(map(meta, infos), dtypes.smallest, size)) for (*_, dtypes), infos in groups.items()
     ]
 
 
@@ -322,6 +354,7 @@ def _flatten(
     unit: Unit,
     infos: list[ParamInfo],
     layout: FlatLayout,
+    placed: Mapping[str, Placed | None],
     params: dict[str, nn.Parameter],
     modules: dict[str, nn.Module],
     config: ShardConfig,
@@ -335,7 +368,7 @@ def _flatten(
             shard[start:stop].zero_()
     else:
         shard = _filled(unit, infos, layout, params, config, c)
-    flat = FlatBuffer(layout, dtypes, shard, c, unit)
+    flat = FlatBuffer(layout, dtypes, shard, c, unit, [placed[info.name] for info in infos])
     unit.flats.append(flat)
     for index, info in enumerate(infos):
         original = params[info.name]
@@ -366,9 +399,10 @@ def _filled(
         for start, stop in layout.gaps():
             full[start:stop].zero_()
         for info, slot in zip(infos, layout.slots, strict=True):
-            torch.as_strided(full, slot.shape, slot.stride, slot.offset).copy_(params[info.name].data)
+            torch.as_strided(full, slot.shape, slot.stride, slot.offset).copy_(local_of(params[info.name]).data)
         if config.sync_module_states:
-            broadcast_coalesced(c, [full], f"the broadcast of unit {unit.name!r}'s parameters from rank 0")
+            what = f"the broadcast of unit {unit.name!r}'s parameters from rank 0"
+            broadcast_coalesced(c, [full], what, within_plane=infos[0].ways > 1)
         n, stored = layout.shard_numel, infos[0].dtypes.stored
         if c.size == 1 and stored == dtype:
             return full
@@ -396,7 +430,13 @@ def _units_on_meta(
     on_first = dict(zip(names, answer[len(names) :], strict=True))
     sends = materialiser.config.sync_module_states
     modules = dict(model.named_modules(remove_duplicate=False))
-    on_meta = []
+    on_meta: list[bool] = []
+    distributed = [name for name in names if is_dtensor(params[name]) and not here[names.index(name)]]
+    if distributed:
+        raise SetupError(
+            f"rank {c.world_rank}: parameter {distributed[0]} is a DTensor on the meta device. Give the model memory and values "
+            "before shard(): model.to_empty(device=...), then its modules' initialisation or a checkpoint."
+        )
     for unit in plan.units:
         on_meta.append(not any(somewhere[i.name] for i in unit.params))
         if on_meta[-1]:
@@ -448,7 +488,8 @@ def _swap(original: nn.Parameter, flat: FlatBuffer, index: int, unit: Unit) -> N
             original.grad_dtype = flat.dtypes.grad
         if grad is not None:
             spec = original._spec  # type: ignore[attr-defined]
-            original.grad = ShardTensor(slice_full(grad, spec).clone().to(flat.dtypes.grad), spec)
+            own = slice_part(flat.part_of(grad, index), spec)
+            original.grad = ShardTensor(own.clone().to(flat.dtypes.grad), spec)
 
 
 def _buffers(model: nn.Module, config: ShardConfig, runtime: Runtime, c: Collectives, device: torch.device) -> None:

@@ -37,8 +37,8 @@ def get_grad(param: ShardTensor) -> Any:
         return leaf.grad
     with _NoTorchFunction():
         grad = own_grad(param)
-        cls = type(param)
-        if grad is not None and type(grad) is not cls:
+        cls = param._shard_class
+        if grad is not None and not isinstance(grad, cls):
             # A derivative that autograd made as a plain expanded scalar.
             grad = cls.from_full(grad, param._spec)
             set_own_grad(param, grad)
@@ -57,7 +57,7 @@ def set_grad(param: ShardTensor, value: Any) -> None:
         if value is not None:
             return
     with _NoTorchFunction():
-        set_own_grad(param, _as_grad(type(param), param, value) if isinstance(value, torch.Tensor) else value)
+        set_own_grad(param, _as_grad(param._shard_class, param, value) if isinstance(value, torch.Tensor) else value)
 
 
 def _get_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
@@ -66,9 +66,9 @@ def _get_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
 
 def _set_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> None:
     param, value = args
-    if type(param) is cls:
+    if isinstance(param, cls):
         set_grad(param, value)
-    elif type(value) is cls:
+    elif isinstance(value, cls):
         raise function_needs_gather(cls, ".grad of a plain tensor, assigned", [value])
     else:
         func(param, value)
@@ -87,10 +87,10 @@ def _get_data(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
 
 def _set_data(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> None:
     target, value = args
-    if type(target) is not cls:
+    if not isinstance(target, cls):
         raise function_needs_gather(cls, ".data of a plain tensor, assigned", [value])
     leaf = _summoned_leaf(target)
-    if leaf is not None and isinstance(value, torch.Tensor) and type(value) is not cls:
+    if leaf is not None and isinstance(value, torch.Tensor) and not isinstance(value, cls):
         if value.shape == leaf.shape and value.dtype == leaf.dtype and value.device == leaf.device:
             leaf.data.copy_(value)
             return
@@ -102,7 +102,7 @@ def _set_data(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> None
 def _may_assign_data(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> bool:
     """Asked by Module.to() and its like: yes, so that it assigns to `.data`, which knows what fits, instead of putting
     another parameter into the module; nor shall it swap the new tensor in."""
-    if type(args[1]) is cls and args[1] is not args[0]:
+    if isinstance(args[1], cls) and args[1] is not args[0]:
         args[1]._converted = True
     return True
 
@@ -121,7 +121,7 @@ def _assign_data(cls: type[ShardTensor], param: ShardTensor, value: Any) -> None
         problem = f"{value.dtype} on {value.device} in place of {local.dtype} on {local.device}"
     elif value.shape != spec.shape:
         problem = f"shape {tuple(value.shape)} in place of {tuple(spec.shape)}"
-    elif type(value) is cls and not same_cut(spec, value._spec):
+    elif isinstance(value, cls) and not same_cut(spec, value._spec):
         problem = "a tensor cut differently between the ranks"
     if problem:
         raise NeedsGatherError(
@@ -130,7 +130,7 @@ def _assign_data(cls: type[ShardTensor], param: ShardTensor, value: Any) -> None
             "before shard(), or engine.close() it, convert, and shard again."
         )
     with torch.no_grad():
-        new = value._local if type(value) is cls else slice_full(value.detach(), spec)
+        new = value._local if isinstance(value, cls) else slice_full(value.detach(), spec)
         if new.data_ptr() != local.data_ptr() or new is not local:
             local.copy_(new)
 
@@ -142,7 +142,7 @@ def _as_grad(cls: type[ShardTensor], param: ShardTensor, value: Any) -> ShardTen
         NeedsGatherError: another shape or cut. Not collective.
     """
     spec = param._spec
-    if type(value) is cls:
+    if isinstance(value, cls):
         if same_cut(spec, value._spec):
             return value
         problem = "a tensor cut differently between the ranks"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import NeedsGatherError
+from .errors import NeedsGatherError, ShardError
 from .shard_reduce import full_reduction
 from .shard_spec import gather_error, slice_full
 
@@ -32,12 +32,12 @@ def function_needs_gather(
     cls: type[ShardTensor], name: str, tensors: list[Any], why: str = "needs the whole parameter"
 ) -> NeedsGatherError:
     """Make the error for a function that slices cannot answer."""
-    return gather_error([t._spec for t in tensors if type(t) is cls], name.removeprefix("__get__:"), why)
+    return gather_error([t._spec for t in tensors if isinstance(t, cls)], name.removeprefix("__get__:"), why)
 
 
 def reduces_to_scalar(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
     """Return whether a reduction, as a torch function sees it, leaves a single value."""
-    if len(tensors) != 1 or (args and type(args[0]) is not cls):
+    if len(tensors) != 1 or (args and not isinstance(args[0], cls)):
         return False
     position = 2 if name in NORMS else 1
     dims = kwargs.get("dim", kwargs.get("axis"))
@@ -57,7 +57,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, t: Any, dtype: torch.dtype | None) -> torch.Tensor:
-        ctx.cls, ctx.spec, ctx.dtype = type(t), t._spec, t.dtype
+        ctx.cls, ctx.spec, ctx.dtype = t._shard_class, t._spec, t.dtype
         return torch.ops.aten.sum.default(t, dtype=dtype)
 
     @staticmethod
@@ -129,7 +129,7 @@ class Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, t: Any) -> torch.Tensor:
-        ctx.cls, ctx.spec = type(t), t._spec
+        ctx.cls, ctx.spec = t._shard_class, t._spec
         return t.full_tensor()  # type: ignore[no-any-return]
 
     @staticmethod
@@ -165,7 +165,7 @@ def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> 
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     units = {}
     for i, t in enumerate(inputs):
-        unit = t._unit_ref() if type(t) is cls and t._unit_ref is not None else None
+        unit = t._unit_ref() if isinstance(t, cls) and t._unit_ref is not None else None
         if unit is not None:
             units[i] = unit
     if not units:
@@ -180,6 +180,12 @@ def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> 
     # Compute used the leaves, local arithmetic used the ShardTensors: each parameter has two derivatives.
     if options.get("is_grads_batched"):
         raise function_needs_gather(cls, "autograd.grad(is_grads_batched=True)", list(inputs))
+    for i, unit in units.items():
+        if unit.find(inputs[i])[0].placed[inputs[i]._spec.index] is not None and not unit.runtime.in_forward:
+            raise ShardError(
+                f"rank {inputs[i]._spec.world_rank}: torch.autograd.grad with respect to {inputs[i]._spec.name}, which is "
+                "distributed by tensor parallelism, is not supported; use backward()."
+            )
     materialize = bool(options.pop("materialize_grads", False))
     allow_unused = bool(options.pop("allow_unused", None) or materialize)
     leaves = [unit.leaf_of(inputs[i]) for i, unit in units.items()]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .leaf import memory_of
 from .rounding import EXACT, is_loading
 from .shard_attributes import HANDLERS
 from .shard_autograd import (
@@ -145,8 +146,10 @@ def call(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[
     if name in _OWN:
         with _NoTorchFunction():
             return func(*args, **kwargs)
-    if name in _FORMS and args and type(args[0]) is not cls:
-        dtype = computed_in(args[1]) if name in ("to", "type_as") and len(args) > 1 and type(args[1]) is cls else None
+    if name in _FORMS and args and not isinstance(args[0], cls):
+        dtype = (
+            computed_in(args[1]) if name in ("to", "type_as") and len(args) > 1 and isinstance(args[1], cls) else None
+        )
         if dtype is not None:
             return args[0].to(args[1].device, dtype, *args[2:], **kwargs)
         with _NoTorchFunction():
@@ -156,7 +159,7 @@ def call(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[
     if kwargs:
         _collect(kwargs.values(), tensors)
     for t in tensors:
-        if type(t) is cls and t._unit_ref is not None and t._unit_ref() is not None:
+        if isinstance(t, cls) and t._unit_ref is not None and t._unit_ref() is not None:
             return _on_demand(cls, func, name, args, kwargs, tensors)
     return _run(cls, func, name, args, kwargs, tensors)
 
@@ -188,7 +191,7 @@ def _run(
     with _NoTorchFunction():
         if torch.is_grad_enabled() and len(tensors) > 1:
             for t in tensors:
-                if type(t) is not cls and t.requires_grad:
+                if not isinstance(t, cls) and t.requires_grad:
                     raise function_needs_gather(
                         cls, name, tensors, "with a plain tensor that requires a gradient needs the whole parameter"
                     )
@@ -226,7 +229,7 @@ def _descent(cls: type[ShardTensor], tensors: list[Any]) -> tuple[bool, bool]:
     derived = of_parameter = False
     recording = torch.is_grad_enabled()
     for t in tensors:
-        if type(t) is cls:
+        if isinstance(t, cls):
             attributes = t.__dict__
             if "_origin" in attributes:
                 return True, True
@@ -237,11 +240,11 @@ def _descent(cls: type[ShardTensor], tensors: list[Any]) -> tuple[bool, bool]:
 
 def _note_origin(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any], result: Any) -> None:
     """Remember of new ShardTensors which unit the parameter belongs to that they were computed from."""
-    results: Any = [result] if type(result) is cls else result if isinstance(result, (list, tuple)) else ()
+    results: Any = [result] if isinstance(result, cls) else result if isinstance(result, (list, tuple)) else ()
     for new, operands in zip(results, _meeting(name, args, kwargs, tensors), strict=False):
-        if type(new) is not cls or new._unit_ref is not None or any(new is t for t in operands):
+        if not isinstance(new, cls) or new._unit_ref is not None or any(new is t for t in operands):
             continue
-        sharded = [t for t in operands if type(t) is cls]
+        sharded = [t for t in operands if isinstance(t, cls)]
         # With a gradient or optimizer state among them, it is an update.
         if sharded and all(t._unit_ref is not None or "_origin" in t.__dict__ for t in sharded):
             first = sharded[0]
@@ -253,12 +256,12 @@ def _on_wholes(
 ) -> Any:
     """Run on the gathered forms of what was computed from parameters, as for the parameters themselves. Collective."""
     target = _target(name, args, kwargs)
-    if type(target) is cls and _is_derived(target) and not name.startswith("__i"):
+    if isinstance(target, cls) and _is_derived(target) and not name.startswith("__i"):
         # It would edit the gathered form. (`t += x` gives the name to the result.)
         raise function_needs_gather(cls, name, tensors, "in place needs the whole of what was computed from it")
     with _NoTorchFunction():
-        wholes = {id(t): Whole.apply(t) for t in tensors if type(t) is cls and _is_derived(t)}
-    units = [t.__dict__["_origin"]() for t in tensors if type(t) is cls and "_origin" in t.__dict__]
+        wholes = {id(t): Whole.apply(t) for t in tensors if isinstance(t, cls) and _is_derived(t)}
+    units = [t.__dict__["_origin"]() for t in tensors if isinstance(t, cls) and "_origin" in t.__dict__]
     args = tuple(_substitute(value, wholes) for value in args)
     result = func(*args, **{key: _substitute(value, wholes) for key, value in kwargs.items()})
     unit = next((unit for unit in units if unit is not None), None)
@@ -271,7 +274,7 @@ def _on_wholes(
 
 
 def _names_of(cls: type[ShardTensor], tensors: list[Any]) -> str:
-    return " and ".join(dict.fromkeys(t._spec.name for t in tensors if type(t) is cls))
+    return " and ".join(dict.fromkeys(t._spec.name for t in tensors if isinstance(t, cls)))
 
 
 # -- local arithmetic or not --------------------------------------------------------------------------------------
@@ -304,18 +307,18 @@ def _is_masked_fill(cls: type[ShardTensor], args: Any) -> bool:
     """``t[mask] = value`` with a mask of the whole shape and one value."""
     target, mask, value = args
     return (
-        type(target) is cls
+        isinstance(target, cls)
         and isinstance(mask, torch.Tensor)
         and mask.dtype == torch.bool
         and mask.shape == target._spec.shape
-        and (not isinstance(value, torch.Tensor) or (value.dim() == 0 and type(value) is not cls))
+        and (not isinstance(value, torch.Tensor) or (value.dim() == 0 and not isinstance(value, cls)))
     )
 
 
 def _fits(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
     spec = None
     for t in tensors:
-        if type(t) is cls:
+        if isinstance(t, cls):
             if spec is not None and not same_cut(spec, t._spec):
                 return False
             spec = t._spec
@@ -323,11 +326,11 @@ def _fits(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: li
     if name == "where" and len(tensors) + sum(not isinstance(a, torch.Tensor) for a in args) < 3 and not kwargs:
         return False  # where(condition) gives indices
     target = _target(name, args, kwargs)
-    if target is not None and type(target) is not cls:
+    if target is not None and not isinstance(target, cls):
         return False
     gradients = torch.is_grad_enabled()
     for t in tensors:
-        if type(t) is cls:
+        if isinstance(t, cls):
             continue
         if gradients and t.requires_grad:
             return False  # its gradient would have to be collected from all ranks
@@ -355,7 +358,7 @@ def _slices_will_do(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, t
     if name in _ARITHMETIC and name != "where":
         spec = None
         for t in tensors:  # an optimizer's arithmetic, nearly always: all cut alike, nothing plain
-            if type(t) is not cls or (spec is not None and t._spec is not spec):
+            if not isinstance(t, cls) or (spec is not None and t._spec is not spec):
                 break
             spec = t._spec
         else:
@@ -381,23 +384,23 @@ def _may_differ(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tenso
     as a number, such as an optimizer's learning rate, except in backward, where it comes from a rank's own gradient.
     """
     target = _target(name, args, kwargs)
-    if name in _FORMS or type(target) is cls or isinstance(target, (list, tuple)):
+    if name in _FORMS or isinstance(target, (cls, list, tuple)):
         return False
     if torch.is_grad_enabled():
         with _NoTorchFunction():
-            trains = any(type(t) is cls and t.requires_grad for t in tensors)
+            trains = any(isinstance(t, cls) and t.requires_grad for t in tensors)
         if trains:
-            return name in RANDOM or any(type(t) is not cls for t in tensors)
+            return name in RANDOM or any(not isinstance(t, cls) for t in tensors)
     return name in RANDOM or any(_mixes(cls, operands) for operands in _meeting(name, args, kwargs, tensors))
 
 
 def _mixes(cls: type[ShardTensor], operands: list[Any]) -> bool:
     """Whether there is a plain tensor among them, and all others are parameters or were computed from such."""
-    sharded = [t for t in operands if type(t) is cls]
+    sharded = [t for t in operands if isinstance(t, cls)]
     if not 0 < len(sharded) < len(operands):
         return False
     numbers = torch._C._current_graph_task_id() == -1
-    return any(type(t) is not cls and (t.dim() or not numbers) for t in operands) and all(
+    return any(not isinstance(t, cls) and (t.dim() or not numbers) for t in operands) and all(
         t._unit_ref is not None or _is_derived(t) for t in sharded
     )
 
@@ -417,14 +420,14 @@ def _on_demand(
     copies: list[torch.Tensor] = []
     try:
         for t in tensors:
-            if type(t) is not cls or id(t) in leaves or t._unit_ref is None:
+            if not isinstance(t, cls) or id(t) in leaves or t._unit_ref is None:
                 continue
             unit = t._unit_ref()
             if unit is None:
                 continue
             if local_ok is None:
                 local_ok = _slices_will_do(cls, name, args, kwargs, tensors)
-            dtypes = frozenset(o.dtype for o in tensors if type(o) is not cls) if unit.casts else frozenset()
+            dtypes = frozenset(o.dtype for o in tensors if not isinstance(o, cls)) if unit.casts else frozenset()
             leaf = unit.on_demand(t, func, local_ok, dtypes) if dtypes else unit.on_demand(t, func, local_ok)
             if leaf is None:
                 continue
@@ -457,9 +460,12 @@ def _own_memory(result: Any, leaves: list[Any], copies: list[torch.Tensor]) -> A
     if isinstance(result, (tuple, list)) and result and all(isinstance(r, torch.Tensor) for r in result):
         items = [_own_memory(r, leaves, copies) for r in result]
         return type(result)(items) if type(result) in (tuple, list) else result
-    if type(result) is torch.Tensor and result.numel() and result.layout is torch.strided:
-        storage = result.untyped_storage()._cdata
-        if any(leaf.untyped_storage()._cdata == storage for leaf in leaves):
+    if not isinstance(result, torch.Tensor):
+        return result
+    memory = memory_of(result)  # of a DTensor, too
+    if type(memory) is torch.Tensor and memory.numel() and memory.layout is torch.strided:
+        storage = memory.untyped_storage()._cdata
+        if any(memory_of(leaf).untyped_storage()._cdata == storage for leaf in leaves):
             copies.append(_copy(result))
             return copies[-1]
     return result

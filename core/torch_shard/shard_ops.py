@@ -92,7 +92,7 @@ def needs_gather(
     cls: type[ShardTensor], func: Any, args: Any, kwargs: Any, why: str = "needs the whole parameter"
 ) -> NeedsGatherError:
     """Make the error for an operator that local slices cannot answer."""
-    specs = [t._spec for t in _tensors((args, kwargs)) if type(t) is cls]
+    specs = [t._spec for t in _tensors((args, kwargs)) if isinstance(t, cls)]
     return gather_error(specs, str(func), why)
 
 
@@ -109,7 +109,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _common_spec(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardSpec:
     spec: ShardSpec | None = None
     for value in (*args, *kwargs.values()) if kwargs else args:
-        if type(value) is cls:
+        if isinstance(value, cls):
             if spec is None:
                 spec = value._spec
             elif value._spec is not spec and not same_cut(spec, value._spec):
@@ -128,7 +128,7 @@ def _elementwise(
         target = args[0]
     elif "out" in kwargs:
         target = kwargs["out"]
-    if target is not None and type(target) is not cls:
+    if target is not None and not isinstance(target, cls):
         raise needs_gather(cls, func, args, kwargs, "cannot be written into a plain tensor from local slices")
     local_args = [_local(cls, value, spec, func) for value in args]
     local_kwargs = {key: _local(cls, value, spec, func) for key, value in kwargs.items()}
@@ -151,7 +151,7 @@ def _count_edit(target: ShardTensor) -> None:
 
 
 def _local(cls: type[ShardTensor], value: Any, spec: ShardSpec, func: Any) -> Any:
-    if type(value) is cls:
+    if isinstance(value, cls):
         return value._local
     if isinstance(value, torch.Tensor):
         local = broadcast_slice(value, spec, str(func))
@@ -185,7 +185,7 @@ def _alias(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
 def _same_shape(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
     source, shape = args[0], list(args[1])
     stride = list(args[2]) if func._opname in ("as_strided", "_reshape_alias") else None
-    if type(source) is cls:
+    if isinstance(source, cls):
         spec = source._spec
         wanted = [size if size != -1 else -1 for size in shape]
         if func._opname != "as_strided" and wanted.count(-1) == 1 and len(wanted) == len(spec.shape):
@@ -210,9 +210,9 @@ def _new(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
 
 def _random(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
     target = args[0]
-    if type(target) is not cls:
+    if not isinstance(target, cls):
         raise needs_gather(cls, func, args, kwargs, "cannot be written into a plain tensor from local slices")
-    if not func._opname.endswith("_") or (len(args) > 1 and type(args[1]) is cls):
+    if not func._opname.endswith("_") or (len(args) > 1 and isinstance(args[1], cls)):
         raise needs_gather(cls, func, args, kwargs)  # torch.bernoulli(probabilities), bernoulli_(probabilities)
     # The whole parameter is drawn on each rank: the same seed then gives what plain torch gives, and
     # the generators of all ranks stay in step.
@@ -248,7 +248,7 @@ def _list_specs(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> li
         if len(value) != len(specs):
             raise RuntimeError(f"{func} needs lists of equal length, got {len(specs)} and {len(value)}")
         for i, item in enumerate(value):
-            if type(item) is cls:
+            if isinstance(item, cls):
                 known = specs[i]
                 if known is None:
                     specs[i] = item._spec
@@ -260,20 +260,20 @@ def _list_specs(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> li
 def _foreach(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
     specs = _list_specs(cls, func, args, kwargs)
     in_place = func._opname.endswith("_")
-    if in_place and any(spec is not None and type(t) is not cls for spec, t in zip(specs, args[0], strict=True)):
+    if in_place and any(spec is not None and not isinstance(t, cls) for spec, t in zip(specs, args[0], strict=True)):
         raise needs_gather(cls, func, args, kwargs, "cannot be written into a plain tensor from local slices")
 
     def local(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [v if spec is None else _local(cls, v, spec, func) for v, spec in zip(value, specs, strict=True)]
-        if type(value) is cls:
+        if isinstance(value, cls):
             raise needs_gather(cls, func, args, kwargs)
         return value  # a number, or one 0-dim tensor for the whole list
 
     result = func(*map(local, args), **{key: local(value) for key, value in kwargs.items()})
     if in_place:
         for t in args[0]:
-            if type(t) is cls:
+            if isinstance(t, cls):
                 _count_edit(t)
     if in_place or result is None:
         return args[0] if result is not None else None
@@ -284,14 +284,14 @@ def _fused(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
     # state_steps, lr, grad_scale and found_inf are 0-dim and stay; the tensors of each parameter must be cut alike.
     if not func._opname.endswith("_"):
         raise needs_gather(cls, func, args, kwargs)
-    specs: list[ShardSpec | None] = [t._spec if type(t) is cls else None for t in args[0]]
+    specs: list[ShardSpec | None] = [t._spec if isinstance(t, cls) else None for t in args[0]]
 
     def local(value: Any) -> Any:
         if not isinstance(value, (list, tuple)) or not value or not isinstance(value[0], torch.Tensor):
             return value
         out = []
         for t, spec in zip(value, specs, strict=True):
-            if type(t) is not cls:
+            if not isinstance(t, cls):
                 if spec is not None and t.dim() > 0:
                     raise needs_gather(cls, func, args, kwargs, "needs gradients and state cut like the parameter")
                 out.append(t)
@@ -303,7 +303,7 @@ def _fused(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
 
     result = func(*map(local, args), **{key: local(value) for key, value in kwargs.items()})
     for t in args[0]:
-        if type(t) is cls:
+        if isinstance(t, cls):
             _count_edit(t)
     return result
 

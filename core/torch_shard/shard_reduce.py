@@ -83,8 +83,12 @@ def _one(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> tuple[Sha
     """Return spec, local slice and named arguments, if the reduction is over all dimensions."""
     named = _arguments(func, args, kwargs)
     source = args[0] if args else None
-    if type(source) is not cls or named.get("out") is not None or not full_reduction(source._spec, named.get("dim")):
-        raise gather_error([source._spec] if type(source) is cls else [], str(func))
+    if (
+        not isinstance(source, cls)
+        or named.get("out") is not None
+        or not full_reduction(source._spec, named.get("dim"))
+    ):
+        raise gather_error([source._spec] if isinstance(source, cls) else [], str(func))
     return source._spec, source._local, named
 
 
@@ -165,17 +169,17 @@ def _equal(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> bool:
     first, second = args[0], args[1]
     if first.shape != second.shape:
         return False
-    spec = (first if type(first) is cls else second)._spec
-    if type(first) is cls and type(second) is cls and not same_cut(first._spec, second._spec):
+    spec = (first if isinstance(first, cls) else second)._spec
+    if isinstance(first, cls) and isinstance(second, cls) and not same_cut(first._spec, second._spec):
         raise gather_error([first._spec, second._spec], str(func), "needs both cut alike, and they are not")
-    locals_ = [t._local if type(t) is cls else slice_full(t, spec) for t in (first, second)]
+    locals_ = [t._local if isinstance(t, cls) else slice_full(t, spec) for t in (first, second)]
     same = torch.tensor(func(*locals_, *args[2:], **kwargs), device=spec_device(first, second, cls))
     return bool(_flag(same, True, spec.comm, _what(func, spec))) if spec.numel else True
 
 
 def spec_device(first: Any, second: Any, cls: type[ShardTensor]) -> torch.device:
     """Return the device of whichever is sharded: collectives run there."""
-    return (first if type(first) is cls else second)._local.device
+    return (first if isinstance(first, cls) else second)._local.device
 
 
 # -- norms --------------------------------------------------------------------------------------------------------
@@ -221,7 +225,7 @@ def foreach_norm(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> l
     results: list[Any] = [None] * len(tensors)
     groups: dict[Any, list[int]] = {}
     for i, t in enumerate(tensors):
-        if type(t) is not cls:
+        if not isinstance(t, cls):
             results[i] = torch.linalg.vector_norm(t, order, dtype=dtype)
         elif t._spec.numel == 0:
             results[i] = torch.linalg.vector_norm(t._local.new_empty(t._spec.shape), order, dtype=dtype)
@@ -240,8 +244,8 @@ def foreach_norm(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> l
 def unscale_and_check(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> None:
     """Divide gradients by the loss scale; `found_inf` becomes 1 where any rank found one. Collective."""
     gradients, found_inf, inverse_scale = args
-    func([t._local if type(t) is cls else t for t in gradients], found_inf, inverse_scale)
-    comms = {id(t._spec.comm): t._spec for t in gradients if type(t) is cls}
+    func([t._local if isinstance(t, cls) else t for t in gradients], found_inf, inverse_scale)
+    comms = {id(t._spec.comm): t._spec for t in gradients if isinstance(t, cls)}
     for spec in comms.values():
         spec.comm.all_reduce(found_inf, "max", f"the check for non-finite gradients from {spec.name} on")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -9,9 +10,19 @@ from typing import Any, Protocol
 import torch
 
 from .errors import NeedsGatherError
-from .layout import FlatLayout, Slot
+from .layout import Box, FlatLayout, Slot
+from .tensor_part import TensorPart
 
-__all__ = ["ScalarComm", "ShardSpec", "broadcast_slice", "gather_error", "same_cut", "slice_full", "slot_view"]
+__all__ = [
+    "ScalarComm",
+    "ShardSpec",
+    "broadcast_slice",
+    "gather_error",
+    "same_cut",
+    "slice_full",
+    "slice_part",
+    "slot_view",
+]
 
 
 class ScalarComm(Protocol):
@@ -46,10 +57,11 @@ class ShardSpec:
     Attributes:
         layout: the flat layout that places the parameter.
         index: the parameter's position in ``layout.slots``.
-        rank: the rank whose slice this is, within ``comm``.
+        rank: the rank whose slice this is, within ``layout``.
         comm: the ranks that share the parameter.
+        part: where tensor parallelism cuts the parameter, the part of it that the layout places; else None, it places all.
         name, shape, stride, numel: of the whole parameter.
-        start, stop: the elements held, in memory order.
+        start, stop: the elements held, in memory order, of what the layout places.
         cut: equal for two specs exactly when shape, strides and every rank's slice are equal.
     """
 
@@ -57,6 +69,7 @@ class ShardSpec:
     index: int
     rank: int
     comm: ScalarComm
+    part: TensorPart | None = None
     name: str = field(init=False)
     shape: torch.Size = field(init=False)
     stride: tuple[int, ...] = field(init=False)
@@ -73,12 +86,16 @@ class ShardSpec:
         # All ranks' slices follow from the first boundary and the distance between boundaries.
         first_stop = self.layout.owned(self.index, owners.start)[1] if owners else 0
         step = self.layout.shard_numel if len(owners) > 2 else 0
-        cut = (slot.shape, slot.stride, owners, first_stop, step, self.rank)
+        cut: tuple[object, ...] = (slot.shape, slot.stride, owners, first_stop, step, self.rank)
+        shape, stride = slot.shape, slot.stride
+        if self.part is not None:
+            # Other ranks' parts may have other cuts; these, too, follow from the whole's shape and the number of parts.
+            shape, stride, cut = self.part.shape, self.part.stride, (*cut, self.part)
         values = {
             "name": slot.name,
-            "shape": torch.Size(slot.shape),
-            "stride": slot.stride,
-            "numel": slot.numel,
+            "shape": torch.Size(shape),
+            "stride": stride,
+            "numel": math.prod(shape),
             "start": start,
             "stop": stop,
             "length": stop - start,
@@ -91,6 +108,11 @@ class ShardSpec:
     def world_rank(self) -> int:
         """This rank among all of the engine, for messages."""
         return self.comm.world_rank
+
+    def boxes(self) -> tuple[Box, ...]:
+        """What this rank holds, in the whole parameter's coordinates; one after the other they give the slice's elements."""
+        found = self.layout.boxes(self.index, self.start, self.stop)
+        return found if self.part is None else tuple(map(self.part.moved, found))
 
 
 def gather_error(specs: Sequence[ShardSpec], what: str, why: str = "needs the whole parameter") -> NeedsGatherError:
@@ -129,7 +151,7 @@ def slice_full(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     """Cut this rank's slice out of a whole tensor.
 
     Args:
-        full: a plain tensor of shape ``spec.shape``, any strides and dtype.
+        full: a plain tensor of shape ``spec.shape``, any strides and dtype; or a DTensor distributed as the parameter was.
         spec: which slice.
 
     Returns:
@@ -140,6 +162,19 @@ def slice_full(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     """
     if full.shape != spec.shape:
         raise ValueError(f"{spec.name} has shape {tuple(spec.shape)}, not {tuple(full.shape)}.")
+    if hasattr(full, "_local_tensor"):
+        from .dtensors import part_given  # which imports this module
+
+        full = part_given(full, spec.part, spec.name)
+    elif spec.part is not None:
+        for dim, size in enumerate(spec.part.sizes):
+            if size != full.shape[dim]:
+                full = full.narrow(dim, spec.part.offsets[dim], size)
+    return slice_part(full, spec)
+
+
+def slice_part(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """The same, of what the layout places: a part of the parameter where tensor parallelism cuts it, else all of it."""
     if spec.length == 0:
         return full.new_empty(0) if not full.requires_grad else full.reshape(-1)[:0]
     order = spec.layout.slots[spec.index].order

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class ShardTensor(torch.Tensor):
     _spec: ShardSpec
     _unit_ref: weakref.ref[Any] | None
     _converted: bool
+    _shard_class: type[ShardTensor]  # ShardTensor itself; the class of a parameter may be another (see dtensors)
 
     @staticmethod
     def __new__(
@@ -131,9 +133,15 @@ class ShardTensor(torch.Tensor):
             nbytes = spec.numel * local.element_size()
             buffer = torch.zeros(-(-nbytes // 8), dtype=torch.int64, device=local.device)
             flat = buffer.view(torch.uint8)[:nbytes].view(local.dtype)
-            flat[spec.start : spec.stop].copy_(local)
+            whole = flat.as_strided(tuple(spec.shape), spec.stride)
+            if spec.part is None:
+                flat[spec.start : spec.stop].copy_(local)
+            else:
+                for box, values in self._boxes():
+                    place = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+                    whole[place] = values
             spec.comm.all_reduce(buffer, "sum", f"full_tensor of {spec.name}")
-            return flat.as_strided(tuple(spec.shape), spec.stride)
+            return whole
 
     # -- copying, showing, saving ---------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -152,7 +160,7 @@ class ShardTensor(torch.Tensor):
             grad = own_grad(self)
             if grad is not None:
                 set_own_grad(result, copy.deepcopy(grad, memo))
-        own = {"_local", "_spec", "_unit_ref", "_flat"}
+        own = {"_local", "_spec", "_unit_ref", "_flat", "_in_slots"}
         for key, value in self.__dict__.items():
             if key not in own:
                 result.__dict__[key] = copy.deepcopy(value, memo)
@@ -169,9 +177,10 @@ class ShardTensor(torch.Tensor):
         spec, local = self._spec, self._local
         with torch._C.DisableTorchFunctionSubclass():
             grad = ", requires_grad=True" if self.requires_grad else ""
+        of = spec.numel if spec.part is None else f"the part {spec.part.sizes} at {spec.part.offsets}"
         return (
             f"ShardTensor({spec.name}, shape={tuple(spec.shape)}, dtype={local.dtype}, device={str(local.device)!r}, "
-            f"rank {spec.world_rank} of {spec.comm.size} holds [{spec.start}, {spec.stop}) of {spec.numel}: "
+            f"rank {spec.world_rank} of {spec.comm.size} holds [{spec.start}, {spec.stop}) of {of}: "
             f"{local.detach()!r}{grad})"
         )
 
@@ -199,7 +208,18 @@ class ShardTensor(torch.Tensor):
         spec = self._spec
         if spec.numel == 0 and spec.rank == 0:  # else a checkpoint would not know that it exists
             return (Box((0,) * len(spec.shape), tuple(spec.shape)),)
-        return spec.layout.boxes(spec.index, spec.start, spec.stop)
+        return spec.boxes()
+
+    def _boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """What this rank holds, with the values in the parameter's dimensions, as views."""
+        spec = self._spec
+        order = spec.layout.slots[spec.index].order
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        position = 0
+        for box in self._chunks():
+            part = self._local.detach()[position : position + box.numel]
+            yield box, part.view([box.sizes[dim] for dim in order]).permute(inverse)
+            position += box.numel
 
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -222,12 +242,10 @@ class ShardTensor(torch.Tensor):
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         spec = self._spec
-        order = spec.layout.slots[spec.index].order
-        position = 0
-        for box in self._chunks():
+        for box, values in self._boxes():
             if index.offset is None or tuple(index.offset) == box.offsets:
-                part = self._local.detach()[position : position + box.numel]
-                inverse = sorted(range(len(order)), key=order.__getitem__)
-                return part.view([box.sizes[dim] for dim in order]).permute(inverse)
-            position += box.numel
+                return values
         raise ValueError(f"rank {spec.world_rank} holds no part of {spec.name} at {tuple(index.offset)}.")
+
+
+ShardTensor._shard_class = ShardTensor

@@ -19,7 +19,7 @@ def signature(param: ShardTensor, entries: Any) -> Any:
         return None
     found: list[tuple[Any, ...]] = []
     for key, value in entries.items():
-        if type(value) is ShardTensor:
+        if isinstance(value, ShardTensor):
             if not same_cut(value._spec, param._spec):
                 raise _unusable(param, key, "is a sharded tensor that is cut differently")
             found.append((key, "elements", value.dtype))

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .dtensors import is_dtensor
 from .errors import ConfigError, NeedsGatherError, ShardError, UnitStateError
 from .leaf import own_grad
 from .optim import COUNTERS, is_torchs
+from .shard_spec import slice_part
 from .shard_tensor import ShardTensor
 
 if TYPE_CHECKING:
@@ -181,7 +183,11 @@ def shard_state(optimizer: Any, runtime: Runtime) -> None:
                 continue
             for key, value in own.items():
                 # Counters are whole on every rank.
-                if type(value) is not torch.Tensor or key in COUNTERS or value.shape != p._spec.shape:
+                if (
+                    not (type(value) is torch.Tensor or is_dtensor(value))
+                    or key in COUNTERS
+                    or value.shape != p._spec.shape
+                ):
                     continue
                 unit = p._unit_ref() if p._unit_ref is not None else None
                 if unit is None or unit.runtime is not runtime or unit.is_summoned:
@@ -194,13 +200,17 @@ def shard_state(optimizer: Any, runtime: Runtime) -> None:
         # Next to a 0-dim parameter its own moments look like counters. Where others have slices under that name, so has it
         # (torch's own counters are known by name).
         dicts = [own for own in state.values() if isinstance(own, dict)]
-        sliced = {k for own in dicts for k, v in own.items() if type(v) is ShardTensor and v._spec.shape}
+        sliced = {k for own in dicts for k, v in own.items() if isinstance(v, ShardTensor) and v._spec.shape}
         for p, own, key in scalars:
             if key in sliced:
                 own[key] = _slice(own[key], p)
 
 
 def _slice(value: torch.Tensor, param: ShardTensor) -> ShardTensor:
+    unit = param._unit_ref() if is_dtensor(value) and param._unit_ref is not None else None
+    if unit is not None:
+        flat, index = unit.find(param)
+        return ShardTensor(slice_part(flat.part_of(value, index), param._spec).clone(), param._spec)
     return ShardTensor.from_full(value.to(param._local.device), param._spec)
 
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from .errors import DivergenceError, MissingRankError, ShardError
 from .flat_buffer import FlatBuffer
-from .leaf import is_view, own_grad
+from .leaf import is_view, memory_of, own_grad
 from .runtime import Runtime
-from .shard_tensor import slice_full
+from .shard_spec import slice_part
 from .unit import Unit
 from .whole import agree, send_bytes, send_slices, set_grad, unify_replicas, whole_flat
 
@@ -100,14 +100,14 @@ def _settle(summons: Summons) -> None:
             view = flat.view(buffer, i)
             if is_view(leaf, view):
                 continue
-            if leaf.shape != view.shape or leaf.dtype != view.dtype:
+            if memory_of(leaf).shape != view.shape or leaf.dtype != view.dtype:
                 raise ShardError(
                     f"rank {flat.collectives.world_rank}: {flat.layout.slots[i].name} became {leaf.dtype} of shape "
                     f"{tuple(leaf.shape)} inside engine.gathered(write=True); {view.dtype} of shape "
                     f"{tuple(view.shape)} can't hold it. engine.close() the model, change it, and shard again."
                 )
             with torch.no_grad():
-                view.copy_(leaf.detach())
+                view.copy_(memory_of(leaf).detach())
     for module, attribute, flat, index in summons.unit.places:
         held = module._parameters.get(attribute)
         leaf = summons.leaves[summons.unit.flats.index(flat)][index]
@@ -152,7 +152,7 @@ def _write_grads(summons: Summons, number: int, flat: FlatBuffer) -> None:
         for param, grad in zip(flat.params, grads, strict=True):
             local = None
             if grad is not None:
-                local = slice_full(grad.detach(), param._spec).to(flat.shard.device)
+                local = slice_part(flat.part_of(grad.detach(), param._spec.index), param._spec).to(flat.shard.device)
             set_grad(param, None if local is None else local.clone())
         return
     source = request.ranks[0]

@@ -126,6 +126,8 @@ class Unit:
         whether a Python object (`self.kept = self.weight`) holds a leaf."""
         # All ranks must come to one answer: where use counts don't tell, it is always yes.
         anyone, by_python = not self.collectives.knows_references, False
+        # DTensor's own collectives may keep references for a while.
+        anyone |= any(flat.distributed for flat in self.flats)
         saved = []
         with torch._C.DisableTorchFunctionSubclass():
             for number, flat in enumerate(self.flats):
@@ -318,7 +320,7 @@ class Unit:
         if self.state is not State.FULL:
             return
         flats = [flat for flat in self.flats if flat.gathers]
-        edited = [flat for flat in flats if flat.versions != [leaf._version for leaf in flat.leaves]]
+        edited = [flat for flat in flats if flat.versions != flat.leaf_versions()]
         taken = any([getattr(leaf, "data_taken", False) for flat in flats for leaf in flat.leaves])  # noqa: C419 (hot)
         if taken:
             for flat in flats:
@@ -372,7 +374,8 @@ class Unit:
         other = Unit(self.name, self.index, self.collectives)
         memo[id(self)] = other
         for flat in self.flats:
-            twin = FlatBuffer(flat.layout, flat.dtypes, flat.shard.detach().clone(), self.collectives, other)
+            shard = flat.shard.detach().clone()
+            twin = FlatBuffer(flat.layout, flat.dtypes, shard, self.collectives, other, flat.placed)
             twin.rounding = None if flat.rounding is None else flat.rounding.copy()
             other.flats.append(twin)
             for mine, its in zip(flat.params, twin.params, strict=True):
@@ -408,8 +411,8 @@ def _first_attribute(module: nn.Module) -> int:
 
 OWN_COUNT = 4  # attributes that every sharded parameter has: `_local`, `_spec`, `_unit_ref`, `_is_param`
 _OWN_ATTRIBUTES = {
-    "_local", "_spec", "_unit_ref", "_flat", "_unreduced", "_outdated", "_lost", "_origin", "_converted", "_is_param", "_place",
-    "data_taken",
+    "_local", "_spec", "_unit_ref", "_flat", "_in_slots", "_unreduced", "_outdated", "_lost", "_origin", "_converted",
+    "_is_param", "_place", "data_taken",
 }  # fmt: skip
 
 

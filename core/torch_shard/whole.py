@@ -203,14 +203,17 @@ def send_bytes(runtime: Runtime, values: torch.Tensor, source: int, what: str) -
 def unify_replicas(flat: FlatBuffer, what: str) -> None:
     """Where there are several copies, the first one's values count, since random edits may differ between ranks. Collective."""
     c = flat.collectives
+    # What tensor parallelism does not cut is the same in all planes.
+    channel = c.lane_channel if c.lane_channel is not None and not flat.split else c.across_channel
     if not flat.sharded:
-        broadcast_coalesced(c, [flat.shard], what)
-    elif c.across_channel is not None and flat.shard.numel():
+        broadcast_coalesced(c, [flat.shard], what, within_plane=flat.split)
+    elif channel is not None:
         c.send_waiting()
-        first = c.watch.ranks[min(c.across_channel.members)]
         c.watch.meet(what)
-        raw, ordered = _bytes(flat.shard), c.watch.polls
-        blocking(c.watch, c.across_channel.name, what, dist.broadcast, raw, src=first, ordered=ordered)
+        if flat.shard.numel():
+            first = c.watch.ranks[min(channel.members)]
+            raw, ordered = _bytes(flat.shard), c.watch.polls
+            blocking(c.watch, channel.name, what, dist.broadcast, raw, src=first, ordered=ordered)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -217,13 +217,15 @@ def _dtype_of(slices: Iterable[torch.Tensor | None]) -> torch.dtype:
 
 
 def _flat_of(value: Any, flats: dict[int, FlatBuffer]) -> FlatBuffer | None:
-    """Where a parameter is; None for what a hook of the module has made of one."""
+    """Where a parameter is; None for what a hook of the module has made of one, and what tensor parallelism cuts, too."""
     flat = flats.get(id(value._spec.layout)) if isinstance(value, ShardTensor) else None
-    return flat if flat is not None and full_state.is_parameter(value, flat) else None
+    return flat if flat is not None and not flat.split and full_state.is_parameter(value, flat) else None
 
 
 def _memory(tensor: torch.Tensor) -> Any:
     """Equal for tensors that are the same values in the same memory."""
+    if isinstance(tensor, ShardTensor) and tensor._unit_ref is not None:
+        return id(tensor._spec), tensor._local.data_ptr(), tensor._local.dtype
     if isinstance(tensor, ShardTensor) or not tensor.numel() or tensor.layout != torch.strided:
         return id(tensor)
     return memory_key(tensor)
