@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torch_shard
 from tests.compat.harness import (
@@ -29,7 +29,7 @@ from tests.compat.harness import (
 from tests.marks import exhaustive
 from tests.ranks import ranks
 from tests.test_traffic import Collectives
-from torch_shard.errors import ConfigError, DivergenceError, MissingRankError, ShardError
+from torch_shard.errors import ConfigError, DivergenceError, MissingRankError, SetupError, ShardError
 from torch_shard.topology import Topology
 
 HYBRID = ["hybrid_shard", "hybrid_shard_zero2"]
@@ -168,6 +168,24 @@ def test_random_edits_leave_the_copies_equal(rank, world_size):
     assert whole(model.head.weight).eq(7.0).all()
 
 
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "no_shard"])
+@ranks(4)
+def test_edits_of_gradients_in_gathered_leave_the_copies_equal(strategy, rank, world_size):
+    model = MLP()
+    engine = torch_shard.shard(model, strategy=strategy, shard_size=2 if strategy == "hybrid_shard" else None)
+    loss_of(model(batch(rank, 0).float())).backward()
+    torch.manual_seed(rank)
+    with engine.gathered(write=True, grads=True), torch.no_grad():
+        for p in model.parameters():
+            p.grad.add_(torch.randn(p.shape))
+        if rank != 0:
+            model.inp.bias.grad = None
+        model.head.bias.grad = None if rank == 0 else torch.ones(3)
+    assert model.inp.bias.grad is not None and model.head.bias.grad is None
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    same_copies(engine)
+
+
 @pytest.mark.parametrize("precision", [torch.bfloat16, *exhaustive(torch.float16)])
 @ranks(4)
 def test_low_precision_keeps_the_copies_equal(precision, rank, world_size):
@@ -249,6 +267,39 @@ def test_whole_matrix_optimizers_step_in_each_copy(rank, world_size):
         plain_backward(one.model, batch(rank, 7))
         one.optimizer.step()
     same_params(again.model, _as_plain(pair))
+
+
+def _muon_of_one(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Muon([model.head.weight], lr=0.02)
+
+
+@ranks(4)
+def test_state_of_a_matrix_that_one_rank_of_all_has_goes_to_each_copy(rank, world_size):
+    """What ``optimizer.state_dict()`` gives on each rank of another strategy: state is at the owners."""
+    pair = Pair(MLP, rank, world_size, optimizer=_muon_of_one)
+    for step in range(3):
+        pair.backward(plain_backward, batch(rank, step))
+        pair.update()
+    other = Pair(MLP, rank, world_size, optimizer=_muon_of_one, **TWO)
+    other.engine.load_state_dict(pair.plain.state_dict())
+    other.plain, other.plain_optimizer = pair.plain, pair.plain_optimizer
+    other.optimizer.load_state_dict(copy.deepcopy(pair.optimizer.state_dict()))
+    for step in range(2):
+        other.backward(plain_backward, batch(rank, 5 + step))
+        other.update()
+    other.check()
+    same_copies(other.engine)
+
+
+@ranks(4)
+def test_slices_of_state_on_some_ranks_are_an_error_on_all(rank, world_size):
+    pair = Pair(MLP, rank, world_size, optimizer=_muon_of_one, **TWO)
+    pair.backward(plain_backward, batch(rank, 0))
+    weight = pair.model.head.weight
+    if rank == 2:
+        pair.optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    with pytest.raises(ShardError, match=r"ranks \[2\] have slices of the state of head.weight"):
+        pair.optimizer.step()
 
 
 def _as_plain(pair: Pair) -> nn.Module:
@@ -424,6 +475,10 @@ def test_a_mesh_of_two_dimensions_has_copies_and_slices(rank, world_size):
 
 @ranks(4)
 def test_copies_on_ranks_that_are_not_consecutive_train_like_plain(rank, world_size):
+    odd = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("replicate", "shard"))
+    groups = odd.get_group("shard"), odd.get_group("replicate")
+    pair = train_both(MLP, rank, world_size, steps=2, strategy="hybrid_shard", mesh=groups)
+    assert _rows(pair.engine) == ((0, 3), (1, 2))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("slices", "copies"))
     pair = train_both(MLP, rank, world_size, strategy="hybrid_shard", mesh=mesh, mesh_dims=("copies", "slices"))
     same_copies(pair.engine)
@@ -526,6 +581,58 @@ def test_a_copy_that_stays_away_is_an_error_on_the_others(rank):
             loss_of(model(batch(rank, 0).float())).backward()
     else:
         time.sleep(6.0)
+
+
+def _seconds(function: Any, *args: Any, **kwargs: Any) -> tuple[str, float]:
+    """The name of the error that it raised, and how long that took."""
+    begin = time.monotonic()
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, time.monotonic() - begin
+    return "no error", time.monotonic() - begin
+
+
+@pytest.mark.exhaustive
+@ranks(4, fresh=True, timeout=60)
+def test_ranks_of_a_mesh_that_stay_away_are_missed_in_time(rank):
+    shard = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    replicate = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    for mesh in ((shard, replicate), DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("replicate", "shard"))):
+        if rank == 1:
+            time.sleep(8.0)
+        elif rank == 3 or (rank == 0 and not isinstance(mesh, tuple)):
+            name, seconds = _seconds(torch_shard.shard, MLP(), strategy="hybrid_shard", mesh=mesh, timeout=2.0)
+            assert name == ("SetupError" if rank == 3 and not isinstance(mesh, tuple) else "MissingRankError")
+            assert seconds < 6.0
+
+
+@ranks(4)
+def test_a_rank_outside_the_mesh_is_told_so(rank):
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]][:1], mesh_dim_names=("replicate", "shard"))
+    if rank > 1:
+        with pytest.raises(SetupError, match=f"rank {rank} is not in it"):
+            torch_shard.shard(MLP(), strategy="hybrid_shard", mesh=mesh)
+    else:
+        torch_shard.shard(MLP(), strategy="hybrid_shard", mesh=mesh)
+
+
+@pytest.mark.exhaustive
+@ranks(4, fresh=True, timeout=100)
+def test_a_backward_that_fails_on_one_rank_does_not_wait_for_each_unit(rank):
+    model = MLP(blocks=8)
+    torch_shard.shard(model, unit_bytes=300, strategy="hybrid_shard_zero2", shard_size=2, timeout=4.0)
+    loss_of(model(batch(rank, 0).float())).backward()
+
+    def fail(_: torch.Tensor) -> None:
+        raise KeyError("one rank")
+
+    if rank == 2:
+        model.inp.weight.register_hook(fail)
+    name, seconds = _seconds(lambda: loss_of(model(batch(rank, 1).float())).backward())
+    assert name == "KeyError" if rank == 2 else name in ("MissingRankError", "DivergenceError")
+    assert seconds < 20.0
+    time.sleep(max(0.0, 20.0 - seconds))
 
 
 @ranks(4, fresh=True, timeout=60)

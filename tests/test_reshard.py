@@ -104,6 +104,56 @@ def test_a_rank_that_keeps_a_unit_takes_part_in_its_neighbours_gather(rank, worl
     train_both(lambda: Keeps(rank == 1), rank, world_size, **TWO)
 
 
+class Recomputes(MLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+@ranks(4)
+def test_a_recomputation_computes_with_what_was_edited_since_forward(rank, world_size):
+    def run(model: nn.Module, x: torch.Tensor) -> None:
+        loss = loss_of(model(x))
+        with torch.no_grad():
+            for block in model.blocks:
+                block.up.weight.mul_(0.5)
+        loss.backward()
+
+    train_both(Recomputes, rank, world_size, run=run, **TWO)
+
+
+@pytest.mark.parametrize("who", [(0, 1, 2, 3), *exhaustive(((1,),))], ids=str)
+@ranks(4)
+def test_a_step_between_forward_and_backward_ends_what_ranks_keep(who, rank, world_size):
+    """Of a parameter that backward does not need, so that it is legal."""
+
+    def run(model: nn.Module, x: torch.Tensor) -> None:
+        loss = loss_of(model(x))
+        optimizer = torch.optim.SGD([model.head.bias], lr=0.1)
+        model.head.bias.grad = torch.ones_like(model.head.bias)
+        optimizer.step()
+        model.head.bias.grad = None
+        loss.backward()
+
+    train_both(lambda: Keeps(rank in who), rank, world_size, run=run, **TWO)
+
+
+@ranks(4)
+def test_a_model_that_gets_no_backward_keeps_nothing_between_steps(rank, world_size):
+    teacher, student = MLP(width=32).requires_grad_(False), MLP()
+    engine = torch_shard.shard(teacher, **TWO)
+    torch_shard.shard(student, **TWO)
+    for step in range(2):
+        x = batch(rank, step).float()
+        loss = (student(x) - teacher(x)).pow(2).mean()
+        assert parts(engine) > 0
+        assert engine.memory_summary()["gathered"] >= parts(engine)
+        loss.backward()
+        assert parts(engine) == 0
+
+
 @ranks(4)
 def test_evaluation_and_gathered_between_forward_and_backward(rank, world_size):
     pair = Pair(MLP, rank, world_size, **TWO)
@@ -214,3 +264,8 @@ def test_sizes_that_do_not_fit_are_refused(rank):
         with pytest.raises(ConfigError, match=message):
             torch_shard.shard(MLP(), **settings)
     train_both(MLP, rank, 4, steps=2, reshard_after_forward=4)
+
+
+@ranks(1)
+def test_one_rank_alone_has_nothing_to_reshard(rank, world_size):
+    train_both(MLP, rank, world_size, **TWO)

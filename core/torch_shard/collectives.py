@@ -41,10 +41,6 @@ def _unowned_bytes(tensor: torch.Tensor) -> torch.Tensor:
 # straight to their place; with many ranks, the number of operations would cost more than that.
 _BROADCASTS = 4
 
-# Seconds that a rank whose backward failed waits for a reduction inside its copy, so that the copies stay in step. A rank
-# whose partners have failed with it does not wait as long.
-_WAIT_ACROSS = 5.0
-
 
 class _Works:
     """Several works, waited for as one."""
@@ -485,7 +481,7 @@ class Reduction:
     def abandon(self, seconds: float) -> None:
         """A partner may never come: don't wait for long."""
         try:
-            self.settle(max(seconds, _WAIT_ACROSS) if self.across else seconds)
+            self.settle(seconds)
         finally:
             if self.across:  # the other copies may have gone on
                 c = self.collectives

@@ -283,7 +283,7 @@ class Engine(EngineState):
 
         Returns:
             Bytes under ``parameters`` (this rank's shards), ``gradients`` (with what error feedback keeps of quantized
-            ones), ``optimizer`` and ``gathered`` (units that are whole now).
+            ones), ``optimizer`` and ``gathered`` (units that are whole now, and what ``reshard_after_forward`` keeps of others).
         """
         parameters = gradients = state = 0
         for unit in self.units:
@@ -302,6 +302,7 @@ class Engine(EngineState):
                     mine = value._local if isinstance(value, ShardTensor) else value
                     state += mine.numel() * mine.element_size()
         full = sum(u.full_bytes for u in self._runtime.schedule.gathered.values())
+        full += sum(f.part.untyped_storage().nbytes() for u in self.units for f in u.flats if f.part is not None)
         return {"parameters": parameters, "gradients": gradients, "optimizer": state, "gathered": full}
 
     # -- the end ------------------------------------------------------------------------------------------------

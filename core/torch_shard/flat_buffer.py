@@ -184,7 +184,8 @@ class FlatBuffer:
 
     def gather_again(self, what: str) -> Pending | GatherAgain:
         """Fill the gathered buffer, which has memory, from the parts that few ranks have kept. Collective."""
-        if self.part is not None and self.part.untyped_storage().nbytes():  # else this rank has kept the whole
+        assert self.part is not None
+        if self.part.untyped_storage().nbytes():  # else this rank has kept the whole
             self.collectives.own_part(self.full).copy_(self.part)
             self.drop_part()
         pending = self.collectives.all_gather_again(self.full, what)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import ConfigError, MissingRankError, ShardError
+from .errors import ConfigError, MissingRankError, SetupError, ShardError
 from .topology import Topology
 from .watch import FIRST_TICK, caller_line, default_store
 
@@ -349,13 +349,52 @@ def _among(groups: Groups, group: Any, purpose: str, members: tuple[int, ...], b
 _made: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
 
 
-def group_over(ranks: list[int]) -> Any:
-    """A process group over these global ranks: the default one where those are all. Collective over them."""
+def group_over(ranks: list[int], timeout: float) -> Any:
+    """A process group over these global ranks: the default one where those are all. Collective over them.
+
+    Raises:
+        MissingRankError: one has not come within `timeout` seconds.
+        SetupError: this rank is none of them.
+    """
+    if dist.get_rank() not in ranks:
+        raise SetupError(f"mesh: rank {dist.get_rank()} is not in it ({ranks}); call shard() on its ranks.")
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
     found = _made.get(tuple(ranks))
     if found is None or found not in dist.distributed_c10d._world.pg_map:
+        # Counted by each rank for itself, as all of them come here in one order.
         number = default_store().add(f"torch_shard/made/{ranks}/{dist.get_rank()}", 1)
-        with _made_by_its_members(f"torch_shard/over/{ranks}/{number}"):
+        name = f"torch_shard/over/{ranks}/{number}"
+        told_by(ranks, name, "", timeout)
+        with _made_by_its_members(name):
             found = _made[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
     return found
+
+
+def told_by(ranks: list[int], name: str, mine: str, timeout: float) -> dict[int, str]:
+    """What each of these global ranks says under `name`, through the store: `new_group` and torch's object collectives would
+    wait for the group's own timeout. Collective over them.
+
+    Raises:
+        MissingRankError: one has not come within `timeout` seconds.
+    """
+    store, me, deadline = default_store(), dist.get_rank(), time.monotonic() + timeout
+    try:
+        store.set(f"{name}/{me}", f"said {mine}")
+        pause = 0.0005
+        while missing := [rank for rank in ranks if not store.check([f"{name}/{rank}"])]:
+            if time.monotonic() > deadline:
+                raise MissingRankError(
+                    f"rank {me} waited {timeout:g} s in shard() at {caller_line()} for ranks {missing} of the mesh. It is "
+                    "collective: call it on every rank, with the same settings, and see whether it failed there."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return {rank: store.get(f"{name}/{rank}").decode().removeprefix("said ") for rank in ranks}
+    except ShardError:
+        raise
+    except RuntimeError as error:
+        raise MissingRankError(
+            f"rank {me}: shard() at {caller_line()} can't reach the store through which the ranks meet; the rank that serves it "
+            f"has probably died, see its log. ({error})"
+        ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import nn
 from .config import ShardConfig
 from .dtensors import planes_of, tensor_mesh
 from .errors import ConfigError, SetupError, UnavailableError
-from .groups import backend_of, group_over
+from .groups import backend_of, group_over, told_by
 from .topology import Topology
 from .versions import check_torch
 
@@ -64,7 +65,11 @@ def resolve_mesh(mesh: Any, model: nn.Module, config: ShardConfig) -> Mesh:
         )
         if parallel is not None:
             return _with_planes(mesh, rows, planes_of(mesh, parallel[1], parallel[0]), device, config)
-        group = mesh.get_group() if rows is None else group_over(sorted(rank for row in rows for rank in row))
+        group = (
+            mesh.get_group()
+            if rows is None
+            else group_over(sorted(rank for row in rows for rank in row), config.timeout)
+        )
     elif isinstance(mesh, (tuple, list)) and len(mesh) == 2:
         group, rows = _of_two_groups(mesh, config)
     else:
@@ -82,7 +87,7 @@ def _with_planes(
     mesh: Any, rows: Sequence[Sequence[int]] | None, planes: list[list[int]], device: torch.device, config: ShardConfig
 ) -> Mesh:
     """Over all ranks of the mesh's planes, each shared as `mesh`, this rank's, says."""
-    group = group_over(sorted(rank for plane in planes for rank in plane))
+    group = group_over(sorted(rank for plane in planes for rank in plane), config.timeout)
     _check_backend(group, device)
     own = [int(rank) for rank in mesh.mesh.flatten().tolist()]
     order = sorted(range(len(own)), key=own.__getitem__)  # as process groups number ranks
@@ -98,7 +103,10 @@ def _with_planes(
 
 
 def _again(topology: Topology, config: ShardConfig) -> int | None:
+    """See :attr:`Mesh.again`."""
     size = config.reshard_after_forward
+    if topology.world == 1:
+        return None
     if size is not None and topology.size % size:
         raise ConfigError(
             f"reshard_after_forward is {size}, which does not divide the {topology.size} ranks of a copy."
@@ -171,9 +179,12 @@ def _of_two_groups(groups: Sequence[Any], config: ShardConfig) -> tuple[Any, Seq
             f"mesh is a pair of process groups, which a hybrid strategy needs; strategy is {config.strategy!r}."
         )
     shard, replicate = (_checked_group(group) for group in groups)
-    rows: list[Any] = [None] * dist.get_world_size(replicate)
-    dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
-    return group_over(sorted(rank for row in rows for rank in row)), rows
+    # Of each copy, what its rank says that has this one's slice.
+    own, others = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
+    name = f"torch_shard/pair/{replicate.group_name}/{others}"
+    said = told_by(others, name, json.dumps(own), config.timeout)
+    rows = sorted(json.loads(text) for text in said.values())
+    return group_over(sorted(rank for row in rows for rank in row), config.timeout), rows
 
 
 def _device_of(model: nn.Module, group: Any) -> torch.device:
@@ -192,6 +203,8 @@ def _topology(ranks: Sequence[int], rows: Sequence[Sequence[int]] | None, config
         return Topology.replicated(world)
     if not config.is_hybrid:
         return Topology.sharded(world)
+    if world == 1:
+        return Topology.sharded(1)
     if rows is not None:
         found = Topology.of_ranks(rows, ranks)
         if config.shard_size not in (None, found.size):
@@ -203,8 +216,6 @@ def _topology(ranks: Sequence[int], rows: Sequence[Sequence[int]] | None, config
         if world % config.shard_size:
             raise ConfigError(f"shard_size is {config.shard_size}, which does not divide the {world} ranks.")
         return Topology.hybrid(world, config.shard_size)
-    if world == 1:
-        return Topology.sharded(1)
     return _by_node(ranks)
 
 

@@ -151,20 +151,17 @@ def settle(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor], what
     """
     c = runtime.collectives
     state = optimizer.state
-    table = everyone(runtime, [_kind(state.get(p)) for p in params], what)
-    table = [table[rank] for rank in c.topology.row_of(c.world_rank)]  # other copies keep theirs
+    kinds_of = everyone(runtime, [_kind(state.get(p)) for p in params], what)
+    for i, p in enumerate(params):
+        _check_slices(runtime, p, [kinds[i] for kinds in kinds_of], what)
+    _send_to_copies(runtime, state, params, kinds_of, what)
+    table = [kinds_of[rank] for rank in c.topology.row_of(c.world_rank)]
     owners = runtime.owners.of(optimizer)
     sliced: list[ShardTensor] = []
     free: list[ShardTensor] = []
     chosen: dict[str, int] = {}
     for i, p in enumerate(params):
         kinds = [row[i] for row in table]
-        if _SLICES in kinds and min(kinds) != _SLICES:
-            raise ShardError(
-                f"rank {c.world_rank}: {what}: ranks {[r for r, k in enumerate(kinds) if k == _SLICES]} have slices of the "
-                f"state of {p._spec.name}, the others have none. Load state on every rank, or drop it "
-                "(`optimizer.state.pop(parameter)`) on every rank. Nothing was changed."
-            )
         if _SLICES in kinds:
             sliced.append(p)
         holders = [rank for rank, kind in enumerate(kinds) if kind != _NONE]
@@ -187,6 +184,44 @@ def settle(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor], what
     for p in params:
         if p in state and owners.get(p._spec.name, c.rank) != c.rank:
             del state[p]
+
+
+def _check_slices(runtime: Runtime, p: ShardTensor, kinds: list[int], what: str) -> None:
+    """`kinds` by rank of the engine, so that all ranks raise."""
+    if _SLICES in kinds and min(kinds) != _SLICES:
+        having = [rank for rank, kind in enumerate(kinds) if kind == _SLICES]
+        raise ShardError(
+            f"rank {runtime.collectives.world_rank}: {what}: ranks {having} have slices of the state of {p._spec.name}, the "
+            "others have none. Load state on every rank, or drop it "
+            "(`optimizer.state.pop(parameter)`) on every rank. Nothing was changed."
+        )
+
+
+def _send_to_copies(
+    runtime: Runtime, state: Any, params: Sequence[ShardTensor], kinds_of: list[list[int]], what: str
+) -> None:
+    """State of which only some copies have anything: give it to the others, and note that in `kinds_of`, by rank. Where each rank
+    is a copy (``no_shard``) it is the user's affair, as with DDP. Collective."""
+    topology = runtime.collectives.topology
+    if not topology.is_hybrid:
+        return
+    rows, me = topology.rows, runtime.collectives.world_rank
+    lacking = {}  # by number of the parameter, the copies without any state of it
+    for i in range(len(params)):
+        without = [row for row in rows if not any(kinds_of[rank][i] for rank in row)]
+        if without and len(without) < len(rows):
+            lacking[i] = without
+    if not lacking:
+        return
+    own = {i: state.get(params[i]) for i in lacking}
+    for i, (source, description) in descriptions(runtime, own, len(params), what).items():
+        position = topology.positions()[source]
+        receivers = [row[position] for row in lacking[i]]
+        entries = sent(runtime, own, i, source, description, me in receivers, what)
+        if me in receivers:
+            state[params[i]] = copied(entries, str(runtime.collectives.device))
+        for rank in receivers:
+            kinds_of[rank][i] = _WHOLE
 
 
 def _kind(entries: Any) -> int:

@@ -9,6 +9,7 @@ on this rank too.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 # it may need a gather from this one. On a GPU one more, else its queue would run empty while the host waits.
 _IN_FLIGHT, _IN_FLIGHT_ON_STREAMS = 1, 2
 PAUSE = 0.2  # seconds
+# ... that a rank whose backward failed waits for reductions inside its copy, so that the copies stay in step. Where the others
+# have failed with it, they come at once.
+_WAIT_ACROSS = 5.0
 _NO_PAUSE_FOR = 100  # backwards without a pause, once one was in vain because of such a rank
 
 
@@ -200,9 +204,13 @@ class Reductions:
 
     def abandon(self) -> None:
         """Backward failed. A partner may never come, and the failure being handled says why: don't wait for long."""
+        c = self.collectives
+        copies = c.across_channel is not None
+        deadline = time.monotonic() + min(_WAIT_ACROSS if copies else PAUSE * len(self._in_flight), c.watch.timeout)
         for _, reduction in self._in_flight:
+            left = max(0.0, deadline - time.monotonic())
             with contextlib.suppress(ShardError):
-                reduction.abandon(PAUSE)
+                reduction.abandon(left if copies else min(PAUSE, left))
         self._in_flight.clear()
         self._marked = None
         self._units.clear()

@@ -92,6 +92,7 @@ class Runtime:
 
     def ready(self) -> None:
         if self.together is not None:
+            self.together.join(self)
             self.together.widen(2 + sum(4 + len(u.params) for u in self.units))
         self.agreement = self.schedule.agreement = Agreement(self.collectives, self.together)
         # Ranks that have differed remember different orders.
@@ -417,7 +418,8 @@ class Runtime:
             unit.held = False
             unit.uses.clear()
             unit.kept.clear()
-            unit.drop_parts()
+        if self.together is not None:
+            self.together.drop_parts()
         schedule.release_unused()
         self.collectives.drop_spares()  # memory between steps counts; a backward takes them up again
         if self.syncing:

@@ -144,7 +144,8 @@ class Schedule:
         if unit.kept:
             unit.refill = True
             # The other ranks will gather it from what few of them have kept; here that is the whole.
-            unit.resharded |= for_backward and unit.collectives.again_channel is not None
+            if for_backward:
+                unit.note_resharded()
             return
         unit.release(for_backward)
         self.gathered.pop(unit.index, None)
@@ -200,6 +201,8 @@ class Schedule:
         for unit in self.gathered.values():
             unit.uses.clear()
             unit.kept.clear()
+        for unit in self.by_index.values():
+            unit.drop_parts()
         for unit in self.by_index.values() if self.keeps_on else ():
             # Whether this rank's own shard was written to says nothing: it may have no part of what was.
             unit.outdated |= any(param.requires_grad for param in unit.params)

@@ -144,15 +144,33 @@ def _write(summons: Summons) -> None:
                 _write_grads(summons, number, flat)
 
 
+def _of_first_copy(
+    unit: Unit, flat: FlatBuffer, slices: list[torch.Tensor | None], what: str
+) -> list[torch.Tensor | None]:
+    """Gradients that each copy may have edited its own way, None included."""
+    held = torch.tensor([s is not None for s in slices], dtype=torch.uint8, device="cpu")
+    send_bytes(unit.runtime, held, 0, what)
+    own = torch.zeros(flat.layout.shard_numel, dtype=flat.dtypes.grad, device=flat.shard.device)
+    ranges = [flat.layout.local_range(i, flat.collectives.rank) for i in range(len(slices))]
+    for local, (start, stop) in zip(slices, ranges, strict=True):
+        if local is not None:
+            own[start:stop].copy_(local)
+    unify_replicas(flat, what, own)
+    return [own[start:stop] if has else None for has, (start, stop) in zip(held.tolist(), ranges, strict=True)]
+
+
 def _write_grads(summons: Summons, number: int, flat: FlatBuffer) -> None:
     request, unit = summons.request, summons.unit
     what = f"the write-back of the gradients of unit {unit.name!r}"
     grads = [own_grad(leaf) for leaf in summons.leaves[number]] if summons.here else [None] * len(flat.params)
     if request.ranks is None:
-        for param, grad in zip(flat.params, grads, strict=True):
-            local = None
-            if grad is not None:
-                local = slice_part(flat.part_of(grad.detach(), param._spec.index), param._spec).to(flat.shard.device)
+        slices = [
+            None if g is None else slice_part(flat.part_of(g.detach(), p._spec.index), p._spec).to(flat.shard.device)
+            for p, g in zip(flat.params, grads, strict=True)
+        ]
+        if flat.collectives.topology.replicas > 1:
+            slices = _of_first_copy(unit, flat, slices, what)
+        for param, local in zip(flat.params, slices, strict=True):
             set_grad(param, None if local is None else local.clone())
         return
     source = request.ranks[0]

@@ -24,6 +24,7 @@ class Together:
         self._issued: dict[str, int] = {}
         self._engines = 0
         self._copies: dict[int, int] = {}
+        self._engines_here: weakref.WeakSet[Any] = weakref.WeakSet()  # their runtimes
         self.width = 0  # bytes of the largest engine's message at the end of a backward
 
     def widen(self, width: int) -> None:
@@ -40,6 +41,17 @@ class Together:
         copies of one model that ranks take in different order are not told apart."""
         self._copies[original] = self._copies.get(original, 0) + 1
         return original + 1_000_003 * self._copies[original]
+
+    def join(self, runtime: Any) -> None:
+        """There is an engine."""
+        self._engines_here.add(runtime)
+
+    def drop_parts(self) -> None:
+        """A backward has ended. What units of *all* engines keep for one is dropped: a model that is frozen, a teacher, may never
+        get one of its own. (One that comes later gathers from all ranks.)"""
+        for runtime in self._engines_here:
+            for unit in runtime.units:
+                unit.drop_parts()
 
     def begin(self, runtime: Any) -> None:
         if not self._running:

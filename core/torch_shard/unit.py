@@ -78,6 +78,9 @@ class Unit:
         self.kept: list[Any] = []
         self.refill = False
         self.resharded = False  # since this forward few ranks share it, from whose parts backward gathers it again
+        self._reshard_versions: list[
+            int
+        ] = []  # of the parameters then: a recomputation computes with what they are now
         # Under `shard_optim`: whether parameters may have changed since they were gathered, as all ranks agree; and whether the
         # user was given this rank's memory of one, where changes leave no trace.
         self.outdated = self.exposed = False
@@ -166,7 +169,7 @@ class Unit:
         self.wait()
         self.refill = self.outdated = False
         c = self.collectives
-        again = again and self.resharded
+        again = again and self.resharded and self._reshard_versions == self._versions()
         if again:
             self.resharded = False
         self.runtime.note_issued("gather again" if again else "gather", self)
@@ -223,6 +226,16 @@ class Unit:
         if self.collectives.gather_stream is not None:
             self.streams.add(torch.cuda.current_stream(self.collectives.device))
 
+    def _versions(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [param._version for param in self.params]
+
+    def note_resharded(self) -> None:
+        """Forward is done with it: backward is to gather it from what few ranks keep, if that was asked for."""
+        if self.collectives.again_channel is not None:
+            self.resharded = True
+            self._reshard_versions = self._versions()
+
     def drop_parts(self) -> None:
         """What is gathered next is the shards' values."""
         if self.resharded:
@@ -238,7 +251,8 @@ class Unit:
         self.wait()
         self.refill = False
         keeps = for_backward and self.collectives.again_channel is not None
-        self.resharded |= keeps
+        if keeps:
+            self.note_resharded()
         with self._gathering():
             # Hazard: the next allocation may reuse this memory on the gather stream while compute still reads it;
             # `gathering()` has made that stream wait for what the current one was given, which may be another one.

@@ -200,19 +200,21 @@ def send_bytes(runtime: Runtime, values: torch.Tensor, source: int, what: str) -
     return values
 
 
-def unify_replicas(flat: FlatBuffer, what: str) -> None:
-    """Where there are several copies, the first one's values count, since random edits may differ between ranks. Collective."""
+def unify_replicas(flat: FlatBuffer, what: str, own: torch.Tensor | None = None) -> None:
+    """Where there are several copies, the first one's values count, since random edits may differ between ranks. Collective.
+    `own`: this rank's slice, or something of its size; the shard by default."""
     c = flat.collectives
+    own = flat.shard if own is None else own
     # What tensor parallelism does not cut is the same in all planes.
     channel = c.lane_channel if c.lane_channel is not None and not flat.split else c.across_channel
     if not flat.sharded:
-        broadcast_coalesced(c, [flat.shard], what, within_plane=flat.split)
+        broadcast_coalesced(c, [own], what, within_plane=flat.split)
     elif channel is not None:
         c.send_waiting()
         c.watch.meet(what)
-        if flat.shard.numel():
+        if own.numel():
             first = c.watch.ranks[min(channel.members)]
-            raw, ordered = _bytes(flat.shard), c.watch.polls
+            raw, ordered = _bytes(own), c.watch.polls
             blocking(c.watch, channel.name, what, dist.broadcast, raw, src=first, ordered=ordered)
 
 
