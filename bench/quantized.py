@@ -4,8 +4,8 @@
     python bench/quantized.py --steps 20     to try the script
     python bench/quantized.py --only none,both
 
-Every run begins with the same weights and sees the same batches, but for one, which shows by how much other batches alone
-move the loss. Losses and bytes do not depend on the time that the machine takes.
+Every run begins with the same weights and sees the same batches, but for three exact ones, which show by how much chance
+alone moves the loss. Losses and bytes do not depend on the time that the machine takes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ from torch_shard import Quantized
 
 GLOBAL_BATCH = 16
 HELD_OUT_WINDOWS = 256
-OTHER = 1_000_000  # steps ahead, in the other batches
+AHEAD = {"other": 1_000_000, "third": 2_000_000}  # steps, in the batches of these runs
+SEEDS = {"weights": 1}  # of the first weights; 0 in the other runs
 
 SETTINGS: dict[str, tuple[str, Quantized | None]] = {
     "none": ("exact", None),
     "other": ("exact, other batches", None),
+    "third": ("exact, other batches again", None),
+    "weights": ("exact, other first weights", None),
     "int8": ("int8 parameters", Quantized("int8")),
     "float8": ("float8 parameters", Quantized("float8")),
     "gradients": ("int8 gradients", Quantized(gradients="int8")),
@@ -53,7 +56,7 @@ def run(rank: int, name: str, args: argparse.Namespace, folder: str) -> None:
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=args.ranks)
     text, config = StdlibText(), PRESETS["tiny"]
     size = GLOBAL_BATCH // args.ranks
-    torch.manual_seed(0)
+    torch.manual_seed(SEEDS.get(name, 0))
     model = GPT(config)
     engine = torch_shard.shard(model, quantized=SETTINGS[name][1])
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
@@ -65,7 +68,7 @@ def run(rank: int, name: str, args: argparse.Namespace, folder: str) -> None:
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * rate
         before = engine.bytes_sent
-        model(*text.batch(step + OTHER * (name == "other"), rank, size, config.context)).backward()
+        model(*text.batch(step + AHEAD.get(name, 0), rank, size, config.context)).backward()
         sent = engine.bytes_sent - before
         engine.clip_grad_norm_(1.0)
         optimizer.step()
