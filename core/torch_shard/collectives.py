@@ -148,6 +148,12 @@ class Collectives:
     def __deepcopy__(self, memo: dict[int, Any]) -> Collectives:
         return self  # groups and streams belong to the process, not to a model
 
+    def everyone(self) -> ScalarComm | SingleComm:
+        """As `scalar`, over all ranks whose gradients are averaged: replicas, too."""
+        if self.world == self.size:
+            return self.scalar
+        return ScalarComm(self.watch.channels["scalar"], self.watch, self.world, self.world_rank)
+
     # -- streams ------------------------------------------------------------------------------------------------
     def _on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         if stream is None:

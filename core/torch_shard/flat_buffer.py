@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .collectives import Collectives, ScalarComm
+from .collectives import Collectives
 from .errors import UnitStateError
 from .gradient_buffer import GradientBuffer
 from .layout import FlatLayout
@@ -246,8 +246,7 @@ class _Average:
         c, spec = flat.collectives, flat.params[self.index]._spec
         total = grad.detach().clone()
         if c.world > 1:
-            everyone = ScalarComm(c.watch.channels["scalar"], c.watch, c.world, c.world_rank)
-            everyone.all_reduce(total, "sum", f"the gradient of {spec.name}, used past its unit")
+            c.everyone().all_reduce(total, "sum", f"the gradient of {spec.name}, used past its unit")
         return ShardTensor.from_full(total.div_(c.world), spec)
 
 
