@@ -51,6 +51,7 @@ class Job:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     check_group: bool
+    within: Callable[[], contextlib.AbstractContextManager[None]] | None = None
 
 
 def serve(rank: int, world_size: int, backend: str, port: int, timeout: float, folder: str, link: Connection) -> None:
@@ -137,7 +138,8 @@ def _run_job(data: bytes, rank: int, world_size: int, number: int) -> Outcome:
     try:
         job: Job = pickle.loads(data)
         torch.manual_seed(0)
-        result = job.function(rank, world_size, *job.args)
+        with contextlib.nullcontext() if job.within is None else job.within():
+            result = job.function(rank, world_size, *job.args)
         outcome = Outcome("done", result=pickle.dumps(result))
         del result
         if job.check_group:

@@ -235,6 +235,9 @@ def _environment() -> Iterator[None]:
                 os.environ[key] = value
 
 
+within: Callable[[], contextlib.AbstractContextManager[None]] | None = None
+"""What the functions of jobs run in, on each rank; picklable. For fixtures to set, and to clear again."""
+
 _pools: dict[tuple[int, str], _Pool] = {}
 
 
@@ -267,7 +270,7 @@ def run(
             _pools[key] = pool
     outcomes: dict[int, Outcome] = {}
     try:
-        outcomes = pool.run(Job(function, args, check_group=not fresh), timeout, may_die)
+        outcomes = pool.run(Job(function, args, check_group=not fresh, within=within), timeout, may_die)
         failures = {
             rank: outcome
             for rank, outcome in outcomes.items()

@@ -56,7 +56,10 @@ class Schedule:
             unit.wait()
             unit.note_stream()
             return
-        if self.keeps_on and self._is_current(unit):
+        idle = unit.state is not State.SHARDED and not unit.running and not unit.uses
+        # What is stale here was edited since the forward began, when the ranks compared, so by code that all of them run.
+        edited = idle and phase != BACKWARD and unit.is_stale()
+        if self.keeps_on and self._is_current(unit) and not edited:
             self.gathered[unit.index] = unit
             unit.wait()
             unit.note_stream()
@@ -72,8 +75,7 @@ class Schedule:
             self._follow(unit, event)
             upcoming = [self.by_index[i] for i in self.order.upcoming()]
         if phase != BACKWARD:
-            idle = unit.state is not State.SHARDED and not unit.running and not unit.uses
-            if idle and (unit.outdated or unit.is_stale()):
+            if edited or (idle and unit.outdated):
                 unit.release()
             if upcoming is not None and not self._keeps():
                 self._release_others(unit, upcoming, for_backward=phase == FORWARD)

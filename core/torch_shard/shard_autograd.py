@@ -134,7 +134,7 @@ class Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return MeanSlice.apply(grad, ctx.cls, ctx.spec)
+        return MeanSlice.apply(grad, ctx.cls, ctx.spec, ctx.spec.comm.everyone)
 
 
 class MeanSlice(torch.autograd.Function):
@@ -145,15 +145,14 @@ class MeanSlice(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, full: torch.Tensor, cls: Any, spec: Any) -> Any:
+    def forward(ctx: Any, full: torch.Tensor, cls: Any, spec: Any, everyone: Any) -> Any:
         total = full.detach().clone(memory_format=torch.contiguous_format)
-        comm = spec.comm.everyone
-        comm.all_reduce(total, "sum", f"the gradient of {spec.name}")
-        return cls._wrap(slice_full(total.div_(comm.size), spec).clone(), spec)
+        everyone.all_reduce(total, "sum", f"the gradient of {spec.name}")
+        return cls._wrap(slice_full(total.div_(everyone.size), spec).clone(), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        return Whole.apply(grad), None, None
+        return Whole.apply(grad), None, None, None
 
 
 def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
@@ -197,7 +196,7 @@ def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> 
             if unit.runtime.in_forward:  # an inner step of the model itself (MAML): this rank's own, as under DDP
                 own[i] = grad if own[i] is None else Whole.apply(own[i]) + (0 if grad is None else grad)
             else:
-                own[i] = _reduced(cls, inputs[i], own[i], grad)
+                own[i] = _reduced(cls, unit, inputs[i], own[i], grad)
     if not allow_unused and any(grad is None for grad in own):
         raise RuntimeError(
             "One of the differentiated Tensors appears to not have been used in the graph. "
@@ -209,12 +208,13 @@ def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> 
     return tuple(own)
 
 
-def _reduced(cls: type[ShardTensor], param: Any, from_slices: Any, from_leaf: Any) -> Any:
-    spec = param._spec
+def _reduced(cls: type[ShardTensor], unit: Any, param: Any, from_slices: Any, from_leaf: Any) -> Any:
+    spec, everyone = param._spec, unit.collectives.plane  # replicas have different gradients, too
     used = torch.tensor(float(from_leaf is not None), device=param._local.device)
-    if not spec.comm.everyone.all_reduce(used, "max", f"torch.autograd.grad for {spec.name}"):
+    if not everyone.all_reduce(used, "max", f"torch.autograd.grad for {spec.name}"):
         return from_slices
+    stored = param._local.dtype  # that of the result, as in plain torch, whatever the leaf is computed with in
     if from_leaf is None:  # used on another rank only
-        from_leaf = torch.zeros(spec.shape, dtype=param.dtype, device=param.device)
-    grad: Any = MeanSlice.apply(from_leaf, cls, spec)
+        from_leaf = torch.zeros(spec.shape, dtype=stored, device=param.device)
+    grad: Any = MeanSlice.apply(from_leaf.to(stored), cls, spec, everyone)
     return grad if from_slices is None else grad + from_slices

@@ -303,8 +303,14 @@ class Unit:
         if self.installed:
             return
         self._restore()
-        if self.gathers and not self.is_summoned:
+        if self.is_summoned:
+            return
+        if self.gathers:
             self.write_back_edits()
+        elif self._data_was_taken():
+            # What was assigned to the memory that parameters and leaves share is there already; other memory is not theirs.
+            for flat in self.flats:
+                flat.check_places()
 
     def _restore(self) -> None:
         for module, attribute, flat, index in self.places:
@@ -335,7 +341,7 @@ class Unit:
             return
         flats = [flat for flat in self.flats if flat.gathers]
         edited = [flat for flat in flats if flat.versions != flat.leaf_versions()]
-        taken = any([getattr(leaf, "data_taken", False) for flat in flats for leaf in flat.leaves])  # noqa: C419 (hot)
+        taken = self._data_was_taken()
         if taken:
             for flat in flats:
                 flat.check_places()
@@ -346,6 +352,9 @@ class Unit:
             edited += unseen
         for flat in edited:
             flat.take_edits()
+
+    def _data_was_taken(self) -> bool:
+        return any([getattr(leaf, "data_taken", False) for flat in self.flats for leaf in flat.leaves])  # noqa: C419 (hot)
 
     # -- user hooks ---------------------------------------------------------------------------------------------
     def register_grad_hook(self, param: ShardTensor, fn: Any) -> Any:

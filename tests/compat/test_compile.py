@@ -12,6 +12,7 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP, average_grads, batch, loss_of
+from tests.compat.modes import as_computed
 from tests.marks import exhaustive
 from tests.precision.harness import low_copy, mean_over_ranks
 from tests.ranks import ranks
@@ -69,7 +70,7 @@ def test_it_trains_like_plain_without_recompiling_after_the_second_step(way, str
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = MLP().double()
-    plain = copy.deepcopy(model)
+    plain = as_computed(copy.deepcopy(model))
     torch_shard.shard(model, strategy=strategy, unit_bytes=500, timeout=60.0)
     train(way(model, backend="aot_eager"), model, plain, rank, None, {"rtol": 1e-9, "atol": 1e-10})
 
@@ -80,7 +81,7 @@ def test_mixed_precision_compiles_as_well(way, rank):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = MLP()
-    plain = copy.deepcopy(model)
+    plain = as_computed(copy.deepcopy(model))
     torch_shard.shard(model, unit_bytes=500, timeout=60.0, precision=torch.bfloat16)
     # Compiled graphs may keep what eager rounds to bf16 in between.
     train(way(model, backend="aot_eager"), model, plain, rank, torch.bfloat16, {"rtol": 0.05, "atol": 0.02})
@@ -93,7 +94,7 @@ def test_inductor_trains_like_plain(way, rank):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = MLP()
-    plain = copy.deepcopy(model)
+    plain = as_computed(copy.deepcopy(model))
     torch_shard.shard(model, unit_bytes=300, timeout=200.0)
     train(way(model, backend="inductor"), model, plain, rank, None, {"rtol": 1e-4, "atol": 1e-5})
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.compat.harness import MLP, Pair, batch, loss_of, plain_backward, train_both
+from tests.compat.modes import mixed
 from tests.compat.test_hooks import WHEN, _pair
 from tests.marks import exhaustive
 from tests.ranks import ranks
@@ -170,8 +171,9 @@ def test_a_backward_through_weights_that_were_stepped_since_is_an_error_as_in_pl
     for loss in losses:
         loss.backward()
     pair.update()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        earlier[1].backward()
+    if not mixed():  # where the plain model's graph has copies
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            earlier[1].backward()
     with pytest.raises(ShardError, match=r"weight.*changed"):
         earlier[0].backward()
     pair.optimizer.zero_grad()

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, batch, loss_of, plain_backward, same, train_both
+from tests.compat.modes import as_computed
 from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard.errors import ShardError
@@ -242,7 +243,7 @@ def test_vectors_of_parameters_there_and_back_train_like_plain(rank, world_size)
 def test_a_backward_inside_no_sync_of_a_forward_outside_reduces_as_under_ddp(rank, world_size, strategy):
     torch.manual_seed(0)
     model = MLP().double()
-    ddp = DistributedDataParallel(copy.deepcopy(model))
+    ddp = DistributedDataParallel(as_computed(copy.deepcopy(model)))
     engine = torch_shard.shard(model, unit_bytes=500, strategy=strategy, timeout=20.0)
     for wrapped, no_sync in ((model, engine.no_sync), (ddp, ddp.no_sync)):
         loss = loss_of(wrapped(batch(rank, 0)))
@@ -390,7 +391,7 @@ class Normed(nn.Module):
 def test_buffers_are_those_of_ddp(rank, world_size, kind):
     torch.manual_seed(0)
     model = Normed().double()
-    ddp = DistributedDataParallel(copy.deepcopy(model))
+    ddp = DistributedDataParallel(as_computed(copy.deepcopy(model)))
     engine = torch_shard.shard(model, unit_bytes=100, timeout=20.0)
     for step in range(6):
         for wrapped, inner, no_sync in ((model, model, engine.no_sync), (ddp, ddp.module, ddp.no_sync)):

@@ -10,6 +10,7 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, _sgd, batch, plain_backward, same, same_grads
+from tests.compat.modes import as_computed
 from tests.ranks import ranks
 
 
@@ -18,7 +19,7 @@ def _pair(register, when, optimizer=_sgd):
     torch.manual_seed(0)
     pair = Pair.__new__(Pair)
     pair.model = MLP().double()
-    pair.plain = copy.deepcopy(pair.model)
+    pair.plain = as_computed(copy.deepcopy(pair.model))
     handles = [register(pair.plain)]
     if when == "before":
         handles.insert(0, register(pair.model))

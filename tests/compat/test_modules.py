@@ -11,6 +11,7 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, average_grads, batch, loss_of, plain_backward, same, same_grads, train_both
+from tests.compat.modes import as_computed
 from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard.unit import State
@@ -343,7 +344,7 @@ class ResNet(nn.Module):
 def test_a_resnet_has_gradients_and_buffers_as_under_ddp(rank, world_size, broadcast_buffers):
     torch.manual_seed(0)
     model = ResNet().double()
-    plain = copy.deepcopy(model)
+    plain = as_computed(copy.deepcopy(model))
     ddp = nn.parallel.DistributedDataParallel(plain, broadcast_buffers=broadcast_buffers)
     torch_shard.shard(model, unit_bytes=2000, broadcast_buffers=broadcast_buffers)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, plain)]
@@ -368,7 +369,7 @@ def test_sync_batch_norm_trains(rank, device):
     if device.type == "cpu":
         pytest.skip("SyncBatchNorm computes on GPUs only")
     model = nn.SyncBatchNorm.convert_sync_batchnorm(ResNet()).to(device)
-    plain = copy.deepcopy(model)
+    plain = as_computed(copy.deepcopy(model))
     torch_shard.shard(model)
     x = torch.randn(3, 3, 8, 8, device=device)
     for m in (model, plain):

@@ -22,6 +22,7 @@ from tests.compat.harness import (
     train_alike,
     train_both,
 )
+from tests.compat.modes import as_computed
 from tests.marks import exhaustive, quick
 from tests.ranks import ranks
 from torch_shard.errors import NeedsGatherError
@@ -122,7 +123,7 @@ def test_an_optimizer_of_whole_matrices_is_right_or_refused_by_name(rank, world_
 def test_an_optimizer_built_before_sharding(rank, world_size):
     torch.manual_seed(0)
     model = MLP().double()
-    plain = copy.deepcopy(model)
+    plain = as_computed(copy.deepcopy(model))
     optimizers = [O.AdamW(m.parameters(), lr=0.01) for m in (model, plain)]
     torch_shard.shard(model, unit_bytes=500)
     train_alike(model, plain, optimizers, rank)
@@ -160,7 +161,7 @@ def train_once(models, optimizers, x):
 def test_an_optimizer_that_stepped_before_sharding_goes_on(rank, world_size, name, strategy):
     torch.manual_seed(0)
     model = WithScalar().double()
-    plain = copy.deepcopy(model)
+    plain = as_computed(copy.deepcopy(model))
     optimizers = [OPTIMIZERS[name](m.parameters()) for m in (model, plain)]
     for step in range(20, 22):
         train_once((model, plain), optimizers, batch(rank, step))
@@ -179,6 +180,7 @@ def test_a_plain_checkpoints_state_loads_into_the_optimizer_of_a_sharded_model(r
     for step in range(20, 22):
         train_once([plain], [plain_optimizer], batch(rank, step))
     model = copy.deepcopy(plain)
+    as_computed(plain)
     torch_shard.shard(model, unit_bytes=500)
     optimizer = OPTIMIZERS[name](model.parameters())
     for start in (0, 5):  # into an optimizer without state, and into one that has stepped
@@ -286,6 +288,8 @@ def test_a_gan_with_two_optimizers(rank, world_size, toggle):
     torch.manual_seed(0)
     plain = {"g": Generator().double(), "d": Discriminator().double()}
     ours = copy.deepcopy(plain)
+    for model in plain.values():
+        as_computed(model)
     for model in ours.values():
         torch_shard.shard(model, unit_bytes=200)
 

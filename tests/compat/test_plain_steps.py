@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.compat.harness import MLP, Block, Pair, batch, loss_of, plain_backward, same, train_both
+from tests.compat.modes import as_computed
 from tests.marks import exhaustive
 from tests.ranks import ranks
 
@@ -469,7 +470,7 @@ def test_an_optimizer_built_before_sharding_trains_the_sharded_model(rank, world
 
     torch.manual_seed(0)
     model = MLP().double()
-    plain = copy.deepcopy(model)
+    plain = as_computed(copy.deepcopy(model))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
     torch_shard.shard(model, unit_bytes=500)
     pair = Pair.__new__(Pair)

@@ -10,6 +10,7 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP, Block, Pair, average_grads, batch, loss_of, plain_backward, same_grads
+from tests.compat.modes import as_computed
 from tests.ranks import ranks
 
 WIDTH = 5
@@ -163,7 +164,7 @@ def test_a_gradient_in_memory_that_is_used_again_trains_like_plain(rank, world_s
             return x
 
     model = Biases().double()
-    plain = copy.deepcopy(model)
+    plain = as_computed(copy.deepcopy(model))
     torch_shard.shard(model, timeout=20.0)
     for step in range(2):
         for m in (model, plain):

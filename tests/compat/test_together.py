@@ -10,6 +10,7 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import average_grads, batch, loss_of, same_grads
+from tests.compat.modes import as_computed
 from tests.ranks import ranks
 from torch_shard.errors import DivergenceError
 
@@ -41,6 +42,8 @@ def _two(rank):
     torch.manual_seed(0)
     plain = [Part().double() for _ in range(2)]
     sharded = copy.deepcopy(plain)
+    for model in plain:
+        as_computed(model)
     for model in sharded:
         torch_shard.shard(model, unit_bytes=20, timeout=10.0)
     return plain, sharded

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torch_shard
+from tests.compat.modes import as_computed
 from tests.hf_models import NAMES, build
 from tests.marks import exhaustive, quick
 from tests.ranks import ranks
@@ -25,7 +26,7 @@ def one_step(name, rank, world_size, **choices):
     model, _, loss_fn = build(name, seed=0)
     # A batch for each rank; the model is the same whatever the batch, so only the inputs of the other seeds are used.
     batches = [build(name, seed=s)[1] for s in range(world_size)]
-    plain = copy.deepcopy(model)
+    plain = as_computed(copy.deepcopy(model))
     engine = torch_shard.shard(model, **choices)
 
     expected = torch.stack([loss_fn(plain(**batch)) for batch in batches]).mean()

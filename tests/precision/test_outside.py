@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.marks import exhaustive
-from tests.precision.harness import Mixed, batch, loss_of, same_bits
+from tests.precision.harness import MLP, Mixed, batch, loss_of, same_bits
 from tests.ranks import ranks
 from torch_shard import Precision
 
-BF16 = torch.bfloat16
+BF16, FP32 = torch.bfloat16, torch.float32
 LOW = Precision(param_dtype=BF16)
 
 
@@ -115,3 +115,35 @@ def test_a_regulariser_has_the_dtype_of_storage(strategy, rank):
         for model in (pair.model, pair.masters):
             model.zero_grad()
     loss_of(pair.model(batch(rank, 0, 4, 6).float())).backward()
+
+
+@ranks(2)
+def test_autograd_grad_gives_gradients_in_the_dtype_of_storage(rank):
+    """As plain torch gives them, so that they can be assigned; used by all ranks or by one."""
+    pair = Mixed(MLP, Precision(param_dtype=BF16))
+    x = batch(rank, 0).float()
+    loss_of(pair.model(x)).backward()
+    wanted = {name: p.grad.full_tensor() for name, p in pair.model.named_parameters()}
+    pair.model.zero_grad()
+    named = dict(pair.model.named_parameters())
+    for (name, p), grad in zip(
+        named.items(), torch.autograd.grad(loss_of(pair.model(x)), list(named.values())), strict=True
+    ):
+        p.grad = grad
+        assert grad.dtype == p.grad.dtype == FP32
+        torch.testing.assert_close(p.grad.full_tensor(), wanted[name], rtol=2**-7, atol=1e-4)
+
+
+@ranks(2)
+def test_autograd_grad_where_one_rank_has_used_a_replicated_parameter(rank):
+    """The other one has zeros for it, which must be sent in the same dtype."""
+    pair = Mixed(MLP, Precision(param_dtype=BF16), strategy="no_shard")
+    x = batch(0, 0).float()
+    hidden = pair.model.inp(x)
+    out = pair.model.head(hidden)
+    parameters = [pair.model.inp.weight, pair.model.head.weight]
+    _, grad = torch.autograd.grad(loss_of(out if rank == 0 else hidden), parameters, allow_unused=True)
+    low = pair.low()
+    (expected,) = torch.autograd.grad(loss_of(low.head(low.inp(x.to(BF16)))), [low.head.weight])
+    assert grad.dtype == FP32
+    torch.testing.assert_close(grad.full_tensor(), expected.float() / 2, rtol=2**-7, atol=1e-5)
