@@ -181,6 +181,26 @@ def test_the_first_data_parallel_ranks_values_count(rank):
     assert not torch.equal(everyone[0], everyone[1])
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("no_shard", marks=pytest.mark.exhaustive)])
+@ranks(4)
+def test_parameters_on_meta_are_initialised_as_a_plain_models(strategy):
+    mesh = mesh_of(2, 2)
+    plan = {
+        "0": ColwiseParallel(output_layouts=Replicate()),
+        "1": SequenceParallel(),
+        "2": RowwiseParallel(input_layouts=Replicate()),
+    }
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.Linear(6, 2))
+    parallelize_module(model, mesh["tp"], plan)
+    torch.manual_seed(5 + dist.get_rank())  # rank 0's counts
+    shard(model, mesh=mesh["dp"], strategy=strategy)
+    torch.manual_seed(5)
+    oracle = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.Linear(6, 2))
+    for p, q in zip(model.parameters(), oracle.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q)
+
+
 @pytest.mark.exhaustive
 @ranks(4)
 def test_a_communication_hook_reduces_over_the_data_parallel_ranks():
@@ -708,10 +728,14 @@ def test_other_placements_and_meta_are_refused_before_anything_changes():
     with pytest.raises(SetupError, match=r"blocks\.1\.down\.bias is a DTensor with placement"):
         shard(model, mesh=mesh["dp"])
     assert type(model.blocks[0].up.weight) is DTensor
+    half = parallel(mesh)
+    half.blocks[0].up.to("meta")
+    with pytest.raises(SetupError, match=r"blocks\.0\.up\.weight is a DTensor on the meta device, and others"):
+        shard(half, mesh=mesh["dp"])
     with torch.device("meta"):
         empty = parallel(mesh)
-    with pytest.raises(SetupError, match=r"embed\.weight is a DTensor on the meta device"):
-        shard(empty, mesh=mesh["dp"])
+    with pytest.raises(SetupError, match=r"is a DTensor on the meta device, and with init_fn"):
+        shard(empty, mesh=mesh["dp"], init_fn=lambda module: None)
 
 
 @ranks(4)

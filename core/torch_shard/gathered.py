@@ -164,13 +164,11 @@ def _device(c: Collectives, device: torch.device | str | None) -> torch.device:
 def _check(runtime: Runtime, units: list[Unit], request: Request) -> None:
     rank = runtime.collectives.world_rank
     for unit in units:
-        name = next(
-            (n for f in unit.flats for n, p in zip(f.layout.slots, f.placed, strict=True) if p is not None), None
-        )
+        name = unit.distributed
         if name is not None and (request.ranks is not None or request.device != runtime.collectives.device):
             raise ConfigError(
-                f"{'ranks' if request.ranks is not None else 'device'}: unit {unit.name!r} has {name.name}, a DTensor, with "
-                "which all ranks of its mesh must compute together, on its device; leave ranks= and device= out."
+                f"{'ranks' if request.ranks is not None else 'device'}: unit {unit.name!r} has {name}, a DTensor, with which all "
+                "ranks of its mesh must compute together, on its device; leave ranks= and device= out."
             )
         stack = open_on(unit)
         if stack:

@@ -32,13 +32,18 @@ class Materialiser:
         self.done: set[int] = set()
         self.units: list[Unit] = []
 
+    @property
+    def sends(self) -> bool:
+        """Whether rank 0's values are sent: an init_fn may do anything, such as load a file on rank 0 only."""
+        return self.config.sync_module_states and self.config.init_fn is not None and self.collectives.world > 1
+
     def initialise(self, unit: Unit, owners: Iterable[nn.Module]) -> None:
         """Give a unit, whose shards have memory by now, its values. Collective where it needs a broadcast."""
         modules = sorted(dict.fromkeys(owners), key=lambda m: self.order[id(m)])
         self.units.append(unit)
-        # An init_fn may do anything, such as load a file on rank 0 only: then rank 0's values must be sent.
-        sends = self.config.sync_module_states and self.config.init_fn is not None and self.collectives.world > 1
-        if unit.sharded and not sends:
+        sends = self.sends
+        distributed = unit.distributed
+        if (unit.sharded or distributed is not None) and not sends:
             for flat in unit.flats:
                 for param in flat.params:
                     _mark(param._local[:1])
@@ -46,7 +51,12 @@ class Materialiser:
             try:
                 self._run(modules)
                 return
-            except NeedsGatherError:
+            except NeedsGatherError as error:
+                if distributed is not None:
+                    raise SetupError(
+                        f"parameter {distributed} is a DTensor on the meta device, and its unit's initialisation needs whole "
+                        f"parameters; initialise the model before shard(). ({error})"
+                    ) from error
                 _set_random_state(self.collectives.device, before)
                 self.done = done
         self._on_whole(unit, modules, sends or (self.config.sync_module_states and not unit.sharded))

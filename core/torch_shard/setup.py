@@ -431,15 +431,16 @@ def _units_on_meta(
     sends = materialiser.config.sync_module_states
     modules = dict(model.named_modules(remove_duplicate=False))
     on_meta: list[bool] = []
-    distributed = [name for name in names if is_dtensor(params[name]) and not here[names.index(name)]]
-    if distributed:
-        raise SetupError(
-            f"rank {c.world_rank}: parameter {distributed[0]} is a DTensor on the meta device. Give the model memory and values "
-            "before shard(): model.to_empty(device=...), then its modules' initialisation or a checkpoint."
-        )
     for unit in plan.units:
         on_meta.append(not any(somewhere[i.name] for i in unit.params))
         if on_meta[-1]:
+            distributed = [i.name for i in unit.params if is_dtensor(params[i.name])]
+            if distributed and materialiser.sends:
+                raise SetupError(
+                    f"parameter {distributed[0]} is a DTensor on the meta device, and with init_fn what rank 0 makes of parameters "
+                    "is sent to all ranks, which have other parts of it. Where init_fn does the same on all ranks, pass "
+                    "sync_module_states=False; else leave it out, or initialise the model before shard()."
+                )
             continue
         for info in unit.params:
             if somewhere[info.name] and not (on_first[info.name] and sends) and not here[names.index(info.name)]:
@@ -448,6 +449,12 @@ def _units_on_meta(
                     "rank; rank 0 must be the one that has them, with sync_module_states=True."
                 )
         empty = [i for i in unit.params if params[i.name].device.type == "meta"]
+        distributed = [i.name for i in empty if is_dtensor(params[i.name])]
+        if distributed:
+            raise SetupError(
+                f"rank {c.world_rank}: parameter {distributed[0]} is a DTensor on the meta device, and others of its unit, or on "
+                "other ranks, are not. Leave the whole model on meta, on every rank, or give all of it memory and values."
+            )
         for info in empty:
             p = params[info.name]
             memory = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=c.device)

@@ -114,6 +114,12 @@ class Unit:
     def names(self) -> list[str]:
         return [s.name for flat in self.flats for s in flat.layout.slots]
 
+    @property
+    def distributed(self) -> str | None:
+        """The first parameter that is a DTensor."""
+        found = ((slot.name, placed) for f in self.flats for slot, placed in zip(f.layout.slots, f.placed, strict=True))
+        return next((name for name, placed in found if placed is not None), None)
+
     def find(self, param: ShardTensor) -> tuple[FlatBuffer, int]:
         for flat in self.flats:
             if flat.layout is param._spec.layout:
