@@ -154,7 +154,8 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
         if marks.mark_of(module) is not None:
             if not isinstance(module, FullyShardedDataParallel):
                 raise ConfigError(
-                    "FullyShardedDataParallel: module was given to fully_shard() before; wrap it by one of them."
+                    f"FullyShardedDataParallel: this {type(module).__name__} is wrapped already; wrap what it returned then, or "
+                    "nothing."
                 )
             return  # wrapped twice: the inner call has everything
         if auto_wrap_policy is not None:

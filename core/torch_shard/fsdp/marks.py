@@ -22,8 +22,10 @@ from ..casting import CastOutputs
 from ..engine import Engine, engine_of, shard
 from ..errors import ConfigError, SetupError, ShardError
 from ..gathered import units_of
+from ..hooks import uncompiled
 from ..shard_tensor import ShardTensor
 from ..unit import Unit
+from . import dcp
 from .settings import Request, config_of, unused
 
 __all__ = [
@@ -207,6 +209,7 @@ def _shard(root: nn.Module) -> Engine:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
     _pending.discard(root)
+    dcp.install()
     apply_sync(root, engine)
     for module, each in [(root, mark), *((part, nested) for _, part, nested in inside)]:
         if each.divisor is not None:
@@ -247,7 +250,7 @@ class ShardFirst:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         before = set(module._forward_pre_hooks)
-        engine_around(module)
+        uncompiled(engine_around, module)
         # The call that is running has its list of hooks already.
         for key, hook in list(module._forward_pre_hooks.items()):
             if key in before:
