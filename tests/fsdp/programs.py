@@ -264,15 +264,21 @@ def module_wrap_policy(f: Any, rank: int) -> Result:
 
 def size_policy(f: Any, rank: int) -> Result:
     policy = functools.partial(f.wrap.size_based_auto_wrap_policy, min_num_params=100)
-    model = f.FullyShardedDataParallel(build(), auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+    model = f.FullyShardedDataParallel(
+        build(), auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+    )
     return train(model, sgd(model), rank), weights(f, model)
 
 
 def custom_policy(f: Any, rank: int) -> Result:
     policy = f.wrap.CustomPolicy(
-        lambda m: {"backward_prefetch": None} if isinstance(m, Block) else isinstance(m, nn.Linear) and m.out_features == 3
+        lambda m: (
+            {"backward_prefetch": None} if isinstance(m, Block) else isinstance(m, nn.Linear) and m.out_features == 3
+        )
     )
-    model = f.FullyShardedDataParallel(build(), auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+    model = f.FullyShardedDataParallel(
+        build(), auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+    )
     return train(model, sgd(model), rank), weights(f, model)
 
 
@@ -321,7 +327,9 @@ def no_shard(f: Any, rank: int) -> Result:
 
 def checkpointed_afterwards(f: Any, rank: int) -> Result:
     policy = f.wrap.ModuleWrapPolicy({Block})
-    model = f.FullyShardedDataParallel(build(), auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+    model = f.FullyShardedDataParallel(
+        build(), auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+    )
     apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Block))
     return train(model, sgd(model), rank), weights(f, model)
 
@@ -330,7 +338,9 @@ def checkpointed_before(f: Any, rank: int) -> Result:
     net = build()
     apply_activation_checkpointing(net, check_fn=lambda m: isinstance(m, Block))
     policy = f.wrap.ModuleWrapPolicy({Block})
-    model = f.FullyShardedDataParallel(net, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+    model = f.FullyShardedDataParallel(
+        net, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+    )
     return train(model, sgd(model), rank), weights(f, model)
 
 

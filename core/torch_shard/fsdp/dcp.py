@@ -58,7 +58,7 @@ def _whole(runtime: Runtime, state_dict: dict[str, Any], cpu_offload: bool) -> d
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, ShardTensor):
-            return tensor
+            return tensor.clone() if tensor.dim() == 0 else tensor  # the next step counts in place
         full: torch.Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
         # The others' entries are dropped behind this; until then they need no memory.
         return (full.cpu() if cpu_offload else full) if wanted else full.new_empty(0)

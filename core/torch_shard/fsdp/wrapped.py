@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,6 @@ from ..engine import engine_of
 from ..errors import SetupError
 from ..shard_tensor import ShardTensor
 from . import marks
-from .settings import Request
 
 __all__ = ["WrappedModule", "class_over"]
 
@@ -36,9 +36,18 @@ class WrappedModule:
         """The module's own, with whole tensors or ShardTensors; local slices where that form is set. Collective where whole
         tensors are loaded into a sharded model."""
         module: Any = self
-        sharded = any(isinstance(value, ShardTensor) for value in state_dict.values())
-        if sharded or any(t.device.type == "meta" for t in (*module.parameters(), *module.buffers())):
-            marks.engine_around(module)
+        if marks.is_pending(module):
+            if strict and any(p.device.type == "meta" for p in module.parameters()):
+                _shard_zeros(module)  # every value is about to be loaded
+            elif any(isinstance(value, ShardTensor) for value in state_dict.values()) or any(
+                t.device.type == "meta" for t in (*module.parameters(), *module.buffers())
+            ):
+                marks.engine_around(module)
+            if assign and not marks.is_pending(module):  # what had no memory has some now, and is copied to
+                assign = any(
+                    isinstance(given := state_dict.get(name), torch.Tensor) and given.dtype != own.dtype
+                    for name, own in (*module.named_parameters(), *module.named_buffers())
+                )
         engine = engine_of(module)
         if engine is not None and not assign:
             settings = engine._runtime.state_dict_settings
@@ -52,34 +61,27 @@ class WrappedModule:
         module: Any = self
         root = marks.root_of(module)
         if marks.is_pending(module) and any(p.device.type == "meta" for p in root.parameters()):
-            mark = marks.mark_of(root)
-            assert mark is not None
-            request = mark.request
-            mark.request = _with_init(request, Zeros(torch.device(device)))
-            try:
-                marks.engine_around(module)
-            finally:
-                mark.request = request
+            _shard_zeros(root)
             return self
         return super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
 
 
-class Zeros:
+def _zeros(module: nn.Module) -> None:
     """``ShardConfig.init_fn`` for a model that is filled later."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def __call__(self, module: nn.Module) -> None:
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                tensor.zero_()
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            tensor.zero_()
 
 
-def _with_init(request: Request, init_fn: Any) -> Request:
-    import dataclasses
-
-    return dataclasses.replace(request, init_fn=init_fn)
+def _shard_zeros(module: nn.Module) -> None:
+    mark = marks.mark_of(marks.root_of(module))
+    assert mark is not None
+    request = mark.request
+    mark.request = dataclasses.replace(request, init_fn=_zeros)
+    try:
+        marks.engine_around(module)
+    finally:
+        mark.request = request
 
 
 _classes: dict[tuple[type, type], type] = {}
