@@ -93,7 +93,7 @@ def resolve_mesh(mesh: Any, model: nn.Module) -> tuple[Any, torch.device]:
 def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -> None:
     """Everything that would make sharding fail half-way, before anything has changed."""
     _drop_derived(model)
-    by_name = dict(model.named_parameters())
+    by_name = _by_name(model)
     rnn_refs = {
         id(r) for m in model.modules() if isinstance(m, nn.RNNBase) for r in getattr(m, "_flat_weight_refs", []) if r
     }
@@ -143,6 +143,11 @@ def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -
         raise SetupError(
             f"rank {rank}: parameter {cpu} is on cpu while others are on {device}; put them on one device."
         )
+
+
+def _by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by the names of the plan. A class of the user's may give others (torch's checkpoint wrapper does)."""
+    return dict(nn.Module.named_parameters(model))
 
 
 def _drop_derived(model: nn.Module) -> None:
@@ -276,7 +281,7 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
     assert plan is not None
     runtime = Runtime(config, c)
     modules = dict(model.named_modules(remove_duplicate=False))
-    params = dict(model.named_parameters())
+    params = _by_name(model)
     rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
     for rnn in rnns:  # their weak references to the weights would make the swap impossible
         rnn._flat_weight_refs, rnn._flat_weights = [], []

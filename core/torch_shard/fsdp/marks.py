@@ -31,6 +31,7 @@ from .settings import Request, config_of, unused
 __all__ = [
     "Mark",
     "engine_around",
+    "is_closed",
     "is_pending",
     "leave_mark",
     "mark_of",
@@ -57,6 +58,7 @@ class Mark:
         self.prefetch = 0  # units, where a method has asked for more
         self.had_grads = any(p.grad is not None for p in module.parameters())
         self.opened: contextlib.ExitStack | None = None  # by FSDPModule.unshard
+        self.was_sharded = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
         module = self.module()
@@ -173,13 +175,26 @@ def own_units(engine: Engine, module: nn.Module) -> list[Unit]:
 
 def is_pending(module: nn.Module) -> bool:
     """Whether a wrapped module is not sharded yet."""
-    return engine_of(root_of(module)) is None
+    return engine_of(root_of(module)) is None and not is_closed(module)
+
+
+def is_closed(module: nn.Module) -> bool:
+    """Whether it was sharded, and is a plain one since ``engine.close()``."""
+    root = root_of(module)
+    mark = mark_of(root)
+    return mark is not None and mark.was_sharded and engine_of(root) is None
 
 
 def engine_around(module: nn.Module) -> Engine:
-    """The engine of a wrapped module's root, which is sharded now if it is not yet. Then collective."""
+    """The engine of a wrapped module's root, which is sharded now if it is not yet. Then collective.
+
+    Raises:
+        ConfigError: the engine was closed.
+    """
     root = root_of(module)
     engine = engine_of(root)
+    if engine is None and is_closed(module):
+        raise ConfigError("engine.close() has made this model a plain one; torch_shard.shard() shards it again.")
     return _shard(root) if engine is None else engine
 
 
@@ -209,6 +224,7 @@ def _shard(root: nn.Module) -> Engine:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
     _pending.discard(root)
+    mark.was_sharded = True
     dcp.install()
     apply_sync(root, engine)
     for module, each in [(root, mark), *((part, nested) for _, part, nested in inside)]:

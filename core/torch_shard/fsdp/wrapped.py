@@ -28,8 +28,9 @@ class WrappedModule:
         """The module's own. Shards the model if it is not yet; collective then, and where whole tensors are asked for."""
         # Inside a call for something larger the root alone decides: else half of the result would be from before sharding.
         inside = bool(args) or kwargs.get("destination") is not None
-        if not inside or marks.root_of(self).__dict__ is self.__dict__:  # type: ignore[arg-type]
-            marks.engine_around(self)  # type: ignore[arg-type]
+        module: Any = self
+        if marks.is_pending(module) and (not inside or marks.root_of(module).__dict__ is module.__dict__):
+            marks.engine_around(module)
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
