@@ -130,6 +130,32 @@ def test_dcp_saves_and_loads_what_get_state_dict_gives(make, rank, tmp_path):
 
 
 @ranks(2)
+@pytest.mark.parametrize("direction", ["from torch", *exhaustive("to torch")])
+def test_checkpoints_of_dcp_go_between_torchs_fsdp_and_this_one(direction, rank, tmp_path):
+    from torch.distributed.fsdp import fully_shard as torchs
+
+    def theirs():
+        model = build()
+        for block in model.blocks:
+            torchs(block)
+        return torchs(model)
+
+    first, second = (theirs, two) if direction == "from torch" else (two, theirs)
+    model = first()
+    optimizer = adam(model)
+    train(model, optimizer, rank, 2)
+    values, state = get_state_dict(model, optimizer)
+    dcp.save({"model": values, "optim": state}, checkpoint_id=tmp_path / "step")
+    losses = train(model, optimizer, rank, 2)
+    model = second()
+    optimizer = adam(model)
+    values, state = get_state_dict(model, optimizer)
+    dcp.load({"model": values, "optim": state}, checkpoint_id=tmp_path / "step")
+    set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=state)
+    torch.testing.assert_close(train(model, optimizer, rank, 2), losses, rtol=1e-9, atol=1e-11)
+
+
+@ranks(2)
 @pytest.mark.parametrize("make", [two, *exhaustive(one, one_sharded)])
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_full_state_dicts_of_dcp_are_whole(make, broadcast, rank):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
 import torch_shard
@@ -102,6 +103,46 @@ def test_a_module_wrapped_twice_is_wrapped(rank):
     model = FSDP(FSDP(build()))
     assert isinstance(model.module, FSDP) and type(model.module.module) is MLP
     same_as_plain(model, rank)
+
+
+class Doubled(FSDP):
+    """A user's own subclass."""
+
+    def __init__(self, module, extra, **arguments):
+        super().__init__(module, **arguments)
+        self.extra = extra
+
+    def forward(self, x):
+        return super().forward(x) * self.extra
+
+
+@ranks(2)
+def test_a_subclass_keeps_its_constructor_and_its_forward(rank):
+    model = Doubled(build(), 2.0, auto_wrap_policy=BLOCKS)
+    assert isinstance(model, Doubled) and isinstance(model, MLP) and not isinstance(model.blocks[0], Doubled)
+    torch.testing.assert_close(model(batch(rank, 0)), 2 * build()(batch(rank, 0)))
+
+
+@ranks(2)
+def test_a_model_inside_torchs_checkpoint_wrapper_trains_like_plain(rank):
+    model = FSDP(checkpoint_wrapper(build()))
+    assert type(model.module) is MLP
+    losses = train(model, sgd(model), rank)
+    torch.testing.assert_close(losses, plain(rank)[0], rtol=1e-10, atol=1e-12)
+    assert list(model.state_dict()) == list(build().state_dict())
+
+
+@ranks(2)
+def test_a_closed_engine_leaves_a_plain_model(rank):
+    model = FSDP(build())
+    train(model, sgd(model), rank)
+    engine_of(model).close()
+    assert all(type(value) is torch.Tensor for value in model.state_dict().values()) and engine_of(model) is None
+    with pytest.raises(ConfigError, match="plain one"):
+        model.clip_grad_norm_(1.0)
+    torch_shard.shard(model.module)
+    model(batch(rank, 0)).sum().backward()
+    assert model.clip_grad_norm_(1.0) > 0
 
 
 @ranks(2)

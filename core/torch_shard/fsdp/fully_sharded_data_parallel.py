@@ -182,8 +182,9 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
         """Call the module. The first call of the outermost wrapped module shards the model; all are collective."""
         return self._fsdp_wrapped_module(*args, **kwargs)
 
-    # Not nn.Module's, which would run the module's hooks a second time.
-    __call__ = forward
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Not nn.Module's, which would run the module's hooks a second time; and past a `forward` that was assigned to the module.
+        return type(self).forward(self, *args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """The module's own."""
@@ -198,7 +199,7 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
             raise
 
     def _get_name(self) -> str:
-        return f"FullyShardedDataParallel[{type(self._fsdp_wrapped_module).__name__}]"
+        return f"{type(self).__name__}[{type(self._fsdp_wrapped_module).__name__}]"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         inner = copy.deepcopy(self._fsdp_wrapped_module, memo)
@@ -451,7 +452,7 @@ def _over(cls: type, module: nn.Module) -> Any:
         namespace: dict[str, Any] = {"__slots__": ("_fsdp_wrapped_module",)}
         if kind.forward is nn.Module.forward:  # what has no forward must not seem to have one
             namespace["forward"] = nn.Module.forward
-        kind = class_over(cls, kind, "FullyShardedDataParallel", namespace)
+        kind = class_over(cls, kind, cls.__name__, namespace)
     other = object.__new__(kind)
     _bind(other, module)
     return other
