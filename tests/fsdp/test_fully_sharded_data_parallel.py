@@ -435,10 +435,15 @@ def test_param_init_fn_fills_a_model_on_meta(rank):
 
 
 @ranks(2)
-def test_a_model_on_meta_may_be_loaded_before_its_first_forward(rank):
+@pytest.mark.parametrize("policy", [None, BLOCKS])
+def test_a_model_on_meta_may_be_loaded_before_its_first_forward(policy, rank):
     with torch.device("meta"):
         net = MLP().double()
-    model = FSDP(net, param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False))
+    model = FSDP(
+        net, param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False), auto_wrap_policy=policy
+    )
+    if policy is not None:  # it is sharded already
+        assert all((value == 0).all() for value in model.state_dict().values())
     model.load_state_dict(build().state_dict())
     same_as_plain(model, rank)
 
