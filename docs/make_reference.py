@@ -163,6 +163,41 @@ def pages() -> tuple[Page, ...]:
             ),
         ),
         Page(
+            "fsdp.md",
+            "torch_shard.fsdp",
+            "The interfaces of torch's FSDP. [Code written for torch's FSDP](../fsdp.md) says what each argument means here.",
+            (
+                Entry(
+                    f"{core}/fsdp/fully_sharded_data_parallel.py",
+                    "FullyShardedDataParallel",
+                    "torch_shard.fsdp.FullyShardedDataParallel",
+                    bases=((f"{core}/fsdp/wrapped.py", "WrappedModule"),),
+                    constructor=True,
+                ),
+                Entry(f"{core}/fsdp/_fully_shard.py", "fully_shard", "torch_shard.fsdp.fully_shard"),
+                Entry(
+                    f"{core}/fsdp/_fully_shard.py",
+                    "FSDPModule",
+                    "torch_shard.fsdp.FSDPModule",
+                    bases=((f"{core}/fsdp/wrapped.py", "WrappedModule"),),
+                ),
+                Entry(f"{core}/fsdp/_fully_shard.py", "UnshardHandle", "torch_shard.fsdp.UnshardHandle"),
+                Entry(
+                    f"{core}/fsdp/_fully_shard.py",
+                    "register_fsdp_forward_method",
+                    "torch_shard.fsdp.register_fsdp_forward_method",
+                ),
+                Entry(f"{core}/fsdp/_fully_shard.py", "share_comm_ctx", "torch_shard.fsdp.share_comm_ctx"),
+                Entry(
+                    f"{core}/fsdp/sharded_grad_scaler.py",
+                    "ShardedGradScaler",
+                    "torch_shard.fsdp.sharded_grad_scaler.ShardedGradScaler",
+                    members=(),
+                    constructor=True,
+                ),
+            ),
+        ),
+        Page(
             "errors.md",
             "Errors",
             "Every error of the engine. [Troubleshooting](../troubleshooting.md) shows their messages.",

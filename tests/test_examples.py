@@ -30,6 +30,17 @@ def test_the_plain_example_is_under_80_lines():
 
 
 @pytest.mark.exhaustive
+def test_the_example_for_torchs_fsdp_prints_the_same_with_both_packages(tmp_path):
+    arguments = ("--steps", 3, "--package")
+    ours = raw_torch(
+        2, *arguments, "torch_shard.fsdp", "--save", tmp_path / "gpt.pt", folder=tmp_path, program="fsdp.py"
+    )
+    assert ours == raw_torch(2, *arguments, "torch.distributed.fsdp", folder=tmp_path, program="fsdp.py")
+    saved = torch.load(tmp_path / "gpt.pt", weights_only=True)
+    assert all(type(value) is torch.Tensor and "_fsdp" not in name for name, value in saved.items())
+
+
+@pytest.mark.exhaustive
 def test_the_plain_example_saves_on_two_ranks_and_resumes_on_one(tmp_path):
     file = tmp_path / "gpt.pt"
     first = raw_torch(2, "--steps", 3, "--save", file, folder=tmp_path)

@@ -59,6 +59,12 @@ class GradientBuffer:
         # counts as a number: its dtype neither rounds it to that of the gradients nor decides on that of the result.
         self._scale = torch.tensor(gradients, dtype=torch.float64, device="cpu")
 
+    def divide_by(self, divisor: float) -> None:
+        """From now on the sum over the ranks is divided by this, in place of their number."""
+        world = self.collectives.world
+        before = _divided_before(world) if self.dtypes.reduce is torch.float16 and world > 1 else divisor
+        self._divide(1.0 / before, before / divisor)
+
     def reduce_by(self, hook: CommHook) -> None:
         """From now on. It divides, too."""
         self.hook = hook

@@ -18,13 +18,14 @@ from .unit import Unit
 # torch.compiler.disable without importing the compiler here (which is loaded by the first optimizer anyway). Private;
 # torch 2.13.
 @torch._disable_dynamo  # type: ignore[attr-defined]
-def _uncompiled(function: Callable[..., Any], *args: Any) -> Any:
+def uncompiled(function: Callable[..., Any], *args: Any) -> Any:
+    """Call it past the compiler."""
     return function(*args)
 
 
 # What torch.compile(fullgraph=True) gives as the reason why it can't; private, too.
-_uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]
-_uncompiled._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]
+uncompiled._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
     "torch_shard gathers and releases parameters here, which is done between graphs: each unit breaks the graph once. Leave out "
     "fullgraph=True, or compile modules that are smaller than a unit"
 )
@@ -33,7 +34,7 @@ _uncompiled._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
 def _call(function: Callable[..., Any], *args: Any) -> Any:
     """Inside a compiled module, every function that a hook calls would be compiled, too."""
     # The wrapper that forbids it costs several microseconds: only where a compiler is at work.
-    return _uncompiled(function, *args) if torch.compiler.is_compiling() else function(*args)
+    return uncompiled(function, *args) if torch.compiler.is_compiling() else function(*args)
 
 
 class EnterUnit:

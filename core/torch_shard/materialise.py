@@ -135,7 +135,12 @@ class Materialiser:
                     raise SetupError(
                         f"module {name} holds buffers on the meta device and has no reset_parameters(); pass init_fn=."
                     )
+                # Its parameters have their values by now: rank 0's, where it is on meta on other ranks only.
+                kept = [(p, p.detach().clone()) for p in module._parameters.values() if p is not None]
                 self.run_one(module)
+                with torch.no_grad():
+                    for p, values in kept:
+                        p.copy_(values)
 
     def check(self) -> None:
         """Raise for a parameter that nothing has filled."""

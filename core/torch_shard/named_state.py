@@ -14,6 +14,7 @@ from .errors import StateDictError
 from .flat_buffer import FlatBuffer
 from .full_state import copied, describe
 from .log import logger
+from .names import without_wrappers
 from .optim import COUNTERS
 from .runtime import Runtime
 from .shard_tensor import ShardTensor, same_cut, slice_full
@@ -22,10 +23,10 @@ from .whole import agree, whole_slices
 
 def names_of(runtime: Runtime, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> dict[int, str]:
     """The name of each of the optimizer's parameters, by id."""
-    names = {id(p): n for unit in runtime.units for n, p in zip(unit.names, unit.params, strict=True)}
+    names = {id(p): without_wrappers(n) for unit in runtime.units for n, p in zip(unit.names, unit.params, strict=True)}
     if model is not None:
         for name, p in model.named_parameters():
-            names.setdefault(id(p), name)
+            names.setdefault(id(p), without_wrappers(name))
     for number, group in enumerate(optimizer.param_groups):
         given = group.get("param_names")
         for i, p in enumerate(group["params"]):
@@ -92,7 +93,7 @@ def optim_state_dict(
         if wanted:
             for i, value in enumerate(whole):
                 if value is not None:
-                    state[flat.layout.slots[i].name][entry] = copied(value, to_cpu=True)
+                    state[names[id(flat.params[i])]][entry] = copied(value, to_cpu=True)
     for number, entry, value in cut.rest:
         state[names[id(numbers[number])]][entry] = value.full_tensor().cpu()
     for number, entry, container in cut.nested:

@@ -7,7 +7,7 @@ import re
 
 from .errors import ConfigError
 
-__all__ = ["check_pattern", "matches"]
+__all__ = ["check_pattern", "matches", "without_wrappers"]
 
 
 def check_pattern(field: str, pattern: str) -> None:
@@ -19,6 +19,11 @@ def check_pattern(field: str, pattern: str) -> None:
             re.compile(pattern[3:])
         except re.error as error:
             raise ConfigError(f"{field} is not a regular expression ({error}): {pattern!r}.") from None
+
+
+def without_wrappers(name: str) -> str:
+    """A parameter's name as state dicts have it, in which torch's checkpoint wrapper leaves no trace. Not collective."""
+    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from .errors import ReplacedParameterError
+from .names import without_wrappers
 from .shard_tensor import ShardTensor
 
 
@@ -53,12 +54,13 @@ class Registrations:
         if root is None:
             return
         known = {id(leaf) for leaf in leaves}
+        ignored = {without_wrappers(name) for name in self.ignored}
         for name, p in root.named_parameters():
             if isinstance(p, ShardTensor):
                 unit = p._unit_ref() if p._unit_ref is not None else None
                 if unit is not None and unit.runtime is runtime:
                     continue
-            elif id(p) in known or name in self.ignored:
+            elif id(p) in known or without_wrappers(name) in ignored:
                 continue
             if inside_functional_call():  # it puts the caller's own parameters into the modules
                 return

@@ -40,11 +40,9 @@ _PARAMETER_TYPES = (nn.Parameter, torch.Tensor)
 def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -> None:
     """Everything that would make sharding fail half-way, before anything has changed."""
     _drop_derived(model)
-    by_name = dict(model.named_parameters())
-    for kind, found in (
-        ("buffer", dict(model.named_buffers())),
-        ("ignored parameter", {n: by_name[n] for n in plan.ignored}),
-    ):
+    by_name = _by_name(model)
+    ignored = {n: by_name[n] for n in plan.ignored}
+    for kind, found in (("buffer", dict(model.named_buffers())), ("ignored parameter", ignored)):
         for name, tensor in found.items():
             if is_dtensor(tensor):
                 raise SetupError(
@@ -105,6 +103,11 @@ def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -
         raise SetupError(
             f"rank {rank}: parameter {cpu} is on cpu while others are on {device}; put them on one device."
         )
+
+
+def _by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by the names of the plan. A class of the user's may give others (torch's checkpoint wrapper does)."""
+    return dict(nn.Module.named_parameters(model))
 
 
 def _drop_derived(model: nn.Module) -> None:
@@ -254,7 +257,7 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
                     f"quantized: each rank holds a whole copy (strategy {config.strategy!r}, shard_size 1), so that nothing is "
                     "gathered, and gradients are all-reduced, which would round each sum once more. Leave it out."
                 )
-        by_name = dict(model.named_parameters())
+        by_name = _by_name(model)
         placed = {info.name: placed_of(by_name[info.name], info.name) for info in plan.params}
         layouts = [_layouts(unit, c.size, placed) for unit in plan.units]
     except Exception as problem:  # every rank must hear of it before it is raised
@@ -264,7 +267,7 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
     precision = precision_of(config.precision)
     runtime = Runtime(config, c)
     modules = dict(model.named_modules(remove_duplicate=False))
-    params = dict(model.named_parameters())
+    params = _by_name(model)
     rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
     for rnn in rnns:  # their weak references to the weights would make the swap impossible
         rnn._flat_weight_refs, rnn._flat_weights = [], []
@@ -437,8 +440,8 @@ def _units_on_meta(
             distributed = [i.name for i in unit.params if is_dtensor(params[i.name])]
             if distributed and materialiser.sends:
                 raise SetupError(
-                    f"parameter {distributed[0]} is a DTensor on the meta device, and with init_fn what rank 0 makes of parameters "
-                    "is sent to all ranks, which have other parts of it. Where init_fn does the same on all ranks, pass "
+                    f"parameter {distributed[0]} is a DTensor on the meta device, and with init_fn what rank 0 makes of "
+                    "parameters is sent to all ranks, which have other parts of it. Where init_fn does the same on all ranks, pass "
                     "sync_module_states=False; else leave it out, or initialise the model before shard()."
                 )
             continue

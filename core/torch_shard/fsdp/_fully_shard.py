@@ -1,0 +1,392 @@
+"""``fully_shard`` and the methods of the modules that it was called with: torch's FSDP2, over :func:`torch_shard.shard`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.utils.hooks import RemovableHandle
+
+from ..engine import engine_of
+from ..errors import ConfigError, ShardPicklingError
+from . import marks
+from .settings import of_fully_shard, unused
+from .wrapped import WrappedModule, class_over
+
+__all__ = ["FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
+
+_AUTOMATIC = "units are gathered ahead in the order of the last step; ShardConfig.prefetch says how many"
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: Any = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  (frozen; torch's signature)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Any:
+    """torch's fully_shard: `module` becomes a unit, or, called last and for the outermost module, a sharded model. Not
+    collective: the model is sharded when it is first used.
+
+    Parameters become ShardTensors, not DTensors. What is in no unit of its own inside the outermost module is divided into units
+    automatically.
+
+    Args:
+        module: keeps its identity; its class becomes a subclass of its own and of :class:`FSDPModule`. A list stands for several
+            calls.
+        mesh: the ranks, as a DeviceMesh of one dimension, or of two (replicate, shard) for hybrid sharding; all ranks by default.
+        reshard_after_forward: False for every module inside: parameters are kept until backward (``shard_grad_op``). A number of
+            ranks: those over which they stay divided. Else they are released after forward.
+        shard_placement_fn: cuts are flat; a mesh for single parameters is refused.
+        mp_policy: as in :class:`torch_shard.Precision`; inner modules have the same, or none.
+        offload_policy: ``CPUOffloadPolicy`` is refused.
+        ignored_params: are not sharded, nor reduced.
+        dp_mesh_dims: refused.
+
+    Returns:
+        `module`.
+
+    Raises:
+        ConfigError: an argument that can't be kept, by name; a module without a forward, or that was wrapped before.
+    """
+    modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
+    if not modules:
+        raise ConfigError("fully_shard: the list of modules is empty.")
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise ConfigError(
+                f"fully_shard: module must be a torch.nn.Module or a list of them, not {type(each).__name__}."
+            )
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
+            raise ConfigError(f"fully_shard: a {type(each).__name__} has no forward; call it for each module in it.")
+        if marks.mark_of(each) is not None:
+            raise ConfigError(f"fully_shard: this {type(each).__name__} is wrapped already.")
+    request = of_fully_shard(
+        modules,
+        mesh,
+        reshard_after_forward,
+        shard_placement_fn,
+        mp_policy,
+        offload_policy,
+        None if ignored_params is None else list(ignored_params),
+        dp_mesh_dims,
+    )
+    for each in modules:
+        kind = type(each)
+        made = class_over(FSDPModule, kind, f"FSDP{kind.__name__}", {})
+        marks.leave_mark(each, request)
+        each.__class__ = made  # type: ignore[assignment]
+    return module
+
+
+class UnshardHandle:
+    """What :meth:`FSDPModule.unshard` returns with `async_op`."""
+
+    def wait(self) -> None:
+        """Have the module hold its whole parameters when this returns. Collective, where it is a handle of ``unshard``."""
+
+
+class _Handle(UnshardHandle):
+    def __init__(self, module: nn.Module) -> None:
+        self.module: nn.Module | None = module
+
+    def wait(self) -> None:
+        module, self.module = self.module, None
+        if module is not None:
+            _open(module)
+
+
+class FSDPModule(WrappedModule):
+    """In front of the class of a module that :func:`fully_shard` was called with; torch's methods.
+
+    Methods that only ask for another order or place of communication do nothing but say so once.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A plain module of the module's own class (``Sequential[1:3]``)."""
+        return cls._wrapped_class(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        other = object.__new__(type(self))
+        memo[id(self)] = other
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return other
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardPicklingError(
+            "a model of fully_shard can't be pickled: one rank would write its own slices. Save what "
+            "torch_shard.engine_of(model).state_dict() gives."
+        )
+
+    # -- whole parameters ---------------------------------------------------------------------------------------
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Have the module hold its own whole parameters, those of wrapped modules inside excepted. Collective.
+
+        Until :meth:`reshard`, or the next forward of a wrapped module of the model. Changes are lost.
+
+        Args:
+            async_op: gather when the handle's ``wait()`` is called; the next forward gathers in any case.
+
+        Returns:
+            A handle with `async_op`, else None.
+        """
+        handle = _Handle(cast(nn.Module, self))
+        if async_op:
+            unused("FSDPModule.unshard", **{"async_op=True": f"wait() gathers; {_AUTOMATIC}"})
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Undo :meth:`unshard`. Collective then; outside of it modules hold their shards anyway."""
+        _close(cast(nn.Module, self))
+
+    # -- gradients ----------------------------------------------------------------------------------------------
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether the next backward reduces gradients. Not collective, but all ranks must use it alike.
+
+        While it is off for some modules, gradients of the whole model are held back, and :meth:`Optimizer.step` refuses them.
+
+        Args:
+            requires_gradient_sync: False accumulates on this rank, as :meth:`Engine.no_sync` does.
+            recurse: for the wrapped modules inside, too.
+        """
+        for mark in self._marks(recurse):
+            mark.sync = bool(requires_gradient_sync)
+        root = marks.root_of(cast(nn.Module, self))
+        engine = engine_of(root)
+        if engine is not None:
+            marks.apply_sync(root, engine)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of the gradients of this module's own parameters by `factor`, in place of the number of ranks.
+
+        Raises:
+            ConfigError: it is not a positive number, or a communication hook is registered.
+            ShardError: gradients wait for their reduction.
+        """
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < float("inf"):
+            raise ConfigError(f"set_gradient_divide_factor: factor must be a positive number, not {factor!r}.")
+        module = cast(nn.Module, self)
+        engine = engine_of(marks.root_of(module))
+        if engine is not None:
+            marks.divide_by(engine, module, float(factor))
+        for mark in self._marks(False):
+            mark.divisor = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Parameters without a gradient on some ranks are always reduced rightly; nothing to do."""
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Of hybrid sharding: gradients are all-reduced each time, which gives the same sum."""
+        if not requires_all_reduce and getattr(self._request().mesh, "ndim", 1) == 2:
+            unused("FSDPModule", set_requires_all_reduce="gradients are all-reduced each time, with the same sum")
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Every backward waits for its reductions."""
+        if not is_last_backward:
+            unused("FSDPModule", set_is_last_backward="every backward waits for its reductions")
+
+    # -- when parameters are released ---------------------------------------------------------------------------
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """As the argument of :func:`fully_shard`; without effect once the model is sharded.
+
+        Raises:
+            ConfigError: it is not a bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ConfigError(f"set_reshard_after_forward: it must be True or False, not {reshard_after_forward!r}.")
+        if marks.is_pending(cast(nn.Module, self)):
+            for mark in self._marks(recurse):
+                mark.request = copy.copy(mark.request)
+                object.__setattr__(mark.request, "reshard", reshard_after_forward)
+        else:
+            unused(
+                "FSDPModule", set_reshard_after_forward="the model is sharded already; call it before the first forward"
+            )
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Parameters are released after backward; ``ShardConfig(strategy="shard_optim")`` keeps them."""
+        if not reshard_after_backward:
+            unused("FSDPModule", set_reshard_after_backward="parameters are released after backward")
+
+    # -- prefetch -----------------------------------------------------------------------------------------------
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """How many modules are gathered ahead; which ones follows from the order of use.
+
+        Raises:
+            ConfigError: one of `modules` was not given to :func:`fully_shard`.
+        """
+        self._prefetch(modules, "set_modules_to_forward_prefetch")
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """As :meth:`set_modules_to_forward_prefetch`."""
+        self._prefetch(modules, "set_modules_to_backward_prefetch")
+
+    def _prefetch(self, modules: list[FSDPModule], what: str) -> None:
+        for module in modules:
+            if not isinstance(module, FSDPModule):
+                raise ConfigError(
+                    f"{what}: modules must be given to fully_shard first; this is a {type(module).__name__}."
+                )
+        if marks.is_pending(cast(nn.Module, self)):
+            for mark in self._marks(False):
+                mark.prefetch = max(mark.prefetch, len(modules))
+        else:
+            unused("FSDPModule", **{what: _AUTOMATIC})
+
+    # -- how it communicates ------------------------------------------------------------------------------------
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Refused."""
+        raise _custom("set_custom_all_gather")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Refused; :meth:`Engine.register_comm_hook` reduces in another way."""
+        raise _custom("set_custom_reduce_scatter")
+
+    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
+        """Refused; :meth:`Engine.register_comm_hook` reduces in another way."""
+        raise _custom("set_all_reduce_hook")
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Have this stream, behind which parameters are gathered, wait for `event`."""
+        torch.accelerator.current_stream().wait_event(event)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Gradients are divided and summed, always."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Units that backward does not need are found without being told."""
+        if not unshard_in_backward:
+            unused(
+                "FSDPModule",
+                set_unshard_in_backward="what backward does not need is not gathered, where that can be seen",
+            )
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Gathers and reductions have a process group each, always; ``ShardConfig(single_communicator=True)`` is one for both."""
+        if not enable:
+            unused("FSDPModule", set_separate_reduce_scatter_group="they have a process group each")
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """At most two reductions are in flight."""
+        unused("FSDPModule", set_reduce_scatter_max_input_buffers="at most two reductions are in flight")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Memory comes from torch's allocator."""
+        if enable:
+            unused("FSDPModule", set_allocate_memory_from_process_group_for_comm="memory comes from torch's allocator")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Memory comes from torch's allocator."""
+        unused("FSDPModule", set_symm_mem_for_comm="memory comes from torch's allocator")
+
+    def reset_iter_state(self) -> None:
+        """After an exception in forward or backward the model is ready for the next step anyway; nothing to do."""
+
+    def _marks(self, recurse: bool) -> list[marks.Mark]:
+        module = cast(nn.Module, self)
+        modules = [module, *(m for _, m in marks.marks_in(module))] if recurse else [module]
+        return [mark for m in modules if (mark := marks.mark_of(m)) is not None]
+
+    def _request(self) -> Any:
+        mark = marks.mark_of(cast(nn.Module, self))
+        assert mark is not None
+        return mark.request
+
+
+def _custom(what: str) -> ConfigError:
+    return ConfigError(
+        f"FSDPModule.{what}: the engine's collectives can't be exchanged; its gradients can be reduced by a function of yours, "
+        "torch_shard.engine_of(model).register_comm_hook()."
+    )
+
+
+# -- unshard --------------------------------------------------------------------------------------------------------------
+
+
+class _CloseFirst:
+    """Before a forward: what ``unshard`` has gathered goes, and the forward gathers as ever."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        _close(self.module)
+
+
+def _open(module: nn.Module) -> None:
+    mark = marks.mark_of(module)
+    assert mark is not None
+    engine = marks.engine_around(module)
+    params = marks.own_params(module)
+    if mark.opened is not None or not params:
+        return
+    stack = contextlib.ExitStack()
+    stack.enter_context(engine.gathered(params))
+    root = engine.model
+    for each in {id(m): m for m in (root, *(m for _, m in marks.marks_in(root)), module)}.values():
+        handle: RemovableHandle = each.register_forward_pre_hook(_CloseFirst(module), prepend=True)
+        stack.callback(handle.remove)
+    mark.opened = stack
+
+
+def _close(module: nn.Module) -> None:
+    mark = marks.mark_of(module)
+    if mark is not None and mark.opened is not None:
+        stack, mark.opened = mark.opened, None
+        stack.close()
+
+
+# -- functions ------------------------------------------------------------------------------------------------------------
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have a method of a wrapped module count as its forward. Not collective; of other modules nothing is done.
+
+    Parameters used by other methods are gathered anyway; but a method that runs before any forward must shard the model.
+
+    Raises:
+        ConfigError: there is no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ConfigError(f"register_fsdp_forward_method: {type(module).__name__} has no method {method_name!r}.")
+    function = getattr(type(module), method_name, None)
+
+    @functools.wraps(method)
+    def sharded_first(self: Any, *args: Any, **kwargs: Any) -> Any:
+        marks.engine_around(self)
+        return method(*args, **kwargs) if function is None else function(self, *args, **kwargs)
+
+    setattr(module, method_name, types.MethodType(sharded_first, module))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Models over the same ranks share streams always; nothing to do.
+
+    Raises:
+        ConfigError: one of `modules` was not given to :func:`fully_shard`.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ConfigError(
+                f"share_comm_ctx: modules must be given to fully_shard first; this is a {type(module).__name__}."
+            )

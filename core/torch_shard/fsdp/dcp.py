@@ -1,0 +1,70 @@
+"""``full_state_dict=True`` in ``torch.distributed.checkpoint.state_dict``, which knows no sharded tensors but torch's own.
+
+It would hand out ShardTensors as they are: what is saved as whole would be one rank's slices. The function of torch's in which
+whole tensors are made is wrapped, so that it gets them whole. What it loads is right as it is: whole tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from ..owned_state import everyone, mapped
+from ..runtime import Runtime
+from ..shard_tensor import ShardTensor
+
+__all__ = ["install"]
+
+_WHAT = "get_state_dict(full_state_dict=True)"
+
+
+@functools.cache
+def install() -> None:
+    """Wrap it, once. Private; torch 2.13."""
+    from torch.distributed.checkpoint import state_dict as dcp
+
+    original = dcp._maybe_full_or_cpu_state_dict
+
+    @functools.wraps(original)
+    def with_shards(state_dict: dict[str, Any], info: Any) -> dict[str, Any]:
+        runtime = _runtime(info) if info.full_state_dict else None
+        return original(state_dict if runtime is None else _whole(runtime, state_dict, info.cpu_offload), info)
+
+    dcp._maybe_full_or_cpu_state_dict = with_shards
+
+
+def _runtime(info: Any) -> Runtime | None:
+    """Of the sharded model that a call of torch's is about."""
+    for param in info.fqn_param_mapping.values():
+        unit = param._unit_ref() if isinstance(param, ShardTensor) and param._unit_ref is not None else None
+        if unit is not None:
+            return unit.runtime  # type: ignore[no-any-return]
+    return None
+
+
+def _whole(runtime: Runtime, state_dict: dict[str, Any], cpu_offload: bool) -> dict[str, Any]:
+    """`state_dict` with whole tensors in new memory; on rank 0 alone where they go to the CPU. Collective."""
+    keys = zlib.crc32(repr(_keys(state_dict)).encode()).to_bytes(4, "little")
+    if len({tuple(each) for each in everyone(runtime, keys, _WHAT)}) > 1:
+        raise ConfigError(
+            f"{_WHAT}: the ranks have state of different parameters, as of an optimizer that steps on whole matrices, each at "
+            "the rank that owns it. Use torch_shard.engine_of(model).optim_state_dict(optimizer)."
+        )
+    wanted = not cpu_offload or runtime.collectives.world_rank == 0
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, ShardTensor):
+            return tensor.clone() if tensor.dim() == 0 else tensor  # the next step counts in place
+        full: torch.Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
+        # The others' entries are dropped behind this; until then they need no memory.
+        return (full.cpu() if cpu_offload else full) if wanted else full.new_empty(0)
+
+    return mapped(state_dict, change)  # type: ignore[no-any-return]
+
+
+def _keys(value: Any) -> Any:
+    return {key: _keys(inner) for key, inner in value.items()} if isinstance(value, dict) else type(value).__name__

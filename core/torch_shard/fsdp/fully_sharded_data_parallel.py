@@ -1,0 +1,521 @@
+"""``FullyShardedDataParallel``: torch's class, its arguments and methods, over :func:`torch_shard.shard`.
+
+What ``FSDP(module)`` returns is a second object over the module's own ``__dict__``, of a class that is both
+FullyShardedDataParallel and the module's. So the wrapped model has the module's names, parameters, hooks and methods, without a
+prefix and without a second copy of anything; ``.module`` is the module that was given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+
+from .. import optim_state as _optim_state
+from .. import state_dict_type as _state_dict_type
+from ..engine import Engine, engine_of
+from ..errors import ConfigError, ShardPicklingError
+from ..optim_state import OptimStateKeyType
+from . import auto_wrap, marks
+from .api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from .settings import of_fsdp, unused
+from .wrap import CustomPolicy, ModuleWrapPolicy
+from .wrapped import WrappedModule, class_over
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CustomPolicy",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "ModuleWrapPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
+
+_OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
+
+
+class FullyShardedDataParallel(WrappedModule, nn.Module):
+    """torch's FullyShardedDataParallel, with its arguments. The model is sharded when the outermost wrapped module is first used;
+    with `auto_wrap_policy` at once, which is collective.
+
+    Parameters keep their names, shapes and identity, whatever `use_orig_params` is. What is not wrapped inside the outermost
+    module is divided into units automatically.
+
+    Args:
+        module: is not changed in class; submodules that `auto_wrap_policy` chooses are replaced by wrapped ones.
+        process_group: the ranks; a pair (shard, replicate) for the hybrid strategies.
+        sharding_strategy: the outermost one counts.
+        cpu_offload: refused.
+        auto_wrap_policy: which submodules are wrapped, with the same arguments.
+        backward_prefetch: None, without `forward_prefetch`: no prefetch.
+        mixed_precision: as in :class:`torch_shard.Precision`; inner modules have the same, or none.
+        ignored_modules, ignored_states: are not sharded, nor reduced.
+        param_init_fn: fills modules on the meta device, which have memory when it is called.
+        device_id: where the shards are.
+        sync_module_states: send rank 0's values. Without it each rank keeps its slice of its own.
+        forward_prefetch: forwards prefetch by default.
+        limit_all_gathers: always.
+        use_orig_params: always.
+        device_mesh: in place of `process_group`.
+
+    Raises:
+        ConfigError: an argument that can't be kept, by name; or a module inside that is sharded already.
+        SetupError, UnavailableError: as :func:`torch_shard.shard`, where it shards.
+    """
+
+    _fsdp_wrapped_module: nn.Module  # a slot of the classes that `_over` makes: the __dict__ belongs to both objects
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A wrapper over `module`; of a wrapped module's class, a plain module of its own class (``Sequential[1:3]``)."""
+        if "_wrapped_class" in cls.__dict__:
+            return cls._wrapped_class(*args, **kwargs)
+        module = kwargs.get("module", args[0] if args else None)
+        if not isinstance(module, nn.Module):
+            raise ConfigError(
+                f"FullyShardedDataParallel: module must be a torch.nn.Module, not {type(module).__name__}."
+            )
+        return _over(cls, module)
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Callable[..., Any] | ModuleWrapPolicy | CustomPolicy | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: Any = None,
+    ) -> None:
+        # Not nn.Module.__init__: the __dict__ is the module's, and full.
+        if ignored_modules is not None and not isinstance(ignored_modules, (nn.Module, str)):
+            ignored_modules = list(ignored_modules)
+        if ignored_states is not None and not isinstance(ignored_states, (nn.Module, torch.Tensor, str)):
+            ignored_states = list(ignored_states)  # type: ignore[assignment]
+        arguments: dict[str, Any] = {
+            "process_group": process_group,
+            "sharding_strategy": sharding_strategy,
+            "cpu_offload": cpu_offload,
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": mixed_precision,
+            "ignored_modules": ignored_modules,
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "ignored_states": ignored_states,
+            "device_mesh": device_mesh,
+        }
+        request = of_fsdp(has_policy=auto_wrap_policy is not None, **arguments)
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            unused("FullyShardedDataParallel", **{f"wrapping a {type(module).__name__}": "it has no forward"})
+        if marks.mark_of(module) is not None:
+            if not isinstance(module, FullyShardedDataParallel):
+                raise ConfigError(
+                    f"FullyShardedDataParallel: this {type(module).__name__} is wrapped already; wrap what it returned then, or "
+                    "nothing."
+                )
+            return  # wrapped twice: the inner call has everything
+        if auto_wrap_policy is not None:
+            wrapped = marks.marks_in(module)
+            if wrapped:
+                raise ConfigError(
+                    f"FullyShardedDataParallel: auto_wrap_policy wraps what is not wrapped yet, but {wrapped[0][0]} is. Leave "
+                    "one of the two out."
+                )
+            chosen = auto_wrap.chosen_by(auto_wrap_policy, module, request.ignored, {**arguments})
+            auto_wrap.replace(module, {m: FullyShardedDataParallel(m, **own) for m, own in chosen.items()})
+        marks.leave_mark(module, request)
+        if auto_wrap_policy is not None:
+            marks.engine_around(module)
+
+    # -- the module ---------------------------------------------------------------------------------------------
+    @property
+    def module(self) -> nn.Module:
+        """The module that was wrapped; inside torch's checkpoint wrapper, the one inside that."""
+        inner = self._fsdp_wrapped_module
+        return inner._checkpoint_wrapped_module if isinstance(inner, ActivationWrapper) else inner  # type: ignore[return-value]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module. The first call of the outermost wrapped module shards the model; all are collective."""
+        return self._fsdp_wrapped_module(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Not nn.Module's, which would run the module's hooks a second time; and past a `forward` that was assigned to the module.
+        return type(self).forward(self, *args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """The module's own."""
+        self._fsdp_wrapped_module.compile(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in _ATTRIBUTES:  # behind the module's own: it may have one of that name
+                return _ATTRIBUTES[name](self)
+            raise
+
+    def _get_name(self) -> str:
+        return f"{type(self).__name__}[{type(self._fsdp_wrapped_module).__name__}]"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        inner = copy.deepcopy(self._fsdp_wrapped_module, memo)
+        if id(self) not in memo:  # the copy of the module may have come by here
+            other = memo[id(self)] = object.__new__(type(self))
+            _bind(other, inner)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardPicklingError(
+            "a FullyShardedDataParallel model can't be pickled: one rank would write its own slices. Save its state_dict()."
+        )
+
+    # -- the tree -----------------------------------------------------------------------------------------------
+    def check_is_root(self) -> bool:
+        """Whether nothing around it is wrapped. Not collective."""
+        return marks.root_of(self).__dict__ is self.__dict__
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """The wrapped modules in `module`, itself included. Not collective.
+
+        Args:
+            module: any.
+            root_only: only those that are not inside another one.
+        """
+        found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        return [m for m in found if m.check_is_root()] if root_only else found
+
+    # -- training -----------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this rank; the first backward outside reduces their sum. See :meth:`Engine.no_sync`.
+
+        As with torch's class it is the backward that must be inside, wherever its forward is.
+
+        Raises:
+            ConfigError: not the outermost wrapped module.
+        """
+        with marks.without_sync(self._root_engine("no_sync")):
+            yield
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale gradients so that their global norm is at most `max_norm`. Collective.
+
+        Args and result as in :meth:`Engine.clip_grad_norm_`.
+
+        Raises:
+            ConfigError: not the outermost wrapped module.
+        """
+        return self._root_engine("clip_grad_norm_").clip_grad_norm_(max_norm, norm_type)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Have `hook` reduce gradients; see :meth:`Engine.register_comm_hook`. Collective.
+
+        Raises:
+            ConfigError: not the outermost wrapped module; or as there.
+        """
+        self._root_engine("register_comm_hook").register_comm_hook(state, hook)
+
+    def _root_engine(self, what: str) -> Engine:
+        if not self.check_is_root():
+            raise ConfigError(
+                f"FullyShardedDataParallel.{what}: {marks.nested_name(self)} is inside a wrapped model; call it on that one."
+            )
+        return marks.engine_around(self)
+
+    # -- whole parameters ---------------------------------------------------------------------------------------
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """``nn.Module.apply`` on whole parameters; what `fn` changes is kept. Collective once the model is sharded."""
+        if marks.is_pending(self):
+            return super().apply(fn)
+        engine = marks.engine_around(self)
+        if self.check_is_root():
+            engine.apply(fn)
+        else:
+            with engine.gathered(self, write=True):
+                _apply(self, fn)
+        return self
+
+    @staticmethod
+    @contextlib.contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Inside, modules hold whole parameters. Collective, on entering and on leaving; see :meth:`Engine.gathered`.
+
+        All combinations of the arguments are allowed.
+
+        Args:
+            module: a wrapped model, a part of one, or any module with wrapped ones inside; of others nothing happens.
+            recurse: wrapped modules inside `module`, too.
+            writeback: keep what is changed inside; rank 0's changes with `rank0_only`.
+            rank0_only: only rank 0 gets the values.
+            offload_to_cpu: put the values on the CPU.
+            with_grads: `.grad` is whole, too.
+        """
+        options: dict[str, Any] = {"write": writeback, "grads": with_grads}
+        if rank0_only:
+            options["ranks"] = 0
+        if offload_to_cpu:
+            options["device"] = "cpu"
+        with contextlib.ExitStack() as stack:
+            for engine in _engines(module):
+                target: Any = module if recurse else marks.own_params(module)
+                if engine_of(module) is None and marks.mark_of(module) is None and recurse:
+                    target = None  # all of each model inside
+                elif marks.mark_of(module) is None and not recurse:
+                    target = [p for root in marks.roots_in(module) for p in marks.own_params(root)]
+                    target = [p for p in target if any(p is q for u in engine.units for q in u.params)]
+                stack.enter_context(engine.gathered(target, **options))
+            yield
+
+    # -- state dicts --------------------------------------------------------------------------------------------
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """What ``state_dict()`` of the wrapped models in `module` gives; see
+        :func:`torch_shard.state_dict_type.set_state_dict_type`. It is ``FULL_STATE_DICT`` from the beginning.
+
+        Raises:
+            ConfigError: nothing in `module` is wrapped, it is a part of a wrapped model, or a configuration is of another form.
+        """
+        given = (state_dict_type, state_dict_config, optim_state_dict_config)
+        before = [_state_dict_type.set_state_dict_type(m, *given) for m in _models(module, "set_state_dict_type")]
+        return before[0]
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """What is set. Raises as :meth:`set_state_dict_type`."""
+        return _state_dict_type.get_state_dict_type(_models(module, "get_state_dict_type")[0])
+
+    @staticmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """:meth:`set_state_dict_type` for a block."""
+        given = (state_dict_type, state_dict_config, optim_state_dict_config)
+        with contextlib.ExitStack() as stack:
+            for model in _models(module, "state_dict_type"):
+                stack.enter_context(_state_dict_type.state_dict_type(model, *given))
+            yield
+
+    # -- optimizer state ------------------------------------------------------------------------------------------
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: _OptimInput = None,
+        rank0_only: bool = True,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """:func:`torch_shard.optim_state.full_optim_state_dict`. Collective."""
+        model = _model(model, "full_optim_state_dict")
+        return _optim_state.full_optim_state_dict(model, optim, optim_input, rank0_only, group)
+
+    @staticmethod
+    def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
+        """:func:`torch_shard.optim_state.sharded_optim_state_dict`. Collective."""
+        return _optim_state.sharded_optim_state_dict(_model(model, "sharded_optim_state_dict"), optim, group)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: _OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """:func:`torch_shard.optim_state.shard_full_optim_state_dict`. Collective."""
+        model = _model(model, "shard_full_optim_state_dict")
+        return _optim_state.shard_full_optim_state_dict(full_optim_state_dict, model, optim_input, optim)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """:func:`torch_shard.optim_state.flatten_sharded_optim_state_dict`. Collective."""
+        model = _model(model, "flatten_sharded_optim_state_dict")
+        return _optim_state.flatten_sharded_optim_state_dict(sharded_optim_state_dict, model, optim)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: _OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """:func:`torch_shard.optim_state.scatter_full_optim_state_dict`. Collective."""
+        model = _model(model, "scatter_full_optim_state_dict")
+        return _optim_state.scatter_full_optim_state_dict(full_optim_state_dict, model, optim_input, optim, group)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: Any,
+        model: nn.Module,
+        optim_input: _OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """:func:`torch_shard.optim_state.rekey_optim_state_dict`. Not collective."""
+        return _optim_state.rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """:func:`torch_shard.optim_state.optim_state_dict`. Collective."""
+        return _optim_state.optim_state_dict(_model(model, "optim_state_dict"), optim, optim_state_dict, group)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """:func:`torch_shard.optim_state.optim_state_dict_to_load`. Collective."""
+        model = _model(model, "optim_state_dict_to_load")
+        return _optim_state.optim_state_dict_to_load(
+            model, optim, optim_state_dict, is_named_optimizer, load_directly, group
+        )
+
+
+# -- the second object --------------------------------------------------------------------------------------------------
+
+
+def _over(cls: type, module: nn.Module) -> Any:
+    """An object of `cls` and of the module's class, over the module's ``__dict__``."""
+    kind: Any = type(module)
+    if not isinstance(module, FullyShardedDataParallel):
+        namespace: dict[str, Any] = {"__slots__": ("_fsdp_wrapped_module",)}
+        if kind.forward is nn.Module.forward:  # what has no forward must not seem to have one
+            namespace["forward"] = nn.Module.forward
+        kind = class_over(cls, kind, cls.__name__, namespace)
+    other = object.__new__(kind)
+    _bind(other, module)
+    return other
+
+
+def _bind(wrapper: Any, module: nn.Module) -> None:
+    object.__setattr__(wrapper, "__dict__", module.__dict__)
+    object.__setattr__(wrapper, "_fsdp_wrapped_module", module)
+
+
+def _request(wrapper: FullyShardedDataParallel, name: str) -> Any:
+    mark = marks.mark_of(wrapper)
+    return None if mark is None else mark.request.arguments.get(name)
+
+
+def _group(wrapper: FullyShardedDataParallel) -> Any:
+    given = _request(wrapper, "process_group")
+    return dist.group.WORLD if given is None else given
+
+
+_ATTRIBUTES: dict[str, Callable[[FullyShardedDataParallel], Any]] = {
+    "process_group": _group,
+    "rank": lambda wrapper: marks.engine_around(wrapper).rank,
+    "world_size": lambda wrapper: marks.engine_around(wrapper).world_size,
+    "compute_device": lambda wrapper: marks.engine_around(wrapper).device,
+    "sharding_strategy": lambda wrapper: _request(wrapper, "sharding_strategy"),
+    "mixed_precision": lambda wrapper: _request(wrapper, "mixed_precision") or MixedPrecision(),
+}
+
+
+def _apply(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
+    for child in module.children():
+        _apply(child, fn)
+    fn(module)
+
+
+# -- models in a module -------------------------------------------------------------------------------------------------
+
+
+def _engines(module: nn.Module) -> list[Engine]:
+    if marks.mark_of(module) is None and engine_of(module) is not None:
+        return [engine_of(module)]  # type: ignore[list-item]  # by torch_shard.shard
+    return [marks.engine_around(root) for root in marks.roots_in(module)]
+
+
+def _models(module: nn.Module, what: str) -> list[nn.Module]:
+    """The sharded models in `module`."""
+    if marks.mark_of(module) is not None and marks.root_of(module).__dict__ is not module.__dict__:
+        raise ConfigError(
+            f"FullyShardedDataParallel.{what}: {marks.nested_name(module)} is a part of a wrapped model, which has one setting; "
+            "pass the model."
+        )
+    found = [engine.model for engine in _engines(module)]
+    if not found:
+        raise ConfigError(f"FullyShardedDataParallel.{what}: nothing in this {type(module).__name__} is wrapped.")
+    return found
+
+
+def _model(module: nn.Module, what: str) -> nn.Module:
+    found = _models(module, what)
+    if len(found) > 1 or engine_of(module) is None:
+        raise ConfigError(
+            f"FullyShardedDataParallel.{what}: model must be the outermost wrapped module; this {type(module).__name__} only "
+            "contains such."
+        )
+    return found[0]

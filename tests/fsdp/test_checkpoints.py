@@ -1,0 +1,259 @@
+"""State dicts of models of ``torch_shard.fsdp``: torch's three types, optimizer state, and torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+from tests.compat.harness import MLP, Block
+from tests.fsdp.programs import build, sgd, train
+from tests.marks import exhaustive
+from tests.ranks import ranks
+from torch_shard import ShardTensor
+from torch_shard.errors import ConfigError
+from torch_shard.fsdp import (
+    FullStateDictConfig,
+    OptimStateKeyType,
+    StateDictType,
+    fully_shard,
+)
+from torch_shard.fsdp import FullyShardedDataParallel as FSDP
+from torch_shard.fsdp.wrap import ModuleWrapPolicy
+
+FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+
+
+def one(net=None):
+    return FSDP(build() if net is None else net, auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+
+def one_sharded():
+    model = one()
+    FSDP.set_state_dict_type(model, SHARDED)
+    return model
+
+
+def two(net=None):
+    model = build() if net is None else net
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@ranks(2)
+def test_state_dicts_are_whole_by_default_and_of_the_type_that_is_set(rank):
+    model, expected = one(), build().state_dict()
+    assert FSDP.get_state_dict_type(model).state_dict_type is FULL
+    torch.testing.assert_close(dict(model.state_dict()), dict(expected), rtol=0, atol=0)
+    with FSDP.state_dict_type(model, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
+        assert bool(model.state_dict()) == (rank == 0)
+    with FSDP.state_dict_type(model, SHARDED):
+        sharded = model.state_dict()
+        assert all(isinstance(value, ShardTensor) for value in sharded.values())
+        before = FSDP.set_state_dict_type(model, LOCAL)
+        assert before.state_dict_type is SHARDED
+        local = {key: value.clone() for key, value in model.state_dict().items()}
+        assert all(value.ndim == 1 for value in local.values())
+        model.apply(lambda m: [nn.init.zeros_(p) for p in m.parameters(recurse=False)] and None)
+        model.load_state_dict(local)
+    assert FSDP.get_state_dict_type(model).state_dict_type is FULL
+    torch.testing.assert_close(dict(model.state_dict()), dict(expected), rtol=0, atol=0)
+
+
+@ranks(2)
+@pytest.mark.parametrize("make", [one, two])
+def test_whole_and_sharded_dicts_load_before_the_first_forward_and_after(make, rank):
+    expected = build().state_dict()
+    other = MLP(7).double()
+    for ready in (False, True):
+        model = make(copy.deepcopy(other))
+        if ready:
+            train(model, sgd(model), rank, 1)
+        model.load_state_dict(expected)
+        with torch.no_grad():
+            first = {n: p.full_tensor() if isinstance(p, ShardTensor) else p for n, p in model.named_parameters()}
+        torch.testing.assert_close(first, dict(expected), rtol=0, atol=0)
+    source = two()
+    source.load_state_dict(expected)
+    model = two(copy.deepcopy(other))
+    model.load_state_dict(source.state_dict())
+    torch.testing.assert_close(
+        {n: p.full_tensor() for n, p in model.named_parameters()}, dict(expected), rtol=0, atol=0
+    )
+
+
+def continues(make, rank, saved, load):
+    """Train, save, train; load into another model, train: the same losses."""
+    model = make()
+    optimizer = adam(model)
+    train(model, optimizer, rank, 2)
+    state = saved(model, optimizer)
+    losses = train(model, optimizer, rank, 2)
+    again = make()
+    second = adam(again)
+    load(again, second, state)
+    assert train(again, second, rank, 2) == losses
+
+
+@ranks(2)
+@pytest.mark.parametrize("make", [one, one_sharded, two])
+def test_dcp_saves_and_loads_what_get_state_dict_gives(make, rank, tmp_path):
+    def save(model, optimizer):
+        values, state = get_state_dict(model, optimizer)
+        dcp.save({"model": values, "optim": state}, checkpoint_id=tmp_path / "step")
+
+    def load(model, optimizer, _):
+        values, state = get_state_dict(model, optimizer)
+        dcp.load({"model": values, "optim": state}, checkpoint_id=tmp_path / "step")
+        set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=state)
+
+    continues(make, rank, save, load)
+
+
+@ranks(2)
+@pytest.mark.parametrize("direction", ["from torch", *exhaustive("to torch")])
+def test_checkpoints_of_dcp_go_between_torchs_fsdp_and_this_one(direction, rank, tmp_path):
+    from torch.distributed.fsdp import fully_shard as torchs
+
+    def theirs():
+        model = build()
+        for block in model.blocks:
+            torchs(block)
+        return torchs(model)
+
+    first, second = (theirs, two) if direction == "from torch" else (two, theirs)
+    model = first()
+    optimizer = adam(model)
+    train(model, optimizer, rank, 2)
+    values, state = get_state_dict(model, optimizer)
+    dcp.save({"model": values, "optim": state}, checkpoint_id=tmp_path / "step")
+    losses = train(model, optimizer, rank, 2)
+    model = second()
+    optimizer = adam(model)
+    values, state = get_state_dict(model, optimizer)
+    dcp.load({"model": values, "optim": state}, checkpoint_id=tmp_path / "step")
+    set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=state)
+    torch.testing.assert_close(train(model, optimizer, rank, 2), losses, rtol=1e-9, atol=1e-11)
+
+
+@ranks(2)
+@pytest.mark.parametrize("make", [two, *exhaustive(one, one_sharded)])
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_full_state_dicts_of_dcp_are_whole(make, broadcast, rank):
+    taking = StateDictOptions(full_state_dict=True, cpu_offload=broadcast)
+    giving = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+
+    def save(model, optimizer):
+        found = (
+            get_model_state_dict(model, options=taking),
+            get_optimizer_state_dict(model, optimizer, options=taking),
+        )
+        assert bool(found[0]) == (rank == 0 or not broadcast)
+        tensors = [v for part in (found[0], *found[1].get("state", {}).values()) for v in part.values()]
+        assert all(type(value) is torch.Tensor for value in tensors)
+        assert not found[0] or found[0]["blocks.1.up.weight"].shape == (14, 7)
+        return found
+
+    def load(model, optimizer, state):
+        set_model_state_dict(model, state[0], options=giving)
+        set_optimizer_state_dict(model, optimizer, state[1], options=giving)
+
+    continues(make, rank, save, load)
+
+
+@ranks(2)
+def test_full_optimizer_state_that_only_its_owners_have_is_refused(rank):
+    model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4))).double()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.Muon(model.parameters())
+    model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ConfigError, match="optim_state_dict"):
+        get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+
+
+@ranks(2)
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_a_model_on_meta_is_loaded_without_to_empty(broadcast, rank):
+    with torch.device("meta"):
+        model = two(MLP().double())
+    values = build().state_dict() if rank == 0 or not broadcast else {}
+    set_model_state_dict(model, values, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast))
+    found = {name: p.full_tensor() for name, p in model.named_parameters()}
+    torch.testing.assert_close(found, dict(build().state_dict()), rtol=0, atol=0)
+
+
+@ranks(2)
+@pytest.mark.parametrize("form", ["optim_state_dict", "full", "scatter", "sharded"])
+def test_optimizer_state_goes_through_the_functions_of_the_class(form, rank):
+    def save(model, optimizer):
+        values = {key: value.clone() for key, value in model.state_dict().items()}
+        if form == "optim_state_dict":
+            state = FSDP.optim_state_dict(model, optimizer)
+        elif form == "sharded":
+            state = FSDP.sharded_optim_state_dict(model, optimizer)
+            state = {**state, "state": {n: {k: v.clone() for k, v in s.items()} for n, s in state["state"].items()}}
+        else:
+            state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=form == "scatter")
+        assert form == "scatter" and rank or "blocks.1.up.weight" in state["state"]
+        return values, state
+
+    def load(model, optimizer, saved):
+        model.load_state_dict(saved[0])
+        state = saved[1]
+        if form == "optim_state_dict":
+            state = FSDP.optim_state_dict_to_load(model, optimizer, state)
+        elif form == "sharded":
+            state = FSDP.flatten_sharded_optim_state_dict(state, model, optimizer)
+        elif form == "scatter":
+            state = FSDP.scatter_full_optim_state_dict(state, model, optim=optimizer)
+        else:
+            numbered = FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, model, optim=optimizer)
+            assert set(numbered["state"]) == set(range(22))
+            state = FSDP.shard_full_optim_state_dict(state, model, optim=optimizer)
+        optimizer.load_state_dict(state)
+
+    continues(one, rank, save, load)
+
+
+@ranks(2)
+@pytest.mark.parametrize("first", ["checkpointing", "wrapping"])
+def test_activation_checkpointing_leaves_no_trace_in_names(first, rank):
+    def check(model):
+        apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Block))
+
+    net = build()
+    if first == "checkpointing":
+        check(net)
+    model = one(net)
+    if first == "wrapping":
+        check(model)
+    optimizer = adam(model)
+    train(model, optimizer, rank, 1)
+    names = list(build().state_dict())
+    assert list(model.state_dict()) == names
+    state = FSDP.optim_state_dict(model, optimizer)
+    assert sorted(state["state"]) == sorted(names)
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
+    dist.barrier()

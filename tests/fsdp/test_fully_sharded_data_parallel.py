@@ -1,0 +1,556 @@
+"""``torch_shard.fsdp.FullyShardedDataParallel``: the wrapper, when it shards, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._comm_hooks import default_hooks
+
+import torch_shard
+from tests.compat.harness import MLP, Block, average_grads, batch
+from tests.fsdp.programs import OURS, build, loss_of, package, plain, sgd, train, weights
+from tests.logs import captured_log
+from tests.marks import exhaustive
+from tests.ranks import ranks
+from torch_shard import ShardTensor, engine_of
+from torch_shard.errors import ConfigError, SetupError, ShardError, ShardPicklingError
+from torch_shard.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+    settings,
+)
+from torch_shard.fsdp import FullyShardedDataParallel as FSDP
+from torch_shard.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+
+BLOCKS = ModuleWrapPolicy({Block})
+
+
+def same_as_plain(model, rank, steps=3):
+    losses = train(model, sgd(model), rank, steps)
+    wanted, expected = plain(rank, steps)
+    torch.testing.assert_close(losses, wanted, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(weights(package(OURS), model), expected, rtol=1e-9, atol=1e-10)
+
+
+@ranks(2)
+def test_names_attributes_and_hooks_are_the_models_own(rank):
+    net = build()
+    names = [name for name, _ in net.named_parameters()]
+    model = FSDP(net, auto_wrap_policy=BLOCKS)
+    assert isinstance(model, FSDP) and isinstance(model, MLP) and model.module is net is model._fsdp_wrapped_module
+    assert not isinstance(net, FSDP) and type(net.blocks[1]) is not Block and type(net.blocks[1].module) is Block
+    assert [name for name, _ in model.named_parameters()] == names == list(model.state_dict())
+    assert "_fsdp_wrapped_module" not in str(model.state_dict().keys())
+    assert model.blocks[0].module.up is model.blocks[0].up is model._fsdp_wrapped_module.blocks[0].up
+    assert FSDP.fsdp_modules(model) == [model, *model.blocks] and FSDP.fsdp_modules(model, root_only=True) == [model]
+    assert model.check_is_root() and not model.blocks[0].check_is_root()
+    assert (model.rank, model.world_size, model.process_group) == (rank, 2, dist.group.WORLD)
+    seen = []
+    model.blocks[0].register_forward_hook(lambda module, *_: seen.append(module))
+    same_as_plain(model, rank)
+    assert seen == 3 * [model.blocks[0].module]
+    with pytest.raises(AttributeError, match="nothing"):
+        model.nothing  # noqa: B018
+    with pytest.raises(ShardPicklingError, match="state_dict"):
+        pickle.dumps(model)
+
+
+@ranks(1)
+def test_a_wrapped_sequential_is_still_one():
+    model = FSDP(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)))
+    assert len(model) == 3 and type(model[0]) is nn.Linear and [type(m) for m in model][1] is nn.Tanh
+    assert type(model[1:]) is nn.Sequential and model[1:][1] is model[2]
+    assert "FullyShardedDataParallel[Sequential]" in repr(model)
+
+
+@ranks(2)
+@pytest.mark.parametrize("context", [torch.inference_mode, *exhaustive(torch.no_grad)])
+def test_a_model_whose_first_forward_is_an_evaluation_trains_like_plain(context, rank):
+    for model in (FSDP(build()), FSDP(build(), auto_wrap_policy=BLOCKS)):
+        model.eval()
+        with context():
+            model(batch(rank, 0))
+        same_as_plain(model.train(), rank)
+
+
+@ranks(2)
+def test_the_outermost_wrapped_module_is_sharded_by_whichever_is_used_first(rank):
+    net = build()
+    for i in range(3):
+        net.blocks[i] = FSDP(net.blocks[i])
+    model = FSDP(net)
+    optimizer = sgd(model)  # before sharding
+    assert engine_of(net) is None and type(net.inp.weight) is nn.Parameter
+    model.blocks[1](torch.ones(2, 7, dtype=torch.float64)).sum().backward()
+    assert engine_of(model) is engine_of(net) is not None and isinstance(net.inp.weight, ShardTensor)
+    assert [u.name for u in engine_of(net).units] == ["inp", "blocks.0", "blocks.1", "blocks.2", "head"]
+    optimizer.zero_grad()
+    losses = train(model, optimizer, rank)
+    torch.testing.assert_close(losses, plain(rank)[0], rtol=1e-10, atol=1e-12)
+
+
+@ranks(2)
+def test_a_module_wrapped_twice_is_wrapped(rank):
+    model = FSDP(FSDP(build()))
+    assert isinstance(model.module, FSDP) and type(model.module.module) is MLP
+    same_as_plain(model, rank)
+
+
+class Doubled(FSDP):
+    """A user's own subclass."""
+
+    def __init__(self, module, extra, **arguments):
+        super().__init__(module, **arguments)
+        self.extra = extra
+
+    def forward(self, x):
+        return super().forward(x) * self.extra
+
+
+@ranks(2)
+def test_a_subclass_keeps_its_constructor_and_its_forward(rank):
+    model = Doubled(build(), 2.0, auto_wrap_policy=BLOCKS)
+    assert isinstance(model, Doubled) and isinstance(model, MLP) and not isinstance(model.blocks[0], Doubled)
+    torch.testing.assert_close(model(batch(rank, 0)), 2 * build()(batch(rank, 0)))
+
+
+@ranks(2)
+def test_a_model_inside_torchs_checkpoint_wrapper_trains_like_plain(rank):
+    model = FSDP(checkpoint_wrapper(build()))
+    assert type(model.module) is MLP
+    losses = train(model, sgd(model), rank)
+    torch.testing.assert_close(losses, plain(rank)[0], rtol=1e-10, atol=1e-12)
+    assert list(model.state_dict()) == list(build().state_dict())
+
+
+@ranks(2)
+def test_a_closed_engine_leaves_a_plain_model(rank):
+    model = FSDP(build())
+    train(model, sgd(model), rank)
+    engine_of(model).close()
+    assert all(type(value) is torch.Tensor for value in model.state_dict().values()) and engine_of(model) is None
+    with pytest.raises(ConfigError, match="plain one"):
+        model.clip_grad_norm_(1.0)
+    torch_shard.shard(model.module)
+    model(batch(rank, 0)).sum().backward()
+    assert model.clip_grad_norm_(1.0) > 0
+
+
+@ranks(2)
+def test_what_is_sharded_already_is_not_wrapped_again(rank):
+    used = FSDP(build())
+    used(batch(rank, 0))
+    for inner in (used, FSDP(build(), auto_wrap_policy=BLOCKS)):
+        with pytest.raises(ConfigError, match="0 inside is sharded already"):
+            FSDP(nn.Sequential(inner))
+    with pytest.raises(ConfigError, match="wrapped already"):
+        FSDP(used.module)
+    with pytest.raises(ConfigError, match=r"auto_wrap_policy.*but 0 is"):
+        FSDP(nn.Sequential(FSDP(build())), auto_wrap_policy=BLOCKS)
+
+
+@ranks(2)
+def test_gradients_that_came_past_the_wrapped_model_are_refused():
+    model = FSDP(build())
+    optimizer = sgd(model)
+    model.head.weight.pow(2).sum().backward()
+    before = model.head.weight.detach().clone()
+    with pytest.raises(ShardError, match=r"before the first forward of the wrapped MLP: the gradient of head\.weight"):
+        optimizer.step()
+    assert torch.equal(model.head.weight, before)
+    with pytest.raises(SetupError, match=r"head\.weight got a gradient"):
+        model(batch(0, 0))
+    optimizer.zero_grad()
+    model(batch(0, 0))
+
+
+@ranks(2)
+def test_a_parameter_shared_by_wrapped_modules_trains_like_plain(rank):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+    torch.manual_seed(0)
+    net = Tied().double()
+    reference = copy.deepcopy(net)
+    net.a, net.b = FSDP(net.a), FSDP(net.b)
+    losses = train(FSDP(net), sgd(net), rank)
+    optimizer, wanted = sgd(reference), []
+    for step in range(3):
+        loss = loss_of(reference, batch(rank, step))
+        loss.backward()
+        average_grads(reference)
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    torch.testing.assert_close(losses, wanted, rtol=1e-10, atol=1e-12)
+
+
+class Two(nn.Module):
+    """Two models, each wrapped by itself, in a plain module."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = FSDP(build()), FSDP(nn.Linear(3, 4).double())
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+@ranks(2)
+def test_several_wrapped_models_in_a_plain_module(rank):
+    torch.manual_seed(1)
+    model = Two()
+    reference = nn.Sequential(build(), nn.Linear(3, 4).double())
+    reference[1].load_state_dict(model.b.state_dict())
+    optimizers = [sgd(model.a), sgd(model.b)]
+    plain_optimizer = sgd(reference)
+    for step in range(2):
+        loss_of(model, batch(rank, step)).backward()
+        loss_of(reference, batch(rank, step)).backward()
+        average_grads(reference)
+        for optimizer in (*optimizers, plain_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert FSDP.fsdp_modules(model, root_only=True) == [model.a, model.b]
+    expected = [p.detach() for p in reference.parameters()]
+    with FSDP.summon_full_params(model, writeback=False):
+        torch.testing.assert_close([p.detach() for p in model.parameters()], expected, rtol=1e-9, atol=1e-10)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        found = model.state_dict()
+    torch.testing.assert_close(list(found.values()), expected, rtol=1e-9, atol=1e-10)
+    with pytest.raises(ConfigError, match=r"optim_state_dict: model must be the outermost wrapped module"):
+        FSDP.optim_state_dict(model, optimizers[0])
+    with pytest.raises(ConfigError, match="nothing in this Linear is wrapped"):
+        FSDP.state_dict_type(nn.Linear(2, 2), StateDictType.FULL_STATE_DICT).__enter__()
+    with FSDP.summon_full_params(nn.Linear(2, 2)):
+        pass
+
+
+@ranks(2)
+def test_copies_train_by_themselves(rank):
+    for model in (FSDP(build()), FSDP(build(), auto_wrap_policy=BLOCKS)):
+        for _ in range(2):  # before and after the first forward
+            other = copy.deepcopy(model)
+            assert type(other) is type(model) and other.module is not model.module
+            assert other.__dict__ is other.module.__dict__ and other.blocks[0] is other.module.blocks[0]
+            losses = train(model, sgd(model), rank, 2)
+            assert train(other, sgd(other), rank, 2) == losses
+            assert engine_of(other) is not engine_of(model) and engine_of(other).model is other.module
+
+
+@ranks(2)
+def test_methods_for_the_whole_model_are_refused_for_a_part(rank):
+    model = FSDP(build(), auto_wrap_policy=BLOCKS)
+    part = model.blocks[1]
+    for call in (
+        lambda: part.clip_grad_norm_(1.0),
+        lambda: part.no_sync().__enter__(),
+        lambda: part.register_comm_hook(None, default_hooks.reduce_scatter_hook),
+        lambda: FSDP.set_state_dict_type(part, StateDictType.SHARDED_STATE_DICT),
+    ):
+        with pytest.raises(ConfigError, match=r"blocks\.1 is"):
+            call()
+
+
+@ranks(2)
+def test_a_communication_hook_of_torchs_reduces(rank):
+    model = FSDP(build(), auto_wrap_policy=BLOCKS)
+    model.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), default_hooks.reduce_scatter_hook)
+    same_as_plain(model, rank)
+
+
+@ranks(2)
+def test_no_sync_around_backward_alone_accumulates_as_torchs_does(rank):
+    """DDP decides by the forward, FSDP by the backward: here the last backward must reduce what its forward did not announce."""
+    model, reference = FSDP(build()), build()
+    for m in (model, reference):
+        first, second = loss_of(m, batch(rank, 0)), None
+        if m is model:
+            with model.no_sync():
+                first.backward()
+                second = loss_of(m, batch(rank, 1))
+        else:
+            first.backward()
+            second = loss_of(m, batch(rank, 1))
+        second.backward()
+        sgd(m)
+    average_grads(reference)
+    with FSDP.summon_full_params(model, writeback=False, with_grads=True):
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, reference.get_parameter(name).grad, rtol=1e-9, atol=1e-11)
+
+
+@ranks(2)
+@pytest.mark.parametrize("rank0_only", [False, True])
+@pytest.mark.parametrize("recurse", [False, True])
+def test_full_parameters_are_summoned_of_a_module_and_with_recurse_of_those_inside(recurse, rank0_only, rank):
+    model = FSDP(build(), auto_wrap_policy=BLOCKS)
+    expected = dict(build().named_parameters())
+    loss_of(model, batch(rank, 0)).backward()
+    here = not rank0_only or rank == 0
+    with FSDP.summon_full_params(
+        model, recurse=recurse, rank0_only=rank0_only, offload_to_cpu=True, with_grads=True, writeback=True
+    ):
+        assert isinstance(model.inp.weight, ShardTensor) is not here
+        assert isinstance(model.blocks[0].up.weight, ShardTensor) is not (here and recurse)
+        if here:
+            torch.testing.assert_close(model.inp.weight, expected["inp.weight"])
+            assert model.inp.weight.grad.shape == (7, 5)
+            with torch.no_grad():
+                model.inp.weight.fill_(2.0)
+    assert (model.inp.weight.full_tensor() == 2.0).all()
+
+
+@ranks(2)
+def test_apply_sees_whole_parameters():
+    for model in (FSDP(build(), auto_wrap_policy=BLOCKS), FSDP(build())):
+        seen = []
+
+        def orthogonal(module, seen=seen):
+            seen.append(type(module))
+            if isinstance(module, nn.Linear):
+                nn.init.orthogonal_(module.weight)
+
+        torch.manual_seed(3)
+        assert model.apply(orthogonal) is model
+        head = weights(package(OURS), model)["head.weight"]
+        torch.testing.assert_close(head @ head.T, torch.eye(3, dtype=torch.float64))
+        if isinstance(model.blocks[0], FSDP):
+            model.blocks[0].apply(orthogonal)
+            assert seen.count(nn.Linear) == 8 + 2
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", [ShardingStrategy.SHARD_GRAD_OP, *exhaustive(ShardingStrategy.NO_SHARD)])
+def test_strategies_and_prefetch_reach_the_engine(strategy, rank):
+    model = FSDP(build(), sharding_strategy=strategy, backward_prefetch=None, auto_wrap_policy=BLOCKS)
+    config = engine_of(model).config
+    assert config.strategy == strategy.name.lower() and config.prefetch == 0
+    assert not config.sync_module_states and not config.broadcast_buffers
+    same_as_plain(model, rank)
+
+
+@ranks(2)
+def test_arguments_without_a_meaning_are_named_once(rank):
+    settings._said.clear()
+    with captured_log() as messages:
+        for _ in range(3):
+            FSDP(build(), limit_all_gathers=False, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
+        FSDP(build(), use_orig_params=True, forward_prefetch=True, device_id=torch.device("cpu"))
+    assert len(messages) == (rank == 0)  # the logger is silent on the others
+    assert all("backward_prefetch=BACKWARD_POST" in text and "limit_all_gathers" in text for text in messages)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"cpu_offload": CPUOffload(offload_params=True)}, "cpu_offload: offload"),
+        ({"sharding_strategy": "FULL_SHARD"}, "sharding_strategy must be"),
+        ({"mixed_precision": torch.bfloat16}, "mixed_precision must be"),
+        ({"param_init_fn": 1}, "param_init_fn must be callable"),
+        ({"ignored_modules": nn.Linear(2, 2)}, "ignored_modules must be an iterable"),
+        ({"ignored_modules": [1]}, "ignored_modules must hold Module"),
+        ({"ignored_modules": [], "ignored_states": []}, "pass one of them"),
+        ({"auto_wrap_policy": 3}, "auto_wrap_policy must be"),
+        ({"device_id": torch.device("meta")}, "device_id is meta"),
+    ],
+)
+def test_an_argument_that_cannot_be_kept_is_refused_before_anything_changes(arguments, said):
+    net = build()
+    with pytest.raises(ConfigError, match=said):
+        FSDP(net, **arguments)
+    assert not net._forward_pre_hooks and FSDP.fsdp_modules(net) == []
+    with pytest.raises(ConfigError, match="module must be"):
+        FSDP(3)
+
+
+@ranks(2)
+def test_sync_module_states_sends_rank_0s_values_and_without_it_each_rank_keeps_its_slice(rank):
+    for sync in (True, False):
+        torch.manual_seed(rank)
+        net = nn.Linear(8, 8)
+        own = net.weight.detach().clone()
+        values: list[torch.Tensor] = [torch.empty_like(own) for _ in range(2)]
+        dist.all_gather(values, own)
+        weight = FSDP(net, sync_module_states=sync).state_dict()["weight"]
+        if sync:
+            assert torch.equal(weight, values[0])
+        else:  # as with torch's class
+            assert torch.equal(weight.view(-1)[0], values[0].view(-1)[0]) and not torch.equal(weight, values[0])
+
+
+def with_norm():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    with torch.no_grad():
+        model[1].weight.fill_(3.0)
+        model[1].running_mean.fill_(2.0)
+    return model
+
+
+@ranks(2)
+def test_ranks_that_begin_on_meta_get_rank_0s_values(rank):
+    with torch.device("cpu" if rank == 0 else "meta"):
+        net = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    if rank == 0:
+        net.load_state_dict(with_norm().state_dict())
+    init = None if rank == 0 else lambda module: module.to_empty(device="cpu", recurse=False)
+    model = FSDP(net, sync_module_states=True, param_init_fn=init, use_orig_params=True)
+    for name, value in with_norm().state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value)
+
+
+@ranks(2)
+def test_param_init_fn_fills_a_model_on_meta(rank):
+    def init(module):
+        module.to_empty(device="cpu", recurse=False)
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    with torch.device("meta"):
+        net = MLP().double()
+    optimizer = sgd(net)
+    torch.manual_seed(5)
+    model = FSDP(net, auto_wrap_policy=BLOCKS, param_init_fn=init)
+    found = model.state_dict()
+    assert all(value.isfinite().all() and value.device.type == "cpu" for value in found.values())
+    assert found["blocks.1.up.weight"].std() > 0.05
+    model.load_state_dict(build().state_dict())
+    torch.testing.assert_close(train(model, optimizer, rank), plain(rank)[0], rtol=1e-10, atol=1e-12)
+
+
+@ranks(2)
+@pytest.mark.parametrize("policy", [None, BLOCKS])
+def test_a_model_on_meta_may_be_loaded_before_its_first_forward(policy, rank):
+    with torch.device("meta"):
+        net = MLP().double()
+    model = FSDP(
+        net, param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False), auto_wrap_policy=policy
+    )
+    if policy is not None:  # it is sharded already
+        assert all((value == 0).all() for value in model.state_dict().values())
+    model.load_state_dict(build().state_dict())
+    same_as_plain(model, rank)
+
+
+@ranks(2)
+def test_mixed_precision_becomes_the_engines(rank):
+    mixed = MixedPrecision(torch.bfloat16, torch.float32, keep_low_precision_grads=False)
+    net = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Sequential(nn.Linear(5, 3)))
+    model = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), mixed_precision=mixed)
+    precision = engine_of(model).config.precision
+    assert (precision.param_dtype, precision.reduce_dtype, precision.cast_inputs) == (
+        torch.bfloat16,
+        torch.float32,
+        "root",
+    )
+    assert precision.keep == (nn.modules.batchnorm._BatchNorm,)
+    out = model(batch(rank, 0).float())
+    out.float().sum().backward()
+    assert out.dtype is torch.bfloat16 and model[1].weight.dtype is model[0].weight.grad.dtype is torch.float32
+    every = MixedPrecision(torch.bfloat16, cast_forward_inputs=True)
+    assert engine_of(FSDP(build(), auto_wrap_policy=BLOCKS, mixed_precision=every)).config.precision.cast_inputs is True
+
+    kept = build().float()
+    kept.head = FSDP(kept.head)
+    assert engine_of_used(FSDP(kept, mixed_precision=mixed), rank).config.precision.keep == ("head",)
+    other = build().float()
+    other.head = FSDP(other.head, mixed_precision=MixedPrecision(torch.float16))
+    with pytest.raises(ConfigError, match=r"mixed precision of head \(param_dtype=torch.float16"):
+        FSDP(other, mixed_precision=mixed)(batch(rank, 0).float())
+
+
+def engine_of_used(model, rank):
+    model(batch(rank, 0).float())
+    return engine_of(model)
+
+
+@ranks(2)
+def test_a_policy_may_give_modules_arguments_of_their_own(rank):
+    mixed = MixedPrecision(torch.bfloat16)
+    policy = CustomPolicy(lambda m: {"mixed_precision": None} if isinstance(m, nn.LayerNorm) else isinstance(m, Block))
+    engine = engine_of(FSDP(build().float(), auto_wrap_policy=policy, mixed_precision=mixed))
+    assert engine.config.precision.keep == (
+        nn.modules.batchnorm._BatchNorm,
+        *(f"blocks.{i}.norm" for i in range(3)),
+    )
+    assert [u.name for u in engine.units] == [
+        "inp",
+        *(n for i in range(3) for n in (f"blocks.{i}", f"blocks.{i}.norm")),
+        "head",
+    ]
+
+
+@ranks(2)
+def test_ignored_modules_stay_plain_on_every_rank(rank):
+    net = build()
+    model = FSDP(net, auto_wrap_policy=BLOCKS, ignored_modules=[net.head])
+    assert type(model.head.weight) is nn.Parameter
+    loss_of(model, batch(rank, 0)).backward()
+    others: list[torch.Tensor] = [torch.empty_like(model.head.weight) for _ in range(2)]
+    dist.all_gather(others, model.head.weight.grad)
+    assert not torch.equal(*others)
+    nested = build()
+    nested.blocks[0] = FSDP(nested.blocks[0], ignored_states=[nested.blocks[0].up.bias])
+    outer = FSDP(nested)
+    outer(batch(rank, 0))
+    assert type(outer.blocks[0].up.bias) is nn.Parameter and isinstance(outer.blocks[0].up.weight, ShardTensor)
+
+
+@ranks(2)
+def test_wrapped_modules_for_other_ranks_than_the_model_are_refused(rank):
+    groups = [dist.new_group([r]) for r in range(2)]
+    net = build()
+    net.blocks[0] = FSDP(net.blocks[0], process_group=groups[rank])
+    with pytest.raises(ConfigError, match=r"blocks\.0 is wrapped for other ranks"):
+        FSDP(net)(batch(rank, 0))
+
+
+@ranks(2)
+@pytest.mark.exhaustive
+def test_compiled_models_train_like_plain(rank):
+    same_as_plain_compiled = [torch.compile(FSDP(build(), auto_wrap_policy=BLOCKS), backend="eager")]
+    blocks = FSDP(build(), auto_wrap_policy=BLOCKS)
+    for block in blocks.blocks:
+        block.compile(backend="eager")
+    pending = FSDP(build())
+    pending.compile(backend="eager")
+    for model in (*same_as_plain_compiled, blocks, pending):
+        torch.testing.assert_close(train(model, sgd(model), rank), plain(rank)[0], rtol=1e-10, atol=1e-12)
+
+
+@ranks(2)
+def test_the_sharded_grad_scaler_skips_the_same_steps_on_all_ranks(rank):
+    from torch_shard.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    scaler = ShardedGradScaler("cpu", init_scale=1024.0)
+    model = FSDP(build().float(), auto_wrap_policy=BLOCKS, mixed_precision=MixedPrecision(torch.float16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.state_dict()
+    loss = model(batch(rank, 0).float()).float().sum() * (float("inf") if rank else 1.0)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_engine_functions_reach_a_wrapped_model(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    model = FSDP(nn.Linear(2, 2), auto_wrap_policy=BLOCKS)
+    assert torch_shard.engine_of(model).model is model.module
