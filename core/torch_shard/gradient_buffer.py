@@ -61,7 +61,7 @@ class GradientBuffer:
 
     def divide_by(self, divisor: float) -> None:
         """From now on the sum over the ranks is divided by this, in place of their number."""
-        world = self.collectives.world
+        world = self.collectives.averaged
         before = _divided_before(world) if self.dtypes.reduce is torch.float16 and world > 1 else divisor
         self._divide(1.0 / before, before / divisor)
 

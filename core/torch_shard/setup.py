@@ -441,8 +441,8 @@ def _units_on_meta(
             if distributed and materialiser.sends:
                 raise SetupError(
                     f"parameter {distributed[0]} is a DTensor on the meta device, and with init_fn what rank 0 makes of "
-                    "parameters is sent to all ranks, which have other parts of it. Where init_fn does the same on all ranks, pass "
-                    "sync_module_states=False; else leave it out, or initialise the model before shard()."
+                    "parameters is sent to all ranks, which have other parts of it. Where init_fn does the same on all ranks, "
+                    "pass sync_module_states=False; else leave it out, or initialise the model before shard()."
                 )
             continue
         for info in unit.params:
