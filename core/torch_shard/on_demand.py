@@ -10,7 +10,7 @@ import torch
 
 from .errors import UnitStateError
 from .outputs import tensors_in
-from .shard_functions import creates, exposes_memory
+from .shard_functions import creates, exposes_memory, initialises
 from .shard_spec import gather_error
 from .shard_tensor import ShardTensor
 from .unit import State
@@ -65,7 +65,7 @@ class OnDemand:
         slices_only = local_ok or (not inside and exposes_memory(name))
         if slices_only and not recording and not unit.installed:
             return None
-        differentiable = recording and param.requires_grad and not creates(name)
+        differentiable = recording and param.requires_grad and not creates(name) and not initialises(name)
         # User hooks see a gradient once, whole: what reaches the leaf and what reaches the slice must not be two.
         hooked = differentiable and bool(unit.leaf_of(param)._backward_hooks)
         # What records a gradient of replicated parameters uses the leaf, whose gradient is averaged over the copies. Without

@@ -34,7 +34,7 @@ from .shard_spec import same_cut
 if TYPE_CHECKING:
     from .shard_tensor import ShardTensor
 
-__all__ = ["DTYPE", "GETTERS", "call", "computed_in", "creates", "exposes_memory", "is_local"]
+__all__ = ["DTYPE", "GETTERS", "call", "computed_in", "creates", "exposes_memory", "initialises", "is_local"]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -113,6 +113,11 @@ _RESHAPED_IN_PLACE = _names("t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueez
 def creates(name: str) -> bool:
     """Return whether a function only takes shape and dtype from its operand (`zeros_like`, `new_empty`)."""
     return name.endswith("_like") or name.startswith("new_")
+
+
+def initialises(name: str) -> bool:
+    """Return whether a function of torch.nn.init fills its operand, without recording anything."""
+    return name in _INIT
 
 
 def exposes_memory(name: str) -> bool:
