@@ -314,6 +314,9 @@ def test_full_parameters_are_summoned_of_a_module_and_with_recurse_of_those_insi
             with torch.no_grad():
                 model.inp.weight.fill_(2.0)
     assert (model.inp.weight.full_tensor() == 2.0).all()
+    with FSDP.summon_full_params(model.module.blocks, recurse=recurse):  # a part, not wrapped itself
+        assert isinstance(model.blocks[0].up.weight, ShardTensor) is not recurse
+        assert isinstance(model.inp.weight, ShardTensor)
 
 
 @ranks(2)

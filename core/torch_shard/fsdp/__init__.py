@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+import torch.distributed.fsdp as _torchs
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from ._fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from .fully_sharded_data_parallel import (
@@ -29,7 +30,6 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
-    "DataParallelMeshDims",
     "FSDPModule",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
@@ -52,3 +52,8 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
+
+if hasattr(_torchs, "DataParallelMeshDims"):  # newer than the oldest torch that is supported
+    from torch.distributed.fsdp import DataParallelMeshDims as DataParallelMeshDims
+
+    __all__ += ["DataParallelMeshDims"]

@@ -265,7 +265,8 @@ class FSDPModule(WrappedModule):
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have this stream, behind which parameters are gathered, wait for `event`."""
-        torch.accelerator.current_stream().wait_event(event)
+        if torch.accelerator.is_available():
+            torch.accelerator.current_stream().wait_event(event)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Gradients are divided and summed, always."""

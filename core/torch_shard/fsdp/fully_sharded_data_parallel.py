@@ -309,12 +309,10 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
             options["device"] = "cpu"
         with contextlib.ExitStack() as stack:
             for engine in _engines(module):
-                target: Any = module if recurse else marks.own_params(module)
-                if engine_of(module) is None and marks.mark_of(module) is None and recurse:
-                    target = None  # all of each model inside
-                elif marks.mark_of(module) is None and not recurse:
-                    target = [p for root in marks.roots_in(module) for p in marks.own_params(root)]
-                    target = [p for p in target if any(p is q for u in engine.units for q in u.params)]
+                # A model inside `module`, or the part that `module` is.
+                inside = any(m.__dict__ is engine.model.__dict__ for m in module.modules())
+                part = engine.model if inside else module
+                target = part if recurse else marks.own_params(part)
                 stack.enter_context(engine.gathered(target, **options))
             yield
 
