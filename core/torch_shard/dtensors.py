@@ -30,7 +30,17 @@ from .leaf import InBuffer
 from .shard_tensor import ShardTensor
 from .tensor_part import TensorPart, dense_stride, part_of_rank
 
-__all__ = ["Placed", "is_dtensor", "local_of", "made_like", "placed_of", "planes_of", "shard_class", "tensor_mesh"]
+__all__ = [
+    "Placed",
+    "is_dtensor",
+    "local_of",
+    "made_like",
+    "part_given",
+    "placed_of",
+    "planes_of",
+    "shard_class",
+    "tensor_mesh",
+]
 
 
 def is_dtensor(value: Any) -> bool:
@@ -238,16 +248,20 @@ def part_given(whole: Any, part: TensorPart | None, name: str) -> torch.Tensor:
     Raises:
         ShardError: it is distributed in another way.
     """
-    given = placed_of(whole, name)
-    assert given is not None
-    if (given.part is None) != (part is None) or (
-        part is not None and given.part is not None and (given.part.offsets, given.sizes) != (part.offsets, part.sizes)
-    ):
-        raise ShardError(
-            f"{name} was given a DTensor with placements {given.placements}, and is distributed in another way itself; give it "
-            "the whole tensor (full_tensor())."
-        )
-    return local_of(whole)
+    try:
+        given = placed_of(whole, name)
+    except SetupError:
+        given = None
+    if given is not None and _box(given.part) == _box(part):
+        return local_of(whole)
+    raise ShardError(
+        f"{name} was given a DTensor with placements {tuple(whole.placements)} over {whole.device_mesh}, and is distributed in "
+        "another way itself; give it the whole tensor (full_tensor())."
+    )
+
+
+def _box(part: TensorPart | None) -> object:
+    return None if part is None else (part.offsets, part.sizes)
 
 
 def made_like(param: Any, whole: torch.Tensor) -> torch.Tensor:

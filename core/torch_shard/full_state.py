@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from .agreement import NoteLoad
-from .dtensors import is_dtensor
-from .errors import StateDictError, UnitStateError
+from .dtensors import is_dtensor, part_given
+from .errors import ShardError, StateDictError, UnitStateError
 from .flat_buffer import FlatBuffer
 from .runtime import Runtime
 from .shard_spec import ShardSpec
@@ -169,6 +169,7 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
     try:
         refuse_inside(runtime, what)
         missing, unexpected, problems = rehearse(model, state_dict)
+        problems += _misplaced(runtime, state_dict)
         hint = " Pass strict=False to accept missing and unexpected entries."
         error = describe(runtime, what, missing if strict else [], unexpected if strict else [], problems, hint)
     except Exception as problem:  # the other ranks must hear of it
@@ -199,6 +200,20 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
     runtime.forget_residuals()
     agree(runtime, what, None, error)
     return result
+
+
+def _misplaced(runtime: Runtime, given: Mapping[str, Any]) -> list[str]:
+    """DTensors that are not distributed as the parameters of their names are."""
+    problems = []
+    specs = {p._spec.name: p._spec for unit in runtime.units for p in unit.params}
+    for key, value in given.items():
+        spec = specs.get(key)
+        if spec is not None and is_dtensor(value) and value.shape == spec.shape:
+            try:
+                part_given(value, spec.part, key)
+            except ShardError as error:
+                problems.append(str(error))
+    return problems
 
 
 class WithMetadata(dict):  # type: ignore[type-arg]
