@@ -141,10 +141,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             or own != usual
             or ("strategy" in item.callspec.params and found.strategy != usual)
             or (found.mixed and _listed(item, WITHOUT_ORACLE) is not None)
+            or (found.is_hybrid and item.callspec.params.get("world_size") != 2)
             or found.strategy not in STRATEGIES_OF.get(item.originalname, ({found.strategy},))[0]
         ):
             dropped.append(item)
-        elif not (found.mixed and found.strategy == usual and item.originalname in QUICK):
+            continue
+        if found.is_hybrid:
+            item.callspec.params["world_size"] = 4
+        if not (found.mixed and found.strategy == usual and item.originalname in QUICK):
             item.add_marker(pytest.mark.exhaustive)
     config.hook.pytest_deselected(items=dropped)
     gone = set(map(id, dropped))

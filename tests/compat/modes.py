@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import torch_shard
@@ -27,7 +28,9 @@ from torch_shard import Precision
 
 __all__ = ["MODES", "STRATEGIES", "Mode", "as_computed", "mixed"]
 
-STRATEGIES = ("full_shard", "shard_grad_op", "shard_optim", "no_shard")
+STRATEGIES = ("full_shard", "shard_grad_op", "shard_optim", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+HYBRID = {"shard_size": 2}
+"""Rows of two ranks run on four under the hybrid strategies: two copies."""
 MIXED = ("full_shard", "no_shard")
 """Strategies that rows run under in mixed precision: where units are gathered and cast, and where they are cast only."""
 
@@ -48,6 +51,10 @@ class Mode:
     def is_usual(self) -> bool:
         return self == MODES[0]
 
+    @property
+    def is_hybrid(self) -> bool:
+        return self.strategy.startswith("hybrid")
+
     def __str__(self) -> str:
         return f"{self.strategy}-mixed" if self.mixed else self.strategy
 
@@ -55,11 +62,14 @@ class Mode:
     def within(self) -> Iterator[None]:
         """In a rank: while the body of a test runs."""
         global _current
+        assert not self.is_hybrid or dist.get_world_size() == 4  # see conftest.py
         shard = torch_shard.shard
 
         @functools.wraps(shard)
         def in_mode(model: nn.Module, config: Any = None, *, mesh: Any = None, **overrides: Any) -> Any:
             if config is None:
+                if self.is_hybrid and "strategy" not in overrides:
+                    overrides = {**HYBRID, **overrides}
                 overrides.setdefault("strategy", self.strategy)
                 if self.mixed:
                     overrides.setdefault("precision", PRECISION)
