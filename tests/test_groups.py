@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.ranks import ranks
 from torch_shard import shard
-from torch_shard.collectives import connect
+from torch_shard.connect import connect
 from torch_shard.errors import SetupError
 from torch_shard.topology import Topology
 

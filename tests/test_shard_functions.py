@@ -8,8 +8,8 @@ from torch import nn
 
 from tests.shard_cases import REDUCTIONS, REFUSED, UNARY
 from tests.shard_helpers import sharded
-from torch_shard.collectives import SingleComm
 from torch_shard.errors import NeedsGatherError
+from torch_shard.scalar_comm import SingleComm
 from torch_shard.shard_tensor import ShardTensor
 
 F = nn.functional

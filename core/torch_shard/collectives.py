@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -15,16 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import ShardError
-from .groups import Groups, Parts, again_for, backend_of, groups_for, parts_for
-from .log import logger
+from .reduction import Reduction
+from .scalar_comm import ScalarComm, SingleComm
 from .topology import Topology
-from .versions import at_least
-from .watch import POLL, Channel, Pending, Watch, blocking
-
-# torch 2.13 renamed the single-tensor collectives and warns about the old names; 2.11 and 2.12 lack the new ones.
-_all_gather = getattr(dist, "all_gather_single" if at_least("2.13") else "all_gather_into_tensor", None)
-_reduce_scatter = getattr(dist, "reduce_scatter_single" if at_least("2.13") else "reduce_scatter_tensor", None)
+from .versions import all_gather_single, reduce_scatter_single
+from .watch import Channel, Pending, Watch
 
 
 def _unowned_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,67 +52,6 @@ class _Works:
                 work.wait()
             else:
                 work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-
-
-@dataclass(eq=False)
-class SingleComm:
-    """The scalar communicator of a group of one."""
-
-    size: int = 1
-    rank: int = 0
-    world_rank: int = 0
-    refused: Callable[[str], str] | None = None  # see ScalarComm
-
-    @property
-    def everyone(self) -> SingleComm:
-        return self
-
-    def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:
-        return tensor
-
-    def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
-        return tensor.unsqueeze(0)
-
-
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN} if dist.is_available() else {}
-
-
-@dataclass(eq=False)
-class ScalarComm:
-    """Reductions that the user's own code asks for (norms, `full_tensor`): blocking, in a group of their own, so that
-    they cannot pair with a gather or a gradient reduction of another rank."""
-
-    channel: Channel
-    watch: Watch
-    size: int
-    rank: int
-    over_copies: ScalarComm | None = None  # where other ranks have the same slices
-
-    @property
-    def world_rank(self) -> int:
-        """This rank among all of the engine, for messages."""
-        return self.watch.rank
-
-    @property
-    def everyone(self) -> ScalarComm:
-        """Over all ranks that train together: derivatives are averaged over those, whoever shares a copy."""
-        return self.over_copies or self
-
-    # Called with the message of an error about an operation that slices can't do; returns what to say instead.
-    refused: Callable[[str], str] | None = None
-
-    def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:
-        self.watch.meet(what)
-        name, ordered = self.channel.name, self.watch.polls
-        blocking(self.watch, name, what, dist.all_reduce, tensor, op=_OPS[op], ordered=ordered)
-        return tensor
-
-    def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
-        out = tensor.new_empty((self.size, *tensor.shape))
-        parts = out.view(-1), tensor.contiguous().view(-1)
-        self.watch.meet(what)
-        blocking(self.watch, self.channel.name, what, _all_gather, *parts, ordered=self.watch.polls)
-        return out
 
 
 def join(stream: Any, others: Iterable[Any]) -> None:
@@ -264,7 +197,7 @@ class Collectives:
         what: str,
         slots: Sequence[torch.Tensor] = (),
     ) -> Pending:
-        assert _all_gather is not None
+        assert all_gather_single is not None
         channel.count()
         ranks = len(sources)
         self.bytes_sent += (ranks - 1) * (full.numel() // ranks) * full.element_size()
@@ -278,7 +211,7 @@ class Collectives:
             work: Any = _Works([dist.broadcast(s, src=r, group=channel.group, async_op=True) for s, r in pairs])
         else:
             into = _unowned_bytes(full) if self._sends_bytes else full
-            work = _all_gather(into, sent, group=channel.group, async_op=True)
+            work = all_gather_single(into, sent, group=channel.group, async_op=True)
         channel.groups.written[work] = full
         return self._track(channel, what, work, self.gather_stream)
 
@@ -345,8 +278,8 @@ class Collectives:
                 work = dist.all_to_all_single(received, grad, group=channel.group, async_op=True)
             else:
                 received = torch.empty(grad.numel() // self.size, dtype=grad.dtype, device=grad.device)
-                assert _reduce_scatter is not None
-                work = _reduce_scatter(received, grad, group=channel.group, async_op=True)
+                assert reduce_scatter_single is not None
+                work = reduce_scatter_single(received, grad, group=channel.group, async_op=True)
             # A backward that fails drops its reductions, but not what they still read and write.
             channel.groups.written[work] = (grad, received)
             pending = self._track(channel, what, work, self.reduce_stream)
@@ -413,210 +346,3 @@ class Collectives:
 
     def close(self) -> None:
         self.drop_spares()
-
-
-@dataclass(eq=False)
-class Reduction:
-    """A gradient reduction in flight; ``finish`` returns this rank's slice of the sum."""
-
-    collectives: Collectives
-    grad: torch.Tensor
-    received: torch.Tensor
-    pending: Pending
-    begun: Any = None  # CUDA: recorded where this rank's own gradients are ready
-    streams: Sequence[Any] = ()  # CUDA: those that wrote to `grad`
-    across: str = ""  # what the all-reduce between copies is called, which is to follow
-    total: torch.Tensor | None = None  # this rank's slice of the sum, where it has been made
-
-    def send_across(self, what: str) -> None:
-        """Its sum is to be summed with those of the other copies, when it is there and its turn has come."""
-        self.across = what
-        self.collectives.waiting.append(self)
-
-    def done(self) -> bool:
-        return self.settle(0.0)
-
-    def settle(self, seconds: float) -> bool:
-        """Wait at most about this long; False if it is still going on."""
-        while self.across:
-            first = self.collectives.waiting[0]
-            if not first._ended(seconds):
-                return False
-            first.go_across()
-        return self._ended(seconds)
-
-    def _ended(self, seconds: float) -> bool:
-        return self.pending.done() or (seconds > 0.0 and self.pending.settle(seconds))
-
-    def go_across(self) -> None:
-        """Wait for the first part, and begin the second. For the oldest of those that wait for that, so that all copies' ranks
-        come here in one order, whatever has ended where."""
-        c, what = self.collectives, self.across
-        assert c.waiting[0] is self
-        self.pending.wait()
-        c.waiting.popleft()
-        self.across = ""
-        self.total = self._own_sum(self._dtype_across())
-        self.pending = c._all_reduce_across(self.total, what)
-
-    def _dtype_across(self) -> torch.dtype:
-        return self.grad.dtype
-
-    def _own_sum(self, dtype: torch.dtype) -> torch.Tensor:
-        """The first part has ended: this rank's slice. Gives the buffers back."""
-        c = self.collectives
-        if c.backend == "gloo" and self.received is not self.grad:
-            out = _sum(self.received.view(c.size, -1), dtype)
-            c.give(self.grad)
-            c.give(self.received)
-            return out
-        if self.received.dtype != dtype:
-            out = self.received.to(dtype)
-            c.give(self.grad)
-            return out
-        if self.received is not self.grad:  # else an all-reduce in place: the buffer itself is the result
-            c.give(self.grad)
-        return self.received
-
-    def abandon(self, seconds: float) -> None:
-        """A partner may never come: don't wait for long."""
-        try:
-            self.settle(seconds)
-        finally:
-            if self.across:  # the other copies may have gone on
-                c = self.collectives
-                c.waiting.remove(self)
-                text = f"rank {c.world_rank} has left {self.across}, when a backward failed."
-                c.reduce_channel.groups.give_up(c.world_rank, ShardError(text))  # type: ignore[union-attr]
-
-    def wait_for_own_part(self) -> None:
-        """Have the host wait until this rank's device has come to the reduction. What then remains is the partners' time."""
-        if self.begun is None:
-            return
-        deadline = time.monotonic() + self.collectives.watch.timeout
-        while not self.begun.query() and time.monotonic() < deadline:
-            time.sleep(POLL)
-
-    def finish(self, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's slice of the sum, in `dtype`."""
-        c = self.collectives
-        for stream in self.streams:
-            # Hazard: the buffer's memory goes back to the stream that it was made on, which may not be the one that
-            # publishes, and must not be used there again before the collective has read it.
-            stream.wait_event(self.pending.event)
-        while self.across:
-            c.waiting[0].go_across()
-        self.pending.wait()
-        return self._own_sum(dtype) if self.total is None else self.total.to(dtype)
-
-
-def _sum(chunks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum of the rows in `dtype`, rounded once."""
-    if chunks.dtype == dtype:
-        return torch.add(chunks[0], chunks[1]) if len(chunks) == 2 else chunks.sum(dim=0)
-    out = chunks[0].to(dtype)
-    for chunk in chunks[1:]:
-        out += chunk
-    return out
-
-
-def connect(
-    group: Any,
-    device: torch.device,
-    topology: Topology,
-    *,
-    timeout: float,
-    single_communicator: bool,
-    again: int | None = None,
-) -> Collectives:
-    """Collective over `group`. `group` None: one rank alone, no process group at all. `again`: among how many ranks a unit is cut
-    between forward and backward. Ranks with different topologies get what tells them so (:func:`.setup.agree`), and nothing
-    else."""
-    if group is None or dist.get_world_size(group) == 1:
-        watch = Watch(0, 1, [0], timeout, "")
-        return Collectives(device, 1, 0, 1, 0, watch, SingleComm(), SingleComm(), topology, SingleComm(), SingleComm())
-    ranks = dist.get_process_group_ranks(group)
-    rank, world = dist.get_rank(group), len(ranks)
-    groups = groups_for(group, single_communicator, timeout)
-    groups.forget_ended()
-    watch = Watch(rank, world, ranks, timeout, groups.key)
-    everyone = range(world)
-    for name in ("gather", "reduce", "scalar", "control", "meet"):
-        watch.channels[name] = Channel(name, groups, getattr(groups, name), everyone)
-    backend = backend_of(group, device.type)
-    side = backend == "nccl"
-    watch.polls = side
-    logger.debug("collectives over ranks %s, backend %s", ranks, backend)
-    streams = groups.streams_on(device) if side else (None, None)
-    agreed = _agree_on(f"{topology} {again}", watch)
-    over_all = ScalarComm(watch.channels["scalar"], watch, world, rank)
-    made: dict[str, Any] = {
-        "scalar": over_all if topology.size > 1 else SingleComm(world_rank=rank),
-        "plane": over_all,
-        "whole": over_all,
-        "gather_channel": watch.channels["gather"],
-        "reduce_channel": watch.channels["reduce"],
-    }
-    if (topology.is_hybrid or topology.planes > 1) and agreed:  # else ranks would wait for each other in making groups
-        made |= _divided(parts_for(groups, group, topology, single_communicator), groups, topology, watch, over_all)
-    if again is not None and agreed:
-        few = Channel("gather again", groups, again_for(groups, group, topology, again), topology.part_of(rank, again))
-        made["again_channel"] = watch.channels[few.name] = few
-    return Collectives(
-        device=device,
-        world=world,
-        world_rank=rank,
-        size=topology.size,
-        rank=topology.row_of(rank).index(rank),
-        watch=watch,
-        everyone=over_all,
-        topology=topology,
-        backend=backend,
-        gather_stream=streams[0],
-        reduce_stream=streams[1],
-        **made,
-    )
-
-
-def _divided(parts: Parts, groups: Groups, topology: Topology, watch: Watch, over_all: ScalarComm) -> dict[str, Any]:
-    """What of :class:`Collectives` is not over all ranks, where several copies exist, or planes."""
-    rank = watch.rank
-    made: dict[str, Any] = {}
-
-    def channel(name: str, group: Any, members: Sequence[int]) -> Channel:
-        found = watch.channels[name] = Channel(name, groups, group, members)
-        return found
-
-    def scalars(name: str, group: Any, members: Sequence[int], wider: ScalarComm | None) -> ScalarComm:
-        return ScalarComm(channel(name, group, members), watch, len(members), members.index(rank), wider)
-
-    row, plane = topology.row_of(rank), topology.plane_of(rank)
-    over_plane: ScalarComm | SingleComm = over_all
-    if parts.plane is not None:
-        over_plane = scalars("plane", parts.plane, plane, None)
-        made["plane_channel"] = watch.channels["plane"]
-        made["whole"] = scalars("whole", parts.whole, topology.whole_of(rank), over_all)
-    if parts.scalar is not None:
-        wider = over_plane if topology.is_hybrid and isinstance(over_plane, ScalarComm) else None
-        made["scalar"] = inner = scalars("scalar slices", parts.scalar, row, wider)
-        over_plane = over_plane if topology.is_hybrid else inner
-        made["gather_channel"] = channel("gather", parts.gather, row)
-    if parts.reduce is not None:
-        made["reduce_channel"] = channel("reduce slices", parts.reduce, row if topology.size > 1 else plane)
-        made.setdefault("plane_channel", made["reduce_channel"] if topology.planes > 1 else None)
-    if parts.across is not None:
-        made["across_channel"] = channel("across", parts.across, topology.column_of(rank))
-        made["waiting"] = parts.waiting
-    if parts.lane is not None:
-        made["lane_channel"] = channel("lane", parts.lane, topology.lane_of(rank))
-    made["plane"] = over_plane if topology.averaged > 1 else SingleComm(world_rank=rank)
-    return made
-
-
-def _agree_on(text: str, watch: Watch) -> bool:
-    """Whether all ranks have the same."""
-    digest = zlib.crc32(text.encode()).to_bytes(4, "little")
-    message = torch.tensor([*digest, *(255 - b for b in digest)], dtype=torch.uint8, device="cpu")
-    blocking(watch, "control", "the set-up of a sharded model (shard)", dist.all_reduce, message, op=dist.ReduceOp.MAX)
-    answer = message.tolist()
-    return all(a + b == 255 for a, b in zip(answer[:4], answer[4:], strict=True))

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .collectives import Collectives, Reduction, join
+from .collectives import Collectives, join
 from .errors import ShardError
 from .layout import FlatLayout
 from .leaf import own_grad, set_own_grad
 from .precision import Dtypes
 from .quantized_transfers import QuantizedGradients
+from .reduction import Reduction
 from .shard_spec import slot_view
 from .shard_tensor import ShardTensor
 

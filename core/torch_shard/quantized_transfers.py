@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from .block_code import BlockCode
-from .collectives import Collectives, Reduction, join, outside_inference
+from .collectives import Collectives, join, outside_inference
 from .layout import FlatLayout
 from .precision import Dtypes
+from .reduction import Reduction
 from .shard_spec import slot_view
 from .watch import Pending
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from .agreement import Agreement
-from .collectives import Collectives, Reduction
+from .collectives import Collectives
 from .errors import ShardError
 from .gradient_buffer import WANTED, GradientBuffer
+from .reduction import Reduction
 
 if TYPE_CHECKING:
     from .comm_hook import CommHook, HookedReduction

@@ -14,8 +14,9 @@ from torch import nn
 from . import casting
 from .agreement import note_loads
 from .buffers import BufferSync, broadcast_coalesced
-from .collectives import Collectives, connect
+from .collectives import Collectives
 from .config import ShardConfig
+from .connect import connect
 from .dtensors import Placed, is_dtensor, local_of, placed_of
 from .errors import ConfigError, SetupError
 from .flat_buffer import FlatBuffer

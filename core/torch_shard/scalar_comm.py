@@ -1,0 +1,74 @@
+"""Small blocking collectives for the user's own code: norms, ``full_tensor``, reductions of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .versions import all_gather_single
+from .watch import Channel, Watch, blocking
+
+__all__ = ["ScalarComm", "SingleComm"]
+
+
+@dataclass(eq=False)
+class SingleComm:
+    """The scalar communicator of a group of one."""
+
+    size: int = 1
+    rank: int = 0
+    world_rank: int = 0
+    refused: Callable[[str], str] | None = None  # see ScalarComm
+
+    @property
+    def everyone(self) -> SingleComm:
+        return self
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        return tensor.unsqueeze(0)
+
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN} if dist.is_available() else {}
+
+
+@dataclass(eq=False)
+class ScalarComm:
+    """Reductions that the user's own code asks for (norms, `full_tensor`): blocking, in a group of their own, so that
+    they cannot pair with a gather or a gradient reduction of another rank."""
+
+    channel: Channel
+    watch: Watch
+    size: int
+    rank: int
+    over_copies: ScalarComm | None = None  # where other ranks have the same slices
+    # Called with the message of an error about an operation that slices can't do; returns what to say instead.
+    refused: Callable[[str], str] | None = None
+
+    @property
+    def world_rank(self) -> int:
+        """This rank among all of the engine, for messages."""
+        return self.watch.rank
+
+    @property
+    def everyone(self) -> ScalarComm:
+        """Over all ranks that train together: derivatives are averaged over those, whoever shares a copy."""
+        return self.over_copies or self
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:
+        self.watch.meet(what)
+        name, ordered = self.channel.name, self.watch.polls
+        blocking(self.watch, name, what, dist.all_reduce, tensor, op=_OPS[op], ordered=ordered)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        out = tensor.new_empty((self.size, *tensor.shape))
+        parts = out.view(-1), tensor.contiguous().view(-1)
+        self.watch.meet(what)
+        blocking(self.watch, self.channel.name, what, all_gather_single, *parts, ordered=self.watch.polls)
+        return out
