@@ -21,7 +21,7 @@ class AskedUnit:
     def __init__(self, whole):
         self.leaf = nn.Parameter(whole)
         self.is_summoned = False
-        self.gathers = self.casts = False
+        self.gathers = self.casts = self.rounding = False
         self.asked = []
         self.done = []
 

@@ -111,10 +111,10 @@ def watch_gathers(pair: Pair) -> None:
     """Let the sharded model note each gather that is issued, too."""
     for number, unit in enumerate(pair.engine.units):
 
-        def gather(unit: Any = unit, number: int = number, issue: Any = unit.gather) -> None:
+        def gather(again: bool, unit: Any = unit, number: int = number, issue: Any = unit.gather) -> None:
             if unit.state.value == "sharded":  # else there is nothing to issue
                 pair.model.events.append(f"gather {number - 1}")  # the embedding is -1
-            issue()
+            issue(again)
 
         unit.gather = gather
 
@@ -242,8 +242,8 @@ def watch_gathered(pair: Pair) -> list[int]:
     pair.model.look = look
     for unit in pair.engine.units:
 
-        def gather(issue: Any = unit.gather) -> None:
-            issue()
+        def gather(again: bool, issue: Any = unit.gather) -> None:
+            issue(again)
             # What the unit that is just being gathered adds, and those that are about to be released.
             found.append(sum(u.full_bytes for u in pair.engine.units if u.state.value != "sharded"))
 
