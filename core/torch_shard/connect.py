@@ -29,8 +29,8 @@ def connect(
     again: int | None = None,
 ) -> Collectives:
     """Collective over `group`. `group` None: one rank alone, no process group at all. `again`: among how many ranks a unit is cut
-    between forward and backward. Ranks with different topologies get what tells them so (:func:`.setup.agree`), and nothing
-    else."""
+    between forward and backward. Ranks with different topologies get what tells them so (:func:`.setup_checks.agree`), and
+    nothing else."""
     if group is None or dist.get_world_size(group) == 1:
         watch = Watch(0, 1, [0], timeout, "")
         return Collectives(device, 1, 0, 1, 0, watch, SingleComm(), SingleComm(), topology, SingleComm(), SingleComm())
