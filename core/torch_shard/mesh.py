@@ -174,11 +174,11 @@ def _chosen(mesh: Any, config: ShardConfig) -> tuple[Any, Sequence[Sequence[int]
 
 def _of_two_groups(groups: Sequence[Any], config: ShardConfig) -> tuple[Any, Sequence[Sequence[int]]]:
     """FSDP's form: the ranks that this one shares a copy with, and those that have the same slice of the others."""
+    shard, replicate = (_checked_group(group) for group in groups)
     if not config.is_hybrid:
         raise ConfigError(
             f"mesh is a pair of process groups, which a hybrid strategy needs; strategy is {config.strategy!r}."
         )
-    shard, replicate = (_checked_group(group) for group in groups)
     # Of each copy, what its rank says that has this one's slice.
     own, others = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
     name = f"torch_shard/pair/{replicate.group_name}/{others}"
