@@ -120,7 +120,7 @@ def test_a_parameter_that_one_copy_leaves_unused(rank, world_size):
         train_both(functools.partial(Sometimes, used), rank, world_size, **TWO)
 
 
-@pytest.mark.parametrize("strategy", HYBRID)
+@pytest.mark.parametrize("strategy", ["hybrid_shard", *exhaustive("hybrid_shard_zero2")])
 @ranks(4)
 def test_terms_of_the_loss_outside_the_model_are_averaged_over_the_copies(strategy, rank, world_size):
     """Each rank weighs them by what it alone knows."""
@@ -329,7 +329,7 @@ def test_a_step_in_backward(rank, world_size):
     same_copies(engine)
 
 
-@pytest.mark.parametrize("strategy", HYBRID)
+@pytest.mark.parametrize("strategy", ["hybrid_shard", *exhaustive("hybrid_shard_zero2")])
 @ranks(4)
 def test_a_communication_hook_reduces_inside_and_the_engine_across(strategy, rank, world_size):
     pair = Pair(MLP, rank, world_size, strategy=strategy, shard_size=2)
@@ -417,7 +417,7 @@ def _crossing(calls: Collectives, engine: torch_shard.Engine) -> tuple[int, int]
     return gradients, others
 
 
-@pytest.mark.parametrize("strategy", HYBRID)
+@pytest.mark.parametrize("strategy", ["hybrid_shard", *exhaustive("hybrid_shard_zero2")])
 @ranks(4)
 def test_across_copies_travel_gradients_alone(strategy, rank, world_size):
     torch.manual_seed(0)
@@ -572,6 +572,7 @@ def test_ranks_with_different_copies_are_told_so(rank):
     train_both(MLP, rank, 4, steps=1, **TWO)  # and the groups are usable
 
 
+@pytest.mark.exhaustive
 @ranks(4, fresh=True, timeout=60)
 def test_a_copy_that_stays_away_is_an_error_on_the_others(rank):
     model = MLP()

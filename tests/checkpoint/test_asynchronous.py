@@ -226,6 +226,7 @@ def test_a_slow_disk_is_no_missing_rank(rank, tmp_path):
     assert verified(tmp_path / "c") == 1
 
 
+@pytest.mark.exhaustive
 @ranks(2, fresh=True, may_die=(1,))
 def test_a_rank_that_is_gone_is_missed(rank, tmp_path):
     import os
@@ -241,7 +242,8 @@ def test_a_rank_that_is_gone_is_missed(rank, tmp_path):
     assert files_of(tmp_path) == []
 
 
-@pytest.mark.parametrize("kind", ["works", pytest.param("fails", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["works", "fails"])
 def test_a_program_that_ends_loses_nothing(kind, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

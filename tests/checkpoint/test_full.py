@@ -426,6 +426,7 @@ def dies_while_saving(rank: int, world_size: int, path: str) -> None:
     engine.save_full(f"{path}/c.pt")
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_is_killed_leaves_the_old_file(tmp_path):
     with pytest.raises(RankFailure, match=r"engine\.save_full"):
         run(2, dies_while_saving, str(tmp_path), may_die=(0,))

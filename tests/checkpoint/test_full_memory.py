@@ -64,6 +64,7 @@ def blocks(seed: int) -> tuple[nn.Module, torch_shard.Engine, torch.optim.Optimi
     return model, engine, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_no_rank_holds_the_whole_model_or_optimizer(rank, tmp_path):
     model, engine, optimizer = blocks(0)

@@ -115,6 +115,7 @@ def test_a_link_is_replaced_and_what_it_leads_to_stays(rank, tmp_path):
     load(engine, tmp_path / "step-1")
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_slow_disk_is_no_missing_rank(rank, tmp_path):
     _model, engine, _ = build(model=Net, timeout=1.0)
@@ -133,6 +134,7 @@ def test_a_slow_disk_is_no_missing_rank(rank, tmp_path):
     load(engine, tmp_path / "c")
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_rank_that_does_not_come_is_missed(rank, tmp_path):
     _model, engine, _ = build(model=Net, timeout=1.5)

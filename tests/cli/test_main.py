@@ -78,6 +78,7 @@ def test_ctrl_c_leaves_nothing_and_exits_130(made, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.exhaustive
 def test_the_progress_bar_is_for_terminals_and_json_is_all_that_is_printed(made, tmp_path):
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))

@@ -13,7 +13,7 @@ from torch import nn
 import torch_shard
 from tests.compat.harness import MLP, average_grads, batch, loss_of
 from tests.compat.modes import as_computed
-from tests.marks import exhaustive
+from tests.marks import exhaustive, quick
 from tests.precision.harness import low_copy, mean_over_ranks
 from tests.ranks import ranks
 
@@ -65,7 +65,7 @@ def train(
 
 @ranks(2, timeout=120)
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", quick(WAYS, ["whole"]))
 def test_it_trains_like_plain_without_recompiling_after_the_second_step(way, strategy, rank):
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -75,6 +75,7 @@ def test_it_trains_like_plain_without_recompiling_after_the_second_step(way, str
     train(way(model, backend="aot_eager"), model, plain, rank, None, {"rtol": 1e-9, "atol": 1e-10})
 
 
+@pytest.mark.exhaustive
 @ranks(2, timeout=120)
 @pytest.mark.parametrize("way", [whole, *exhaustive(blocks, in_place)])
 def test_mixed_precision_compiles_as_well(way, rank):

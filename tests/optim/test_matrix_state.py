@@ -267,6 +267,7 @@ def highest_in_a_step(blocks: int, width: int, rows: int) -> tuple[float, float]
     return highest.seen / gradients, highest.seen / (12 * width * width * 4)
 
 
+@pytest.mark.exhaustive
 @ranks(2, 3, 4)
 def test_a_step_holds_no_second_copy_of_gradients(rank, world_size):
     part, _ = highest_in_a_step(blocks=24, width=16, rows=2)

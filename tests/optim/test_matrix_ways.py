@@ -191,5 +191,6 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.exhaustive
 def test_steps_on_torchs_fake_group():
     run_python("-c", FAKE)

@@ -755,6 +755,7 @@ def curve(rank: int, precision: Any, steps: int = 200) -> torch.Tensor:
     return torch.stack(found)
 
 
+@pytest.mark.exhaustive
 @ranks(2, timeout=120)
 def test_a_training_is_nearer_to_one_with_fp32_masters_than_without_rounding(rank):
     masters = curve(rank, Precision(master_dtype=FP32))
