@@ -65,7 +65,7 @@ def train(
 
 @ranks(2, timeout=120)
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
-@pytest.mark.parametrize("way", quick(WAYS, ["whole"]))
+@pytest.mark.parametrize("way", quick(WAYS, [whole]))
 def test_it_trains_like_plain_without_recompiling_after_the_second_step(way, strategy, rank):
     torch._dynamo.reset()
     torch.manual_seed(0)
