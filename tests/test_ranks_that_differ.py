@@ -223,3 +223,34 @@ def test_a_rank_that_raises_does_not_hang_the_others():
     with pytest.raises(RankFailure, match="rank 1 gives up"):
         run(2, fails, timeout=30, fresh=True)
     assert time.monotonic() - start < 20
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("on this rank only")
+
+
+@ranks(2, timeout=60, fresh=True)
+def test_a_batch_skipped_on_one_rank_after_reductions_had_begun_is_an_error_from_then_on(rank):
+    """Units of one size: a later reduction would pair with what the failed backward has left, and give wrong gradients."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+    torch_shard.shard(model, units=[torch.nn.Linear], timeout=5.0)
+    outcomes = []
+    for i in range(4):
+        handle = None
+        if i == 1 and rank == 1:
+            handle = model[1].register_forward_pre_hook(lambda _, args: (FailsInBackward.apply(args[0]),))
+        try:
+            model(torch.randn(4, 8)).sum().backward()
+            outcomes.append("ok")
+        except (ValueError, DivergenceError) as error:
+            outcomes.append(type(error).__name__)
+        if handle is not None:
+            handle.remove()
+    assert outcomes == ["ok", "ValueError" if rank == 1 else "DivergenceError", "DivergenceError", "DivergenceError"]

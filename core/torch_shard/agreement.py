@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 _HISTORY = 4096
+_MESSAGES = ("control", "meet", "scalar", "scalar slices", "plane", "whole")  # channels of blocking messages
 _SHOWN = 5  # operations in a message that has this rank's history only
 _MASK = (1 << 61) - 1
 
@@ -79,15 +80,28 @@ class Agreement:
 
     def _explain(self, what: str) -> None:
         self.on_difference()
-        mine: tuple[list[str], str, str, int] = (self.history, what, caller_line(), self.number)
+        watch = self.collectives.watch
+        issued = {name: channel.issued for name, channel in watch.channels.items() if name not in _MESSAGES}
+        mine: tuple[list[str], str, str, int, dict[str, int]] = (self.history, what, caller_line(), self.number, issued)
         before = ", ".join(self.history[-_SHOWN:]) or "nothing"
         own = f" Before it this rank had noted, since the last step: {before}."
         try:
-            everyone: list[Any] = self.collectives.watch.exchange(what, mine, own)
+            everyone: list[Any] = watch.exchange(what, mine, own)
         finally:
             self.hash, self.history = 0, []
-        if len({number for *_, number in everyone}) > 1:
-            said = [f"rank {r} is in {at} of model {n} ({line})" for r, (_, at, line, n) in enumerate(everyone)]
+        try:
+            self._raise(everyone)
+        except DivergenceError as error:
+            # Gathers or reductions that some ranks have begun and others not (a backward failed on one rank): the next ones
+            # would pair with them.
+            if any(counts != issued for *_, counts in everyone):
+                watch.channels["control"].groups.give_up(watch.rank, error)
+            raise
+
+    @staticmethod
+    def _raise(everyone: list[Any]) -> NoReturn:
+        if len({number for *_, number, _ in everyone}) > 1:
+            said = [f"rank {r} is in {at} of model {n} ({line})" for r, (_, at, line, n, _) in enumerate(everyone)]
             raise DivergenceError(
                 f"the ranks ran different models, numbered in the order of shard(): {'; '.join(said)}. Every rank must run the "
                 "forwards, backwards and saves of several sharded models in the same order (iterate over a list, not a set)."
@@ -96,7 +110,7 @@ class Agreement:
         first = next((i for i in range(steps) if len({h[i] for h, *_ in everyone}) > 1), steps)
         said = []
         loads = False
-        for rank, (history, at, line, _) in enumerate(everyone):
+        for rank, (history, at, line, *_) in enumerate(everyone):
             now = history[first] if first < len(history) else f"nothing more before {at}"
             loads |= now.startswith(_LOADS)
             said.append(f"rank {rank}: {now} ({line})")

@@ -28,7 +28,9 @@ class BufferSync:
 
     def synchronise(self, root: nn.Module) -> None:
         """Right after the ranks have agreed to begin a forward. Collective."""
-        broadcast_coalesced(self.collectives, self._buffers(root), "the broadcast of buffers", met=True)
+        # Below tensor parallelism buffers may be those of a rank's own part, as parameters are.
+        what = "the broadcast of buffers"
+        broadcast_coalesced(self.collectives, self._buffers(root), what, met=True, within_plane=True)
 
     def signature(self, root: nn.Module) -> tuple[int, str]:
         """A number that differs where buffers have other sizes, and what an error says."""

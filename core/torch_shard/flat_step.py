@@ -179,7 +179,6 @@ class FlatStep:
         self._groups: list[_Group] = []
         self.state = _State({})
         self._working: list[_Working] = []
-        self._looked = False  # state from before the first step, or loaded since the last one, was looked at
 
     # -- before the arithmetic ------------------------------------------------------------------------------------
     def open(self) -> None:
@@ -214,8 +213,7 @@ class FlatStep:
         ]
         if changed:
             shard_state(optimizer, self.runtime)
-            if not self._looked:
-                self._widen(state)
+            self._widen(state)
             for runs, split in changed:
                 runs.arrange(state, split)
         if changed or self.state.own is not state:
@@ -230,8 +228,7 @@ class FlatStep:
                 _enter(work)
 
     def _widen(self, state: Any) -> None:
-        """What steps in bf16 have left behind."""
-        self._looked = True
+        """What steps in bf16 have left behind, or the user has made like the parameters."""
         for runs in (own.runs for own in self._groups if own.rounded):
             for p, number in zip(runs.params, runs.shard_of, strict=True):
                 if runs.flats[number].rounding is not None:
@@ -243,7 +240,7 @@ class FlatStep:
     def forget(self) -> None:
         """Let go of everything that was kept for the next step."""
         self._drop()
-        self._groups, self.state, self._looked = [], _State({}), False
+        self._groups, self.state = [], _State({})
 
     def _same_parameters(self, groups: list[dict[str, Any]]) -> bool:
         return len(groups) == len(self._groups) and all(

@@ -66,6 +66,10 @@ class GradientBuffer:
         before = _divided_before(world) if self.dtypes.reduce is torch.float16 and world > 1 else divisor
         self._divide(1.0 / before, before / divisor)
 
+    def divide_like(self, other: GradientBuffer) -> None:
+        """As this one is a copy of."""
+        self._divide(other._factor, other._rest)
+
     def reduce_by(self, hook: CommHook) -> None:
         """From now on. It divides, too."""
         self.hook = hook

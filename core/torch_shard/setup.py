@@ -323,6 +323,6 @@ def _buffers(model: nn.Module, config: ShardConfig, runtime: Runtime, c: Collect
     if not buffers or c.world == 1:
         return
     if config.sync_module_states:
-        broadcast_coalesced(c, buffers, "the broadcast of buffers from rank 0")
+        broadcast_coalesced(c, buffers, "the broadcast of buffers from rank 0", within_plane=True)
     if config.broadcast_buffers:
         runtime.buffers = BufferSync(model, c, ignored)

@@ -168,7 +168,8 @@ def _write_grads(summons: Summons, number: int, flat: FlatBuffer) -> None:
             None if g is None else slice_part(flat.part_of(g.detach(), p._spec.index), p._spec).to(flat.shard.device)
             for p, g in zip(flat.params, grads, strict=True)
         ]
-        if flat.collectives.topology.replicas > 1:
+        topology = flat.collectives.topology
+        if topology.replicas > 1 or topology.planes > 1:
             slices = _of_first_copy(unit, flat, slices, what)
         for param, local in zip(flat.params, slices, strict=True):
             set_grad(param, None if local is None else local.clone())

@@ -422,6 +422,8 @@ class Unit:
             runtime.reductions.hook = hook
             for twin in other.flats:
                 twin.gradients.reduce_by(hook)
+        for flat, twin in zip(self.flats, other.flats, strict=True):
+            twin.gradients.divide_like(flat.gradients)
         runtime.add(other)
         for module, attribute, flat, index in self.places:
             other.places.append((copy.deepcopy(module, memo), attribute, other.flats[self.flats.index(flat)], index))

@@ -202,6 +202,18 @@ def test_the_divide_factor_of_a_module_is_its_own(rank, world_size):
 
 
 @ranks(2)
+def test_a_copy_keeps_the_divide_factors(rank):
+    model = wrapped()
+    for module in (model, *model.blocks):
+        module.set_gradient_divide_factor(1.0)
+    loss_of(model, batch(rank, 0)).backward()
+    twin = copy.deepcopy(model)
+    loss_of(twin, batch(rank, 0)).backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad.full_tensor(), rtol=1e-12, atol=1e-14)
+
+
+@ranks(2)
 def test_unshard_shows_a_modules_own_parameters_until_reshard_or_the_next_forward(rank):
     model = wrapped()
     expected = build()

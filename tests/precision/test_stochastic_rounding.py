@@ -763,3 +763,40 @@ def test_a_training_is_nearer_to_one_with_fp32_masters_than_without_rounding(ran
     assert masters[-50:].mean() < 0.8 * masters[:10].mean()  # it learns
     ours, theirs = ((run - masters)[-100:].abs().mean() for run in (rounding, nearest))
     assert ours < 0.5 * theirs, (ours, theirs)
+
+
+@ranks(2)
+@pytest.mark.parametrize("make", [adamw, *exhaustive(sgd)])
+def test_state_that_is_reset_between_steps_is_fp32_again(make, rank):
+    torch.manual_seed(0)
+    model = mlp().bfloat16()
+    torch_shard.shard(model, precision=ROUND)
+    optimizer = make(model)
+    go(model, optimizer, rank, range(2))
+    for p in model.parameters():
+        for key, value in optimizer.state[p].items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                optimizer.state[p][key] = torch.zeros_like(p)
+    go(model, optimizer, rank, range(2, 4))
+    found = {v.dtype for p in model.parameters() for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)}
+    assert found <= {FP32}
+
+
+@ranks(2)
+def test_state_made_before_the_first_step_takes_what_was_saved(rank, tmp_path):
+    """Adagrad makes it in its constructor, in the dtype of the parameters."""
+
+    def made(seed: int) -> tuple[nn.Module, Any, Any]:
+        torch.manual_seed(seed)
+        model = mlp().bfloat16()
+        engine = torch_shard.shard(model, precision=ROUND)
+        return model, engine, O.Adagrad(model.parameters(), lr=0.01)
+
+    model, engine, optimizer = made(0)
+    go(model, optimizer, rank, range(3))
+    engine.save(tmp_path / "c", optimizer)
+    again, other, resumed = made(1)
+    other.load(tmp_path / "c", resumed)
+    same_moments(moments(again, resumed), moments(model, optimizer))
+    for p in again.parameters():
+        assert resumed.state[p]["sum"].dtype == FP32

@@ -145,6 +145,8 @@ class OptimizerLoad:
                     or len(path) > 1
                     or not isinstance(live, torch.Tensor)
                     or live.dtype == found.properties.dtype
+                    # Stepped with stochastic rounding, it becomes what was saved; Adagrad makes it before the first step.
+                    or (live.dtype == p.dtype and found.properties.dtype == state_dtype(p))
                 ):
                     continue
                 if dtype is None or not (live.dtype.is_floating_point and found.properties.dtype.is_floating_point):
@@ -202,7 +204,7 @@ class OptimizerLoad:
             return saved
         live = self.optimizer.state.get(p, {}).get(path[0])
         if isinstance(live, torch.Tensor) and live.dtype.is_floating_point:
-            return live.dtype
+            return state_dtype(p) if live.dtype == p.dtype else live.dtype
         return state_dtype(p) if saved == of_param else saved
 
     # -- applying -----------------------------------------------------------------------------------------------
