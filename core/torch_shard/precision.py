@@ -156,7 +156,9 @@ class Precision:
     @property
     def needs_no_scaler(self) -> bool:
         """Whether a scaled loss is a mistake."""
-        return self.param_dtype is torch.bfloat16 and self.reduce_dtype is not torch.float16
+        # What is rounded stochastically is stored in bf16, and computed with in that unless another dtype is asked for.
+        computed = self.param_dtype or (torch.bfloat16 if self.stochastic_rounding else None)
+        return computed is torch.bfloat16 and self.reduce_dtype is not torch.float16
 
     def check_device(self, device: torch.device) -> None:
         """Raise where the device can't compute in what is asked for.

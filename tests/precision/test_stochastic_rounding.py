@@ -800,3 +800,12 @@ def test_state_made_before_the_first_step_takes_what_was_saved(rank, tmp_path):
     same_moments(moments(again, resumed), moments(model, optimizer))
     for p in again.parameters():
         assert resumed.state[p]["sum"].dtype == FP32
+
+
+@ranks(2)
+def test_a_scaled_loss_is_refused(rank):
+    torch.manual_seed(0)
+    model = mlp().bfloat16()
+    torch_shard.shard(model, precision=ROUND)
+    with pytest.raises(ConfigError, match="scaled by a GradScaler"):
+        torch.amp.GradScaler("cpu").scale(loss_of(model(batch(rank, 0).bfloat16()))).backward()
