@@ -37,6 +37,29 @@ def test_ranks_that_share_a_gpu_train_like_plain(rank, world_size, device, strat
     train_gpt_like_plain(rank, world_size, device, strategy=strategy)
 
 
+copies = pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "hybrid_shard", "shard_size": 2},
+        {"strategy": "hybrid_shard_zero2", "shard_size": 2},
+        {"reshard_after_forward": 2},
+    ],
+    ids=str,
+)
+
+
+@copies
+@ranks(4, timeout=240)
+def test_copies_on_ranks_that_share_a_gpu_train_like_plain(rank, world_size, device, settings):
+    train_gpt_like_plain(rank, world_size, device, **settings)
+
+
+@copies
+@ranks(4, backend="nccl", timeout=240)
+def test_copies_over_nccl_train_like_plain(rank, world_size, device, settings):
+    train_gpt_like_plain(rank, world_size, device, **settings)
+
+
 @strategies
 @ranks(1, 2, backend="nccl", timeout=240)
 def test_training_over_nccl_is_like_plain(rank, world_size, device, strategy):
