@@ -15,6 +15,7 @@ form that is set, apart from local slices: ``model.load_state_dict`` takes whole
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -136,25 +137,49 @@ def state_dict_type(
         runtime.state_dict_settings = before
 
 
+_ignored: contextvars.ContextVar[bool] = contextvars.ContextVar("state_dict_type is ignored", default=False)
+
+
+@contextlib.contextmanager
+def as_shards() -> Iterator[None]:
+    """Inside, models have and load ShardTensors, whatever is set."""
+    token = _ignored.set(True)
+    try:
+        yield
+    finally:
+        _ignored.reset(token)
+
+
+def in_force(engine: Engine) -> StateDictSettings | None:
+    """What is set, outside of :func:`as_shards`."""
+    return None if _ignored.get() else engine._runtime.state_dict_settings
+
+
+def convert(engine: Engine, found: dict[str, Any], prefix: str) -> None:
+    """Give the entries of `engine`'s model, or of a part of it, the form that is set. Collective for whole tensors."""
+    settings = in_force(engine)
+    if settings is None:
+        return
+    config: Any = settings.state_dict_config
+    if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
+        rank0_only, offload = config.rank0_only, config.offload_to_cpu
+        make_whole(engine._runtime, found, rank0_only, offload, "model.state_dict", prefix=prefix)
+        return
+    for key, value in found.items():
+        if isinstance(value, ShardTensor):
+            if config.offload_to_cpu and value._local.device.type != "cpu":
+                found[key] = value = ShardTensor(value._local.detach().cpu(), value._spec)
+            if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+                found[key] = value._local.detach()
+
+
 class _Convert:
     """A post-hook of ``state_dict`` on the sharded model."""
 
     def __call__(self, module: nn.Module, found: dict[str, Any], prefix: str, metadata: Any) -> None:
         engine = engine_of(module)
-        settings: StateDictSettings | None = None if engine is None else engine._runtime.state_dict_settings
-        if engine is None or settings is None:
-            return
-        config: Any = settings.state_dict_config
-        if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-            rank0_only, offload = config.rank0_only, config.offload_to_cpu
-            make_whole(engine._runtime, found, rank0_only, offload, "model.state_dict", prefix=prefix)
-            return
-        for key, value in found.items():
-            if isinstance(value, ShardTensor):
-                if config.offload_to_cpu and value._local.device.type != "cpu":
-                    found[key] = value = ShardTensor(value._local.detach().cpu(), value._spec)
-                if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-                    found[key] = value._local.detach()
+        if engine is not None:
+            convert(engine, found, prefix)
 
 
 def _engine(module: nn.Module, what: str) -> Engine:

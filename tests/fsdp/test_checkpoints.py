@@ -80,6 +80,52 @@ def test_state_dicts_are_whole_by_default_and_of_the_type_that_is_set(rank):
 
 
 @ranks(2)
+def test_a_wrapped_part_has_the_type_that_is_set_for_the_model(rank):
+    model = one()
+    part, holder = model.blocks[1], model.blocks
+    expected, whole = dict(build().blocks[1].state_dict()), dict(build().blocks.state_dict())
+    torch.testing.assert_close(dict(part.state_dict()), expected, rtol=0, atol=0)
+    torch.testing.assert_close(dict(holder.state_dict()), whole, rtol=0, atol=0)  # plain, with wrapped ones inside
+    given = part.state_dict(prefix="x.", destination={"y": 1})
+    assert given.pop("y") == 1
+    torch.testing.assert_close(given, {f"x.{key}": value for key, value in expected.items()}, rtol=0, atol=0)
+    with FSDP.state_dict_type(model, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
+        assert list(part.state_dict()) == (list(expected) if rank == 0 else [])
+    with FSDP.state_dict_type(model, SHARDED):
+        assert all(isinstance(value, ShardTensor) for value in part.state_dict().values())
+    with FSDP.state_dict_type(model, LOCAL):
+        local = {key: value.clone() for key, value in part.state_dict().items()}
+        assert all(type(value) is torch.Tensor and value.ndim == 1 for value in local.values())
+        part.apply(lambda m: [nn.init.zeros_(p) for p in m.parameters(recurse=False)] and None)
+        part.load_state_dict(local)
+    torch.testing.assert_close(dict(part.state_dict()), expected, rtol=0, atol=0)
+
+
+@ranks(2)
+@pytest.mark.parametrize("set_type", [FULL, *exhaustive(SHARDED, LOCAL)])
+def test_dcp_gets_shards_and_whole_tensors_as_its_options_say_whatever_type_is_set(set_type, rank):
+    wanted = dict(build().state_dict())
+    full = StateDictOptions(full_state_dict=True)
+    fresh = FSDP(build())  # not sharded yet
+    assert all(isinstance(value, ShardTensor) for value in get_model_state_dict(fresh).values())
+    torch.testing.assert_close(get_model_state_dict(FSDP(build()), options=full), wanted, rtol=0, atol=0)
+    model = one()
+    FSDP.set_state_dict_type(model, set_type)
+    sharded = get_model_state_dict(model)
+    assert all(isinstance(value, ShardTensor) for value in sharded.values())
+    assert all(isinstance(value, ShardTensor) for value in get_model_state_dict(model.blocks[0]).values())
+    whole = get_model_state_dict(model, options=full)
+    assert all(type(value) is torch.Tensor for value in whole.values())
+    torch.testing.assert_close(whole, wanted, rtol=0, atol=0)
+    sharded = {key: value.clone() for key, value in sharded.items()}
+    for given, options in ((sharded, None), (whole, full)):
+        model.apply(lambda m: [nn.init.zeros_(p) for p in m.parameters(recurse=False)] and None)
+        set_model_state_dict(model, given, options=options)
+        torch.testing.assert_close(get_model_state_dict(model, options=full), wanted, rtol=0, atol=0)
+    assert FSDP.get_state_dict_type(model).state_dict_type is set_type
+
+
+@ranks(2)
 @pytest.mark.parametrize("make", [one, two])
 def test_whole_and_sharded_dicts_load_before_the_first_forward_and_after(make, rank):
     expected = build().state_dict()

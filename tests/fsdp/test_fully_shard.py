@@ -73,6 +73,51 @@ def test_copies_train_by_themselves(rank):
 
 
 @ranks(2)
+def test_a_copy_reduces_or_holds_back_as_its_model_does(rank):
+    model = wrapped()
+    model(batch(rank, 0))
+    for module in (model, model.blocks[1]):
+        module.set_requires_gradient_sync(False)
+        other = copy.deepcopy(model)
+        assert not engine_of(other).require_backward_grad_sync
+        loss_of(other, batch(rank, 0)).backward()
+        with pytest.raises(ShardError, match="reduce"):
+            sgd(other).step()
+        module.set_requires_gradient_sync(True)
+    assert engine_of(copy.deepcopy(model)).require_backward_grad_sync
+    mixed = FSDP(nn.Sequential(fully_shard(nn.Linear(5, 3).double())))
+    mixed(batch(rank, 0))
+    mixed[0].set_requires_gradient_sync(False)
+    assert not engine_of(copy.deepcopy(mixed)).require_backward_grad_sync
+
+
+@ranks(2)
+def test_modules_may_be_wrapped_from_outside_to_inside(rank):
+    net = build()
+    fully_shard(net)
+    fully_shard(net.blocks[1].up)  # before what is between them
+    fully_shard(net.blocks[1])
+    part = copy.deepcopy(net.blocks[1])
+    part.up(torch.ones(2, 7, dtype=torch.float64))
+    assert engine_of(part) is not None and engine_of(part.up) is None
+    net.blocks[1].up.unshard()  # the first use is of a part
+    net.blocks[1].up.reshard()
+    assert engine_of(net) is not None and engine_of(net.blocks[1].up) is None
+    assert {"blocks.1", "blocks.1.up"} <= {unit.name for unit in engine_of(net).units}
+    same_as_plain(net, rank)
+    with pytest.raises(ConfigError, match=r"norm\.weight is a parameter of a model that is sharded already"):
+        fully_shard(net.blocks[2])
+
+
+def test_a_part_of_several_wrapped_modules_is_refused():
+    layer = nn.Linear(4, 4)
+    first, second = fully_shard(nn.Sequential(layer)), fully_shard(nn.Sequential(layer, nn.Tanh()))
+    with pytest.raises(ConfigError, match="a part of 2 modules that were wrapped one by one"):
+        fully_shard(layer)
+    assert type(layer) is nn.Linear and first[0] is second[0]
+
+
+@ranks(2)
 def test_reshard_after_forward_becomes_a_strategy(rank):
     for given, strategy in ((None, "full_shard"), (True, "full_shard"), (False, "shard_grad_op")):
         model = wrapped(reshard_after_forward=given)

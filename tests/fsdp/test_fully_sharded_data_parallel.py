@@ -200,6 +200,37 @@ def test_a_parameter_shared_by_wrapped_modules_trains_like_plain(rank):
     torch.testing.assert_close(losses, wanted, rtol=1e-10, atol=1e-12)
 
 
+@ranks(2)
+@pytest.mark.parametrize("wrapped", ["a", "b"])
+def test_a_layer_at_two_places_may_be_wrapped_at_one_of_them(wrapped, rank):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.c = nn.Linear(5, 5), nn.Linear(5, 3)
+            self.b = self.a
+
+        def forward(self, x):
+            return self.c(self.b(torch.tanh(self.a(x))))
+
+    torch.manual_seed(0)
+    net = Twice().double()
+    reference = copy.deepcopy(net)
+    setattr(net, wrapped, FSDP(net.a))
+    model = FSDP(net)
+    losses = train(model, sgd(model), rank)
+    assert isinstance(net.a, FSDP) and net.a is net.b
+    optimizer, wanted = sgd(reference), []
+    for step in range(3):
+        loss = loss_of(reference, batch(rank, step))
+        loss.backward()
+        average_grads(reference)
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    torch.testing.assert_close(losses, wanted, rtol=1e-10, atol=1e-12)
+    assert list(model.state_dict()) == list(reference.state_dict())
+
+
 class Two(nn.Module):
     """Two models, each wrapped by itself, in a plain module."""
 

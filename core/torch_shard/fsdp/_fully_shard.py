@@ -121,6 +121,7 @@ class FSDPModule(WrappedModule):
         other = object.__new__(type(self))
         memo[id(self)] = other
         other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        marks.copy_sync(cast(nn.Module, other))
         return other
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -1,7 +1,8 @@
-"""``full_state_dict=True`` in ``torch.distributed.checkpoint.state_dict``, which knows no sharded tensors but torch's own.
+"""What ``torch.distributed.checkpoint.state_dict`` does for torch's own classes, for models of :mod:`torch_shard.fsdp`.
 
-It would hand out ShardTensors as they are: what is saved as whole would be one rank's slices. The function of torch's in which
-whole tensors are made is wrapped, so that it gets them whole. What it loads is right as it is: whole tensors.
+It asks for ShardTensors whatever ``state_dict_type`` is set, as it does with torch's FullyShardedDataParallel, where whole ones
+are the default. With ``full_state_dict=True`` it would hand them out as they are: what is saved as whole would be one rank's
+slices. The function of torch's in which whole tensors are made is wrapped, so that it gets them whole.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ..errors import ConfigError
 from ..owned_state import everyone, mapped
 from ..runtime import Runtime
 from ..shard_tensor import ShardTensor
+from ..state_dict_type import as_shards
 
 __all__ = ["install"]
 
@@ -24,7 +26,7 @@ _WHAT = "get_state_dict(full_state_dict=True)"
 
 @functools.cache
 def install() -> None:
-    """Wrap it, once. Private; torch 2.13."""
+    """Wrap its functions, once. Private; torch 2.13."""
     from torch.distributed.checkpoint import state_dict as dcp
 
     original = dcp._maybe_full_or_cpu_state_dict
@@ -35,6 +37,8 @@ def install() -> None:
         return original(state_dict if runtime is None else _whole(runtime, state_dict, info.cpu_offload), info)
 
     dcp._maybe_full_or_cpu_state_dict = with_shards
+    dcp._get_model_state_dict = as_shards()(dcp._get_model_state_dict)
+    dcp._load_model_state_dict = as_shards()(dcp._load_model_state_dict)
 
 
 def _runtime(info: Any) -> Runtime | None:

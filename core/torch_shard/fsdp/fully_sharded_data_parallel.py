@@ -206,6 +206,7 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
         if id(self) not in memo:  # the copy of the module may have come by here
             other = memo[id(self)] = object.__new__(type(self))
             _bind(other, inner)
+            marks.copy_sync(inner)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:

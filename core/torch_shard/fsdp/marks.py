@@ -93,7 +93,8 @@ def leave_mark(module: nn.Module, request: Request) -> Mark:
     """Mark `module`, which is sharded later; what is wrapped inside it becomes a part of the same model. Not collective.
 
     Raises:
-        ConfigError: something inside is sharded already.
+        ConfigError: something inside is sharded already, or the module is a part of a model that is; it is inside several wrapped
+            modules, none of them around the others.
     """
     inside = marks_in(module)
     for name, part in inside:
@@ -102,18 +103,56 @@ def leave_mark(module: nn.Module, request: Request) -> Mark:
                 f"{request.api}: {name or 'the module'} inside is sharded already, so nothing can be wrapped around it any more. "
                 "Wrap the outer module before the first forward, and give auto_wrap_policy to the outermost one only."
             )
+    for name, p in module.named_parameters():
+        if isinstance(p, ShardTensor) and p._unit_ref is not None:
+            raise ConfigError(
+                f"{request.api}: {name} is a parameter of a model that is sharded already. Wrap all modules before the first "
+                "forward."
+            )
+    around = _around(module, request)
     mark = Mark(module, request)
     # In __dict__, past nn.Module's __setattr__: it is neither a submodule nor in the state dict.
     module.__dict__[_KEY] = mark
     for _, part in inside:
         nested = mark_of(part)
-        if nested is not None and nested.outer is None:
+        if nested is not None and (nested.outer is None or nested.outer() is around):
             nested.outer = weakref.ref(module)
             _pending.discard(_plain(part))
     module.register_forward_pre_hook(ShardFirst(), prepend=True, with_kwargs=True)
-    _pending.add(module)
+    if around is None:
+        _pending.add(module)
+    else:  # wrapped before what is inside it
+        mark.outer = weakref.ref(around)
     _watch_steps()
+    dcp.install()  # what asks for a state dict may be the first use
     return mark
+
+
+def _around(module: nn.Module, request: Request) -> nn.Module | None:
+    """The nearest wrapped module around `module`, of a model that is not sharded yet."""
+    roots = [root for root in _pending if _holds(root, module)]
+    if len(roots) > 1:
+        raise ConfigError(
+            f"{request.api}: this {type(module).__name__} is a part of {len(roots)} modules that were wrapped one by one. Wrap a "
+            "module that contains all of them, or give each a layer of its own."
+        )
+    if not roots:
+        return None
+    # Inner ones come later.
+    return [*roots, *(_plain(part) for _, part in marks_in(roots[0]) if _holds(part, module))][-1]
+
+
+def _holds(root: nn.Module, module: nn.Module) -> bool:
+    """Whether `module`, or its FullyShardedDataParallel, is inside `root`. Asked for all pairs: faster than ``modules()``."""
+    left, seen = [root], {id(root)}
+    while left:
+        for child in left.pop()._modules.values():
+            if child is not None and id(child) not in seen:
+                if child.__dict__ is module.__dict__:
+                    return True
+                seen.add(id(child))
+                left.append(child)
+    return False
 
 
 def marks_in(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -202,6 +241,7 @@ def _shard(root: nn.Module) -> Engine:
     mark = mark_of(root)
     assert mark is not None
     request = mark.request
+    _register_wrappers(root)
     inside = [(name, part, nested) for name, part in marks_in(root) if (nested := mark_of(part)) is not None]
     _check(root, request, inside)
     settings, outputs = config_of(root, request, {name: (part, nested.request) for name, part, nested in inside})
@@ -225,7 +265,6 @@ def _shard(root: nn.Module) -> Engine:
             module._forward_pre_hooks_with_kwargs.pop(key, None)
     _pending.discard(root)
     mark.was_sharded = True
-    dcp.install()
     apply_sync(root, engine)
     for module, each in [(root, mark), *((part, nested) for _, part, nested in inside)]:
         if each.divisor is not None:
@@ -235,6 +274,17 @@ def _shard(root: nn.Module) -> Engine:
 
         set_state_dict_type(root, StateDictType.FULL_STATE_DICT)
     return engine
+
+
+def _register_wrappers(root: nn.Module) -> None:
+    """A layer at several places may have been replaced by its FullyShardedDataParallel at some of them only. They have one
+    ``__dict__``, and with two objects over it its parameters would be installed twice."""
+    modules = list(root.modules())
+    wrappers = {id(m.__dict__): m for m in modules if _plain(m) is not m}
+    for module in modules:
+        for name, child in module._modules.items():
+            if child is not None and id(child.__dict__) in wrappers:
+                module._modules[name] = wrappers[id(child.__dict__)]
 
 
 def _on(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
@@ -337,6 +387,13 @@ def apply_sync(root: nn.Module, engine: Engine) -> None:
     number, and a step in between is refused."""
     marks = [mark_of(root), *(mark_of(part) for _, part in marks_in(root))]
     set_sync(engine, all(mark.sync for mark in marks if mark is not None))
+
+
+def copy_sync(copied: nn.Module) -> None:
+    """:func:`apply_sync` to a copy of a model, whose runtime is new."""
+    engine = engine_of(copied)
+    if engine is not None and mark_of(copied) is not None:
+        apply_sync(copied, engine)
 
 
 def divide_by(engine: Engine, module: nn.Module, divisor: float) -> None:

@@ -214,7 +214,10 @@ def of_fully_shard(
             f"{api}: reshard_after_forward must be True, False, a number of ranks or None, not {reshard_after_forward!r}."
         )
     if dp_mesh_dims is not None:
-        raise ConfigError(f"{api}: dp_mesh_dims is for parameters that are DTensors, which can't be sharded here.")
+        raise ConfigError(
+            f"{api}: dp_mesh_dims is for a mesh that has other dimensions, too. Pass those of data parallelism as mesh, "
+            "mesh=whole['dp']; parameters may be DTensors over another one."
+        )
     if mesh is not None and getattr(mesh, "ndim", 0) not in (1, 2):
         raise ConfigError(f"{api}: mesh must be a DeviceMesh of one or two dimensions, not {mesh!r}.")
     ignored = _entries(api, "ignored_params", ignored_params, (nn.Parameter,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import types
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import StateDictType
 
+from .. import full_state, state_dict_type, state_forms
 from ..engine import engine_of
 from ..errors import SetupError
 from ..shard_tensor import ShardTensor
@@ -19,19 +21,35 @@ from . import marks
 __all__ = ["WrappedModule", "class_over"]
 
 
+# Whether the state dict of a wrapped module is being made in this context.
+_running: contextvars.ContextVar[bool] = contextvars.ContextVar("state_dict of a wrapped module", default=False)
+
+
 class WrappedModule:
     """Goes in front of the module's own class."""
 
     _wrapped_class: type[nn.Module]  # of the classes that class_over makes
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own. Shards the model if it is not yet; collective then, and where whole tensors are asked for."""
+        """The module's own, of the type that is set for the model. Shards the model if it is not yet; collective then, and
+        where whole tensors are asked for."""
         # Inside a call for something larger the root alone decides: else half of the result would be from before sharding.
         inside = bool(args) or kwargs.get("destination") is not None
         module: Any = self
-        if marks.is_pending(module) and (not inside or marks.root_of(module).__dict__ is module.__dict__):
+        root = marks.root_of(module)
+        is_root = root.__dict__ is module.__dict__
+        if marks.is_pending(module) and (not inside or is_root):
             marks.engine_around(module)
-        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        outermost = not _running.get()
+        token = _running.set(True)
+        try:
+            found = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            _running.reset(token)
+        engine = engine_of(root)
+        if outermost and not is_root and engine is not None:  # the root's own is converted by its hook
+            state_dict_type.convert(engine, found, args[1] if len(args) > 1 else kwargs.get("prefix", ""))
+        return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """The module's own, with whole tensors or ShardTensors; local slices where that form is set. Collective where whole
@@ -49,11 +67,13 @@ class WrappedModule:
                     isinstance(given := state_dict.get(name), torch.Tensor) and given.dtype != own.dtype
                     for name, own in (*module.named_parameters(), *module.named_buffers())
                 )
-        engine = engine_of(module)
+        engine = engine_of(marks.root_of(module))
         if engine is not None and not assign:
-            settings = engine._runtime.state_dict_settings
+            settings = state_dict_type.in_force(engine)
             if settings is not None and settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-                return engine.load_state_dict(dict(state_dict), strict, form="local")
+                with state_dict_type.as_shards():
+                    found = state_forms.from_local(module, engine._runtime, state_dict)
+                    return full_state.load_state_dict(module, engine._runtime, found, strict)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
