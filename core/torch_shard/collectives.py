@@ -286,7 +286,7 @@ class Collectives:
             across = f"{what}, between copies"
             if self.across_channel is not None and self.reduce_stream is not None:
                 # The stream keeps the order; the host need not wait for the first part.
-                pending = self.all_reduce_across(received, across)
+                pending = self.followed(pending, self.all_reduce_across(received, across))
             reduction = Reduction(self, grad, received, pending, begun, streams)
             if self.across_channel is not None and self.reduce_stream is None:
                 reduction.send_across(across)
@@ -313,6 +313,13 @@ class Collectives:
         pending = self._all_reduce(channel, own, what)
         self.bytes_sent_across += self.bytes_sent - before
         return pending
+
+    @staticmethod
+    def followed(first: Pending, second: Pending) -> Pending:
+        """`second` comes after `first` on one stream: who waits for it lets go of the memory of both."""
+        written = second.channel.groups.written
+        written[second.work] = (written.pop(first.work, None), written[second.work])
+        return second
 
     def send_waiting(self) -> None:
         """Have reductions go between copies that all ranks have begun earlier than what comes next there."""

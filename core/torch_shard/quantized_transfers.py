@@ -116,7 +116,7 @@ class QuantizedGradients:
             total = torch.empty(code.numel, dtype=dtype if across is None else self._dtype_across, device=grad.device)
             code.decode_sum(received.view(c.size, -1), total)
             if across is not None:
-                pending = c.all_reduce_across(total, across)
+                pending = c.followed(pending, c.all_reduce_across(total, across))
             elif pending.event is not None:
                 pending.event.record(c.reduce_stream)  # once more, behind the sum
             return QuantizedReduction(c, grad, sent, received, code, pending, self._dtype_across, begun, streams, total)
