@@ -415,6 +415,52 @@ def test_random_edits_of_gathered_parameters_leave_tensor_parallel_ranks_alike(r
     assert all(torch.equal(other, own) for other in everyone)
 
 
+class Sloped(nn.Module):
+    """A buffer with values for each row of a weight that tensor parallelism cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(6, 4, dtype=torch.float64)
+        self.down = nn.Linear(4, 6, dtype=torch.float64)
+        self.register_buffer("slopes", torch.arange(1.0, 5.0, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.down(self.up(x) * self.slopes)
+
+
+@ranks(4)
+def test_buffers_of_a_tensor_parallel_ranks_own_stay(rank):
+    mesh, oracle, model = mesh_of(2, 2), Sloped(), Sloped()
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    own = model.slopes.chunk(2)[mesh["tp"].get_local_rank()].clone()
+    model.slopes = own if rank < 2 else torch.zeros_like(own)  # the first data-parallel rank's count
+    shard(model, mesh=mesh["dp"])
+    x = torch.ones(2, 6, dtype=torch.float64)
+    for _ in range(2):
+        y = model(x)
+        torch.testing.assert_close(y, oracle(x), **EXACT)
+        y.sum().backward()
+    assert torch.equal(model.slopes, own)
+
+
+@ranks(4)
+def test_edits_of_gradients_in_gathered_leave_tensor_parallel_ranks_alike(rank):
+    mesh = mesh_of(2, 2)
+    model = parallel(mesh)
+    engine = shard(model, mesh=mesh["dp"])
+    backward(model, mesh, 0)
+    torch.manual_seed(rank)
+    with engine.gathered(write=True, grads=True), torch.no_grad():
+        model.gain.grad.add_(torch.randn(model.gain.shape, dtype=model.gain.dtype))
+        if rank % 2:
+            model.head.bias.grad = None
+    assert model.head.bias.grad is not None
+    grads = [torch.empty_like(model.gain.grad.full_tensor()) for _ in range(4)]
+    dist.all_gather(grads, model.gain.grad.full_tensor())
+    assert all(torch.equal(grad, grads[0]) for grad in grads)
+
+
 @ranks(4)
 def test_close_gives_dtensors_back():
     mesh = mesh_of(2, 2)
@@ -604,6 +650,68 @@ def test_sharded_and_local_state_dicts():
     same(model, oracle)
 
 
+def elsewhere(mesh, how, value=7.0):
+    """A DTensor of the shape of a block's `up.weight`, which is cut in dimension 0 over mesh["tp"]."""
+    whole = torch.full((12, 6), value, dtype=DTYPE)
+    return distribute_tensor(whole, *{"mesh": (mesh["dp"], [Shard(0)]), "dim": (mesh["tp"], [Shard(1)])}[how])
+
+
+@pytest.mark.parametrize("how", ["mesh", pytest.param("dim", marks=pytest.mark.exhaustive)])
+@ranks(4)
+def test_dtensors_of_another_distribution_are_refused_on_all_ranks(how):
+    """Some ranks have the same box of both distributions."""
+    mesh = mesh_of(2, 2)
+    engine, model, oracle, optimizers = trained(mesh)
+    named = engine.optim_state_dict(optimizers[0], rank0_only=False)
+    fits = copy.deepcopy(named)
+    fits["state"]["blocks.0.up.weight"]["exp_avg"] = distribute_tensor(
+        fits["state"]["blocks.0.up.weight"]["exp_avg"], mesh["tp"], [Shard(0)]
+    )
+    engine.load_optim_state_dict(optimizers[0], fits)
+    apart = copy.deepcopy(named)
+    for entry in ("exp_avg", "exp_avg_sq"):
+        apart["state"]["blocks.0.up.weight"][entry] = elsewhere(mesh, how)
+    both = (
+        r"nothing was loaded.*\n.*blocks\.0\.up\.weight: exp_avg was given a DTensor"
+        r".*\n.*blocks\.0\.up\.weight: exp_avg_sq was given a DTensor"
+    )
+    with pytest.raises(StateDictError, match=both):
+        engine.load_optim_state_dict(optimizers[0], apart)
+    weight = model.blocks[0].up.weight
+    with pytest.raises(ShardError, match=r"blocks\.0\.up\.weight was given a DTensor"), torch.no_grad():
+        weight.copy_(elsewhere(mesh, how))
+    with pytest.raises(StateDictError, match=r"nothing was loaded.*\n.*blocks\.0\.up\.weight was given a DTensor"):
+        engine.load_state_dict({"blocks.0.up.weight": elsewhere(mesh, how)}, strict=False)
+    same(model, oracle)
+    after = engine.optim_state_dict(optimizers[0], rank0_only=False)
+    for name, entries in named["state"].items():
+        assert all(torch.equal(after["state"][name][key], value) for key, value in entries.items())
+
+
+@ranks(4)
+def test_state_of_a_matrix_optimizer_loads_from_whole_dtensors():
+    """State by name, without a step in between; what is no DTensor that every rank has all of is refused."""
+    mesh = mesh_of(2, 2)
+    model = Placed(mesh["tp"])
+    engine = shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.Adafactor(model.matrices(), lr=0.1)
+    model(torch.ones(2, 4, 6, dtype=DTYPE)).square().sum().backward()
+    optimizer.step()
+    named = engine.optim_state_dict(optimizer, rank0_only=False)
+    whole, cut = copy.deepcopy(named), copy.deepcopy(named)
+    rows = named["state"]["after"]["row_var"]
+    whole["state"]["after"]["row_var"] = distribute_tensor(rows, mesh["tp"], [Replicate()])
+    cut["state"]["after"]["row_var"] = distribute_tensor(rows, mesh["tp"], [Shard(0)])
+    with pytest.raises(StateDictError, match=r"nothing was loaded.*\n.*after: row_var was given a DTensor"):
+        engine.load_optim_state_dict(optimizer, cut)
+    engine.load_optim_state_dict(optimizer, whole)
+    again = engine.optim_state_dict(optimizer, rank0_only=False)
+    for name, entries in named["state"].items():
+        for key, value in entries.items():
+            assert type(again["state"][name][key]) is torch.Tensor
+            assert torch.equal(again["state"][name][key], value)
+
+
 # -- more ways ----------------------------------------------------------------------------------------------------------
 
 
@@ -679,6 +787,131 @@ def test_whole_matrix_optimizers_refuse_what_is_cut():
     assert torch.equal(model.blocks[0].up.weight.full_tensor(), before)
     whole = torch.optim.Muon([model.head.weight], lr=0.1)
     whole.step()
+
+
+class Placed(nn.Module):
+    """Two matrices that every tensor-parallel rank has all of, as DTensors where there is a `mesh`."""
+
+    def __init__(self, mesh=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(6, 12, dtype=DTYPE), nn.Linear(12, 6, dtype=DTYPE)
+        self.before, self.after = (nn.Parameter(torch.randn(4, 6, dtype=DTYPE)) for _ in range(2))
+        if mesh is not None:
+            parallelize_module(self, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            for name in ("before", "after"):
+                whole = distribute_tensor(getattr(self, name).detach(), mesh, [Replicate()])
+                setattr(self, name, nn.Parameter(whole))
+
+    def forward(self, x):
+        before, after = (p.to_local() if isinstance(p, DTensor) else p for p in (self.before, self.after))
+        return self.down(self.up(x + before).relu()) + after
+
+    def matrices(self):
+        return [self.before, self.after]
+
+
+def step_alike(model, oracle, optimizers):
+    """A step of both on one batch, the same on all ranks, and whether it has left the same matrices."""
+    for m, optimizer in zip((model, oracle), optimizers, strict=True):
+        m(torch.linspace(-1.0, 1.0, 48, dtype=DTYPE).view(2, 4, 6)).square().sum().backward()
+        optimizer.step()
+        m.zero_grad()
+    for p, q in zip(model.matrices(), oracle.matrices(), strict=True):
+        torch.testing.assert_close(p.full_tensor().detach(), q.detach(), **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        ("Muon", "full_shard"),
+        ("Adafactor", "full_shard"),
+        pytest.param("Muon", "no_shard", marks=pytest.mark.exhaustive),
+        pytest.param("Adafactor", "no_shard", marks=pytest.mark.exhaustive),
+        pytest.param("AdamW", "full_shard", marks=pytest.mark.exhaustive),
+    ],
+)
+@ranks(4)
+def test_state_of_plain_tensor_parallelism_is_taken_and_given_back(kind, strategy):
+    mesh = mesh_of(2, 2)
+    model, oracle = Placed(mesh["tp"]), Placed()
+    optimizers = [getattr(torch.optim, kind)(m.matrices(), lr=0.1) for m in (model, oracle)]
+    for _ in range(2):
+        step_alike(model, oracle, optimizers)  # plain tensor parallelism
+        engine = shard(model, mesh=mesh["dp"], strategy=strategy)
+        step_alike(model, oracle, optimizers)
+        engine.close(optimizers[0])
+        for p, q in zip(model.matrices(), oracle.matrices(), strict=True):
+            own, other = optimizers[0].state[p], optimizers[1].state[q]
+            assert own.keys() == other.keys()
+            for key in own.keys() - {"step"}:
+                assert isinstance(own[key], DTensor), key
+                torch.testing.assert_close(own[key].full_tensor(), other[key], **EXACT)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "AdamW",
+        pytest.param("Muon", marks=pytest.mark.exhaustive),
+        pytest.param("Adafactor", marks=pytest.mark.exhaustive),
+    ],
+)
+@ranks(4)
+def test_state_of_plain_tensor_parallelism_is_saved_and_given_back_without_a_step_in_between(kind, tmp_path):
+    mesh = mesh_of(2, 2)
+
+    def optimizer_for(m):
+        return getattr(torch.optim, kind)(m.parameters() if kind == "AdamW" else m.matrices(), lr=0.1)
+
+    def has_the_oracles(found):
+        assert type(found) is dict
+        for name, q in oracle.named_parameters():
+            for key, value in optimizers[1].state.get(q, {}).items():
+                assert type(found["state"][name][key]) is torch.Tensor
+                torch.testing.assert_close(found["state"][name][key], value, **EXACT)
+
+    model, oracle = Placed(mesh["tp"]), Placed()
+    optimizers = optimizer_for(model), optimizer_for(oracle)
+    step_alike(model, oracle, optimizers)
+    engine = shard(model, mesh=mesh["dp"])
+    has_the_oracles(engine.optim_state_dict(optimizers[0], rank0_only=False))
+    engine.save(tmp_path / "sharded", optimizers[0])
+    engine.save_full(tmp_path / "full.pt", optimizers[0])
+    dist.barrier()
+    for way in ("sharded", "full.pt"):
+        other = Placed(mesh["tp"])
+        into, its = shard(other, mesh=mesh["dp"]), optimizer_for(other)
+        into.load(tmp_path / way, its)
+        has_the_oracles(into.optim_state_dict(its, rank0_only=False))
+    engine.close(optimizers[0])
+    step_alike(model, oracle, optimizers)
+
+
+@ranks(4)
+def test_whole_matrix_optimizers_refuse_state_that_is_cut_on_one_rank(rank):
+    mesh = mesh_of(2, 2)
+    model = Placed(mesh["tp"])
+    shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.Muon(model.matrices(), lr=0.1)
+    model(torch.ones(2, 4, 6, dtype=DTYPE)).sum().backward()
+    kept = [p.full_tensor() for p in model.matrices()]
+    for p in model.matrices():
+        optimizer.state[p] = {
+            "momentum_buffer": DTensor.from_local(torch.ones(4, 6, dtype=DTYPE), mesh["tp"], [Replicate()])
+        }
+    if rank == 3:
+        half = DTensor.from_local(torch.ones(2, 6, dtype=DTYPE), mesh["tp"], [Shard(0)])
+        optimizer.state[model.after]["momentum_buffer"] = half
+    with pytest.raises(
+        ShardError, match=rf"rank {rank}: Muon.*ranks \[3\].*state of after.*full_tensor.*Nothing was changed"
+    ):
+        optimizer.step()
+    assert all(torch.equal(p.full_tensor(), value) for p, value in zip(model.matrices(), kept, strict=True))
+    assert all(isinstance(optimizer.state[p]["momentum_buffer"], DTensor) for p in model.matrices())
+    optimizer.state[model.after] = {"momentum_buffer": torch.ones(4, 6, dtype=DTYPE)}
+    optimizer.step()
+    assert not any(torch.equal(p.full_tensor(), value) for p, value in zip(model.matrices(), kept, strict=True))
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------------

@@ -33,11 +33,13 @@ from .tensor_part import TensorPart, dense_stride, part_of_rank
 __all__ = [
     "Placed",
     "is_dtensor",
+    "is_whole",
     "local_of",
     "made_like",
     "part_given",
     "placed_of",
     "planes_of",
+    "replicated_like",
     "shard_class",
     "tensor_mesh",
 ]
@@ -52,6 +54,17 @@ def is_dtensor(value: Any) -> bool:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor, shared memory; any other tensor itself."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def is_whole(tensor: Any) -> bool:
+    """Whether each rank of a DTensor's mesh has all of it; of any other tensor True."""
+    return not is_dtensor(tensor) or (
+        tensor._local_tensor.shape == tensor.shape
+        and all(
+            placement.is_replicate() or (placement.is_shard() and tensor.device_mesh.size(dim) == 1)
+            for dim, placement in enumerate(tensor.placements)
+        )
+    )
 
 
 # -- one parameter ------------------------------------------------------------------------------------------------------
@@ -149,7 +162,7 @@ def placed_of(param: torch.Tensor, name: str) -> Placed | None:
     # _StridedShard, too, calls itself a shard.
     if type(placement).__name__ == "Shard":
         if mesh.size() > 1:
-            part = part_of_rank(shape, stride, placement.dim % len(shape), mesh.get_local_rank(), mesh.size())
+            part = part_of_rank(shape, stride, placement.dim % len(shape), mesh.get_local_rank(), tuple(_ranks(mesh)))
     elif not placement.is_replicate():
         raise SetupError(
             f"parameter {name} is a DTensor with placement {placement}; parameters with Shard and Replicate can be sharded. "
@@ -243,16 +256,16 @@ def _ranks(mesh: Any) -> list[int]:
 
 
 def part_given(whole: Any, part: TensorPart | None, name: str) -> torch.Tensor:
-    """This rank's part of a DTensor that is distributed as a parameter with this `part` is, shared memory.
+    """This rank's part of a DTensor that is distributed as a parameter with this `part` is, shared memory. Not collective.
 
     Raises:
-        ShardError: it is distributed in another way.
+        ShardError: it is distributed in another way. On all ranks, also on those whose parts are the same in both ways.
     """
     try:
-        given = placed_of(whole, name)
+        given = placed_of(whole, name) if part is not None else None
     except SetupError:
         given = None
-    if given is not None and _box(given.part) == _box(part):
+    if is_whole(whole) if part is None else given is not None and _cut(given.part) == _cut(part):
         return local_of(whole)
     raise ShardError(
         f"{name} was given a DTensor with placements {tuple(whole.placements)} over {whole.device_mesh}, and is distributed in "
@@ -260,8 +273,16 @@ def part_given(whole: Any, part: TensorPart | None, name: str) -> torch.Tensor:
     )
 
 
-def _box(part: TensorPart | None) -> object:
-    return None if part is None else (part.offsets, part.sizes)
+def _cut(part: TensorPart | None) -> object:
+    return None if part is None else (part.dim, part.ranks, part.offsets, part.sizes)
+
+
+def replicated_like(param: Any, whole: torch.Tensor) -> torch.Tensor:
+    """A DTensor of a whole plain tensor, its memory shared, of which every rank of the DTensor `param`'s mesh has all. Not
+    collective."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(whole, param.device_mesh, [Replicate()] * param.device_mesh.ndim, run_check=False)
 
 
 def made_like(param: Any, whole: torch.Tensor) -> torch.Tensor:

@@ -94,7 +94,8 @@ class Engine(EngineState):
     @property
     def shard_group(self) -> Any:
         """The process group over the ranks that share this one's copy of the parameters, which reduces gradients: for the state
-        of a communication hook. None with one rank, and under ``no_shard`` the group over all ranks."""
+        of a communication hook. None with one rank. Under ``no_shard`` it is the group over all ranks, with tensor parallelism
+        over the plane: the ranks that compute with the same parts of the parameters."""
         channel = self._runtime.collectives.reduce_channel
         return None if channel is None else channel.group
 

@@ -17,6 +17,7 @@ from .flat_buffer import FlatBuffer
 from .runtime import Runtime
 from .shard_spec import ShardSpec
 from .shard_tensor import ShardTensor, same_cut
+from .tensor_part import TensorPart
 from .unit import Unit
 from .whole import agree, gathered_values
 
@@ -169,7 +170,10 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
     try:
         refuse_inside(runtime, what)
         missing, unexpected, problems = rehearse(model, state_dict)
-        problems += _misplaced(runtime, state_dict)
+        specs = {p._spec.name: p._spec for unit in runtime.units for p in unit.params}
+        for key, value in state_dict.items():
+            if key in specs and isinstance(value, torch.Tensor) and value.shape == specs[key].shape:
+                problems += misplaced(value, specs[key].part, key)
         hint = " Pass strict=False to accept missing and unexpected entries."
         error = describe(runtime, what, missing if strict else [], unexpected if strict else [], problems, hint)
     except Exception as problem:  # the other ranks must hear of it
@@ -202,18 +206,14 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
     return result
 
 
-def _misplaced(runtime: Runtime, given: Mapping[str, Any]) -> list[str]:
-    """DTensors that are not distributed as the parameters of their names are."""
-    problems = []
-    specs = {p._spec.name: p._spec for unit in runtime.units for p in unit.params}
-    for key, value in given.items():
-        spec = specs.get(key)
-        if spec is not None and is_dtensor(value) and value.shape == spec.shape:
-            try:
-                part_given(value, spec.part, key)
-            except ShardError as error:
-                problems.append(str(error))
-    return problems
+def misplaced(value: Any, part: TensorPart | None, name: str) -> list[str]:
+    """What is wrong with a DTensor that is not distributed as a parameter with this `part` is; nothing with any other value."""
+    try:
+        if is_dtensor(value):
+            part_given(value, part, name)
+    except ShardError as error:
+        return [str(error)]
+    return []
 
 
 class WithMetadata(dict):  # type: ignore[type-arg]

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from . import owned_state
+from .dtensors import is_dtensor, local_of
 from .errors import StateDictError
 from .flat_buffer import FlatBuffer
-from .full_state import copied, describe
+from .full_state import copied, describe, misplaced
 from .log import logger
 from .names import without_wrappers
 from .optim import COUNTERS
@@ -119,13 +120,14 @@ class ShardedEntries:
 
     Attributes:
         jobs: what is gathered together: a flat, one kind of state, and this rank's slices by the flat's parameters.
-        rest: number, kind and value of what is cut in another way than its parameter, or by tensor parallelism, too.
+        rest: number, kind and value of what is cut in another way than its parameter, or by tensor parallelism, too; and of
+            DTensors, from steps before sharding.
         nested: number, kind and value of containers with such tensors.
         key: equal on ranks that gather the same.
     """
 
     jobs: tuple[tuple[FlatBuffer, str, tuple[torch.Tensor | None, ...]], ...]
-    rest: tuple[tuple[int, str, ShardTensor], ...]
+    rest: tuple[tuple[int, str, Any], ...]
     nested: tuple[tuple[int, str, Any], ...]
     key: object
 
@@ -140,7 +142,7 @@ def sharded_entries(runtime: Runtime, params: list[Any], state: Mapping[Any, Any
     """
     jobs: dict[tuple[int, str, str], dict[int, torch.Tensor]] = {}
     flats = {id(flat): flat for unit in runtime.units for flat in unit.flats}
-    rest: list[tuple[int, str, ShardTensor]] = []
+    rest: list[tuple[int, str, Any]] = []
     nested: list[tuple[int, str, Any]] = []
     for number, entries in state.items():
         if not is_number(number, params):
@@ -152,7 +154,9 @@ def sharded_entries(runtime: Runtime, params: list[Any], state: Mapping[Any, Any
                     jobs.setdefault((id(slot[0]), str(key), str(value.dtype)), {})[slot[1]] = value._local
                 else:
                     rest.append((number, key, value))
-            elif any(isinstance(tensor, ShardTensor) for tensor in owned_state.tensors_of(value)):
+            elif is_dtensor(value):
+                rest.append((number, key, value))
+            elif any(isinstance(tensor, ShardTensor) or is_dtensor(tensor) for tensor in owned_state.tensors_of(value)):
                 nested.append((number, key, value))
     order = {id(flat): n for n, flat in enumerate(flats.values())}
     chosen = sorted(jobs, key=lambda j: (order[j[0]], j[1], j[2]))
@@ -160,12 +164,13 @@ def sharded_entries(runtime: Runtime, params: list[Any], state: Mapping[Any, Any
         tuple((flats[j[0]], j[1], tuple(jobs[j].get(i) for i in range(len(flats[j[0]].params)))) for j in chosen),
         tuple(rest),
         tuple(nested),
-        [(order[j[0]], j[1], j[2], sorted(jobs[j])) for j in chosen] + [(n, k) for n, k, _ in (*rest, *nested)],
+        [(order[j[0]], j[1], j[2], sorted(jobs[j])) for j in chosen]
+        + [(n, k, str(v.placements) if is_dtensor(v) else "") for n, k, v in (*rest, *nested)],
     )
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor().cpu() if isinstance(tensor, ShardTensor) else tensor
+def _whole(tensor: Any) -> Any:
+    return tensor.full_tensor().cpu() if isinstance(tensor, ShardTensor) or is_dtensor(tensor) else tensor
 
 
 def is_number(key: Any, numbers: list[Any]) -> bool:
@@ -248,7 +253,7 @@ def by_number(
             entries = state_dict["state"].get(names[id(p)])
             if entries and id(p) in elsewhere:
                 if not elsewhere[id(p)]:
-                    state[number] = owned_state.copied(entries)  # torch may keep what it is given
+                    state[number] = owned_state.copied(owned_state.local(entries))  # torch may keep what it is given
             elif entries:
                 own = optimizer.state.get(p, {}) if in_place else {}
                 state[number] = {key: own_part(p, key, value, own.get(key)) for key, value in entries.items()}
@@ -261,8 +266,9 @@ def by_number(
 def own_part(param: torch.Tensor, key: str, value: Any, into: Any = None) -> Any:
     """One entry of the state of `param`: this rank's slice where it has the parameter's shape, copied to `into` if it fits."""
     if not isinstance(value, torch.Tensor):
-        return value
+        return owned_state.local(value) if isinstance(param, ShardTensor) else value
     if isinstance(value, ShardTensor) or not is_cut(param, key, value.shape):
+        value = local_of(value) if isinstance(param, ShardTensor) else value
         return value.clone()  # torch may keep what it is given
     assert isinstance(param, ShardTensor)
     part = slice_full(value.detach(), param._spec)
@@ -335,6 +341,11 @@ def misfits(
                     problems.append(f"{name}: {key} is a sharded tensor of another cut")
             elif isinstance(value, torch.Tensor) and not _shape_fits(runtime, optimizer, param, key, value):
                 problems.append(f"{name}: {key} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}")
+            elif isinstance(param, ShardTensor):
+                # What is not cut as the parameter is must be whole.
+                cut = isinstance(value, torch.Tensor) and is_cut(param, key, value.shape)
+                for tensor in owned_state.tensors_of(value):
+                    problems += misplaced(tensor, param._spec.part if cut else None, f"{name}: {key}")
     return missing, unexpected, problems
 
 

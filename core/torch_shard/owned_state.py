@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .dtensors import is_dtensor, is_whole, local_of
 from .errors import ShardError
 from .optim import has_linear_work, kind_of, kind_of_step
 from .owners import Item, assign, choose, loads_of, work_of
@@ -33,6 +34,7 @@ __all__ = [
     "everyone",
     "give_owners",
     "is_matrix",
+    "local",
     "mapped",
     "sent",
     "settle",
@@ -41,7 +43,7 @@ __all__ = [
 ]
 
 _SMALL = 4 << 20  # bytes of parameters; units below are exchanged together, for a message has its price
-_NONE, _WHOLE, _SLICES = 0, 1, 2  # what a rank has of a parameter's state
+_NONE, _WHOLE, _SLICES, _PARTS = 0, 1, 2, 3  # what a rank has of a parameter's state; parts: of a DTensor
 
 
 def is_matrix(runtime: Runtime, optimizer: Any) -> bool:
@@ -147,13 +149,21 @@ def settle(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor], what
         what: for messages.
 
     Raises:
-        ShardError: on all ranks, before anything has changed: some ranks have slices of a state that others don't have.
+        ShardError: on all ranks, before anything has changed: some ranks have slices of a state that others don't have, or parts
+            of a DTensor.
     """
     c = runtime.collectives
     state = optimizer.state
     kinds_of = everyone(runtime, [_kind(state.get(p)) for p in params], what)
     for i, p in enumerate(params):
-        _check_slices(runtime, p, [kinds[i] for kinds in kinds_of], what)
+        _check_kinds(runtime, p, [kinds[i] for kinds in kinds_of], what)
+    for p in params:
+        own = state.get(p)
+        for key, value in own.items() if own else ():  # the key stays, so the dict may be gone through
+            if any(
+                map(is_dtensor, tensors_of(value))
+            ):  # from steps of tensor parallelism alone: here parameters are plain
+                own[key] = local(value)
     _send_to_copies(runtime, state, params, kinds_of, what)
     table = [kinds_of[rank] for rank in c.topology.row_of(c.world_rank)]
     owners = runtime.owners.of(optimizer)
@@ -186,8 +196,15 @@ def settle(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor], what
             del state[p]
 
 
-def _check_slices(runtime: Runtime, p: ShardTensor, kinds: list[int], what: str) -> None:
+def _check_kinds(runtime: Runtime, p: ShardTensor, kinds: list[int], what: str) -> None:
     """`kinds` by rank of the engine, so that all ranks raise."""
+    if _PARTS in kinds:
+        having = [rank for rank, kind in enumerate(kinds) if kind == _PARTS]
+        raise ShardError(
+            f"rank {runtime.collectives.world_rank}: {what}: ranks {having} have a part only of a DTensor in the state of "
+            f"{p._spec.name}, of which a whole matrix is needed. Put whole tensors in place of such DTensors, "
+            "tensor.full_tensor(), on every rank. Nothing was changed."
+        )
     if _SLICES in kinds and min(kinds) != _SLICES:
         having = [rank for rank, kind in enumerate(kinds) if kind == _SLICES]
         raise ShardError(
@@ -228,6 +245,8 @@ def _kind(entries: Any) -> int:
     if not entries:
         return _NONE
     values = entries.values() if isinstance(entries, Mapping) else ()
+    if not all(map(is_whole, tensors_of(entries))):
+        return _PARTS
     return _SLICES if any(isinstance(value, ShardTensor) for value in values) else _WHOLE
 
 
@@ -395,6 +414,11 @@ def mapped(value: Any, change: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(mapped(child, change) for child in value)
     return value
+
+
+def local(value: Any) -> Any:
+    """With this rank's part, shared memory, of each DTensor."""
+    return mapped(value, local_of)
 
 
 def copied(value: Any, device: str | None = None) -> Any:

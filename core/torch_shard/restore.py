@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from . import named_state, owned_state
-from .dtensors import is_dtensor, made_like
+from .dtensors import is_dtensor, made_like, placed_of, replicated_like
 from .errors import UnitStateError
 from .flat_buffer import FlatBuffer
 from .leaf import set_own_grad
+from .optim import COUNTERS
 from .runtime import Runtime
 from .shard_tensor import ShardTensor
 from .unit import _OWN_ATTRIBUTES, Unit
@@ -85,12 +86,21 @@ def _give_back(optimizer: torch.optim.Optimizer, names: dict[int, str], state: d
                     for key, value in entries.items()
                 }
                 if is_dtensor(p):
-                    own = optimizer.state[p]
-                    for key, value in own.items():  # the key stays, so the dict may be gone through
-                        if isinstance(value, torch.Tensor) and named_state.is_elementwise(p, key, value.shape):
-                            own[key] = made_like(p, value)
+                    _distribute(p, optimizer.state[p])
             else:
                 optimizer.state.pop(p, None)
+
+
+def _distribute(param: Any, entries: dict[str, Any]) -> None:
+    """Of whole state of a DTensor, what plain tensor parallelism would have made DTensors: torch computes with DTensors and plain
+    tensors together only where those are 0-dim."""
+    placed = placed_of(param, "")
+    for key, value in entries.items():  # the key stays, so the dict may be gone through
+        if isinstance(value, torch.Tensor) and named_state.is_elementwise(param, key, value.shape):
+            entries[key] = made_like(param, value)
+        elif placed is not None and placed.part is None and key not in COUNTERS:
+            # Of any shape: what optimizers of whole matrices keep. Every rank has all of the parameter, and so of its state.
+            entries[key] = owned_state.mapped(value, lambda whole: replicated_like(param, whole))
 
 
 class _NotGivenBack:

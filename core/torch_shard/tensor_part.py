@@ -16,14 +16,17 @@ class TensorPart:
     Attributes:
         shape, stride: of the whole tensor.
         offsets, sizes: of the box.
-        ways: into how many parts the tensor is cut.
+        dim: the dimension that is cut.
+        ranks: global ranks that have the parts, in their order. Where `dim` or `ranks` are different, some ranks may still have
+            the same box.
     """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    ways: int
+    dim: int
+    ranks: tuple[int, ...]
 
     @property
     def own_stride(self) -> tuple[int, ...]:
@@ -36,15 +39,17 @@ class TensorPart:
         return Box(offsets, box.sizes)
 
 
-def part_of_rank(shape: tuple[int, ...], stride: tuple[int, ...], dim: int, rank: int, ways: int) -> TensorPart:
-    """The part of `rank`: as ``torch.chunk`` cuts dimension `dim`, which is what DTensor's ``Shard(dim)`` means. The last parts
-    may be smaller, or empty."""
-    step = -(-shape[dim] // ways)
-    start = min(rank * step, shape[dim])
+def part_of_rank(
+    shape: tuple[int, ...], stride: tuple[int, ...], dim: int, place: int, ranks: tuple[int, ...]
+) -> TensorPart:
+    """The part of ``ranks[place]``: as ``torch.chunk`` cuts dimension `dim`, which is what DTensor's ``Shard(dim)`` means. The
+    last parts may be smaller, or empty."""
+    step = -(-shape[dim] // len(ranks))
+    start = min(place * step, shape[dim])
     stop = min(start + step, shape[dim])
     offsets, sizes = [0] * len(shape), list(shape)
     offsets[dim], sizes[dim] = start, stop - start
-    return TensorPart(shape, stride, tuple(offsets), tuple(sizes), ways)
+    return TensorPart(shape, stride, tuple(offsets), tuple(sizes), dim, ranks)
 
 
 def dense_stride(sizes: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
