@@ -174,11 +174,13 @@ class FlatBuffer:
     def keep_part(self) -> None:
         """Before the gathered buffer is released between forward and backward. Under `gathering()`."""
         assert self.part is not None
+        # Hazard: compute must be through with the buffer, whose memory goes next; `Unit.release` has joined its streams. The
+        # part is made, filled, read and dropped on the gather stream alone, so that nothing else waits for it.
         self.part.untyped_storage().resize_(self.part.numel() * self.part.element_size())
         self.part.copy_(self.collectives.own_part(self.full))
 
     def drop_part(self) -> None:
-        """Under `gathering()`."""
+        """Under `gathering()`, behind what has read it there."""
         if self.part is not None:
             self.part.untyped_storage().resize_(0)
 
