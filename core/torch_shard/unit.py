@@ -56,9 +56,8 @@ class Unit:
         self.casts = False  # modules compute in another dtype than that of some shard
         self.rounding = False  # steps of some shard are rounded stochastically
         self.exact = True  # modules compute with the values that are stored: neither cast nor quantized on the way
-        self.gathers = (
-            self.sharded
-        )  # modules compute with other memory than the shards': of all ranks, or of another dtype
+        # Modules compute with other memory than the shards': of all ranks, or of another dtype.
+        self.gathers = self.sharded
         self.runtime: Runtime = None  # type: ignore[assignment]  # set by Runtime.add
         self.flats: list[FlatBuffer] = []
         # (module, attribute, flat, index): every place of the model that holds a parameter of this unit
@@ -78,9 +77,8 @@ class Unit:
         self.kept: list[Any] = []
         self.refill = False
         self.resharded = False  # since this forward few ranks share it, from whose parts backward gathers it again
-        self._reshard_versions: list[
-            int
-        ] = []  # of the parameters then: a recomputation computes with what they are now
+        # The parameters' then: a recomputation in backward computes with what they are now.
+        self._reshard_versions: list[int] = []
         # Under `shard_optim`: whether parameters may have changed since they were gathered, as all ranks agree; and whether the
         # user was given this rank's memory of one, where changes leave no trace.
         self.outdated = self.exposed = False
