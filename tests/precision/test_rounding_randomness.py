@@ -1,0 +1,106 @@
+"""Which random numbers parameters are rounded with: the same wherever they should be."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torch_shard
+from tests.compat.harness import batch, loss_of
+from tests.marks import exhaustive
+from tests.precision.harness import same_bits
+from tests.precision.rounding_harness import (
+    BF16,
+    ROUND,
+    O,
+    adamw,
+    go,
+    mlp,
+    same_values,
+    sgd,
+    small_steps,
+    train,
+    wholes,
+)
+from tests.ranks import ranks
+
+
+@ranks(2)
+def test_the_seed_of_the_first_rank_decides(rank):
+    runs = [wholes(train(rank, adamw, seed=seed)[0]) for seed in (3, 3 + 5 * rank, 4)]
+    assert same_values(runs[0], runs[1])  # the other rank's own seed is not asked for
+    assert not same_values(runs[0], runs[2])
+
+
+@ranks(2, exhaustive=(4,))
+def test_replicas_stay_equal_to_the_bit(rank, world_size):
+    model, _, _ = train(rank, adamw, 6, strategy="no_shard")
+    for name, p in model.named_parameters():
+        own = p.to_local().view(torch.int16).clone()
+        first = own.clone()
+        dist.broadcast(first.view(torch.uint8), 0)
+        assert torch.equal(own, first), name
+
+
+@ranks(2, exhaustive=(3,))
+@pytest.mark.parametrize("make", [sgd, *exhaustive(adamw)])
+def test_shards_are_rounded_as_the_whole_is(make, rank):
+    """With equal gradients the strategy does not show in the numbers, so ranks with different slices draw different ones."""
+    sharded = wholes(train(rank, make, alike=True)[0])
+    replicated = wholes(train(rank, make, alike=True, strategy="no_shard")[0])
+    assert same_values(sharded, replicated)
+
+
+@ranks(1)
+def test_how_a_step_is_divided_does_not_show(rank):
+    """Into pieces of 131072 elements, or of a million."""
+    n = (1 << 20) + 1000
+    ways: list[dict[str, Any]] = [{"foreach": False, "fused": False}, {"foreach": True}, {"fused": True}]
+    runs = [small_steps(n, 3, ROUND, functools.partial(O.SGD, lr=1e-3, **way)) for way in ways]
+    assert (runs[0] != 1).any()
+    for run in runs[1:]:
+        same_bits(run, runs[0])
+    pieces = runs[0][: 1 << 20].view(8, -1)
+    assert all((pieces[i] != pieces[j]).any() for i in range(8) for j in range(i))
+
+
+@ranks(2)
+def test_stepping_in_backward_gives_the_same_numbers(rank):
+    usual = wholes(train(rank, adamw)[0])
+    model, engine, optimizer = train(rank, adamw, 0)
+    engine.step_in_backward(optimizer)
+    for step in range(4):
+        loss_of(model(batch(rank, step).to(BF16))).backward()
+    assert same_values(wholes(model), usual)
+
+
+@ranks(2)
+def test_different_elements_and_steps_are_rounded_differently(rank):
+    found = small_steps(4096, 8, ROUND, functools.partial(O.SGD, lr=2**-10))
+    ours, theirs = found[:2048], found[2048:]  # of the two ranks
+    assert (ours != theirs).float().mean() > 0.1
+    assert len(found.unique()) > 2
+
+
+@ranks(2)
+def test_the_users_random_numbers_are_not_touched(rank):
+    torch.manual_seed(5)
+    model = mlp()
+    state = torch.get_rng_state()
+    torch_shard.shard(model, unit_bytes=300, precision=ROUND)
+    go(model, sgd(model), rank, range(2))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@ranks(2)
+def test_a_copy_of_the_model_goes_on_alike(rank):
+    model, _, optimizer = train(rank, lambda m: O.SGD(m.parameters(), lr=0.05))
+    twin = copy.deepcopy(model)
+    go(model, optimizer, rank, range(4, 6))
+    go(twin, O.SGD(twin.parameters(), lr=0.05), rank, range(4, 6))
+    assert same_values(wholes(model), wholes(twin))

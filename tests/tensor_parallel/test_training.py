@@ -1,0 +1,176 @@
+"""Tensor-parallel parameters sharded on top train as the plain model does, on a mesh of 2 x 2 ranks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from tests.ranks import ranks
+from tests.tensor_parallel.harness import (
+    DTYPE,
+    EXACT,
+    Model,
+    backward,
+    batch,
+    mesh_of,
+    optimizer_of,
+    parallel,
+    plain_backward,
+    same,
+    trained,
+)
+from torch_shard import shard
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [
+        ("full_shard", "sgd"),
+        pytest.param("full_shard", "adamw", marks=pytest.mark.exhaustive),
+        pytest.param("shard_grad_op", "sgd", marks=pytest.mark.exhaustive),
+        pytest.param("shard_optim", "sgd", marks=pytest.mark.exhaustive),
+        ("no_shard", "adamw"),
+        pytest.param("no_shard", "sgd", marks=pytest.mark.exhaustive),
+    ],
+)
+@ranks(4)
+def test_training_gives_the_numbers_of_the_plain_model(strategy, kind):
+    mesh = mesh_of(2, 2)
+    model, oracle = parallel(mesh), Model()
+    before = dict(model.named_parameters())
+    optimizers = optimizer_of(model, kind), optimizer_of(oracle, kind)  # built before sharding: it stays valid
+    engine = shard(model, mesh=mesh["dp"], strategy=strategy)
+    assert engine.world_size == 4 and engine.rank == dist.get_rank()
+    assert all(p is before[name] for name, p in model.named_parameters())
+    assert [p.shape for p in model.parameters()] == [p.shape for p in oracle.parameters()]
+    same(model, oracle)
+    for step in range(3):
+        backward(model, mesh, step)
+        plain_backward(oracle, step)
+        same(model, oracle, grads=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        same(model, oracle)
+    with torch.no_grad():
+        torch.testing.assert_close(model(batch(0, 9)), oracle(batch(0, 9)), **EXACT)
+
+
+@ranks(4)
+def test_the_first_data_parallel_ranks_values_count(rank):
+    mesh = mesh_of(2, 2)
+    model, oracle = parallel(mesh, seed=mesh["dp"].get_local_rank()), Model(seed=0)
+    shard(model, mesh=mesh["dp"])
+    same(model, oracle)
+    apart = parallel(mesh, seed=mesh["dp"].get_local_rank())
+    engine = shard(apart, mesh=mesh["dp"], sync_module_states=False)
+    with engine.gathered():  # each rank has kept its slice
+        whole = apart.blocks[0].up.weight.detach().to_local().clone()
+    everyone = [torch.empty_like(whole) for _ in range(4)]
+    dist.all_gather(everyone, whole)
+    assert torch.equal(everyone[0], everyone[2]) and torch.equal(everyone[1], everyone[3])
+    assert not torch.equal(everyone[0], everyone[1])
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("no_shard", marks=pytest.mark.exhaustive)])
+@ranks(4)
+def test_parameters_on_meta_are_initialised_as_a_plain_models(strategy):
+    mesh = mesh_of(2, 2)
+    plan = {
+        "0": ColwiseParallel(output_layouts=Replicate()),
+        "1": SequenceParallel(),
+        "2": RowwiseParallel(input_layouts=Replicate()),
+    }
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.Linear(6, 2))
+    parallelize_module(model, mesh["tp"], plan)
+    torch.manual_seed(5 + dist.get_rank())  # rank 0's counts
+    shard(model, mesh=mesh["dp"], strategy=strategy)
+    torch.manual_seed(5)
+    oracle = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.Linear(6, 2))
+    for p, q in zip(model.parameters(), oracle.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q)
+
+
+@pytest.mark.exhaustive
+@ranks(4)
+def test_a_communication_hook_reduces_over_the_data_parallel_ranks():
+    mesh = mesh_of(2, 2)
+    model, oracle = parallel(mesh), Model()
+    engine = shard(model, mesh=mesh["dp"], single_communicator=True)
+    assert dist.get_process_group_ranks(engine.shard_group) == dist.get_process_group_ranks(mesh.get_group("dp"))
+
+    def hook(group, grad, output):
+        parts = list(grad.chunk(2))
+        for place, part in enumerate(parts):
+            dist.reduce(part, group=group, group_dst=place)
+        output.copy_(parts[dist.get_rank(group)] / 2)
+
+    engine.register_comm_hook(mesh.get_group("dp"), hook)
+    backward(model, mesh, 0)
+    plain_backward(oracle, 0)
+    same(model, oracle, grads=True)
+
+
+@ranks(4)
+def test_the_dimension_may_be_named_and_memory_is_a_quarter():
+    mesh = mesh_of(2, 2)
+    model = parallel(mesh, width=64, hidden=64)
+    engine = shard(model, mesh=mesh, mesh_dims="dp")
+    cut = sum(p.numel() for n, p in model.named_parameters() if any(k in n for k in ("embed", "up", "down.weight")))
+    rest = sum(p.numel() for p in model.parameters()) - cut
+    held = engine.memory_summary()["parameters"] / 8
+    assert cut / 4 + rest / 2 <= held <= cut / 4 + rest / 2 + 64
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
+@ranks(2)
+def test_one_dimension_may_have_one_rank(shape):
+    mesh = mesh_of(*shape)
+    _, model, oracle, _ = trained(mesh)
+    same(model, oracle)
+
+
+@ranks(4)
+def test_parts_of_unequal_size(tmp_path):
+    """Hidden 5 over two ranks: three columns and two; and an embedding of one row, of which a rank has none."""
+    mesh = mesh_of(2, 2)
+    model = nn.Sequential(nn.Linear(3, 5, dtype=DTYPE), nn.Linear(5, 3, dtype=DTYPE))
+    torch.manual_seed(0)
+    for p in model.parameters():
+        nn.init.normal_(p)
+    oracle = copy.deepcopy(model)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()})
+    lone = nn.Parameter(distribute_tensor(torch.ones(1, 3, dtype=DTYPE), mesh["tp"], [Shard(0)]))
+    oracle.lone, model.lone = nn.Parameter(torch.ones(1, 3, dtype=DTYPE)), lone
+    engine = shard(model, mesh=mesh["dp"])
+    same(model, oracle)
+    x = torch.full((2, 3), 1.0 + mesh["dp"].get_local_rank(), dtype=DTYPE)
+    model(x).square().sum().backward()
+    (sum(oracle(torch.full((2, 3), 1.0 + i, dtype=DTYPE)).square().sum() for i in range(2)) / 2).backward()
+    for p, q in zip(model.parameters(), oracle.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, **EXACT)
+    full = engine.state_dict(rank0_only=False)
+    assert all(torch.equal(full[name], value) for name, value in oracle.state_dict().items())
+    engine.save(tmp_path / "sharded")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    engine.load(tmp_path / "sharded")
+    same(model, oracle)
+    engine.close()
+    assert tuple(model[0].weight.to_local().shape) == (3 - mesh["tp"].get_local_rank(), 3)
