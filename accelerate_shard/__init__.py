@@ -1,20 +1,36 @@
-"""The Hugging Face Accelerate front end. Not part of this release.
+"""The Hugging Face Accelerate front end: ``from accelerate_shard import Accelerator`` is the whole change.
 
-Importing the package works anywhere; using anything of it raises ``ImportError``, so that
-``from accelerate_shard import Accelerator`` says what to do instead.
+Importing the package works anywhere; what needs Accelerate, transformers or PEFT imports them when it is used.
 """
 
-from typing import NoReturn
+from __future__ import annotations
 
-__all__: list[str] = []
+import importlib
+from typing import Any
+
+__all__ = ["Accelerator", "Precision", "ShardConfig", "ShardPlugin"]
+
+# Where each public name is defined. Lazy, since `accelerate` and what it imports take seconds.
+_HOME = {
+    "Accelerator": "accelerate_shard.accelerator",
+    "Precision": "torch_shard",
+    "ShardConfig": "torch_shard",
+    "ShardPlugin": "accelerate_shard.plugin",
+}
 
 
-def __getattr__(name: str) -> NoReturn:
-    # Dunder look-ups come from the import system and from inspection, not from users.
-    if name.startswith("__") and name.endswith("__"):
-        raise AttributeError(name)
-    raise ImportError(
-        f"accelerate_shard.{name} is not available: this release of torch-shard-engine has no "
-        "Accelerate front end yet. Use torch_shard.shard(model) in place of accelerator.prepare(model), "
-        'or Lightning with Trainer(strategy="shard").'
-    )
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "accelerate":
+            raise
+        raise ImportError(
+            f"accelerate_shard.{name} needs Accelerate; install it with `pip install 'torch-shard-engine[accelerate]'`."
+        ) from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,16 +7,14 @@ optimizer, tied ones counted once.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_shard import Precision, ShardConfig
-from torch_shard.log import logger
-from torch_shard.precision import norms_in
+from torch_shard import ShardConfig
+from torch_shard.precision import for_autocast
 
 from ._private import Private
 
@@ -88,22 +86,8 @@ def check(plugin: Any, private: Private) -> None:
 
 
 def config_for(plugin: Any, config: ShardConfig, module: nn.Module, private: Private) -> ShardConfig:
-    """`config` with what a plugin of mixed precision means for the engine, where the user has not said it.
-
-    Autocast alone casts each weight when it is used, and keeps the copy, whole, until backward. Here parameters are gathered in
-    the low precision: autocast finds weights that it need not cast, and half the bytes travel. Norms are kept as they are
-    stored, since autocast computes them in fp32.
-    """
+    """`config` with what a plugin of mixed precision means for the engine (see ``torch_shard.precision.for_autocast``)."""
     if not isinstance(plugin, private.MixedPrecision):
         return config
-    if config.precision is None:
-        dtype = torch.float16 if plugin.precision == "16-mixed" else torch.bfloat16
-        precision = Precision(param_dtype=dtype, keep=norms_in(module), cast_inputs=False)
-        return dataclasses.replace(config, precision=precision)
-    if config.strategy != "no_shard" and config.precision == Precision():
-        logger.warning(
-            "precision=%r with ShardConfig(precision=Precision()) is autocast alone, which keeps a low-precision copy of every "
-            "weight, whole on each rank, until backward. Leave ShardConfig.precision out to gather weights in low precision.",
-            plugin.precision,
-        )
-    return config
+    dtype = torch.float16 if plugin.precision == "16-mixed" else torch.bfloat16
+    return for_autocast(config, module, dtype, f"precision={plugin.precision!r}")

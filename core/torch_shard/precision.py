@@ -9,6 +9,7 @@ in that, too, where parameters are sharded). The scheme is that of
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,9 +20,11 @@ from torch import nn
 
 from .errors import ConfigError, UnavailableError
 from .layout import ALIGNMENT
+from .log import logger
 from .names import check_pattern, matches
 
 if TYPE_CHECKING:
+    from .config import ShardConfig
     from .quantized import Quantized
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "Dtypes",
     "Precision",
     "checked_modules",
+    "for_autocast",
     "modules_named",
     "norms_in",
     "precision_of",
@@ -256,3 +260,27 @@ def precision_of(setting: Precision | torch.dtype | None) -> Precision:
     if isinstance(setting, torch.dtype):
         return Precision(param_dtype=setting)
     return NONE if setting is None else setting
+
+
+def for_autocast(config: ShardConfig, model: nn.Module, dtype: torch.dtype, setting: str) -> ShardConfig:
+    """`config` with what autocast to `dtype` means for the engine, where the user has not said it. For front ends.
+
+    Autocast alone casts each weight when it is used, and keeps the copy, whole, until backward. Here parameters are gathered in
+    the low precision: autocast finds weights that it need not cast, and half the bytes travel. Norms are kept as they are
+    stored, since autocast computes them in fp32.
+
+    Args:
+        setting: what the user has written to get autocast, for the warning.
+
+    Not collective.
+    """
+    if config.precision is None:
+        precision = Precision(param_dtype=dtype, keep=norms_in(model), cast_inputs=False)
+        return dataclasses.replace(config, precision=precision)
+    if config.strategy != "no_shard" and config.precision == NONE:
+        logger.warning(
+            "%s with ShardConfig(precision=Precision()) is autocast alone, which keeps a low-precision copy of every "
+            "weight, whole on each rank, until backward. Leave ShardConfig.precision out to gather weights in low precision.",
+            setting,
+        )
+    return config

@@ -45,6 +45,8 @@ FLOORS: Mapping[str, str] = MappingProxyType(
         "pytorch-lightning": "2.6",
         "transformers": "5.0",
         "accelerate": "1.15",
+        "peft": "0.17",
+        "PyYAML": "6.0",
         "rich": "13",
     }
 )
@@ -59,6 +61,9 @@ TESTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "lightning": ("2.6.6",),
         "pytorch-lightning": ("2.6.6",),
         "transformers": ("5.23.0",),
+        "accelerate": ("1.15.0",),
+        "peft": ("0.21.2",),
+        "PyYAML": ("6.0.3",),
     }
 )
 """Versions that the tests were run with. Nothing in this release uses the other distributions of :data:`FLOORS`."""

@@ -1,0 +1,99 @@
+"""Every choice of the user, in the idiom of Accelerate's plugins: one dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from torch_shard import ShardConfig
+from torch_shard.errors import ConfigError
+
+__all__ = ["ShardPlugin", "StateDictType", "plugin_of"]
+
+StateDictType = Literal["sharded", "full"]
+
+
+@dataclass(frozen=True)
+class ShardPlugin(ShardConfig):
+    """What ``Accelerator(shard_plugin=...)`` does with models: the settings of the engine, and those of this front end.
+
+    Every field of :class:`torch_shard.ShardConfig` is one of this class too. Equal on all ranks; checked on construction.
+
+    Attributes:
+        layer_classes: names of the classes of transformer layers, as in ``FSDP_TRANSFORMER_CLS_TO_WRAP``: each such module is a
+            unit, and what `activation_checkpointing` means. Empty: `units` decides; for `activation_checkpointing` the classes
+            that a transformers model names itself (``_no_split_modules``).
+        activation_checkpointing: recompute each layer's activations in backward in place of keeping them. A sequence of
+            classes, or of their names, says of which modules; True: of `layer_classes`.
+        state_dict_type: ``"sharded"``: ``save_state`` writes a folder for each model, to which every rank writes its slices;
+            ``"full"``: the files that Accelerate writes under DDP. Both are loaded whatever this is.
+        async_save: ``save_state`` with ``"sharded"`` writes while training goes on.
+        defer_gradient_sync: under ``accumulate`` and ``no_sync``, reduce gradients once at the end. Sends less, but holds the
+            whole gradients on every rank meanwhile. By default each micro-batch is reduced.
+        weights_only: ``load_state`` reads with torch's safe loader, which runs no code from files.
+        fp32_masters: under mixed precision, keep trainable parameters that are stored in 16 bits in fp32 between steps, as
+            Accelerate does under FSDP. By default they are trained as they are stored, as under DDP.
+
+    Raises:
+        ConfigError: a value is unknown or of the wrong type; the message starts with the field.
+
+    Not collective.
+    """
+
+    layer_classes: Sequence[str] = ()
+    activation_checkpointing: bool | Sequence[type[nn.Module] | str] = False
+    state_dict_type: StateDictType = "sharded"
+    async_save: bool = False
+    defer_gradient_sync: bool = False
+    weights_only: bool = True
+    fp32_masters: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = self.layer_classes
+        if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+            raise ConfigError(f"layer_classes must be a sequence of names of classes, not {names!r}.")
+        object.__setattr__(self, "layer_classes", tuple(names))
+        if names and self.units is not None:
+            raise ConfigError("layer_classes and units both say what is gathered together; give one of them.")
+        chosen = self.activation_checkpointing
+        if not isinstance(chosen, bool):
+            if isinstance(chosen, (str, type)) or not all(
+                (isinstance(entry, str) and entry) or (isinstance(entry, type) and issubclass(entry, nn.Module))
+                for entry in chosen
+            ):
+                raise ConfigError(
+                    "activation_checkpointing must be True, False, or a sequence of module classes and names of such, "
+                    f"not {chosen!r}."
+                )
+            object.__setattr__(self, "activation_checkpointing", tuple(chosen))
+        if self.state_dict_type not in get_args(StateDictType):
+            raise ConfigError(f"state_dict_type must be 'sharded' or 'full', not {self.state_dict_type!r}.")
+        for field in ("async_save", "defer_gradient_sync", "weights_only", "fp32_masters"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(f"{field} must be True or False, not {getattr(self, field)!r}.")
+        if self.async_save and self.state_dict_type == "full":
+            raise ConfigError("async_save: only sharded checkpoints are written in the background.")
+
+    def config(self) -> ShardConfig:
+        """The engine's part of the settings."""
+        return ShardConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ShardConfig)})
+
+
+def plugin_of(setting: Any) -> ShardPlugin:
+    """What the user has given as ``shard_plugin``: a :class:`ShardPlugin`, a plain ``ShardConfig``, or None.
+
+    Raises:
+        ConfigError: something else.
+    """
+    if setting is None:
+        return ShardPlugin()
+    if isinstance(setting, ShardPlugin):
+        return setting
+    if isinstance(setting, ShardConfig):
+        return ShardPlugin(**{field.name: getattr(setting, field.name) for field in dataclasses.fields(ShardConfig)})
+    raise ConfigError(f"shard_plugin must be a ShardPlugin or a ShardConfig, not {type(setting).__name__}.")

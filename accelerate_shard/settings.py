@@ -1,0 +1,61 @@
+"""From what the user has given to ``Accelerator(...)`` to one :class:`~accelerate_shard.plugin.ShardPlugin`.
+
+What selects other engines is refused here, before anything of Accelerate's state exists.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch_shard.errors import ConfigError
+
+from .plugin import ShardPlugin, plugin_of
+
+__all__ = ["chosen_plugin", "refuse_other_engines"]
+
+_OTHER_ENGINES = {
+    "deepspeed_plugin": "DeepSpeed",
+    "deepspeed_plugins": "DeepSpeed",
+    "megatron_lm_plugin": "Megatron-LM",
+    "torch_tp_plugin": "tensor parallelism through Accelerate",
+    "parallelism_config": "Accelerate's ParallelismConfig",
+}
+_OTHER_VARIABLES = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "Accelerate's ParallelismConfig",
+}
+
+
+def refuse_other_engines(arguments: dict[str, Any]) -> None:
+    """Refuse arguments and environment variables that ask for another engine.
+
+    Raises:
+        ConfigError: names the setting and the remedy. Not collective.
+    """
+    for name, engine in _OTHER_ENGINES.items():
+        if arguments.get(name) is not None:
+            raise ConfigError(
+                f"{name}: this Accelerator shards models itself and can't be combined with {engine}. Leave it out; "
+                "shard_plugin=ShardPlugin(...) has the settings of sharding."
+            )
+    for name, engine in _OTHER_VARIABLES.items():
+        if os.environ.get(name, "").lower() == "true":
+            raise ConfigError(
+                f"{name}: the launch configuration selects {engine}, which this Accelerator can't be combined with. Launch "
+                "with a configuration without it (`accelerate-shard config` writes one)."
+            )
+
+
+def chosen_plugin(shard_plugin: Any, fsdp_plugin: Any) -> ShardPlugin:
+    """The settings of sharding: the user's, or translated from FSDP's, or the defaults.
+
+    Raises:
+        ConfigError: both were given, or one of them is not what its name says. Not collective.
+    """
+    if fsdp_plugin is not None:
+        if shard_plugin is not None:
+            raise ConfigError("shard_plugin and fsdp_plugin both say how to shard; give one of them.")
+        raise ConfigError("fsdp_plugin: not translated yet; give shard_plugin=ShardPlugin(...).")
+    return plugin_of(shard_plugin)
