@@ -75,16 +75,47 @@ def test_autocast_switched_off_by_its_handler_and_blocks_of_autocast_are_as_stoc
     assert results[0] == results[1] == (torch.bfloat16, torch.float32, torch.float32)
 
 
+class Careful(torch.nn.Module):
+    """Computes its last layer in full precision, and has an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+        self.words = torch.nn.Embedding(4, 5)
+        self.last = torch.nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.net(x) + self.words(torch.arange(4))[0]
+        with torch.autocast(x.device.type, enabled=False):
+            return self.last(x.float())
+
+
+def careful():
+    torch.manual_seed(0)
+    return Careful()
+
+
 @ranks(2)
-def test_a_submodule_called_outside_autocast_computes_in_the_dtype_of_its_input():
+def test_layers_called_where_autocast_is_off_work_and_give_back_fp32():
     """As ``model.encode(x)`` and generation of encoder-decoder models do."""
+    assert distance(train(OURS, make=careful, **BF16), train(STOCK, make=careful, **BF16)) < 0.03
     results = []
     for kind in BOTH:
         with accelerator(kind, mixed_precision="bf16") as acc:
-            model = acc.unwrap_model(acc.prepare(net()))
+            model = acc.unwrap_model(acc.prepare(careful()))
             x = torch.randn(2, FEATURES, generator=torch.Generator().manual_seed(0))
-            results.append(model.layers[0](model.embed(x)).float())
-    torch.testing.assert_close(results[1], results[0], rtol=0.02, atol=0.02)
+            results.append([model.net.layers[0](model.net.embed(x)), model.words(torch.arange(3)), model.net(x)])
+            if kind is OURS:
+                with engine_of(model).gathered():
+                    results.append([model.net.embed(x)])
+                whole = whole_parameters(model)
+                plain = torch.nn.functional.linear(x, whole["net.embed.weight"], whole["net.embed.bias"])
+                torch.testing.assert_close(results.pop()[0], plain)
+                with pytest.raises(RuntimeError, match="shape"):
+                    model.net.embed(x[:, :3])
+                assert model.net.embed(x).dtype == torch.float32
+    for found, wanted in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)
 
 
 @ranks(2)
@@ -181,8 +212,7 @@ def test_compiled_models_train_as_under_ddp(way, mixed_precision):
             options["dynamo_plugin"] = TorchDynamoPlugin(
                 backend="aot_eager", use_regional_compilation=way == "regional"
             )
-        precision = Precision() if mixed_precision == "bf16" else None
-        with accelerator(kind, shard_plugin=ShardPlugin(precision=precision), **options) as acc:
+        with accelerator(kind, **options) as acc:
             model = net()
             optimizer = sgd(model.parameters())
             if kind is OURS and way == "by hand":
@@ -204,4 +234,7 @@ def test_compiled_models_train_as_under_ddp(way, mixed_precision):
                 assert engine_of(model) is engine_of(acc.unwrap_model(model)) is engine_of(plain)
             found.parameters = whole_parameters(plain)
             results.append(found)
-    assert_same(results[1], results[0], rtol=1e-5 if mixed_precision == "no" else 1e-3)
+    if mixed_precision == "no":
+        assert_same(results[1], results[0])
+    else:
+        assert distance(results[1], results[0]) < 0.02

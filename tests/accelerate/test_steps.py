@@ -293,6 +293,9 @@ def test_hooks_made_for_buckets_are_refused_and_settings_without_a_meaning_named
         with pytest.raises(ConfigError, match="power_sgd"):
             acc.prepare(model)
         assert not acc._models
-    with accelerator(kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=5)]) as acc, captured_log() as messages:
+    with (
+        accelerator(kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=5)]) as acc,
+        captured_log() as messages,
+    ):
         acc.prepare(net())
     assert any("bucket_cap_mb" in m for m in messages) == (rank == 0)
