@@ -10,17 +10,33 @@ Attributes of Accelerate's own objects that the front end reads or writes, and w
 - ``<object>._is_accelerate_prepared``: set by ``prepare`` on what it returns;
 - ``LocalSGD.__enter__``: asks the model for ``no_sync``, which a plain module has not, and the Accelerator for nothing that
   could refuse; see :func:`refuse_local_sgd`.
+- ``<object>._is_accelerate_prepared``: set by ``prepare`` on what it returns.
+
+Of transformers' Trainer, besides the names of the methods in :data:`accelerate_shard.trainer.STEPS`:
+
+- ``transformers.trainer.Accelerator``: the global name that ``create_accelerator_and_postprocess`` calls;
+- ``Trainer._save`` is called on all ranks by ``save_model``, writes where ``args.should_save`` is true, and takes a state dict;
+- ``Trainer._save_optimizer_and_scheduler`` asks of ``self.optimizer`` only ``state_dict()``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
-__all__ = ["PREPARED_ATTRIBUTES", "PREPARED_LISTS", "TESTED", "compiled_inner", "refuse_local_sgd", "shared_state"]
+__all__ = [
+    "PREPARED_ATTRIBUTES",
+    "PREPARED_LISTS",
+    "TESTED",
+    "accelerator_of_trainers",
+    "compiled_inner",
+    "refuse_local_sgd",
+    "shared_state",
+]
 
 TESTED = {"accelerate": ("1.15.0",), "transformers": ("5.23.0",), "peft": ("0.21.2",)}
 
@@ -61,3 +77,16 @@ def refuse_local_sgd(check: Callable[[nn.Module], None]) -> None:
         return begin(self)
 
     LocalSGD.__enter__ = checked
+
+
+@contextlib.contextmanager
+def accelerator_of_trainers(kind: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a Trainer that makes its Accelerator calls `kind`."""
+    import transformers.trainer
+
+    before = transformers.trainer.Accelerator
+    transformers.trainer.Accelerator = kind  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        transformers.trainer.Accelerator = before  # type: ignore[attr-defined]
