@@ -23,6 +23,7 @@ from torch_shard import Engine, ShardConfig
 from torch_shard.errors import ConfigError
 from torch_shard.precision import for_autocast, precision_of
 
+from . import model_methods
 from .ddp_kwargs import config_with, register_hook
 from .plugin import ShardPlugin
 from .settings import chosen_plugin, refuse_other_engines
@@ -88,6 +89,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 config = dataclasses.replace(config, precision=precision)
         engine = torch_shard.shard(model, config, mesh=self._mesh())
         register_hook(self.ddp_handler, engine)
+        model_methods.install(model)
         return engine
 
     def _mesh(self) -> Any:
