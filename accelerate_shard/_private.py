@@ -10,6 +10,9 @@ Attributes of Accelerate's own objects that the front end reads or writes, and w
 - ``<object>._is_accelerate_prepared``: set by ``prepare`` on what it returns;
 - ``LocalSGD.__enter__``: asks the model for ``no_sync``, which a plain module has not, and the Accelerator for nothing that
   could refuse; see :func:`refuse_local_sgd`.
+- ``PeftModel.peft_config`` by adapter, ``prompt_encoder`` of prompt learning, and that ``merge_and_unload`` and its like are
+  methods of the tuner within, to which ``PeftModel`` passes them on;
+- ``GenerationMixin.generate`` runs under ``no_grad`` and takes ``synced_gpus``;
 - ``<object>._is_accelerate_prepared``: set by ``prepare`` on what it returns.
 
 Of transformers' Trainer, besides the names of the methods in :data:`accelerate_shard.trainer.STEPS`:
@@ -24,19 +27,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+import sys
 from typing import Any
 
 from torch import nn
 
-__all__ = [
-    "PREPARED_ATTRIBUTES",
-    "PREPARED_LISTS",
-    "TESTED",
-    "accelerator_of_trainers",
-    "compiled_inner",
-    "refuse_local_sgd",
-    "shared_state",
-]
+__all__ = ["PREPARED_ATTRIBUTES", "PREPARED_LISTS", "TESTED", "accelerator_of_trainers", "adapter_state", "compiled_inner", "generates", "is_peft_model", "is_tuner", "prompt_encoders", "refuse_local_sgd", "saved_adapters", "shared_state", "takes_adapters"]
 
 TESTED = {"accelerate": ("1.15.0",), "transformers": ("5.23.0",), "peft": ("0.21.2",)}
 
@@ -90,3 +86,58 @@ def accelerator_of_trainers(kind: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         transformers.trainer.Accelerator = before  # type: ignore[attr-defined]
+def _is_a(module: nn.Module, package: str, path: str, name: str) -> bool:
+    """Whether `module` is of a class of a library, which is imported only where it has been already."""
+    if package not in sys.modules:
+        return False
+    home = sys.modules.get(path)
+    kind = getattr(home, name, None) if home is not None else None
+    return isinstance(kind, type) and isinstance(module, kind)
+
+
+def generates(module: nn.Module) -> bool:
+    """Whether `module` has transformers' ``generate``, or PEFT's around it."""
+    return _is_a(module, "transformers", "transformers.generation.utils", "GenerationMixin") or is_peft_model(module)
+
+
+def is_peft_model(module: nn.Module) -> bool:
+    """Whether `module` is a ``PeftModel`` (or a ``PeftMixedModel``)."""
+    return _is_a(module, "peft", "peft.peft_model", "PeftModel") or _is_a(
+        module, "peft", "peft.mixed_model", "PeftMixedModel"
+    )
+
+
+def takes_adapters(module: nn.Module) -> bool:
+    """Whether adapters can be added to `module`: a ``PeftModel``, or a transformers model with PEFT's methods."""
+    return is_peft_model(module) or _is_a(module, "transformers", "transformers.integrations.peft", "PeftAdapterMixin")
+
+
+def is_tuner(module: nn.Module) -> bool:
+    """Whether `module` is what merges adapters into weights: ``LoraModel`` and its like, within a ``PeftModel``."""
+    return _is_a(module, "peft", "peft.tuners.tuners_utils", "BaseTuner")
+
+
+def prompt_encoders(module: nn.Module) -> list[nn.Module]:
+    """The modules whose output ``PeftModel.save_pretrained`` computes and saves, under prompt learning."""
+    encoders = getattr(module, "prompt_encoder", None) if is_peft_model(module) else None
+    return list(encoders.values()) if encoders is not None else []
+
+
+def saved_adapters(module: nn.Module, arguments: dict[str, Any]) -> list[str] | None:
+    """The adapters that ``save_pretrained(**arguments)`` writes, in place of the model; None where it writes that."""
+    if is_peft_model(module):
+        return list(arguments.get("selected_adapters") or module.peft_config)  # type: ignore[arg-type]
+    if getattr(module, "_hf_peft_config_loaded", False):
+        return list(module.active_adapters())  # type: ignore[operator]
+    return None
+
+
+def adapter_state(module: nn.Module, found: dict[str, Any], name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What of a state dict PEFT saves of an adapter, by PEFT's own names."""
+    import peft
+
+    embeddings = arguments.get("save_embedding_layers", "auto")
+    state: dict[str, Any] = peft.get_peft_model_state_dict(
+        module, state_dict=found, adapter_name=name, save_embedding_layers=embeddings
+    )
+    return state

@@ -26,6 +26,7 @@ from torch_shard.precision import for_autocast, precision_of
 
 from ._private import refuse_local_sgd
 from .clipping import clip_norm, limit_values, warn_between_syncs
+from . import model_methods
 from .ddp_kwargs import config_with, register_hook
 from .model_checks import check_model, check_optimizer, not_for_local_sgd
 from .plugin import ShardPlugin
@@ -132,6 +133,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         engine = torch_shard.shard(model, config, mesh=self._mesh())
         register_hook(self.ddp_handler, engine)
         _plugins[engine] = self.shard_plugin
+        model_methods.install(model)
         return engine
 
     def _mesh(self) -> Any:
