@@ -24,7 +24,7 @@ from torch_shard import Engine, ShardConfig
 from torch_shard.errors import ConfigError
 from torch_shard.precision import for_autocast, precision_of
 
-from . import outside_autocast
+from . import model_methods, outside_autocast
 from ._private import refuse_local_sgd
 from .clipping import clip_norm, limit_values, warn_between_syncs
 from .ddp_kwargs import config_with, register_hook
@@ -136,6 +136,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             outside_autocast.register(model, precision_of(config.precision), self.device)
         register_hook(self.ddp_handler, engine)
         _plugins[engine] = self.shard_plugin
+        model_methods.install(model)
         return engine
 
     def _mesh(self) -> Any:
