@@ -225,7 +225,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Args:
             joinables: prepared models.
-            even_batches: overrides that of the dataloaders inside.
+            even_batches: overrides that of the dataloaders inside; on GPUs alone, as in Accelerate.
 
         Raises:
             ConfigError: on all ranks: numbers of batches differ for a model in training mode. Nothing was trained then.
@@ -233,5 +233,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if not self.use_distributed:
             yield
             return
-        with even_batches_set(self._dataloaders, even_batches), join(joinables, self._dataloaders):
+        # Where Accelerate joins nothing, on CPUs, it leaves batches as they are, and scripts count on that.
+        override = even_batches if self.multi_device else None
+        with even_batches_set(self._dataloaders, override), join(joinables, self._dataloaders):
             yield
