@@ -46,7 +46,7 @@ FLOORS: Mapping[str, str] = MappingProxyType(
         "transformers": "5.0",
         "accelerate": "1.15",
         "peft": "0.17",
-        "PyYAML": "6.0",
+        "pyyaml": "6.0",
         "rich": "13",
     }
 )
@@ -63,7 +63,7 @@ TESTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "transformers": ("5.23.0",),
         "accelerate": ("1.15.0",),
         "peft": ("0.21.2",),
-        "PyYAML": ("6.0.3",),
+        "pyyaml": ("6.0.3",),
     }
 )
 """Versions that the tests were run with. Nothing in this release uses the other distributions of :data:`FLOORS`."""
