@@ -7,7 +7,8 @@ The rest is in :mod:`._private`, which has the versions that are tested.
 - ``PreTrainedModel.all_tied_weights_keys``: names that are tied, as targets and sources;
 - ``<parameter>._is_hf_initialized``: it has been loaded and is not to be initialised;
 - ``_BaseAutoModelClass``: the base of the Auto classes;
-- ``BaseTunerLayer._get_base_layer_device_and_dtype``: where PEFT moves a new adapter to.
+- ``BaseTunerLayer._get_base_layer_device_and_dtype``: where PEFT moves a new adapter to;
+- ``BaseTuner._replace_module`` and ``LoraModel._replace_module``: put a layer with adapters in a layer's place, and move them.
 """
 
 from __future__ import annotations
@@ -133,21 +134,53 @@ def forget_tie(model: Any, target: str) -> None:
 
 
 def keep_adapters_off_meta(waits: Callable[[torch.Tensor], object]) -> None:
-    """Have PEFT leave an adapter on the CPU where the layer's own parameters wait for values: on meta it would lose its own."""
+    """Have PEFT leave adapters on the CPU where the layer's own parameters wait for values: on meta they would lose their own."""
     if importlib.util.find_spec("peft") is None:
         return
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.tuners.lora import LoraModel
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 
-    stock = getattr(BaseTunerLayer, "_get_base_layer_device_and_dtype", None)
-    if stock is None or hasattr(stock, "_torch_shard"):  # adapters on meta are refused when the model is sharded
+    # Where a release has no such method, adapters end on meta, and are refused when the model is sharded.
+    _wrap(BaseTunerLayer, "_get_base_layer_device_and_dtype", functools.partial(_off_meta, waits))
+    for tuner in (BaseTuner, LoraModel):
+        _wrap(tuner, "_replace_module", functools.partial(_put_back, waits))
+
+
+def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
+    """Put `around`, which is called with the stock method in front of its arguments, in the place of a method, once."""
+    stock = owner.__dict__.get(name)
+    if stock is None or hasattr(stock, "_torch_shard"):
         return
 
     @functools.wraps(stock)
-    def device_and_dtype(self: Any, base_layer: nn.Module) -> Any:
-        device, dtype = stock(self, base_layer)
-        if device is not None and device.type == "meta" and any(map(waits, base_layer.parameters())):
-            device = torch.device("cpu")
-        return device, dtype
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return around(stock, *args, **kwargs)
 
-    device_and_dtype._torch_shard = True  # type: ignore[attr-defined]
-    BaseTunerLayer._get_base_layer_device_and_dtype = device_and_dtype
+    method._torch_shard = True  # type: ignore[attr-defined]
+    setattr(owner, name, method)
+
+
+def _off_meta(waits: Callable[[torch.Tensor], object], stock: Any, layer: Any, base_layer: nn.Module) -> Any:
+    device, dtype = stock(layer, base_layer)
+    if device is not None and device.type == "meta" and any(map(waits, base_layer.parameters())):
+        device = torch.device("cpu")
+    return device, dtype
+
+
+def _put_back(
+    waits: Callable[[torch.Tensor], object],
+    stock: Any,
+    tuner: Any,
+    parent: Any,
+    name: str,
+    new: nn.Module,
+    old: nn.Module,
+) -> None:
+    held: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    if any(map(waits, old.parameters())):
+        owners = [own for module in new.modules() for own in (module._parameters, module._buffers)]
+        held = [(own, key, t) for own in owners for key, t in own.items() if t is not None and t.device.type != "meta"]
+    stock(tuner, parent, name, new, old)
+    for own, key, tensor in held:
+        if own[key] is not None and own[key].device.type == "meta":
+            own[key] = tensor
