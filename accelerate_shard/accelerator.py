@@ -24,7 +24,7 @@ from torch_shard import Engine, ShardConfig
 from torch_shard.errors import ConfigError
 from torch_shard.precision import for_autocast, precision_of
 
-from . import model_methods
+from . import model_methods, outside_autocast
 from ._private import refuse_local_sgd
 from .clipping import clip_norm, limit_values, warn_between_syncs
 from .ddp_kwargs import config_with, register_hook
@@ -125,12 +125,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _shard(self, model: nn.Module) -> Engine:
         config = config_with(self.ddp_handler, self.shard_plugin.config())
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
+        autocast = dtype is not None and self.native_amp and config.precision is None
         if dtype is not None and self.native_amp:
             config = for_autocast(config, model, dtype, f"mixed_precision={self.mixed_precision!r}")
             if self.shard_plugin.fp32_masters:
                 precision = dataclasses.replace(precision_of(config.precision), master_dtype=torch.float32)
                 config = dataclasses.replace(config, precision=precision)
         engine = torch_shard.shard(model, config, mesh=self._mesh())
+        if autocast:
+            outside_autocast.register(model, precision_of(config.precision), self.device)
         register_hook(self.ddp_handler, engine)
         _plugins[engine] = self.shard_plugin
         model_methods.install(model)
