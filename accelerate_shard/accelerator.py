@@ -26,6 +26,7 @@ from torch_shard.precision import for_autocast, precision_of
 from .ddp_kwargs import config_with, register_hook
 from .plugin import ShardPlugin
 from .settings import chosen_plugin, refuse_other_engines
+from .state import StateMixin
 from .wrapped import engine_of, inner
 
 __all__ = ["Accelerator"]
@@ -33,7 +34,7 @@ __all__ = ["Accelerator"]
 _SIGNATURE = inspect.signature(accelerate.Accelerator.__init__)
 
 
-class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
     """``accelerate.Accelerator`` whose ``prepare`` shards models: parameters, gradients and optimizer state.
 
     Takes the arguments of Accelerate's class, and:
