@@ -34,7 +34,7 @@ def test_resume_in_the_middle_of_an_epoch_equals_a_training_without_interruption
         same(again.state(), wanted)
 
 
-@pytest.mark.parametrize("writes, reads", [("sharded", "full"), ("full", "sharded")])
+@pytest.mark.parametrize(("writes", "reads"), [("sharded", "full"), ("full", "sharded")])
 @ranks(2)
 def test_both_forms_are_loaded_whatever_the_setting(writes, reads, tmp_path):
     with accelerator(OURS, shard_plugin=plugin(writes)) as acc:
@@ -49,7 +49,7 @@ def test_both_forms_are_loaded_whatever_the_setting(writes, reads, tmp_path):
         same(again.state(), wanted)
 
 
-@pytest.mark.parametrize("writer, reader", [(STOCK, OURS), (OURS, STOCK)])
+@pytest.mark.parametrize(("writer", "reader"), [(STOCK, OURS), (OURS, STOCK)])
 @ranks(2)
 def test_checkpoints_go_to_stock_accelerate_and_come_from_it(writer, reader, tmp_path):
     with accelerator(writer, shard_plugin=plugin("full")) as acc:
@@ -79,7 +79,7 @@ def load(rank, world_size, folder, wanted):
         again.train(steps=1)
 
 
-@pytest.mark.parametrize("form, other", [("sharded", 1), *exhaustive(("sharded", 3), ("full", 3), ("full", 1))])
+@pytest.mark.parametrize(("form", "other"), [("sharded", 1), *exhaustive(("sharded", 3), ("full", 3), ("full", 1))])
 def test_another_number_of_ranks_resumes(form, other, tmp_path):
     wanted = run(2, save, str(tmp_path / "c"), form)[0]
     run(other, load, str(tmp_path / "c"), wanted)
