@@ -57,7 +57,7 @@ def test_the_folder_of_a_sharded_checkpoint_holds_one_that_all_ranks_wrote(rank,
 def test_files_of_others_stay_and_files_of_the_checkpoint_before_go(rank, form, tmp_path):
     folder = tmp_path / "c"
     with accelerator(OURS, shard_plugin=plugin(form)) as acc:
-        model, optimizer = acc.prepare(net(), sgd(net().parameters()))
+        acc.prepare(net(), sgd(net().parameters()))
         acc.register_for_checkpointing(Counter(), Counter())
         acc.save_state(folder)
         if rank == 0:
@@ -147,7 +147,7 @@ def test_an_asynchronous_checkpoint_that_fails_is_raised_by_the_next_call_and_th
 @ranks(2)
 def test_skipped_batches_and_steps_go_on_where_they_were(rank, tmp_path):
     with accelerator(OURS, gradient_accumulation_steps=2) as acc:
-        model, optimizer, data = acc.prepare(net(), sgd(net().parameters()), loader())
+        model, data = acc.prepare(net(), loader())
         with acc.accumulate(model):
             acc.backward(model(next(iter(data))[0]).sum())
         assert acc.step == 1
