@@ -32,6 +32,7 @@ from .model_checks import check_model, check_optimizer, not_for_local_sgd
 from .plugin import ShardPlugin
 from .rollback import all_or_nothing
 from .settings import chosen_plugin, refuse_other_engines, share
+from .state import StateMixin
 from .uneven import even_batches_set, join
 from .wrapped import engine_of, inner
 
@@ -42,7 +43,7 @@ _SIGNATURE = inspect.signature(accelerate.Accelerator.__init__)
 _plugins: weakref.WeakKeyDictionary[Engine, ShardPlugin] = weakref.WeakKeyDictionary()  # by which models were prepared
 
 
-class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
     """``accelerate.Accelerator`` whose ``prepare`` shards models: parameters, gradients and optimizer state.
 
     Takes the arguments of Accelerate's class, and:
