@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["Accelerator", "Precision", "ShardConfig", "ShardPlugin"]
+__all__ = ["Accelerator", "Precision", "ShardConfig", "ShardPlugin", "disable", "enable"]
 
 # Where each public name is defined. Lazy, since `accelerate` and what it imports take seconds.
 _HOME = {
@@ -16,6 +16,8 @@ _HOME = {
     "Precision": "torch_shard",
     "ShardConfig": "torch_shard",
     "ShardPlugin": "accelerate_shard.plugin",
+    "disable": "accelerate_shard.enabling",
+    "enable": "accelerate_shard.enabling",
 }
 
 

@@ -23,7 +23,9 @@ from torch_shard import Engine, ShardConfig
 from torch_shard.errors import ConfigError
 from torch_shard.precision import for_autocast, precision_of
 
+from .activation_checkpointing import checkpoint_layers
 from .ddp_kwargs import config_with, register_hook
+from .layers import with_layer_units
 from .plugin import ShardPlugin
 from .settings import chosen_plugin, refuse_other_engines
 from .wrapped import engine_of, inner
@@ -79,7 +81,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _shard(self, model: nn.Module) -> Engine:
         if torch_shard.engine_of(model) is not None:
             raise ConfigError("prepare: the model is sharded already; give prepare() the plain model.")
-        config = config_with(self.ddp_handler, self.shard_plugin.config())
+        config = with_layer_units(self.shard_plugin.config(), model, self.shard_plugin.layer_classes)
+        checkpoint_layers(model, self.shard_plugin, config)
+        config = config_with(self.ddp_handler, config)
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
         if dtype is not None and self.native_amp:
             config = for_autocast(config, model, dtype, f"mixed_precision={self.mixed_precision!r}")
@@ -132,7 +136,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """The backward inside reduces gradients, though its forward ran under :meth:`no_sync`."""
         engine = engine_of(model)
         if engine is None:
-            with accelerate.Accelerator.trigger_sync_in_backward(model):
+            # Not by its name, which enable() makes this class's.
+            with super(Accelerator, Accelerator).trigger_sync_in_backward(model):
                 yield
             return
         before = engine.require_backward_grad_sync

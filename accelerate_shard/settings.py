@@ -9,7 +9,11 @@ import os
 from typing import Any
 
 from torch_shard.errors import ConfigError
+from torch_shard.log import logger
 
+from .enabling import enabled_plugin
+from .environment import launch_plugin, own_names, take_over_launch
+from .fsdp_settings import from_fsdp_plugin
 from .plugin import ShardPlugin, plugin_of
 
 __all__ = ["chosen_plugin", "refuse_other_engines"]
@@ -49,13 +53,25 @@ def refuse_other_engines(arguments: dict[str, Any]) -> None:
 
 
 def chosen_plugin(shard_plugin: Any, fsdp_plugin: Any) -> ShardPlugin:
-    """The settings of sharding: the user's, or translated from FSDP's, or the defaults.
+    """The settings of sharding: the arguments, else those of ``enable``, else those of the launch, else the defaults.
+
+    Afterwards the environment no longer has Accelerate set FSDP up.
 
     Raises:
         ConfigError: both were given, or one of them is not what its name says. Not collective.
     """
-    if fsdp_plugin is not None:
-        if shard_plugin is not None:
-            raise ConfigError("shard_plugin and fsdp_plugin both say how to shard; give one of them.")
-        raise ConfigError("fsdp_plugin: not translated yet; give shard_plugin=ShardPlugin(...).")
-    return plugin_of(shard_plugin)
+    if fsdp_plugin is not None and shard_plugin is not None:
+        raise ConfigError("shard_plugin and fsdp_plugin both say how to shard; give one of them.")
+    given = from_fsdp_plugin(fsdp_plugin) if fsdp_plugin is not None else shard_plugin
+    name = "fsdp_plugin" if fsdp_plugin is not None else "shard_plugin"
+    if given is None:
+        given, name = enabled_plugin(), "enable(plugin)"
+    launched = launch_plugin()
+    take_over_launch()
+    if given is None:
+        return launched if launched is not None else ShardPlugin()
+    # An FSDP plugin has read the launch's FSDP_* itself, where its arguments left something open.
+    ignored = own_names() if name == "fsdp_plugin" or launched is None else ["the sharding settings of the launch"]
+    if ignored:
+        logger.warning("%s is given; not used: %s.", name, ", ".join(ignored))
+    return plugin_of(given)
