@@ -8,7 +8,9 @@ also changes what the model returns. A layer on which the user has switched it o
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,29 +24,49 @@ from torch_shard.log import logger
 from .layers import classes_named, layers_of
 from .plugin import ShardPlugin
 
-__all__ = ["checkpoint_layers"]
+__all__ = ["checkpointed_layers"]
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
-def checkpoint_layers(model: nn.Module, plugin: ShardPlugin, config: ShardConfig) -> int:
-    """Have the layers that `plugin` chooses recompute their activations; before sharding. Not collective.
+@contextlib.contextmanager
+def checkpointed_layers(model: nn.Module, plugin: ShardPlugin, config: ShardConfig) -> Iterator[int]:
+    """Around the sharding of `model`: the layers that `plugin` chooses recompute their activations from now on.
+
+    Where the body raises they are as they were. Not collective.
 
     Args:
         config: the engine's settings for this model, whose units ``True`` may mean.
 
-    Returns:
+    Yields:
         how many layers.
 
     Raises:
         ConfigError: the model has no such layers, or one of them has no ``forward``.
     """
     chosen = plugin.activation_checkpointing
-    if not chosen:
-        return 0
+    layers = _chosen_layers(model, plugin, config) if chosen else []
+    changed = [layer for layer in layers if not isinstance(layer.__dict__.get("forward"), _Recomputed)]
+    before = [layer.__dict__.get("forward") for layer in changed]
+    for layer in changed:
+        layer.forward = _Recomputed(layer, layer.forward)
+    try:
+        yield len(layers)
+    except BaseException:
+        for layer, own in zip(changed, before, strict=True):
+            if own is None:
+                del layer.forward
+            else:
+                layer.forward = own
+        raise
+
+
+def _chosen_layers(model: nn.Module, plugin: ShardPlugin, config: ShardConfig) -> list[nn.Module]:
+    chosen = plugin.activation_checkpointing
     if chosen is True:
         layers = layers_of(model, config, plugin.layer_classes)
     else:
+        assert not isinstance(chosen, bool)
         kinds = [entry for entry in chosen if isinstance(entry, type)]
         names = [entry for entry in chosen if isinstance(entry, str)]
         kinds += classes_named("activation_checkpointing", names, model)
@@ -60,10 +82,7 @@ def checkpoint_layers(model: nn.Module, plugin: ShardPlugin, config: ShardConfig
             raise ConfigError(
                 f"activation_checkpointing: {type(layer).__name__} has no forward; choose the layers in it."
             )
-    for layer in outer:
-        if not isinstance(layer.__dict__.get("forward"), _Recomputed):
-            layer.forward = _Recomputed(layer, layer.forward)
-    return len(outer)
+    return outer
 
 
 def _outermost(layers: list[nn.Module]) -> list[nn.Module]:

@@ -11,12 +11,15 @@ from typing import Any
 from torch_shard.errors import ConfigError
 from torch_shard.log import logger
 
+from ._private import shared_state
 from .enabling import enabled_plugin
 from .environment import launch_plugin, own_names, take_over_launch
 from .fsdp_settings import from_fsdp_plugin
 from .plugin import ShardPlugin, plugin_of
 
-__all__ = ["chosen_plugin", "refuse_other_engines"]
+__all__ = ["chosen_plugin", "refuse_other_engines", "share"]
+
+_SHARED = "shard_plugin"
 
 _OTHER_ENGINES = {
     "deepspeed_plugin": "DeepSpeed",
@@ -44,6 +47,13 @@ def refuse_other_engines(arguments: dict[str, Any]) -> None:
                 f"{name}: this Accelerator shards models itself and can't be combined with {engine}. Leave it out; "
                 "shard_plugin=ShardPlugin(...) has the settings of sharding."
             )
+    precision = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "")
+    recipes = [type(h).__name__ for h in arguments.get("kwargs_handlers") or () if "Recipe" in type(h).__name__]
+    if str(precision).lower() == "fp8" or recipes:
+        raise ConfigError(
+            f"{recipes[0] if recipes else 'mixed_precision'}: Accelerate's fp8 replaces layers by ones that are not sharded. "
+            "Use mixed_precision='bf16'; ShardPlugin(quantized=...) sends parameters and gradients in 8 bits."
+        )
     for name, engine in _OTHER_VARIABLES.items():
         if os.environ.get(name, "").lower() == "true":
             raise ConfigError(
@@ -53,7 +63,7 @@ def refuse_other_engines(arguments: dict[str, Any]) -> None:
 
 
 def chosen_plugin(shard_plugin: Any, fsdp_plugin: Any) -> ShardPlugin:
-    """The settings of sharding: the arguments, else those of ``enable``, else those of the launch, else the defaults.
+    """The settings of sharding: the arguments, else those of the first Accelerator, of ``enable``, of the launch, or the defaults.
 
     Afterwards the environment no longer has Accelerate set FSDP up.
 
@@ -63,6 +73,11 @@ def chosen_plugin(shard_plugin: Any, fsdp_plugin: Any) -> ShardPlugin:
     if fsdp_plugin is not None and shard_plugin is not None:
         raise ConfigError("shard_plugin and fsdp_plugin both say how to shard; give one of them.")
     given = from_fsdp_plugin(fsdp_plugin) if fsdp_plugin is not None else shard_plugin
+    # A library that makes an Accelerator of its own means the program's, as with Accelerate's own plugins.
+    earlier = shared_state().get(_SHARED)
+    if given is None and earlier is not None:
+        take_over_launch()
+        return earlier
     name = "fsdp_plugin" if fsdp_plugin is not None else "shard_plugin"
     if given is None:
         given, name = enabled_plugin(), "enable(plugin)"
@@ -75,3 +90,8 @@ def chosen_plugin(shard_plugin: Any, fsdp_plugin: Any) -> ShardPlugin:
     if ignored:
         logger.warning("%s is given; not used: %s.", name, ", ".join(ignored))
     return plugin_of(given)
+
+
+def share(plugin: ShardPlugin) -> None:
+    """Make `plugin` the one of later Accelerators that are given none, where it is the first. Not collective."""
+    shared_state().setdefault(_SHARED, plugin)
