@@ -73,7 +73,8 @@ def _without_runner(report):  # type: ignore[no-untyped-def]
         begins = trace
         while begins is not None and _is_runner(begins.tb_frame.f_code.co_filename):
             begins = begins.tb_next
-        report(kind, error, begins or trace)
+        # Python's own report looks at the exception, others at the argument.
+        report(kind, error.with_traceback(begins or trace), begins or trace)
 
     return excepthook
 

@@ -139,7 +139,7 @@ _BY_FIELD = {key.field: key for key in KEYS}
 def table() -> str:
     """The documentation's table of :data:`KEYS`, in Markdown."""
     rows = ["| in a YAML's `fsdp_config` | of `FullyShardedDataParallelPlugin` | becomes |", "|---|---|---|"]
-    rows += [f"| {f'`{key.yaml}`' if key.yaml else '–'} | `{key.field}` | {key.means} |" for key in KEYS]
+    rows += [f"| {f'`{key.yaml}`' if key.yaml else 'not in a YAML'} | `{key.field}` | {key.means} |" for key in KEYS]
     return "\n".join(rows)
 
 
@@ -168,7 +168,7 @@ class _Reading:
         value = self.said.get(key)
         if value is None:
             return None
-        text = str(getattr(value, "name", value)).strip().upper()
+        text = str(getattr(value, "name", value)).strip().lstrip("_").upper()
         if text.isdecimal() and 0 < int(text) <= len(numbered):
             text = numbered[int(text) - 1]
         if text not in known:
@@ -210,9 +210,7 @@ def from_fsdp_environment(environment: Mapping[str, str]) -> ShardPlugin:
 def _strategy_of_environment(reading: _Reading, version: int) -> None:
     if version == 2:
         key = "reshard_after_forward"
-        reading.found["strategy"] = (
-            "full_shard" if key not in reading.said or reading.flag(key) else "shard_grad_op"
-        )
+        reading.found["strategy"] = "full_shard" if key not in reading.said or reading.flag(key) else "shard_grad_op"
         return
     strategy = reading.choice("sharding_strategy", _ORDER, _ORDER) or "FULL_SHARD"
     # `accelerate config` asks for the strategy and writes it as fsdp_reshard_after_forward, while the launcher exports
@@ -363,4 +361,3 @@ def _finished(reading: _Reading, state_dict: str) -> ShardPlugin:
         state_dict_type=_STATE_DICTS[state_dict],
         fp32_masters=True,
     )
-

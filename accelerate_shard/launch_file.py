@@ -61,7 +61,11 @@ def _launch_arguments(command: list[str]) -> list[str] | None:
     """What follows ``accelerate launch`` in a command line; None where it is another command."""
     for index, word in enumerate(command[:4]):  # the interpreter, its -m, ...
         program = Path(word).name
-        if program == "accelerate-launch" or word == "accelerate.commands.launch" or word.endswith("commands/launch.py"):
+        if (
+            program == "accelerate-launch"
+            or word == "accelerate.commands.launch"
+            or word.endswith("commands/launch.py")
+        ):
             return command[index + 1 :]
         if (program == "accelerate" or word == "accelerate.commands.accelerate_cli") and command[index + 1 :][:1] == [
             "launch"

@@ -63,7 +63,7 @@ def refuse_other_engines(arguments: dict[str, Any]) -> None:
 
 
 def chosen_plugin(shard_plugin: Any, fsdp_plugin: Any) -> ShardPlugin:
-    """The settings of sharding: the arguments, else those of the first Accelerator, of ``enable``, of the launch, or the defaults.
+    """The settings of sharding: the arguments; else the first Accelerator's, those of ``enable``, of the launch, the defaults.
 
     Afterwards the environment no longer has Accelerate set FSDP up.
 
