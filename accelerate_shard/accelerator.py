@@ -24,6 +24,7 @@ from torch_shard import Engine, ShardConfig
 from torch_shard.errors import ConfigError
 from torch_shard.precision import for_autocast, precision_of
 
+from . import model_methods
 from ._private import refuse_local_sgd
 from .activation_checkpointing import checkpointed_layers
 from .clipping import clip_norm, limit_values, warn_between_syncs
@@ -136,6 +137,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             engine = torch_shard.shard(model, config, mesh=self._mesh())
         register_hook(self.ddp_handler, engine)
         _plugins[engine] = self.shard_plugin
+        model_methods.install(model)
         return engine
 
     def _mesh(self) -> Any:
