@@ -15,6 +15,7 @@ from torch_shard.errors import ConfigError
 
 from . import _private
 from .accelerator import Accelerator
+from .wrapped import engine_of
 
 __all__ = ["create_accelerator", "evaluation_loop", "move_model"]
 
@@ -75,12 +76,23 @@ def evaluation_loop(trainer: Any, own: Callable[..., Any], *args: Any, **kwargs:
     """Evaluate or predict. Collective.
 
     Raises:
-        ConfigError: ``bf16_full_eval`` or ``fp16_full_eval`` of a model that is sharded already.
+        ConfigError: ``bf16_full_eval`` or ``fp16_full_eval`` of a model that is sharded in another dtype.
     """
+    dtype = _full_eval_dtype(trainer)
+    if dtype is not None and isinstance(trainer.accelerator, Accelerator):
+        sharded = engine_of(trainer.model) is not None
+        if sharded and any(p.is_floating_point() and p.dtype != dtype for p in trainer.model.parameters()):
+            raise ConfigError(
+                f"{'fp16_full_eval' if dtype == torch.float16 else 'bf16_full_eval'} converts the model, which is sharded already, by "
+                "a training or an evaluation in another dtype. Leave it out: bf16=True and fp16=True evaluate in 16 bits too. Or "
+                "evaluate in a Trainer of its own."
+            )
+        if not sharded:
+            trainer.model.to(dtype)  # now; the Trainer does it when the model is sharded
     return own(*args, **kwargs)
 
 
-def full_eval_dtype(trainer: Any) -> torch.dtype | None:
+def _full_eval_dtype(trainer: Any) -> torch.dtype | None:
     """What ``bf16_full_eval`` and ``fp16_full_eval`` turn the model into where no training is going on."""
     if trainer.is_in_train:
         return None
