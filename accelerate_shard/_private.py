@@ -7,7 +7,9 @@ Attributes of Accelerate's own objects that the front end reads or writes, and w
 - ``Accelerator._models``, ``_optimizers``, ``_schedulers``, ``_dataloaders``, ``_custom_objects``: what was prepared;
 - ``Accelerator.prepare_model`` skips DistributedDataParallel with ``evaluation_mode=True`` and moves nothing with
   ``device_placement=False``;
-- ``<object>._is_accelerate_prepared``: set by ``prepare`` on what it returns.
+- ``<object>._is_accelerate_prepared``: set by ``prepare`` on what it returns;
+- ``LocalSGD.__enter__``: asks the model for ``no_sync``, which a plain module has not, and the Accelerator for nothing that
+  could refuse; see :func:`refuse_local_sgd`.
 
 Of transformers' Trainer, besides the names of the methods in :data:`accelerate_shard.trainer.STEPS`:
 
@@ -19,20 +21,61 @@ Of transformers' Trainer, besides the names of the methods in :data:`accelerate_
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
-__all__ = ["TESTED", "accelerator_of_trainers", "compiled_inner"]
+__all__ = [
+    "PREPARED_ATTRIBUTES",
+    "PREPARED_LISTS",
+    "TESTED",
+    "accelerator_of_trainers",
+    "compiled_inner",
+    "refuse_local_sgd",
+    "shared_state",
+]
 
 TESTED = {"accelerate": ("1.15.0",), "transformers": ("5.23.0",), "peft": ("0.21.2",)}
 
+PREPARED_LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders")
+"""Attributes of the Accelerator: lists of what was prepared."""
+
+PREPARED_ATTRIBUTES = ("forward", "_original_forward", "_is_accelerate_prepared")
+"""What ``prepare_model`` sets on a model: autocast around its forward, the forward as it was, and that it was here."""
+
 
 def compiled_inner(model: nn.Module) -> nn.Module:
-    """The module that ``torch.compile`` has wrapped, or `model` itself."""
-    inner: Any = model.__dict__.get("_modules", {}).get("_orig_mod")
+    """The module that ``torch.compile`` has wrapped, or whose regions Accelerate has compiled; `model` itself otherwise."""
+    # torch keeps it as a submodule; Accelerate's compile_regions among the attributes of a copy that shares everything.
+    inner: Any = model.__dict__.get("_modules", {}).get("_orig_mod") or model.__dict__.get("_orig_mod")
     return inner if inner is not None else model
+
+
+def shared_state() -> dict[str, Any]:
+    """What all Accelerators of this process share; empty before the first, and after ``AcceleratorState._reset_state``."""
+    from accelerate.state import AcceleratorState
+
+    shared: dict[str, Any] = AcceleratorState._shared_state
+    return shared
+
+
+def refuse_local_sgd(check: Callable[[nn.Module], None]) -> None:
+    """Have ``LocalSGD`` ask `check`, which may raise, about its model before it begins. Once for a process."""
+    from accelerate.local_sgd import LocalSGD
+
+    begin = LocalSGD.__enter__
+    if hasattr(begin, "__wrapped__"):
+        return
+
+    @functools.wraps(begin)
+    def checked(self: Any) -> Any:
+        if self.enabled:
+            check(self.model)
+        return begin(self)
+
+    LocalSGD.__enter__ = checked
 
 
 @contextlib.contextmanager

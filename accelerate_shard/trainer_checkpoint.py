@@ -21,7 +21,7 @@ from torch_shard.errors import DivergenceError, MissingRankError, StateDictError
 
 from .wrapped import engine_of
 
-__all__ = ["load_best", "load_optimizer", "load_weights", "save_optimizer", "save_weights"]
+__all__ = ["all_ranks", "load_best", "load_optimizer", "load_weights", "save_optimizer", "save_weights"]
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ def save_weights(
     if engine is None or state_dict is not None:
         own(output_dir, state_dict=state_dict)
         return
-    with _all_ranks("trainer.save_model()"):
+    with all_ranks("trainer.save_model()"):
         whole = engine.state_dict(rank0_only=not trainer.args.save_on_each_node)
         _together(engine, "Trainer.save_model", lambda: own(output_dir, state_dict=whole))
 
@@ -165,12 +165,12 @@ def _together(engine: Engine, what: str, function: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def _all_ranks(what: str) -> Iterator[None]:
+def all_ranks(what: str) -> Iterator[None]:
     """Say what to do where only some ranks call it."""
     try:
         yield
     except (DivergenceError, MissingRankError) as error:
-        _again(error, f"{what} is called on all ranks: not under `if trainer.is_world_process_zero():` or the like.")
+        _again(error, f"{what} is called on all ranks, not under `if trainer.is_world_process_zero():` or the like.")
 
 
 def _again(error: Exception, remedy: str) -> NoReturn:
