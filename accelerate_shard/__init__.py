@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["Accelerator", "Precision", "ShardConfig", "ShardPlugin", "ShardTrainerMixin"]
+__all__ = ["Accelerator", "Precision", "ShardConfig", "ShardPlugin", "ShardTrainerMixin", "from_pretrained"]
 
 # Where each public name is defined. Lazy, since `accelerate` and what it imports take seconds.
 _HOME = {
@@ -17,6 +17,7 @@ _HOME = {
     "ShardConfig": "torch_shard",
     "ShardPlugin": "accelerate_shard.plugin",
     "ShardTrainerMixin": "accelerate_shard.trainer",
+    "from_pretrained": "accelerate_shard.loading",
 }
 
 

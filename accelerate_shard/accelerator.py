@@ -24,6 +24,7 @@ from torch_shard import Engine, ShardConfig
 from torch_shard.errors import ConfigError
 from torch_shard.precision import for_autocast, precision_of
 
+from . import model_methods
 from ._private import refuse_local_sgd
 from .clipping import clip_norm, limit_values, warn_between_syncs
 from .ddp_kwargs import config_with, register_hook
@@ -132,6 +133,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         engine = torch_shard.shard(model, config, mesh=self._mesh())
         register_hook(self.ddp_handler, engine)
         _plugins[engine] = self.shard_plugin
+        model_methods.install(model)
         return engine
 
     def _mesh(self) -> Any:

@@ -60,6 +60,21 @@ def agree(runtime: Runtime, what: str, key: object = None, error: Exception | No
         agreement.check(what)
 
 
+def anywhere(runtime: Runtime, what: str, value: bool) -> bool:
+    """Whether `value` is true on any rank. Collective.
+
+    Raises:
+        DivergenceError: another rank does something else.
+    """
+    agreement = runtime.agreement
+    if runtime.collectives.world == 1 or agreement is None:
+        return value
+    agreement.note(zlib.crc32(what.encode()), what)
+    answer = agreement.check(what, torch.tensor([value], dtype=torch.uint8, device="cpu"))
+    assert answer is not None
+    return bool(answer[0])
+
+
 def _shortened(text: str) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +125,7 @@ class _Load:
         called = _bare_names(map(str, given), self.live)
         values: dict[str, Any] = {called[str(name)]: value for name, value in given.items()}
         if self.file.kind == "safetensors":
-            self._add_tied(values)
+            _add_tied(self.file, self.live, values, _place)
         result = full_state.WithMetadata(
             {
                 name: value if isinstance(value, torch.Tensor) else self._own_memory(value, name)
@@ -146,20 +146,6 @@ class _Load:
                 f"{self.file.path}: {name} can't be copied out of the file, and nothing was loaded: {type(error).__name__}: "
                 f"{error}. Its class must allow copy.deepcopy."
             ) from error
-
-    def _add_tied(self, values: dict[str, Any]) -> None:
-        """Names that are not stored, since safetensors files have one for each piece of memory."""
-        present: dict[Any, str] = {}
-        for name, value in self.live.items():
-            if name in values:
-                present.setdefault(_place(value), name)
-        for name, value in self.live.items():
-            kept = present.get(_place(value))
-            if name not in values and kept is not None:
-                values[name] = values[kept]
-        for name, kept in self.file.tied.items():  # not tied here, but it was where it was saved
-            if name in self.live and name not in values and kept in values:
-                values[name] = values[kept]
 
     def _wrong_dtypes(self) -> list[str]:
         problems = []
@@ -311,6 +297,41 @@ def _bare_names(names: Iterable[Any], live: Any) -> dict[Any, str]:
             called[name] = bare if bare in live and bare not in taken else name
             taken.add(called[name])
     return called
+
+
+def named_values(path: str | os.PathLike[str], live: Mapping[str, Any]) -> tuple[FullFile, dict[str, Any]]:
+    """Open a full checkpoint for a model whose state dict is `live`, on any device; its entries by the model's names.
+
+    Names of one object are tied. Not collective.
+
+    Raises:
+        CheckpointError: see :func:`open_full`; or it holds no state dict.
+    """
+    file = open_full(path)
+    given = parts_of(file, list(live)).model
+    called = _bare_names(map(str, given), live)
+    values = {called[str(name)]: value for name, value in given.items()}
+    if file.kind == "safetensors":
+        _add_tied(file, live, values, id)
+    return file, values
+
+
+def _add_tied(file: FullFile, live: Mapping[str, Any], values: dict[str, Any], place: Callable[[Any], Any]) -> None:
+    """Names that are not stored, since safetensors files have one for each piece of memory.
+
+    `place` is equal for live entries that are tied.
+    """
+    present: dict[Any, str] = {}
+    for name, value in live.items():
+        if name in values:
+            present.setdefault(place(value), name)
+    for name, value in live.items():
+        kept = present.get(place(value))
+        if name not in values and kept is not None:
+            values[name] = values[kept]
+    for name, kept in file.tied.items():  # not tied here, but it was where it was saved
+        if name in live and name not in values and kept in values:
+            values[name] = values[kept]
 
 
 def _place(value: Any) -> Any:

@@ -1,0 +1,64 @@
+"""PEFT's methods that add adapters to a model, or merge them into its weights, on a sharded one."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from torch_shard.errors import ConfigError
+from torch_shard.gathered import gathered
+
+from .shadowed import runtime_of
+
+__all__ = ["add_adapter", "load_adapter", "whole"]
+
+
+def add_adapter(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Refused on a sharded model: its new parameters would be no unit's. Not collective.
+
+    Raises:
+        ConfigError: nothing has changed.
+    """
+    if runtime_of(module) is not None:
+        raise _too_late(module, "add_adapter", _adapter_name(stock, args, kwargs))
+    return stock(*args, **kwargs)
+
+
+def load_adapter(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Load values into an adapter that the model has; refused for a new one. Call on all ranks.
+
+    Raises:
+        ConfigError: the model has no adapter of that name; nothing has changed.
+    """
+    name = _adapter_name(stock, args, kwargs)
+    if runtime_of(module) is not None and name not in getattr(module, "peft_config", {}):
+        raise _too_late(module, "load_adapter", name)
+    return stock(*args, **kwargs)
+
+
+def whole(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``merge_and_unload`` and its like: on whole weights, and what they become is cut again. Collective.
+
+    Raises:
+        MissingRankError: some rank does not call it.
+    """
+    runtime = runtime_of(module)
+    with contextlib.nullcontext() if runtime is None else gathered(runtime, write=True):
+        return stock(*args, **kwargs)
+
+
+def _adapter_name(stock: Callable[..., Any], args: Any, kwargs: Any) -> str:
+    found = inspect.signature(stock).bind_partial(*args, **kwargs).arguments.get("adapter_name")
+    return found if isinstance(found, str) else "default"
+
+
+def _too_late(module: nn.Module, what: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"{type(module).__name__}.{what}({name!r}): the model is sharded, and an adapter added now would not be. Add every adapter "
+        "before accelerator.prepare(model) (values can be loaded into an existing one with load_adapter, and set_adapter "
+        "chooses between them), or call engine.close(), add it, and prepare the model again."
+    )

@@ -1,0 +1,27 @@
+"""Which methods of transformers' and PEFT's models are replaced on a prepared model, and by what."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from . import _private, adapters, generation, pretrained
+from .shadowed import shadow
+
+__all__ = ["install"]
+
+
+def install(model: nn.Module) -> None:
+    """Make ``save_pretrained``, ``generate`` and PEFT's methods of `model` and of its parts right for slices. Not collective.
+
+    Models of other origin are left alone, and neither library is imported.
+    """
+    for module in model.modules():
+        shadow(module, "save_pretrained", pretrained.save_pretrained)
+        if _private.generates(module):
+            shadow(module, "generate", generation.generate)
+        if _private.takes_adapters(module):
+            for name in ("add_adapter", "load_adapter"):
+                shadow(module, name, getattr(adapters, name))
+        if _private.is_tuner(module):
+            for name in ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload"):
+                shadow(module, name, adapters.whole)

@@ -1,0 +1,172 @@
+"""``model.save_pretrained`` on a sharded model: whole tensors, written by transformers' and PEFT's own code.
+
+A state dict of slices never reaches that code. Without ``state_dict=`` the call is collective: the tensors are gathered on the CPU
+of the rank that writes, unit by unit, and all ranks return when the files are there. With whole tensors in ``state_dict=``, from
+``accelerator.get_state_dict(model)``, it is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import secrets
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_shard import ShardTensor
+from torch_shard.checkpoint.phases import broadcast, each, gather
+from torch_shard.errors import ConfigError, StateDictError
+from torch_shard.full_state import make_whole
+from torch_shard.gathered import gathered
+from torch_shard.runtime import Runtime
+from torch_shard.whole import agree
+
+from . import _private
+from .shadowed import runtime_of
+
+__all__ = ["save_pretrained"]
+
+
+def save_pretrained(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``save_pretrained`` with the tensors of the whole model, as they are stored. Collective without ``state_dict=``.
+
+    The ranks that write are those with ``is_main_process=True``; where all of them have that, and the same directory, rank 0.
+
+    Args:
+        module: sharded, or a part of a sharded model, with a ``save_pretrained`` of its own.
+        stock: that method, with its arguments.
+
+    Returns:
+        What `stock` returns, on a rank that writes.
+
+    Raises:
+        MissingRankError: some rank does not call it; nothing has been written.
+        StateDictError: ``state_dict=`` holds slices without their names' shapes, or nothing on the rank that writes.
+        CheckpointError: on all ranks: the files can't be written.
+        ConfigError: an argument for which the sharded model itself would have to be changed.
+    """
+    runtime = runtime_of(module)
+    if runtime is None:
+        return stock(*args, **kwargs)
+    call = _Call(module, stock, args, kwargs)
+    given = call.state_dict
+    prompts = _private.prompt_encoders(module)
+    if given is not None and not prompts and not any(isinstance(value, ShardTensor) for value in given.values()):
+        return _save_given(module, runtime, call, given)
+    return _save_together(module, runtime, call, prompts)
+
+
+class _Call:
+    """The user's call, with its arguments by name."""
+
+    def __init__(self, module: nn.Module, stock: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self.what = f"{type(module).__name__}.save_pretrained"
+        self.stock = stock
+        signature = inspect.signature(stock)
+        bound = signature.bind(*args, **kwargs)
+        rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+        self.arguments: dict[str, Any] = dict(bound.arguments)
+        self.arguments.update(self.arguments.pop(rest, {}) if rest is not None else {})
+        self.positional = [
+            self.arguments.pop(p.name) for p in signature.parameters.values() if p.kind is p.POSITIONAL_ONLY
+        ]
+        self.takes_state = "state_dict" in signature.parameters or _private.is_peft_model(module)
+        self.state_dict: Mapping[str, Any] | None = self.arguments.pop("state_dict", None)
+        self.is_main = bool(self.arguments.get("is_main_process", True))
+        first = self.positional[0] if self.positional else next(iter(bound.arguments.values()), None)
+        self.directory = os.path.abspath(first) if isinstance(first, (str, os.PathLike)) else repr(first)
+        if self.arguments.get("path_initial_model_for_weight_conversion") is not None:
+            raise ConfigError(
+                f"{self.what}: path_initial_model_for_weight_conversion loads one more adapter into the model, which can't be "
+                "done while it is sharded. Save the adapter as it is, load it into the plain model with "
+                "PeftModel.from_pretrained, and convert it there."
+            )
+        if self.arguments.get("distributed_checkpoint"):
+            raise ConfigError(
+                f"{self.what}: distributed_checkpoint is for models that transformers has sharded. Leave it out for the whole "
+                "model; accelerator.save_state(...) writes every rank's slices."
+            )
+
+    def write(self, module: nn.Module, found: dict[str, Any]) -> Any:
+        """Have the library write the tensors of `found`. Not collective."""
+        if self.takes_state:
+            return self.stock(*self.positional, **self.arguments, state_dict=found)
+        # A library that asks the module itself.
+        module.__dict__["state_dict"] = lambda *args, **kwargs: found
+        try:
+            return self.stock(*self.positional, **self.arguments)
+        finally:
+            del module.__dict__["state_dict"]
+
+
+def _save_given(module: nn.Module, runtime: Runtime, call: _Call, given: Mapping[str, Any]) -> Any:
+    """Write what the user has gathered. Not collective."""
+    rank = runtime.collectives.world_rank
+    if not given:
+        # What a rank other than the first one has from accelerator.get_state_dict.
+        if not call.is_main or rank != 0:
+            return None
+        raise StateDictError(f"rank {rank}: {call.what}: state_dict is empty, so that no model would be written.")
+    shapes = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False)}
+    slices = [
+        f"{name} is {tuple(value.shape)}, and the parameter {tuple(shapes[name])}"
+        for name, value in given.items()
+        if name in shapes and isinstance(value, torch.Tensor) and value.shape != shapes[name]
+    ]
+    if slices:
+        raise StateDictError(
+            f"rank {rank}: {call.what}: state_dict does not hold the whole parameters; pass accelerator.get_state_dict(model), "
+            "called on all ranks.\n  " + "\n  ".join(slices)
+        )
+    return call.write(module, dict(given))
+
+
+def _save_together(module: nn.Module, runtime: Runtime, call: _Call, prompts: list[nn.Module]) -> Any:
+    what = call.what
+    agree(runtime, what)
+    plans = gather(runtime, (call.is_main, call.directory), what)
+    writers, nonce = broadcast(runtime, (_writers(plans or []), secrets.token_hex(8)), what)
+    if not writers:
+        return None
+    here = runtime.collectives.world_rank in writers
+    # Of prompt learning the library saves what the encoder computes.
+    with gathered(runtime, prompts) if prompts else contextlib.nullcontext():
+        found, wanted, error = {}, {}, None
+        try:
+            found = dict(call.state_dict if call.state_dict is not None else module.state_dict())
+            wanted = _wanted(module, call, found)
+        except Exception as problem:  # the other ranks must hear of it
+            error = problem
+        if prompts:
+            agree(runtime, what, None, error)
+            wanted = {key: value for key, value in wanted.items() if isinstance(value, ShardTensor)}
+            for key, value in wanted.items():
+                wanted[key] = value.full_tensor().cpu()
+        else:
+            make_whole(runtime, wanted, writers == [0], True, what, error)
+        found.update(wanted)
+        return each(runtime, what, lambda: call.write(module, found) if here else None, nonce=nonce)
+
+
+def _writers(plans: list[tuple[bool, str]]) -> list[int]:
+    asked = [rank for rank, (is_main, _) in enumerate(plans) if is_main]
+    same = len({plans[rank][1] for rank in asked}) == 1
+    return [0] if len(asked) == len(plans) and same else asked
+
+
+def _wanted(module: nn.Module, call: _Call, found: dict[str, Any]) -> dict[str, Any]:
+    """Those entries of a state dict that will be written: of a model with adapters they are few. Not collective."""
+    adapters = _private.saved_adapters(module, call.arguments)
+    if adapters is None:
+        return dict(found)
+    chosen: set[int] = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they come again when the files are written
+        for name in adapters:
+            chosen |= {id(value) for value in _private.adapter_state(module, found, name, call.arguments).values()}
+    return {key: value for key, value in found.items() if id(value) in chosen}

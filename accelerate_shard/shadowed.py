@@ -1,0 +1,89 @@
+"""Methods of one module replaced by functions that know about sharding, in the instance, as users patch methods themselves.
+
+A class's method stays what it is, so that models that are not sharded are not touched. The replacement follows deep copies, and
+what is pickled is the class's own method again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from torch_shard import ShardTensor
+from torch_shard.runtime import Runtime
+
+__all__ = ["Shadow", "runtime_of", "shadow"]
+
+
+class Shadow:
+    """Calls ``function(module, stock, *args, **kwargs)``; `stock` is the bound method that it stands in front of."""
+
+    def __init__(self, module: nn.Module, name: str, function: Callable[..., Any], previous: Any) -> None:
+        self._module = weakref.ref(module)  # else every model would be a cycle
+        self.__name__ = name
+        self._function = function
+        self._previous = previous
+        self.__doc__ = getattr(type(module), name).__doc__
+
+    @property
+    def stock(self) -> Callable[..., Any]:
+        """What a call would reach without this object."""
+        if self._previous is not None:
+            return self._previous  # type: ignore[no-any-return]
+        module = self._module()
+        if module is None:
+            raise ReferenceError(f"{self.__name__}: its module is gone.")
+        bound: Callable[..., Any] = getattr(type(module), self.__name__).__get__(module)
+        return bound
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.stock)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._module(), self.stock, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        import copy
+
+        module = self._module()
+        other = memo.get(id(module), module)
+        return Shadow(other, self.__name__, self._function, copy.deepcopy(self._previous, memo))
+
+    def __reduce__(self) -> Any:
+        return (getattr, (self._module(), self.__name__)) if self._previous is None else (_same, (self._previous,))
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def shadow(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+    """Put `function` in front of the method `name` of `module`, where its class has one, once. Not collective.
+
+    Args:
+        function: called as ``function(module, stock, *args, **kwargs)``.
+    """
+    if not callable(getattr(type(module), name, None)):
+        return
+    previous = module.__dict__.get(name)
+    if isinstance(previous, Shadow):
+        return
+    module.__dict__[name] = Shadow(module, name, function, previous)
+
+
+def runtime_of(module: nn.Module) -> Runtime | None:
+    """The engine's runtime whose slices `module`, or a part of it, holds now. Not collective.
+
+    None where it is not sharded, and inside ``engine.gathered()``, where parameters are whole.
+    """
+    for param in module.parameters():
+        if isinstance(param, ShardTensor):
+            unit = param._unit_ref() if param._unit_ref is not None else None
+            if unit is not None:
+                return unit.runtime  # type: ignore[no-any-return]
+    return None
