@@ -173,7 +173,7 @@ def test_a_rank_that_does_not_generate_is_missed(rank: int) -> None:
     with accelerator(OURS, shard_plugin=ShardPlugin(timeout=2)) as acc:
         model = acc.prepare(build("gpt2")[0])
         if acc.is_main_process:
-            with pytest.raises(MissingRankError, match="generate|gathered"):
+            with pytest.raises(MissingRankError, match=r"generate|gathered"):
                 text(model, rank)
     dist.barrier()
 

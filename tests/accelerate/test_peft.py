@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from accelerate_shard import ShardPlugin
 from tests.accelerate.helpers import BOTH, OURS, STOCK, accelerator, engine_of
-from tests.accelerate.peft_models import TARGETS, adapted, assert_same, compare, lora, train, whole
+from tests.accelerate.peft_models import adapted, compare, lora, train
 from tests.hf_models import build
 from tests.ranks import ranks
 from torch_shard.errors import ConfigError, MissingRankError
