@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["Accelerator", "Precision", "ShardConfig", "ShardPlugin"]
+__all__ = ["Accelerator", "Precision", "ShardConfig", "ShardPlugin", "ShardTrainerMixin"]
 
 # Where each public name is defined. Lazy, since `accelerate` and what it imports take seconds.
 _HOME = {
@@ -16,6 +16,7 @@ _HOME = {
     "Precision": "torch_shard",
     "ShardConfig": "torch_shard",
     "ShardPlugin": "accelerate_shard.plugin",
+    "ShardTrainerMixin": "accelerate_shard.trainer",
 }
 
 

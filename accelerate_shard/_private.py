@@ -7,40 +7,85 @@ Attributes of Accelerate's own objects that the front end reads or writes, and w
 - ``Accelerator._models``, ``_optimizers``, ``_schedulers``, ``_dataloaders``, ``_custom_objects``: what was prepared;
 - ``Accelerator.prepare_model`` skips DistributedDataParallel with ``evaluation_mode=True`` and moves nothing with
   ``device_placement=False``;
+- ``<object>._is_accelerate_prepared``: set by ``prepare`` on what it returns;
+- ``LocalSGD.__enter__``: asks the model for ``no_sync``, which a plain module has not, and the Accelerator for nothing that
+  could refuse; see :func:`refuse_local_sgd`.
 - ``PeftModel.peft_config`` by adapter, ``prompt_encoder`` of prompt learning, and that ``merge_and_unload`` and its like are
   methods of the tuner within, to which ``PeftModel`` passes them on;
 - ``GenerationMixin.generate`` runs under ``no_grad`` and takes ``synced_gpus``;
 - ``<object>._is_accelerate_prepared``: set by ``prepare`` on what it returns.
+
+Of transformers' Trainer, besides the names of the methods in :data:`accelerate_shard.trainer.STEPS`:
+
+- ``transformers.trainer.Accelerator``: the global name that ``create_accelerator_and_postprocess`` calls;
+- ``Trainer._save`` is called on all ranks by ``save_model``, writes where ``args.should_save`` is true, and takes a state dict;
+- ``Trainer._save_optimizer_and_scheduler`` asks of ``self.optimizer`` only ``state_dict()``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 import sys
 from typing import Any
 
 from torch import nn
 
-__all__ = [
-    "TESTED",
-    "adapter_state",
-    "compiled_inner",
-    "generates",
-    "is_peft_model",
-    "is_tuner",
-    "prompt_encoders",
-    "saved_adapters",
-    "takes_adapters",
-]
+__all__ = ["PREPARED_ATTRIBUTES", "PREPARED_LISTS", "TESTED", "accelerator_of_trainers", "adapter_state", "compiled_inner", "generates", "is_peft_model", "is_tuner", "prompt_encoders", "refuse_local_sgd", "saved_adapters", "shared_state", "takes_adapters"]
 
 TESTED = {"accelerate": ("1.15.0",), "transformers": ("5.23.0",), "peft": ("0.21.2",)}
 
+PREPARED_LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders")
+"""Attributes of the Accelerator: lists of what was prepared."""
+
+PREPARED_ATTRIBUTES = ("forward", "_original_forward", "_is_accelerate_prepared")
+"""What ``prepare_model`` sets on a model: autocast around its forward, the forward as it was, and that it was here."""
+
 
 def compiled_inner(model: nn.Module) -> nn.Module:
-    """The module that ``torch.compile`` has wrapped, or `model` itself."""
-    inner: Any = model.__dict__.get("_modules", {}).get("_orig_mod")
+    """The module that ``torch.compile`` has wrapped, or whose regions Accelerate has compiled; `model` itself otherwise."""
+    # torch keeps it as a submodule; Accelerate's compile_regions among the attributes of a copy that shares everything.
+    inner: Any = model.__dict__.get("_modules", {}).get("_orig_mod") or model.__dict__.get("_orig_mod")
     return inner if inner is not None else model
 
 
+def shared_state() -> dict[str, Any]:
+    """What all Accelerators of this process share; empty before the first, and after ``AcceleratorState._reset_state``."""
+    from accelerate.state import AcceleratorState
+
+    shared: dict[str, Any] = AcceleratorState._shared_state
+    return shared
+
+
+def refuse_local_sgd(check: Callable[[nn.Module], None]) -> None:
+    """Have ``LocalSGD`` ask `check`, which may raise, about its model before it begins. Once for a process."""
+    from accelerate.local_sgd import LocalSGD
+
+    begin = LocalSGD.__enter__
+    if hasattr(begin, "__wrapped__"):
+        return
+
+    @functools.wraps(begin)
+    def checked(self: Any) -> Any:
+        if self.enabled:
+            check(self.model)
+        return begin(self)
+
+    LocalSGD.__enter__ = checked
+
+
+@contextlib.contextmanager
+def accelerator_of_trainers(kind: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a Trainer that makes its Accelerator calls `kind`."""
+    import transformers.trainer
+
+    before = transformers.trainer.Accelerator
+    transformers.trainer.Accelerator = kind  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        transformers.trainer.Accelerator = before  # type: ignore[attr-defined]
 def _is_a(module: nn.Module, package: str, path: str, name: str) -> bool:
     """Whether `module` is of a class of a library, which is imported only where it has been already."""
     if package not in sys.modules:

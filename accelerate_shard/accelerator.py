@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,15 +24,22 @@ from torch_shard import Engine, ShardConfig
 from torch_shard.errors import ConfigError
 from torch_shard.precision import for_autocast, precision_of
 
+from ._private import refuse_local_sgd
+from .clipping import clip_norm, limit_values, warn_between_syncs
 from . import model_methods
 from .ddp_kwargs import config_with, register_hook
+from .model_checks import check_model, check_optimizer, not_for_local_sgd
 from .plugin import ShardPlugin
-from .settings import chosen_plugin, refuse_other_engines
+from .rollback import all_or_nothing
+from .settings import chosen_plugin, refuse_other_engines, share
+from .uneven import even_batches_set, join
 from .wrapped import engine_of, inner
 
 __all__ = ["Accelerator"]
 
 _SIGNATURE = inspect.signature(accelerate.Accelerator.__init__)
+
+_plugins: weakref.WeakKeyDictionary[Engine, ShardPlugin] = weakref.WeakKeyDictionary()  # by which models were prepared
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -56,8 +64,26 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.shard_plugin = chosen_plugin(shard_plugin, given.pop("fsdp_plugin", None))
         given.pop("self")
         super().__init__(**given)
+        share(self.shard_plugin)
+        refuse_local_sgd(not_for_local_sgd)
 
-    # -- models ---------------------------------------------------------------------------------------------------
+    # -- preparing ------------------------------------------------------------------------------------------------
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models, optimizers, dataloaders and schedulers, in any order and number of calls, as Accelerate does.
+
+        Collective where a model is among them. Where it raises, nothing is prepared, and the models are as they were.
+
+        Raises:
+            ConfigError, SetupError: see :meth:`prepare_model` and :meth:`prepare_optimizer`; before anything has changed.
+        """
+        for obj in args:
+            if isinstance(obj, nn.Module):
+                self._check(obj)
+            elif isinstance(obj, torch.optim.Optimizer):
+                check_optimizer(obj)
+        with all_or_nothing(self, *args):
+            return super().prepare(*args, device_placement=device_placement)
+
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
@@ -68,18 +94,35 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             evaluation_mode: sharded all the same; a model that is only evaluated fits where a sharded one does.
 
         Raises:
-            ConfigError: a model that was sharded by something else than this Accelerator.
+            ConfigError: a model that something else has sharded or wrapped, or an Accelerator with other settings.
             SetupError: see :func:`torch_shard.shard`.
         """
-        if not getattr(model, "_is_accelerate_prepared", False):
-            self._shard(inner(model))
-        # Not moved: sharding did that unit by unit. Not wrapped either, which is what evaluation_mode means there.
-        prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        self._check(model)
+        with all_or_nothing(self, model):
+            if engine_of(model) is None:
+                self._shard(inner(model))
+            # Not moved: sharding did that unit by unit. Not wrapped either, which is what evaluation_mode means there.
+            prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         return prepared
 
-    def _shard(self, model: nn.Module) -> Engine:
-        if torch_shard.engine_of(model) is not None:
+    def _check(self, model: nn.Module) -> None:
+        check_model(model, self.device)
+        engine = engine_of(model)
+        if engine is None:
+            return
+        used = _plugins.get(engine)
+        if used is None:
             raise ConfigError("prepare: the model is sharded already; give prepare() the plain model.")
+        if used != self.shard_plugin:
+            fields = [
+                f.name for f in dataclasses.fields(used) if getattr(used, f.name) != getattr(self.shard_plugin, f.name)
+            ]
+            said = ", ".join(f"{f}={getattr(used, f)!r}, now {getattr(self.shard_plugin, f)!r}" for f in fields)
+            raise ConfigError(
+                f"prepare: the model was prepared by an Accelerator with another shard_plugin ({said}). Give both the same one."
+            )
+
+    def _shard(self, model: nn.Module) -> Engine:
         config = config_with(self.ddp_handler, self.shard_plugin.config())
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
         if dtype is not None and self.native_amp:
@@ -89,6 +132,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 config = dataclasses.replace(config, precision=precision)
         engine = torch_shard.shard(model, config, mesh=self._mesh())
         register_hook(self.ddp_handler, engine)
+        _plugins[engine] = self.shard_plugin
         model_methods.install(model)
         return engine
 
@@ -109,7 +153,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Args:
             device_placement: has no meaning here: state is where its parameter is.
+
+        Raises:
+            ConfigError: an optimizer whose steps can't be right with sharded models.
         """
+        check_optimizer(optimizer)
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     # -- gradients --------------------------------------------------------------------------------------------------
@@ -137,9 +185,50 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             with accelerate.Accelerator.trigger_sync_in_backward(model):
                 yield
             return
-        before = engine.require_backward_grad_sync
-        engine.require_backward_grad_sync = True
-        try:
+        with engine.sync_in_backward():
             yield
-        finally:
-            engine.require_backward_grad_sync = before
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Scale gradients so that their norm is at most `max_norm`. Collective.
+
+        Args:
+            parameters: any of any prepared models, in any order, the same on all ranks.
+
+        Returns:
+            The norm before, a 0-d tensor, equal on all ranks.
+
+        Raises:
+            ShardError: gradients are not reduced yet (``defer_gradient_sync``, between micro-batches).
+        """
+        self.unscale_gradients()
+        if not self.sync_gradients:
+            warn_between_syncs("clip_grad_norm_")
+        return clip_norm(self._models, parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Limit each element of the gradients to ``[-clip_value, clip_value]``. Not collective; raises as the above."""
+        self.unscale_gradients()
+        if not self.sync_gradients:
+            warn_between_syncs("clip_grad_value_")
+        limit_values(self._models, parameters, clip_value)
+
+    # -- batches ----------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Evaluation in which ranks have different numbers of batches. Collective.
+
+        Models that are evaluated (``model.eval()``) are gathered, whole on each rank, where numbers of batches differ;
+        elsewhere this only sets `even_batches`.
+
+        Args:
+            joinables: prepared models.
+            even_batches: overrides that of the dataloaders inside.
+
+        Raises:
+            ConfigError: on all ranks: numbers of batches differ for a model in training mode. Nothing was trained then.
+        """
+        if not self.use_distributed:
+            yield
+            return
+        with even_batches_set(self._dataloaders, even_batches), join(joinables, self._dataloaders):
+            yield

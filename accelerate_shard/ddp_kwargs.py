@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch_shard import Engine, ShardConfig
 from torch_shard.errors import ConfigError
 from torch_shard.log import logger
+from torch_shard.versions import reduce_scatter_single
 
 __all__ = ["config_with", "register_hook"]
 
@@ -66,7 +67,8 @@ def _compressed_reduce_scatter(state: Any, grad: torch.Tensor, output: torch.Ten
     # Divided before the sum, so that fp16 does not overflow.
     sent = (grad / dist.get_world_size(group)).to(dtype)
     received = torch.empty_like(output, dtype=dtype)
-    dist.reduce_scatter_tensor(received, sent, group=group)
+    assert reduce_scatter_single is not None
+    reduce_scatter_single(received, sent, group=group)
     output.copy_(received)
 
 

@@ -10,9 +10,12 @@ from typing import Any
 
 from torch_shard.errors import ConfigError
 
+from ._private import shared_state
 from .plugin import ShardPlugin, plugin_of
 
-__all__ = ["chosen_plugin", "refuse_other_engines"]
+__all__ = ["chosen_plugin", "refuse_other_engines", "share"]
+
+_SHARED = "shard_plugin"
 
 _OTHER_ENGINES = {
     "deepspeed_plugin": "DeepSpeed",
@@ -40,6 +43,13 @@ def refuse_other_engines(arguments: dict[str, Any]) -> None:
                 f"{name}: this Accelerator shards models itself and can't be combined with {engine}. Leave it out; "
                 "shard_plugin=ShardPlugin(...) has the settings of sharding."
             )
+    precision = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "")
+    recipes = [type(h).__name__ for h in arguments.get("kwargs_handlers") or () if "Recipe" in type(h).__name__]
+    if str(precision).lower() == "fp8" or recipes:
+        raise ConfigError(
+            f"{recipes[0] if recipes else 'mixed_precision'}: Accelerate's fp8 replaces layers by ones that are not sharded. "
+            "Use mixed_precision='bf16'; ShardPlugin(quantized=...) sends parameters and gradients in 8 bits."
+        )
     for name, engine in _OTHER_VARIABLES.items():
         if os.environ.get(name, "").lower() == "true":
             raise ConfigError(
@@ -49,7 +59,7 @@ def refuse_other_engines(arguments: dict[str, Any]) -> None:
 
 
 def chosen_plugin(shard_plugin: Any, fsdp_plugin: Any) -> ShardPlugin:
-    """The settings of sharding: the user's, or translated from FSDP's, or the defaults.
+    """The settings of sharding: the user's, or translated from FSDP's, or those of the first Accelerator, or the defaults.
 
     Raises:
         ConfigError: both were given, or one of them is not what its name says. Not collective.
@@ -58,4 +68,13 @@ def chosen_plugin(shard_plugin: Any, fsdp_plugin: Any) -> ShardPlugin:
         if shard_plugin is not None:
             raise ConfigError("shard_plugin and fsdp_plugin both say how to shard; give one of them.")
         raise ConfigError("fsdp_plugin: not translated yet; give shard_plugin=ShardPlugin(...).")
+    if shard_plugin is None:
+        # A library that makes an Accelerator of its own means the program's, as with Accelerate's own plugins.
+        earlier = shared_state().get(_SHARED)
+        return earlier if earlier is not None else ShardPlugin()
     return plugin_of(shard_plugin)
+
+
+def share(plugin: ShardPlugin) -> None:
+    """Make `plugin` the one of later Accelerators that are given none, where it is the first. Not collective."""
+    shared_state().setdefault(_SHARED, plugin)

@@ -130,6 +130,19 @@ class Engine(EngineState):
         finally:
             self._runtime.require_sync = before
 
+    @contextlib.contextmanager
+    def sync_in_backward(self) -> Iterator[None]:
+        """The backward inside reduces gradients, and with them what was accumulated, though its forward ran under
+        :meth:`no_sync`. For several forwards with a backward each afterwards. Not collective, but all ranks must use it alike.
+        """
+        runtime = self._runtime
+        before = runtime.require_sync, runtime.forward_sync
+        runtime.require_sync = runtime.forward_sync = True
+        try:
+            yield
+        finally:
+            runtime.require_sync, runtime.forward_sync = before
+
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Have `hook` reduce gradients in place of the engine, from the next backward on. Collective.
 

@@ -1,0 +1,75 @@
+"""Clipping any parameters of any number of prepared models, as ``torch.nn.utils`` clips them under DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_shard import Engine
+from torch_shard.log import logger
+
+from .wrapped import engine_of
+
+__all__ = ["clip_norm", "limit_values", "warn_between_syncs"]
+
+
+def clip_norm(models: Iterable[nn.Module], parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Scale gradients so that their common norm is at most `max_norm`. Collective where one of them is sharded.
+
+    Args:
+        models: prepared ones.
+        parameters: one, or several, of any of the models, or of none of them.
+
+    Returns:
+        The norm before, 0-d, equal on all ranks.
+    """
+    chosen = _listed(parameters)
+    engines = _engines_of(models, chosen)
+    if len(engines) == 1:
+        # Parameters that are not sharded go along: they count with rank 0's gradients, so that all ranks scale alike.
+        return engines[0].clip_grad_norm_(max_norm, norm_type, chosen)
+    return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type=norm_type)
+
+
+def limit_values(models: Iterable[nn.Module], parameters: Any, value: float) -> None:
+    """Limit each element of the gradients to ``[-value, value]``. Not collective."""
+    chosen = _listed(parameters)
+    engines = _engines_of(models, chosen)
+    if len(engines) == 1:
+        engines[0].clip_grad_value_(value, chosen)
+    else:
+        torch.nn.utils.clip_grad_value_(chosen, value)
+
+
+_warned = False
+
+
+def warn_between_syncs(name: str) -> None:
+    """Say once that clipping between the micro-batches of an accumulation clips the ranks' mean here."""
+    global _warned
+    if not _warned:
+        _warned = True
+        logger.warning(
+            "accelerator.%s was called while accelerator.sync_gradients is False. DistributedDataParallel clips each rank's own "
+            "gradients then; sharded gradients are the mean over the ranks already, and that is clipped. Clip under "
+            "`if accelerator.sync_gradients:` to have the same numbers.",
+            name,
+        )
+
+
+def _listed(parameters: Any) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _engines_of(models: Iterable[nn.Module], parameters: Sequence[torch.Tensor]) -> list[Engine]:
+    """The engines that shard at least one of `parameters`."""
+    engines = {id(e): e for e in map(engine_of, models) if e is not None}
+    ids = set(map(id, parameters))
+    found: list[Engine] = []
+    for engine in engines.values():
+        if any(id(p) in ids for unit in engine.units for flat in unit.flats for p in flat.params):
+            found.append(engine)
+    return found

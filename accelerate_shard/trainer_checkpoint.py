@@ -1,0 +1,187 @@
+"""A Trainer's checkpoints of sharded models: its own files, with whole tensors, written by the ranks that write them anyway.
+
+All ranks gather, and those that save write. Functions for :data:`accelerate_shard.trainer.STEPS`; models that are not sharded
+take the Trainer's own way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from torch_shard import Engine, ShardTensor, optim_state
+from torch_shard.checkpoint.phases import broadcast, each
+from torch_shard.errors import DivergenceError, MissingRankError, StateDictError
+
+from .wrapped import engine_of
+
+__all__ = ["load_best", "load_optimizer", "load_weights", "save_optimizer", "save_weights"]
+
+T = TypeVar("T")
+
+_OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
+
+
+# -- written ------------------------------------------------------------------------------------------------------------
+def save_weights(
+    trainer: Any, own: Callable[..., None], output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+) -> None:
+    """Write the whole model as ``from_pretrained`` reads it, and what goes with it. Collective: call it on all ranks.
+
+    Raises:
+        MissingRankError, DivergenceError: only some ranks came, as under ``if trainer.is_world_process_zero():``.
+        StateDictError: `state_dict` holds slices.
+    """
+    engine = engine_of(trainer.model)
+    if state_dict is not None:
+        _refuse_slices(state_dict)
+    if engine is None or state_dict is not None:
+        own(output_dir, state_dict=state_dict)
+        return
+    with _all_ranks("trainer.save_model()"):
+        whole = engine.state_dict(rank0_only=not trainer.args.save_on_each_node)
+        _together(engine, "Trainer.save_model", lambda: own(output_dir, state_dict=whole))
+
+
+def save_optimizer(trainer: Any, own: Callable[[str], None], output_dir: str) -> None:
+    """Write ``optimizer.pt``, with whole state by number as a plain optimizer has it, and ``scheduler.pt``. Collective."""
+    engine = engine_of(trainer.model)
+    if engine is None:
+        own(output_dir)
+        return
+    optimizer = _plain(trainer.optimizer)
+    state = engine.optim_state_dict(optimizer, rank0_only=not trainer.args.save_on_each_node)
+    if state:
+        state = optim_state.rekey_optim_state_dict(
+            state, optim_state.OptimStateKeyType.PARAM_ID, engine.model, optim=optimizer
+        )
+        state["state"] = dict(sorted(state["state"].items(), key=_number_first))
+
+    def write() -> None:
+        with _in_place(trainer, "optimizer", _Saved(state)):
+            own(output_dir)
+
+    _together(engine, "Trainer: saving the optimizer", write)
+
+
+def _number_first(item: tuple[Any, Any]) -> tuple[bool, Any]:
+    key = item[0]
+    return (True, str(key)) if not isinstance(key, int) else (False, key)
+
+
+class _Saved:
+    """In place of the optimizer while the Trainer writes what ``state_dict()`` gives."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+
+def _refuse_slices(state_dict: dict[str, Any]) -> None:
+    cut = [name for name, value in state_dict.items() if isinstance(value, ShardTensor)]
+    if cut:
+        raise StateDictError(
+            f"{cut[0]} and {len(cut) - 1} more entries of the state dict are slices of sharded parameters, not the whole: call "
+            "trainer.save_model() on all ranks, without a state dict of your own."
+        )
+
+
+# -- read ---------------------------------------------------------------------------------------------------------------
+def load_weights(trainer: Any, own: Callable[..., None], resume_from_checkpoint: str, model: Any = None) -> None:
+    """Load the weights of a checkpoint: before the model is sharded, or into its slices. Collective if it is sharded."""
+    engine = engine_of(trainer.model if model is None else model)
+    if engine is None:
+        own(resume_from_checkpoint, model)
+    else:
+        own(resume_from_checkpoint, model)
+
+
+def load_best(trainer: Any, own: Callable[[], None]) -> None:
+    """Load the weights of the best checkpoint. Collective."""
+    own()
+
+
+def load_optimizer(trainer: Any, own: Callable[[str | None], None], checkpoint: str | None) -> None:
+    """Load ``optimizer.pt`` and ``scheduler.pt``, of any number of ranks or of plain training. Collective.
+
+    The file is mapped, and each rank copies its slices out of it.
+
+    Raises:
+        StateDictError: on all ranks, with everything that does not fit; nothing was loaded.
+    """
+    engine = engine_of(trainer.model)
+    paths = [os.path.join(checkpoint or "", name) for name in (_OPTIMIZER, _SCHEDULER)]
+    if checkpoint is None or engine is None or not all(map(os.path.isfile, paths)):
+        own(checkpoint)
+        return
+    optimizer = _plain(trainer.optimizer)
+
+    def read() -> tuple[Any, Any]:
+        state = torch.load(paths[0], map_location="cpu", mmap=True, weights_only=True)
+        with warnings.catch_warnings():
+            # What torch says about saving and loading schedulers is not for the user here.
+            warnings.simplefilter("ignore")
+            schedule = torch.load(paths[1], map_location="cpu", weights_only=True)
+        by_name = optim_state.OptimStateKeyType.PARAM_NAME
+        _check_groups(engine, optimizer, state)
+        return optim_state.rekey_optim_state_dict(state, by_name, engine.model, optim=optimizer), schedule
+
+    state, schedule = _together(engine, "Trainer: loading the optimizer", read)
+    known = {name for group in state["param_groups"] for name in group["params"]}
+    for name in sorted(known - set(state["state"])) if state["state"] else ():
+        state["state"][name] = {}  # it never had a gradient
+    engine.load_optim_state_dict(optimizer, state)
+    trainer.lr_scheduler.load_state_dict(schedule)
+
+
+def _check_groups(engine: Engine, optimizer: Any, state: dict[str, Any]) -> None:
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != here:
+        raise StateDictError(
+            f"rank {engine.rank}: the checkpoint's optimizer has groups of {saved} parameters, this one of {here}; resume with "
+            "the model and the arguments that it was saved with."
+        )
+
+
+# -- together -----------------------------------------------------------------------------------------------------------
+def _plain(optimizer: Any) -> Any:
+    """The optimizer within Accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _together(engine: Engine, what: str, function: Callable[[], T]) -> T:
+    """Run it on every rank, however long it takes; all return, or all raise. Collective."""
+    nonce = broadcast(engine._runtime, secrets.token_hex(8), what)
+    return each(engine._runtime, what, function, nonce=nonce)
+
+
+@contextlib.contextmanager
+def _all_ranks(what: str) -> Iterator[None]:
+    """Say what to do where only some ranks call it."""
+    try:
+        yield
+    except (DivergenceError, MissingRankError) as error:
+        _again(error, f"{what} is called on all ranks: not under `if trainer.is_world_process_zero():` or the like.")
+
+
+def _again(error: Exception, remedy: str) -> NoReturn:
+    raise type(error)(f"{error}\n{remedy}") from error
+
+
+@contextlib.contextmanager
+def _in_place(target: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(target, name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        setattr(target, name, before)

@@ -1,0 +1,87 @@
+"""What a Trainer does differently before it trains or evaluates: its Accelerator, and where the model goes.
+
+Functions for :data:`accelerate_shard.trainer.STEPS`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torch_shard.errors import ConfigError
+
+from . import _private
+from .accelerator import Accelerator
+
+__all__ = ["create_accelerator", "evaluation_loop", "move_model"]
+
+
+def create_accelerator(trainer: Any, own: Callable[[], None]) -> None:
+    """Make ``trainer.accelerator``, ours in place of Accelerate's. Not collective.
+
+    Raises:
+        ConfigError: the arguments select another engine than this one.
+    """
+    _refuse_others(trainer)
+    plugin = getattr(trainer, "shard_plugin", None)
+    kind = Accelerator if plugin is None else functools.partial(Accelerator, shard_plugin=plugin)
+    with _private.accelerator_of_trainers(kind):
+        own()
+    if not isinstance(trainer.accelerator, Accelerator):
+        raise ConfigError(
+            f"{type(trainer).__name__}.create_accelerator_and_postprocess makes a {type(trainer.accelerator).__module__}."
+            f"{type(trainer.accelerator).__name__} itself; have it make an accelerate_shard.Accelerator."
+        )
+
+
+def _refuse_others(trainer: Any) -> None:
+    args, model = trainer.args, trainer.model
+    if args.deepspeed:
+        raise ConfigError(
+            "TrainingArguments.deepspeed: this Trainer shards the model itself and can't be combined with DeepSpeed. Leave it "
+            "out; ShardPlugin(strategy=...) has what its ZeRO stages have."
+        )
+    if getattr(args, "parallelism_config", None) is not None:
+        raise ConfigError(
+            "TrainingArguments.parallelism_config: this Trainer shards the model itself and can't be combined with Accelerate's "
+            "ParallelismConfig. Leave it out; ShardPlugin has the settings of sharding."
+        )
+    if (args.fsdp_config or {}).get("xla"):
+        raise ConfigError(
+            "TrainingArguments.fsdp_config: xla is for TPUs, where models aren't sharded by this Trainer."
+        )
+    if getattr(model, "is_distributed_loading_by_transformers", False) or (getattr(model, "tp_size", None) or 1) > 1:
+        raise ConfigError(
+            "the model was distributed when it was loaded (from_pretrained with tp_plan or distributed_config); load it without, "
+            "and this Trainer shards it."
+        )
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"this one process has {args.n_gpu} GPUs, where the Trainer would use DataParallel; start a process for each, with "
+            "`torchrun --nproc_per_node N` or `accelerate launch`."
+        )
+
+
+def move_model(trainer: Any, own: Callable[..., None], model: Any, device: Any) -> None:
+    """Leave the model where it is: sharding puts it on the device unit by unit, and the whole may not fit there."""
+    if not isinstance(trainer.accelerator, Accelerator):
+        own(model, device)
+
+
+def evaluation_loop(trainer: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Evaluate or predict. Collective.
+
+    Raises:
+        ConfigError: ``bf16_full_eval`` or ``fp16_full_eval`` of a model that is sharded already.
+    """
+    return own(*args, **kwargs)
+
+
+def full_eval_dtype(trainer: Any) -> torch.dtype | None:
+    """What ``bf16_full_eval`` and ``fp16_full_eval`` turn the model into where no training is going on."""
+    if trainer.is_in_train:
+        return None
+    return torch.float16 if trainer.args.fp16_full_eval else torch.bfloat16 if trainer.args.bf16_full_eval else None

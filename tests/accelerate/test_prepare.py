@@ -1,0 +1,300 @@
+"""``prepare``: in any order, in any number of calls, of any number of objects, and of all of them or of none."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_shard
+from accelerate_shard import ShardPlugin
+from tests.accelerate.helpers import (
+    FEATURES,
+    OURS,
+    STOCK,
+    Result,
+    accelerator,
+    assert_same,
+    engine_of,
+    loader,
+    loss_of,
+    net,
+    sgd,
+    whole_parameters,
+)
+from tests.ranks import ranks
+from torch_shard import Engine
+from torch_shard.errors import ShardError
+
+
+def steps(acc, model, optimizer, data, scheduler=None):
+    """One epoch; what :func:`train` returns."""
+    result = Result()
+    for batch in data:
+        value = loss_of(model, batch)
+        acc.backward(value)
+        result.norms.append(float(acc.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+        result.losses.append(value.item())
+    result.parameters = whole_parameters(acc.unwrap_model(model))
+    return result
+
+
+def objects():
+    model = net()
+    optimizer = sgd(model.parameters())
+    return model, optimizer, loader(), torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def model_first(acc, model, optimizer, data, scheduler):
+    return acc.prepare(model, optimizer, data, scheduler)
+
+
+def scheduler_first(acc, model, optimizer, data, scheduler):
+    scheduler, data, optimizer, model = acc.prepare(scheduler, data, optimizer, model)
+    return model, optimizer, data, scheduler
+
+
+def one_by_one(acc, model, optimizer, data, scheduler):
+    optimizer = acc.prepare(optimizer)
+    data = acc.prepare_data_loader(data)
+    scheduler = acc.prepare(scheduler)
+    return acc.prepare_model(model), optimizer, data, scheduler
+
+
+def optimizer_after(acc, model, optimizer, data, scheduler):
+    model = acc.prepare(model)
+    optimizer = sgd(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    return model, *acc.prepare(optimizer, data, scheduler)
+
+
+def twice(acc, *given):
+    return acc.prepare(*acc.prepare(*given))
+
+
+@pytest.mark.parametrize("way", [model_first, scheduler_first, one_by_one, optimizer_after, twice])
+@ranks(2)
+def test_every_order_trains_as_ddp_does(way):
+    results = []
+    for kind, prepare in ((STOCK, model_first), (OURS, way)):
+        with accelerator(kind) as acc:
+            model, optimizer, data, scheduler = prepare(acc, *objects())
+            assert len(acc._models) == len(acc._optimizers) == len(acc._schedulers) == 1
+            results.append((steps(acc, model, optimizer, data, scheduler), scheduler.get_last_lr()))
+    assert_same(results[1][0], results[0][0])
+    assert results[1][1] == results[0][1]
+
+
+@ranks(2)
+def test_prepare_returns_the_same_model_and_a_model_prepared_again_is_left_as_it_is():
+    with accelerator() as acc:
+        model = net()
+        prepared = acc.prepare(model)
+        assert prepared is model and acc.unwrap_model(prepared) is model
+        engine = engine_of(model)
+        assert acc.prepare(model) is model and engine_of(model) is engine and acc._models == [model]
+
+
+class GAN:
+    """Two networks that are trained in turn, the second through the first."""
+
+    def __init__(self) -> None:
+        self.generator = net(3, features=4, classes=FEATURES)
+        self.critic = net(4, classes=1)
+
+
+@ranks(2)
+def test_two_models_with_an_optimizer_each_train_in_turn_as_under_ddp():
+    results = []
+    for kind in (STOCK, OURS):
+        with accelerator(kind, gradient_accumulation_steps=2) as acc:
+            gan = GAN()
+            optimizers = [sgd(gan.critic.parameters()), torch.optim.SGD(gan.generator.parameters(), lr=0.05)]
+            data = loader(32)
+            critic, first, generator, second, data = acc.prepare(
+                gan.critic, optimizers[0], gan.generator, optimizers[1], data
+            )
+            noise = torch.Generator().manual_seed(acc.process_index)
+            found = Result()
+            for x, _ in data:
+                z = torch.randn(len(x), 4, generator=noise)
+                with acc.accumulate(critic, generator):
+                    loss = critic(generator(z).detach()).mean() - critic(x).mean()
+                    acc.backward(loss)
+                    if acc.sync_gradients:
+                        found.norms.append(float(acc.clip_grad_norm_(critic.parameters(), 0.5)))
+                    first.step()
+                    first.zero_grad()
+                    for p in critic.parameters():
+                        p.requires_grad_(False)
+                    game = -critic(generator(z)).mean()
+                    acc.backward(game)
+                    if acc.sync_gradients:
+                        found.norms.append(float(acc.clip_grad_norm_(generator.parameters(), 0.5)))
+                    second.step()
+                    second.zero_grad()
+                    for p in critic.parameters():
+                        p.requires_grad_(True)
+                found.losses += [loss.item(), game.item()]
+            found.parameters = {
+                **{f"c.{n}": p for n, p in whole_parameters(acc.unwrap_model(critic)).items()},
+                **{f"g.{n}": p for n, p in whole_parameters(acc.unwrap_model(generator)).items()},
+            }
+            results.append(found)
+    assert_same(results[1], results[0], rtol=2e-5)
+
+
+@ranks(2)
+def test_a_model_that_is_only_evaluated_is_sharded_and_right():
+    x = torch.randn(3, FEATURES)
+    for frozen, options in ((False, {"evaluation_mode": True}), (True, {})):
+        with accelerator() as acc:
+            model = net().eval()
+            if frozen:
+                model.requires_grad_(False)
+            with torch.no_grad():
+                wanted = model(x)
+            prepared = acc.prepare_model(model, **options)
+            with torch.no_grad():
+                torch.testing.assert_close(prepared(x), wanted)
+            total = sum(p.numel() for p in model.parameters()) * 4
+            assert engine_of(prepared).memory_summary()["parameters"] < 0.6 * total
+
+
+@ranks(2)
+def test_an_optimizer_that_has_state_goes_on_with_it():
+    results = []
+    for kind in (STOCK, OURS):
+        with accelerator(kind) as acc:
+            model = net()
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            for batch in loader(8):  # alone, before prepare; the same on all ranks
+                loss_of(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            model, optimizer, data = acc.prepare(model, optimizer, loader())
+            results.append(steps(acc, model, optimizer, data))
+            if kind is OURS:
+                held = engine_of(model).memory_summary(optimizer.optimizer)
+                assert held["optimizer"] < 1.4 * held["parameters"] * 2  # not whole on every rank
+    assert_same(results[1], results[0], rtol=1e-4)  # of numbers that Adam divides
+
+
+@ranks(2)
+def test_a_model_that_was_given_back_by_its_engine_can_be_prepared_again():
+    with accelerator() as acc:
+        model = acc.prepare(net())
+        engine_of(model).close()
+        assert engine_of_or_none(model) is None
+        acc.free_memory()
+        prepared = acc.prepare(model)
+        assert engine_of(prepared) is not None and acc._models == [model]
+
+
+def engine_of_or_none(model: nn.Module) -> Engine | None:
+    return torch_shard.engine_of(model)
+
+
+# -- all or nothing ---------------------------------------------------------------------------------------------------
+class Sparse(nn.Module):
+    """Something that can't be sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight @ x
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@ranks(2)
+def test_a_prepare_that_fails_leaves_nothing_half_done(mixed_precision):
+    with accelerator(mixed_precision=mixed_precision) as acc:
+        model, optimizer, data, scheduler = objects()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        attributes = set(model.__dict__)
+        with pytest.raises(ShardError, match=r"sparse|layout"):
+            acc.prepare(scheduler, model, optimizer, data, Sparse())
+        assert not (acc._models or acc._optimizers or acc._schedulers or acc._dataloaders)
+        assert torch_shard.engine_of(model) is None and set(model.__dict__) == attributes
+        for name, p in model.named_parameters():
+            assert type(p) is nn.Parameter and torch.equal(p, before[name])
+        # And both are as usable as before.
+        model, optimizer, data = acc.prepare(model, optimizer, data)
+        assert steps(acc, model, optimizer, data).losses
+
+
+@ranks(2)
+def test_a_compiler_that_does_not_exist_leaves_nothing_half_done():
+    with accelerator(dynamo_backend="inductor") as acc:
+        acc.state.dynamo_plugin.mode = "no such mode"
+        model = net()
+        with pytest.raises(RuntimeError):
+            acc.prepare(model)
+        assert not acc._models and "_is_accelerate_prepared" not in model.__dict__
+
+
+# -- several Accelerators ---------------------------------------------------------------------------------------------
+@ranks(2)
+def test_a_later_accelerator_without_settings_has_those_of_the_first():
+    plugin = ShardPlugin(strategy="shard_grad_op")
+    with accelerator(shard_plugin=plugin) as acc:
+        later = OURS(cpu=True)
+        assert later.shard_plugin is plugin
+        model = acc.prepare(net())
+        assert later.prepare(model) is model and later._models == [model]
+        other = OURS(cpu=True, shard_plugin=ShardPlugin(strategy="no_shard"))
+        assert engine_of(other.prepare(net())).config.strategy == "no_shard"
+    with accelerator() as acc:
+        assert acc.shard_plugin == ShardPlugin()
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("method", ["free_memory", "clear"])
+@ranks(2)
+def test_models_that_were_freed_are_gone(method):
+    with accelerator(mixed_precision="bf16") as acc:
+        model, optimizer, data, scheduler = acc.prepare(*objects())
+        steps(acc, model, optimizer, data, scheduler)
+        gone = [weakref.ref(engine_of(model)), weakref.ref(model), weakref.ref(optimizer)]
+        model, optimizer, data, scheduler = getattr(acc, method)(model, optimizer, data, scheduler)
+        gc.collect()
+        assert [ref() for ref in gone] == [None, None, None]
+        assert acc.step == 0 and not acc._models
+
+
+@ranks(2)
+def test_a_model_trains_on_after_free_memory_forgot_it():
+    results = []
+    for kind in (STOCK, OURS):
+        with accelerator(kind) as acc:
+            model, optimizer, data = acc.prepare(*objects()[:3])
+            steps(acc, model, optimizer, data)
+            plain = acc.unwrap_model(model)
+            acc.free_memory()
+            again, optimizer, data = acc.prepare(plain, sgd(plain.parameters()), loader())
+            results.append(steps(acc, again, optimizer, data))
+    assert_same(results[1], results[0])
+
+
+# -- one process ------------------------------------------------------------------------------------------------------
+def test_without_a_launcher_it_works_as_one_rank():
+    assert not dist.is_initialized()
+    results = []
+    for kind in (STOCK, OURS):
+        with contextlib.ExitStack() as stack:
+            acc = stack.enter_context(accelerator(kind))
+            assert acc.num_processes == 1
+            model, optimizer, data, scheduler = acc.prepare(*objects())
+            results.append(steps(acc, model, optimizer, data, scheduler))
+    assert_same(results[1], results[0])
