@@ -32,7 +32,22 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["PREPARED_ATTRIBUTES", "PREPARED_LISTS", "TESTED", "accelerator_of_trainers", "adapter_state", "compiled_inner", "generates", "is_peft_model", "is_tuner", "prompt_encoders", "refuse_local_sgd", "saved_adapters", "shared_state", "takes_adapters"]
+__all__ = [
+    "PREPARED_ATTRIBUTES",
+    "PREPARED_LISTS",
+    "TESTED",
+    "accelerator_of_trainers",
+    "adapter_state",
+    "compiled_inner",
+    "generates",
+    "is_peft_model",
+    "is_tuner",
+    "prompt_encoders",
+    "refuse_local_sgd",
+    "saved_adapters",
+    "shared_state",
+    "takes_adapters",
+]
 
 TESTED = {"accelerate": ("1.15.0",), "transformers": ("5.23.0",), "peft": ("0.21.2",)}
 
@@ -86,6 +101,8 @@ def accelerator_of_trainers(kind: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         transformers.trainer.Accelerator = before  # type: ignore[attr-defined]
+
+
 def _is_a(module: nn.Module, package: str, path: str, name: str) -> bool:
     """Whether `module` is of a class of a library, which is imported only where it has been already."""
     if package not in sys.modules:
