@@ -239,6 +239,8 @@ def test_a_deep_copy_of_a_prepared_model_trains_on_its_own():
                     for average, p in zip(ema.parameters(), acc.unwrap_model(model).parameters(), strict=True):
                         average.lerp_(p, 0.1)
             x = torch.ones(2, FEATURES)
+            averaged = acc.prepare_model(ema, evaluation_mode=True)  # in its own right
+            assert averaged is ema and len(acc._models) == 2
             results.append((ema(x).detach(), model(x).detach()))
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
