@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn

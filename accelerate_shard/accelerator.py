@@ -24,9 +24,9 @@ from torch_shard import Engine, ShardConfig
 from torch_shard.errors import ConfigError
 from torch_shard.precision import for_autocast, precision_of
 
+from . import model_methods
 from ._private import refuse_local_sgd
 from .clipping import clip_norm, limit_values, warn_between_syncs
-from . import model_methods
 from .ddp_kwargs import config_with, register_hook
 from .model_checks import check_model, check_optimizer, not_for_local_sgd
 from .plugin import ShardPlugin
