@@ -72,6 +72,7 @@ def pages() -> tuple[Page, ...]:
             (
                 Entry(f"{core}/engine.py", "shard", "torch_shard.shard"),
                 Entry(f"{core}/engine.py", "engine_of", "torch_shard.engine_of"),
+                Entry(f"{core}/deferred.py", "from_files", "torch_shard.from_files"),
                 Entry(
                     f"{core}/engine.py",
                     "Engine",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import errors, optim, optim_state
 from .config import ShardConfig
+from .deferred import from_files
 from .engine import Engine, engine_of, shard
 from .errors import ShardError
 from .plan import Plan
@@ -24,6 +25,7 @@ __all__ = [
     "__version__",
     "engine_of",
     "errors",
+    "from_files",
     "make_plan",
     "optim",
     "optim_state",

@@ -380,6 +380,8 @@ def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = No
         UnavailableError: no ``torch.distributed``, or no process group in a launched program.
         SetupError: a parameter that can't be sharded, or ranks with different models. On all ranks; nothing has
             changed then, unless a parameter on meta is left uninitialised.
+        CheckpointError: on a rank that can't read the files of :func:`from_files`, which leaves the model partly filled; on the
+            others a SetupError.
     """
     if config is None:
         config = ShardConfig()

@@ -15,8 +15,9 @@ from .buffers import BufferSync, broadcast_coalesced
 from .collectives import Collectives
 from .config import ShardConfig
 from .connect import connect
+from .deferred import Filler, deferred_of, refuse_altered
 from .dtensors import Placed, is_dtensor, local_of, placed_of
-from .errors import ConfigError, SetupError
+from .errors import CheckpointError, ConfigError, SetupError
 from .flat_buffer import FlatBuffer
 from .hooks import register
 from .layout import FlatLayout, ParamMeta
@@ -68,6 +69,7 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
                     "gathered, and gradients are all-reduced, which would round each sum once more. Leave it out."
                 )
         by_name = by_name_of(model)
+        refuse_altered(by_name, c.world_rank)
         placed = {info.name: placed_of(by_name[info.name], info.name) for info in plan.params}
         layouts = [_layouts(unit, c.size, placed) for unit in plan.units]
     except Exception as problem:  # every rank must hear of it before it is raised
@@ -81,7 +83,7 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
     rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
     for rnn in rnns:  # their weak references to the weights would make the swap impossible
         rnn._flat_weight_refs, rnn._flat_weights = [], []
-    materialiser = Materialiser(model, config, c)
+    materialiser, filler = Materialiser(model, config, c), Filler()
     on_meta: list[bool] = []
     error = None
     try:
@@ -95,11 +97,13 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
                 unit = Unit(unit_plan.name, index, c)
                 runtime.add(unit)
                 for infos, layout in groups:
-                    _flatten(unit, infos, layout, placed, params, modules, config, c, on_meta[index])
+                    _flatten(unit, infos, layout, placed, params, modules, config, c, on_meta[index], filler)
                 if on_meta[index]:
                     materialiser.initialise(unit, [modules[m] for p in unit_plan.params for m, _ in p.owners])
                 unit.triggers = [modules[name] for name in unit_plan.triggers]
+            filler.fill_ignored([params[name] for name in plan.ignored], device)
             materialiser.rest(model)
+        filler.fill()  # last, and without collectives: a file that can't be read on one rank leaves no other rank in one
         for rnn in rnns:
             rebuild_flat_weights(rnn)
         materialiser.check()
@@ -107,7 +111,7 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
             _round_steps(runtime, precision)
         for unit in runtime.units:
             unit.compute_in_its_dtypes()
-    except SetupError as problem:
+    except (SetupError, CheckpointError) as problem:
         error = problem
     agree(c, model, plan, error)
     c.drop_spares()
@@ -173,9 +177,11 @@ def _flatten(
     config: ShardConfig,
     c: Collectives,
     on_meta: bool,
+    filler: Filler,
 ) -> None:
     dtypes = infos[0].dtypes
-    if on_meta:
+    waiting = [filler.note(params[info.name]) for info in infos]
+    if on_meta or all(waiting):
         shard = torch.empty(layout.shard_numel, dtype=dtypes.stored, device=c.device)
         for start, stop in _own_gaps(layout, c.rank):
             shard[start:stop].zero_()
@@ -212,7 +218,11 @@ def _filled(
         for start, stop in layout.gaps():
             full[start:stop].zero_()
         for info, slot in zip(infos, layout.slots, strict=True):
-            torch.as_strided(full, slot.shape, slot.stride, slot.offset).copy_(local_of(params[info.name]).data)
+            place = torch.as_strided(full, slot.shape, slot.stride, slot.offset)
+            if deferred_of(params[info.name]) is None:
+                place.copy_(local_of(params[info.name]).data)
+            else:  # every rank reads its slice of it later
+                place.zero_()
         if config.sync_module_states:
             what = f"the broadcast of unit {unit.name!r}'s parameters from rank 0"
             broadcast_coalesced(c, [full], what, within_plane=infos[0].ways > 1)
@@ -234,7 +244,8 @@ def _units_on_meta(
     get memory, for its broadcast.
     """
     names = [i.name for unit in plan.units for i in unit.params]
-    here = [params[n].device.type != "meta" for n in names]
+    # What waits for values from files has them, on every rank.
+    here = [params[n].device.type != "meta" or deferred_of(params[n]) is not None for n in names]
     real = torch.tensor([*here, *(h and c.world_rank == 0 for h in here)], dtype=torch.uint8)
     if c.world > 1 and len(real):
         blocking(c.watch, "control", SETUP, dist.all_reduce, real, op=dist.ReduceOp.MAX)
@@ -261,7 +272,7 @@ def _units_on_meta(
                     f"rank {c.world_rank}: parameter {info.name} is on the meta device here and has values on another "
                     "rank; rank 0 must be the one that has them, with sync_module_states=True."
                 )
-        empty = [i for i in unit.params if params[i.name].device.type == "meta"]
+        empty = [i for i in unit.params if params[i.name].device.type == "meta" and deferred_of(params[i.name]) is None]
         distributed = [i.name for i in empty if is_dtensor(params[i.name])]
         if distributed:
             raise SetupError(

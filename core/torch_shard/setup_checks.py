@@ -12,6 +12,7 @@ from torch import nn
 
 from .collectives import Collectives
 from .config import ShardConfig
+from .deferred import described
 from .dtensors import is_dtensor, local_of, placed_of
 from .errors import ConfigError, SetupError
 from .plan import Plan
@@ -123,6 +124,8 @@ def agree(
     equal = {} if config is None else {field: f"{field} is {getattr(config, field)!r}" for field in _EQUAL}
     equal[_COPIES] = f"{c.topology}"
     equal["the kind of device"] = f"the model is on {c.device.type}"
+    if config is not None:
+        equal[_FILES] = described(model)
     digest = plan.digest() if plan is not None else 0
     digest ^= zlib.crc32("\n".join(equal.values()).encode())
     head = list(digest.to_bytes(8, "little"))
@@ -160,6 +163,8 @@ def agree(
             )
             if setting in _EQUAL or setting == _COPIES:
                 raise ConfigError(f"{said}. Pass equal settings to shard() on every rank.")
+            if setting == _FILES:
+                raise SetupError(f"{said}. Build the model in the same way, from equal files, on every rank.")
             raise SetupError(f"{said}. Move the model to the same kind of device on every rank before shard().")
     first = everyone[0][2]
     for rank, (*_, lines) in enumerate(everyone):
@@ -184,6 +189,7 @@ def agree(
 # Settings that decide which collectives a rank issues. `units` and `ignore` count by the plan that follows from them;
 # single_communicator is compared where the ranks meet; timeout, debug and init_fn are a rank's own affair. Of the mesh counts
 # what follows from it.
+_FILES = "what is read from files"
 _COPIES = "which ranks share a copy (shard_size, mesh)"
 _EQUAL = (
     "strategy",

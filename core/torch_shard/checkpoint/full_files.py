@@ -54,9 +54,13 @@ class FullFile:
         """The file that holds an entry of this name."""
         return self._where.get(name, self.files[0])
 
+    def marks(self) -> dict[Path, tuple[str, int, int]]:
+        """Name, size and checksum of both ends of each file."""
+        return {path: (path.name, *_ends(path)) for path in self.files}
+
     def fingerprint(self) -> tuple[tuple[str, int, int], ...]:
         """Names, sizes and checksums of both ends of the files: equal on two ranks that see the same ones."""
-        return tuple((path.name, *_ends(path)) for path in self.files)
+        return tuple(self.marks().values())
 
 
 def is_full(path: str | os.PathLike[str]) -> bool:

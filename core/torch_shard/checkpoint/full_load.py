@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from .full_files import FullFile, open_full
 from .phases import broadcast, each
 from .tied import memory_key
 
-__all__ = ["load_full"]
+__all__ = ["FullLoad", "by_name", "load_full"]
 
 _MODELS = (MODEL, "state_dict", "model_state_dict")
 _OPTIMIZERS = (OPTIMIZER, "optimizer_states", "optimizer_state_dict", "optim")
@@ -42,14 +42,14 @@ def load_full(
     """Load into `engine`'s model; see :meth:`torch_shard.Engine.load`. Collective."""
     runtime, what = engine._runtime, "engine.load"
 
-    def prepare() -> _Load:
+    def prepare() -> FullLoad:
         engine.finish_saving()
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}.")
         if models:
             raise ConfigError(f"{path} is a full checkpoint, which holds one model; load it without models=.")
         full_state.refuse_inside(runtime, what)
-        work = _Load(engine, open_full(path), Optimizers.of(optimizer), dtype)
+        work = FullLoad(engine, open_full(path), Optimizers.of(optimizer), dtype)
         work.compare()
         return work
 
@@ -98,11 +98,14 @@ def _unwrapped(name: str) -> str:
     return name
 
 
-class _Load:
+class FullLoad:
     """One load, on one rank."""
 
-    def __init__(self, engine: Any, file: FullFile, optimizers: Optimizers, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, engine: Any, file: FullFile, optimizers: Optimizers, dtype: torch.dtype | None, strict: bool = True
+    ) -> None:
         self.file, self.dtype, self.runtime, self.root = file, dtype, engine._runtime, engine.model
+        self.strict = strict  # missing and unexpected entries of the model are errors
         self.live = full_state.own_state_dict(engine.model, engine._runtime)
         self.parts = parts_of(file, list(self.live))
         self.model = self._model_values()
@@ -125,7 +128,7 @@ class _Load:
         called = _bare_names(map(str, given), self.live)
         values: dict[str, Any] = {called[str(name)]: value for name, value in given.items()}
         if self.file.kind == "safetensors":
-            self._add_tied(values)
+            _add_tied(self.file, self.live, values, _place)
         result = full_state.WithMetadata(
             {
                 name: value if isinstance(value, torch.Tensor) else self._own_memory(value, name)
@@ -146,20 +149,6 @@ class _Load:
                 f"{self.file.path}: {name} can't be copied out of the file, and nothing was loaded: {type(error).__name__}: "
                 f"{error}. Its class must allow copy.deepcopy."
             ) from error
-
-    def _add_tied(self, values: dict[str, Any]) -> None:
-        """Names that are not stored, since safetensors files have one for each piece of memory."""
-        present: dict[Any, str] = {}
-        for name, value in self.live.items():
-            if name in values:
-                present.setdefault(_place(value), name)
-        for name, value in self.live.items():
-            kept = present.get(_place(value))
-            if name not in values and kept is not None:
-                values[name] = values[kept]
-        for name, kept in self.file.tied.items():  # not tied here, but it was where it was saved
-            if name in self.live and name not in values and kept in values:
-                values[name] = values[kept]
 
     def _wrong_dtypes(self) -> list[str]:
         problems = []
@@ -192,6 +181,8 @@ class _Load:
         if hasattr(self.model, "_metadata"):
             stand_ins._metadata = self.model._metadata
         missing, unexpected, problems = full_state.rehearse(self.root, stand_ins)
+        if not self.strict:
+            missing, unexpected = [], []
         problems += self._wrong_dtypes()
         for own, state in zip(self.optimizers, self.states, strict=True):
             if state is None:
@@ -235,7 +226,7 @@ class _Load:
     def load_model(self) -> None:
         """Copy this rank's slices of the parameters, which fit, into them."""
         try:
-            self.root.load_state_dict(self.model)
+            self.root.load_state_dict(self.model, strict=self.strict)
         except Exception as error:  # a module's own hook, or what it keeps in get_extra_state
             raise StateDictError(
                 f"{self.file.path}: a module failed while its values were being loaded, so that some have been overwritten; load "
@@ -311,6 +302,41 @@ def _bare_names(names: Iterable[Any], live: Any) -> dict[Any, str]:
             called[name] = bare if bare in live and bare not in taken else name
             taken.add(called[name])
     return called
+
+
+def named_values(path: str | os.PathLike[str], live: Mapping[str, Any]) -> tuple[FullFile, dict[str, Any]]:
+    """Open a full checkpoint for a model whose state dict is `live`, on any device; its entries by the model's names.
+
+    Names of one object are tied. Not collective.
+
+    Raises:
+        CheckpointError: see :func:`open_full`; or it holds no state dict.
+    """
+    file = open_full(path)
+    given = parts_of(file, list(live)).model
+    called = _bare_names(map(str, given), live)
+    values = {called[str(name)]: value for name, value in given.items()}
+    if file.kind == "safetensors":
+        _add_tied(file, live, values, id)
+    return file, values
+
+
+def _add_tied(file: FullFile, live: Mapping[str, Any], values: dict[str, Any], place: Callable[[Any], Any]) -> None:
+    """Names that are not stored, since safetensors files have one for each piece of memory.
+
+    `place` is equal for live entries that are tied.
+    """
+    present: dict[Any, str] = {}
+    for name, value in live.items():
+        if name in values:
+            present.setdefault(place(value), name)
+    for name, value in live.items():
+        kept = present.get(place(value))
+        if name not in values and kept is not None:
+            values[name] = values[kept]
+    for name, kept in file.tied.items():  # not tied here, but it was where it was saved
+        if name in live and name not in values and kept in values:
+            values[name] = values[kept]
 
 
 def _place(value: Any) -> Any:

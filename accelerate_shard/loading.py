@@ -1,0 +1,170 @@
+"""``from_pretrained`` without the memory: the model is built on meta, and each rank reads its slices when it is sharded.
+
+transformers itself resolves everything: which files, which dtype, which names, what is missing and how that is initialised.
+It is only given entries of files that are not read yet (:mod:`.recorded`), and what it puts into the model is noted on the
+parameters (:mod:`torch_shard.deferred`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_shard.checkpoint.full_files import open_full
+from torch_shard.deferred import defer, deferred_of
+from torch_shard.errors import ConfigError, UnavailableError
+from torch_shard.log import logger
+
+from . import _private_loading as _private
+from .recorded import Entry, Recorded, deferred_from
+
+__all__ = ["from_pretrained"]
+
+_SHARDING = "Leave it out: shard() and Accelerator.prepare put each rank's part on its device."
+_REFUSED = {
+    "device_map": _SHARDING,
+    "max_memory": _SHARDING,
+    "offload_folder": _SHARDING,
+    "offload_buffers": _SHARDING,
+    "offload_state_dict": _SHARDING,
+    "distributed_config": "Tensor parallelism within transformers can't be combined with sharding; leave it out.",
+    "tp_plan": "Tensor parallelism within transformers can't be combined with sharding; leave it out.",
+    "tp_size": "Tensor parallelism within transformers can't be combined with sharding; leave it out.",
+    "device_mesh": "Give the mesh to torch_shard.shard(mesh=...) instead.",
+    "quantization_config": "Weights are quantized from whole ones; load with the class's own from_pretrained and prepare that.",
+    "gguf_file": "Convert the file once with the class's own from_pretrained and save_pretrained.",
+    "state_dict": "Values that are in memory need no other way; use the class's own from_pretrained.",
+}
+
+
+def from_pretrained(cls: Any, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+    """``cls.from_pretrained(path, ...)``, of which each rank reads its slices only, when the model is sharded. Not collective.
+
+    The model is built on the meta device, is in evaluation mode as transformers leaves it, and gets its values in
+    ``Accelerator.prepare`` or :func:`torch_shard.shard`, in the same parameter objects: optimizers may be built before. Until
+    then it can't compute. Everything else is as transformers has it: names and conversions, ``dtype`` (also ``torch_dtype`` and
+    ``"auto"``), tied weights, the report on missing, unexpected and mismatched entries, ``ignore_mismatched_sizes``, the
+    generation configuration, ``config=``, ``attn_implementation``, ``output_loading_info``. Buffers, and what the files lack,
+    have memory and values at once, initialised as transformers does; where they differ between the ranks, rank 0's count.
+
+    On the host a rank never has more of the parameters than its shard, and beside it a single parameter that transformers
+    computes from several entries (the fused weights of experts); what the files lack is whole until the model is sharded.
+
+    Adapters may be put on it: ``get_peft_model`` and ``PeftModel.from_pretrained`` fill them as on any model. What replaces or
+    copies parameters (``resize_token_embeddings``, ``copy.deepcopy``) is refused by ``prepare``: do it with the class's own
+    ``from_pretrained``, or save the resized model once.
+
+    Args:
+        cls: a class of models of transformers, or one of its Auto classes.
+        path: a folder, or the name of a repository, of which files may be in the cache. Weights must be safetensors. Every rank
+            needs to see the same files, until the model is sharded.
+        args, kwargs: those of the class's own ``from_pretrained``.
+
+    Returns:
+        What the class's own returns.
+
+    Raises:
+        ConfigError: an argument with which values would be placed or quantized on loading, weights that are quantized or no
+            safetensors, an adapter in place of a model, or `cls` is no such class. Nothing has been read.
+        CheckpointError: a file is damaged.
+        UnavailableError: transformers is not installed.
+
+    Errors of transformers are raised as they are.
+    """
+    try:
+        import transformers  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UnavailableError("from_pretrained needs transformers: pip install transformers") from error
+    if not _private.is_pretrained_class(cls):
+        raise ConfigError(
+            f"from_pretrained: {cls!r} is no class of transformers' models, such as AutoModelForCausalLM. For other modules "
+            "there is torch_shard.from_files."
+        )
+    for name, remedy in _REFUSED.items():
+        if kwargs.get(name):
+            raise ConfigError(f"from_pretrained: {name}={kwargs[name]!r} is not supported. {remedy}")
+    _refuse_quantized(path, kwargs)
+    _private.keep_adapters_off_meta(deferred_of)
+    with _private.weights_from(_entries, _settle) as loaded:
+        result = cls.from_pretrained(path, *args, **kwargs)
+    model = result[0] if isinstance(result, tuple) else result
+    if not loaded:
+        logger.warning("%s loads its weights in a way of its own: all of them are in memory.", type(model).__name__)
+    for pair in _private.untied_pairs(model):
+        _tie(model, *pair)
+    return result
+
+
+def _refuse_quantized(path: str | os.PathLike[str], kwargs: dict[str, Any]) -> None:
+    """Before transformers looks for the library that would unpack them."""
+    found = _private.quantization_of(path, kwargs)
+    if found is not None:
+        raise ConfigError(
+            f"from_pretrained: the weights at {path} are quantized ({found}), and how they are unpacked on slices is not known. "
+            "Load them with the class's own from_pretrained, and prepare that model."
+        )
+
+
+def _entries(files: Sequence[str] | None) -> dict[str, Entry]:
+    """What is in the files, unread, by name."""
+    if not files or not all(str(file).endswith(".safetensors") for file in files):
+        raise ConfigError(
+            f"from_pretrained: {', '.join(map(str, files or ['nothing']))}: only safetensors can be read in slices. Convert the "
+            "weights once: load them with the class's own from_pretrained, and save_pretrained."
+        )
+    entries: dict[str, Entry] = {}
+    for file in files:
+        opened = open_full(Path(file))
+        name, size, crc = next(iter(opened.marks().values()))
+        where = f"{name} of {size} bytes, checksum {crc:08x}"
+        entries.update((key, Entry(values, f"{key} of {where}")) for key, values in opened.values.items())
+    return entries
+
+
+def _settle(model: nn.Module) -> None:
+    """Plain meta parameters in place of recorded ones, and the values of buffers."""
+    plain: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if isinstance(param, Recorded):
+                if id(param) not in plain:
+                    plain[id(param)] = _meta_parameter(param)
+                module._parameters[name] = plain[id(param)]
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, Recorded):
+                module._buffers[name] = _private.as_loaded(_whole(buffer))
+
+
+def _meta_parameter(recorded: Recorded) -> nn.Parameter:
+    with torch._C.DisableTorchFunctionSubclass():
+        meta = torch.empty(recorded.shape, dtype=recorded.dtype, device="meta")  # contiguous, as read from a file
+        param = nn.Parameter(meta, requires_grad=recorded.requires_grad)
+    defer(param, deferred_from(recorded))
+    return _private.as_loaded(param)
+
+
+def _whole(recorded: Recorded) -> torch.Tensor:
+    values = deferred_from(recorded)
+    return values.rounded(values.whole()).clone()
+
+
+def _tie(model: Any, target: str, source: str) -> None:
+    """As transformers does where the files have both of two names that the configuration ties: if they are equal."""
+    ours, theirs = model.get_parameter(target), model.get_parameter(source)
+    own, other = deferred_of(ours), deferred_of(theirs)
+    if own and other and torch.equal(own.rounded(own.whole()), other.rounded(other.whole())):
+        parent, _, name = target.rpartition(".")
+        setattr(model.get_submodule(parent), name, theirs)
+        return
+    logger.warning(
+        "%s and %s are tied by the configuration, but differ in the files: they are NOT tied. tie_word_embeddings=False in the "
+        "configuration silences this.",
+        target,
+        source,
+    )
+    _private.forget_tie(model, target)

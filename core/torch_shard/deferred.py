@@ -1,0 +1,233 @@
+"""Parameters on the meta device whose values wait in files until the model is sharded: each rank then reads its slices.
+
+What waits is kept on the parameter itself, so that it stays with it wherever the parameter goes: into another module, under
+another name, into several modules at once. Values are mapped, so that of a file only the pages with this rank's slices are
+read, and they are copied straight to where they belong. Ranks that would read other files are found before anything changes;
+therefore nothing has to be sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .errors import CheckpointError, SetupError, StateDictError
+from .shard_spec import slice_full
+from .shard_tensor import ShardTensor
+
+__all__ = ["Deferred", "Filler", "defer", "deferred_of", "from_files"]
+
+_ATTRIBUTE = "_shard_deferred"
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """Values that are read when the parameter is sharded.
+
+    Attributes:
+        whole: gives all of them; a view of a mapped file where nothing has to be computed.
+        origin: what they are and where they come from: equal on all ranks that read the same.
+        casts: dtypes that they are rounded to, one after the other, before the parameter's own.
+    """
+
+    whole: Callable[[], torch.Tensor]
+    origin: str
+    casts: tuple[torch.dtype, ...] = field(default=())
+
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        """`values`, some or all of them, after the casts."""
+        for dtype in self.casts:
+            values = values.to(dtype)
+        return values
+
+
+@dataclass(frozen=True)
+class _Note:
+    """On a parameter: what it waits for, and what it was like."""
+
+    values: Deferred
+    shape: torch.Size
+    version: int
+
+
+def defer(param: nn.Parameter, values: Deferred) -> None:
+    """Have `param`, which is on the meta device, filled with `values` when it is sharded. Not collective."""
+    param.__dict__[_ATTRIBUTE] = _Note(values, param.shape, param._version)
+
+
+def deferred_of(param: torch.Tensor) -> Deferred | None:
+    """What `param` waits for, or None. Not collective."""
+    found = param.__dict__.get(_ATTRIBUTE)
+    return found.values if isinstance(found, _Note) and param.device.type == "meta" else None
+
+
+# -- what set-up asks -----------------------------------------------------------------------------------------------
+
+
+def refuse_altered(params: Mapping[str, nn.Parameter], rank: int) -> None:
+    """Raise where parameters of a model that has its values in files were changed since, so that others are wanted by now.
+
+    Those that are on meta without values count, too: to initialise them would be wrong in silence, since they are copies,
+    resized ones, or adapters that a library has moved to meta after it had filled them.
+    """
+    waiting = {name: p for name, p in params.items() if deferred_of(p) is not None}
+    if not waiting:
+        return
+    for name, p in params.items():
+        note = p.__dict__.get(_ATTRIBUTE)
+        what = None
+        if name in waiting and (p.shape != note.shape or p._version != note.version):
+            what = "was changed in place or resized since"
+        elif name not in waiting and p.device.type == "meta":
+            what = "was made or replaced on the meta device since, and has no values"
+        if what is not None:
+            raise SetupError(
+                f"rank {rank}: the model's values are read from files when it is sharded, but {name} {what}. Make the change "
+                "afterwards, inside engine.gathered(write=True); or load the model on the CPU and change that; or give the "
+                "parameter memory and values before it is sharded."
+            )
+
+
+def described(model: nn.Module) -> str:
+    """What the parameters wait for, in words that are equal on ranks where it is equal. Not collective."""
+    found = {name: deferred_of(p) for name, p in nn.Module.named_parameters(model)}
+    waiting = {name: values for name, values in found.items() if values is not None}
+    if not waiting:
+        return "no parameter has values in files"
+    digest = zlib.crc32("\n".join(f"{name}: {v.origin}: {v.casts}" for name, v in waiting.items()).encode())
+    return f"{len(waiting)} parameters have values in files, with checksum {digest:08x}"
+
+
+class Filler:
+    """Gives the deferred parameters of one model their values, once they have memory. Not collective."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[nn.Parameter, torch.dtype, Deferred]] = []
+
+    def note(self, param: nn.Parameter) -> bool:
+        """Whether `param`, which is about to be sharded, waits for values; :meth:`fill` will read them."""
+        values = deferred_of(param)
+        if values is not None:
+            self._waiting.append((param, param.dtype, values))
+        return values is not None
+
+    def fill(self) -> None:
+        """Copy this rank's slices to the parameters that were noted, which are sharded by now.
+
+        Raises:
+            CheckpointError: values can't be read, or have another shape.
+        """
+        for param, dtype, values in self._waiting:
+            assert isinstance(param, ShardTensor)
+            spec, local = param._spec, param._local
+            del param.__dict__[_ATTRIBUTE]
+            if spec.length:
+                with torch.no_grad(), _reading(values):
+                    # Through the parameter's dtype, where it is stored in a finer one.
+                    local.copy_(values.rounded(slice_full(values.whole(), spec)).to(dtype))
+        self._waiting.clear()
+
+    @staticmethod
+    def fill_ignored(params: Iterable[nn.Parameter], device: torch.device) -> None:
+        """Give memory and all values to those of `params`, which are not sharded, that wait for some.
+
+        Raises:
+            CheckpointError: as :meth:`fill`.
+        """
+        for param in params:
+            values = deferred_of(param)
+            if values is None:
+                continue
+            with torch.no_grad(), _reading(values):
+                whole = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
+                whole.copy_(values.rounded(values.whole()))
+            filled = nn.Parameter(whole, requires_grad=param.requires_grad)
+            filled.__dict__.update({k: v for k, v in param.__dict__.items() if k != _ATTRIBUTE})
+            torch.utils.swap_tensors(param, filled)
+
+
+@contextlib.contextmanager
+def _reading(values: Deferred) -> Iterator[None]:
+    """What goes wrong inside is named."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"{values.origin} can't be read ({type(error).__name__}: {error}), and the model is partly filled. Build it again "
+            "from whole files."
+        ) from error
+
+
+# -- plain modules --------------------------------------------------------------------------------------------------
+
+
+def from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Have :func:`shard` fill a model that is on the meta device from a full checkpoint. Not collective.
+
+    Each rank then reads its slices of the parameters and nothing else, so that no rank's memory ever holds more of the model
+    than that. Buffers that the checkpoint has are read now. Those that it does not have (non-persistent ones) stay as they are;
+    on meta they are made by ``reset_parameters`` or ``ShardConfig.init_fn``, in ``shard``. Every rank must call it with the same
+    files; they must stay where they are until then.
+
+    For models of transformers use ``accelerate_shard.from_pretrained``, which knows their names, dtypes and ties.
+
+    Args:
+        model: with its parameters on the meta device, ``with torch.device("meta"): model = MyModel()``. Values are converted to
+            the floating-point dtypes that they have here.
+        path: a safetensors file, a folder with ``model.safetensors`` or ``model.safetensors.index.json``, or a file of
+            ``torch.save`` with a state dict; as for :meth:`Engine.load`.
+
+    Raises:
+        CheckpointError: there is no such file, or it is damaged, or it holds no state dict.
+        SetupError: a parameter is not on the meta device.
+        StateDictError: names are missing or unexpected, or shapes or kinds of dtypes differ; all of them are listed.
+        UnavailableError: the files are safetensors, and the library is not installed.
+    """
+    from .checkpoint.full_load import named_values
+
+    params = dict(model.named_parameters(remove_duplicate=False))
+    real = next((name for name, p in params.items() if p.device.type != "meta"), None)
+    if real is not None:
+        raise SetupError(f"from_files: {real} is not on the meta device. Build the model under torch.device('meta').")
+    live = model.state_dict(keep_vars=True)
+    file, values = named_values(path, live)
+    _refuse_misfits(file.path, live, values)
+    marks = {place: f"{name} of {size} bytes, checksum {crc:08x}" for place, (name, size, crc) in file.marks().items()}
+    buffers = {id(b) for b in model.buffers()}
+    for name, tensor in live.items():
+        found = values[name]
+        if id(tensor) in buffers:
+            _set_buffer(model, name, found.to(tensor.dtype, copy=True))
+        elif isinstance(tensor, nn.Parameter) and deferred_of(tensor) is None:
+            defer(tensor, Deferred(lambda found=found: found, f"{name} of {marks[file.file_of(name)]}"))  # type: ignore[misc]
+
+
+def _refuse_misfits(path: Path, live: Mapping[str, torch.Tensor], values: Mapping[str, object]) -> None:
+    missing = [name for name in live if name not in values]
+    unexpected = [name for name in values if name not in live]
+    lines = [f"missing: {', '.join(missing)}"] if missing else []
+    lines += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
+    for name, tensor in live.items():
+        found = values.get(name)
+        if found is None:
+            continue
+        if not isinstance(found, torch.Tensor) or not isinstance(tensor, torch.Tensor):
+            lines.append(f"{name} is no tensor")
+        elif found.shape != tensor.shape:
+            lines.append(f"{name} has shape {tuple(found.shape)} in the file and {tuple(tensor.shape)} here")
+        elif found.dtype != tensor.dtype and not (found.is_floating_point() and tensor.is_floating_point()):
+            lines.append(f"{name} is {found.dtype} in the file and {tensor.dtype} here")
+    if lines:
+        raise StateDictError(f"{path} does not fit the model, and nothing was changed.\n  " + "\n  ".join(lines))
+
+
+def _set_buffer(model: nn.Module, name: str, values: torch.Tensor) -> None:
+    owner, _, attribute = name.rpartition(".")
+    model.get_submodule(owner)._buffers[attribute] = values
