@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.accelerate.helpers import OURS, STOCK, accelerator, net
+from tests.accelerate.helpers import OURS, STOCK, accelerator, net, whole_parameters
 from tests.accelerate.state.helpers import Run, plugin
 from tests.marks import exhaustive
 from tests.ranks import ranks, run
-from torch_shard.errors import CheckpointError
+from torch_shard.errors import CheckpointError, StateDictError
 
 
 def same(found, wanted):
@@ -143,3 +143,18 @@ def test_a_scaler_is_saved_and_loaded(tmp_path):
         acc.scaler = torch.amp.GradScaler("cpu")
         with pytest.raises(CheckpointError, match=r"scaler\.pt"):
             acc.load_state(tmp_path / "d")
+
+
+@pytest.mark.parametrize("form", ["sharded", "full"])
+@ranks(2)
+def test_weights_of_another_dtype_are_converted_where_that_is_asked_for(form, tmp_path):
+    with accelerator(OURS, shard_plugin=plugin(form)) as acc:
+        acc.prepare(net(0))
+        acc.save_state(tmp_path / "c")
+    with accelerator(OURS) as acc:
+        model = acc.prepare(net(3).bfloat16())
+        with pytest.raises(StateDictError, match=r"pass dtype=torch\.bfloat16"):
+            acc.load_state(tmp_path / "c")
+        acc.load_state(tmp_path / "c", dtype=torch.bfloat16)
+        found = whole_parameters(model)
+        assert all(torch.equal(found[name], p.bfloat16()) for name, p in net(0).named_parameters())
