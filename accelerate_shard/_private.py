@@ -1,6 +1,7 @@
 """Everything of Accelerate, transformers and PEFT that their documentation does not promise, in one place.
 
 When a new release of one of them breaks something, this is the file to look at. Tested with :data:`TESTED`.
+For loading models there is more, in :mod:`._private_loading`.
 
 Attributes of Accelerate's own objects that the front end reads or writes, and why:
 
