@@ -8,7 +8,16 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["Accelerator", "Precision", "ShardConfig", "ShardPlugin", "ShardTrainerMixin", "from_pretrained"]
+__all__ = [
+    "Accelerator",
+    "Precision",
+    "ShardConfig",
+    "ShardPlugin",
+    "ShardTrainerMixin",
+    "disable",
+    "enable",
+    "from_pretrained",
+]
 
 # Where each public name is defined. Lazy, since `accelerate` and what it imports take seconds.
 _HOME = {
@@ -17,6 +26,8 @@ _HOME = {
     "ShardConfig": "torch_shard",
     "ShardPlugin": "accelerate_shard.plugin",
     "ShardTrainerMixin": "accelerate_shard.trainer",
+    "disable": "accelerate_shard.enabling",
+    "enable": "accelerate_shard.enabling",
     "from_pretrained": "accelerate_shard.loading",
 }
 

@@ -28,7 +28,8 @@ class ShardPlugin(ShardConfig):
             unit, and what `activation_checkpointing` means. Empty: `units` decides; for `activation_checkpointing` the classes
             that a transformers model names itself (``_no_split_modules``).
         activation_checkpointing: recompute each layer's activations in backward in place of keeping them. A sequence of
-            classes, or of their names, says of which modules; True: of `layer_classes`.
+            classes, or of their names, says of which modules; True: of `layer_classes`, else of the modules that `units`
+            chooses, else of those that repeat.
         state_dict_type: ``"sharded"``: ``save_state`` writes a folder for each model, to which every rank writes its slices;
             ``"full"``: the files that Accelerate writes under DDP. Both are loaded whatever this is.
         async_save: ``save_state`` with ``"sharded"`` writes while training goes on.

@@ -9,8 +9,12 @@ import os
 from typing import Any
 
 from torch_shard.errors import ConfigError
+from torch_shard.log import logger
 
 from ._private import shared_state
+from .enabling import enabled_plugin
+from .environment import launch_plugin, own_names, take_over_launch
+from .fsdp_settings import from_fsdp_plugin
 from .plugin import ShardPlugin, plugin_of
 
 __all__ = ["chosen_plugin", "refuse_other_engines", "share"]
@@ -59,20 +63,33 @@ def refuse_other_engines(arguments: dict[str, Any]) -> None:
 
 
 def chosen_plugin(shard_plugin: Any, fsdp_plugin: Any) -> ShardPlugin:
-    """The settings of sharding: the user's, or translated from FSDP's, or those of the first Accelerator, or the defaults.
+    """The settings of sharding: the arguments; else the first Accelerator's, those of ``enable``, of the launch, the defaults.
+
+    Afterwards the environment no longer has Accelerate set FSDP up.
 
     Raises:
         ConfigError: both were given, or one of them is not what its name says. Not collective.
     """
-    if fsdp_plugin is not None:
-        if shard_plugin is not None:
-            raise ConfigError("shard_plugin and fsdp_plugin both say how to shard; give one of them.")
-        raise ConfigError("fsdp_plugin: not translated yet; give shard_plugin=ShardPlugin(...).")
-    if shard_plugin is None:
-        # A library that makes an Accelerator of its own means the program's, as with Accelerate's own plugins.
-        earlier = shared_state().get(_SHARED)
-        return earlier if earlier is not None else ShardPlugin()
-    return plugin_of(shard_plugin)
+    if fsdp_plugin is not None and shard_plugin is not None:
+        raise ConfigError("shard_plugin and fsdp_plugin both say how to shard; give one of them.")
+    given = from_fsdp_plugin(fsdp_plugin) if fsdp_plugin is not None else shard_plugin
+    # A library that makes an Accelerator of its own means the program's, as with Accelerate's own plugins.
+    earlier = shared_state().get(_SHARED)
+    if given is None and earlier is not None:
+        take_over_launch()
+        return earlier
+    name = "fsdp_plugin" if fsdp_plugin is not None else "shard_plugin"
+    if given is None:
+        given, name = enabled_plugin(), "enable(plugin)"
+    launched = launch_plugin()
+    take_over_launch()
+    if given is None:
+        return launched if launched is not None else ShardPlugin()
+    # An FSDP plugin has read the launch's FSDP_* itself, where its arguments left something open.
+    ignored = own_names() if name == "fsdp_plugin" or launched is None else ["the sharding settings of the launch"]
+    if ignored:
+        logger.warning("%s is given; not used: %s.", name, ", ".join(ignored))
+    return plugin_of(given)
 
 
 def share(plugin: ShardPlugin) -> None:

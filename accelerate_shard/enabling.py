@@ -1,0 +1,137 @@
+"""``enable()``: Accelerate's ``Accelerator`` replaced by ours wherever it is known by name, for scripts that are not edited.
+
+Names are replaced in modules that are loaded already; those loaded later import the new one from ``accelerate``.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch_shard import ShardConfig
+from torch_shard.errors import ConfigError
+
+from .environment import launch_plugin, take_over_launch
+from .plugin import ShardPlugin, plugin_of
+
+__all__ = ["disable", "enable", "enabled_plugin"]
+
+_TRAINER = "transformers.trainer"
+
+_replaced: list[tuple[ModuleType, str, Any]] = []  # modules, names in them, and what they were
+_chosen: ShardPlugin | None = None
+
+
+def enable(plugin: ShardPlugin | ShardConfig | None = None) -> None:
+    """Have ``accelerate.Accelerator`` be ours from now on, and ``transformers.Trainer`` train with it. Not collective.
+
+    For scripts and notebooks that are left as they are: call it first, before or after ``from accelerate import Accelerator``.
+    Accelerators that exist already are not changed. Calling it again replaces the settings.
+
+    Args:
+        plugin: settings of every Accelerator that is given none, in place of those of the launch.
+
+    Raises:
+        ConfigError: `plugin` is neither a :class:`ShardPlugin` nor a ``ShardConfig``; or the launch's settings are wrong.
+    """
+    global _chosen
+    checked = None if plugin is None else plugin_of(plugin)
+    if checked is None:
+        launch_plugin()  # so that a mistake shows here, not once the script has loaded its model
+    _replace_accelerator()
+    _chosen = checked
+    take_over_launch()
+    _FINDER.install()
+    if _TRAINER in sys.modules:
+        _apply_to_trainer()
+
+
+def disable() -> None:
+    """Undo :func:`enable`: the names are what they were. Accelerators that exist go on as they are. Not collective."""
+    global _chosen
+    _chosen = None
+    _FINDER.remove()
+    for module, name, before in _replaced:
+        if module.__dict__.get(name) is _ours():
+            setattr(module, name, before)
+    _replaced.clear()
+    if _TRAINER in sys.modules:
+        from .trainer import remove_from_trainer
+
+        remove_from_trainer()
+
+
+def enabled_plugin() -> ShardPlugin | None:
+    """The settings that :func:`enable` was given. Not collective."""
+    return _chosen
+
+
+def _ours() -> Any:
+    from .accelerator import Accelerator
+
+    return Accelerator
+
+
+def _replace_accelerator() -> None:
+    ours = _ours()
+    stock = ours.__base__
+    for module in list(sys.modules.values()):
+        # Ours builds on the original, and lazy modules would import what they offer when asked by getattr.
+        names = getattr(module, "__dict__", None)
+        if not isinstance(module, ModuleType) or names is None or module.__name__.split(".")[0] == "accelerate_shard":
+            continue
+        for name in [name for name, value in list(names.items()) if value is stock]:
+            _replaced.append((module, name, stock))
+            setattr(module, name, ours)
+
+
+def _apply_to_trainer() -> None:
+    try:
+        from .trainer import apply_to_trainer
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"transformers.Trainer is loaded, but {error.name} is missing.") from error
+    apply_to_trainer()
+
+
+class _Finder:
+    """Finds nothing itself: lets the other finders find the Trainer's module, and has it followed by ours."""
+
+    def install(self) -> None:
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+
+    def remove(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _TRAINER:
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec: importlib.machinery.ModuleSpec | None = (
+                find(fullname, path, target) if find and finder is not self else None
+            )
+            if spec is not None:
+                _followed(spec, self)
+                return spec
+        return None
+
+
+def _followed(spec: importlib.machinery.ModuleSpec, finder: _Finder) -> None:
+    loader: Any = spec.loader
+    execute: Callable[[ModuleType], None] = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        if module.__name__ == _TRAINER and finder in sys.meta_path:
+            # It is complete but for the import machinery's own bookkeeping, which `apply_to_trainer` does not need.
+            _apply_to_trainer()
+
+    loader.exec_module = exec_module
+
+
+_FINDER = _Finder()

@@ -1,0 +1,101 @@
+"""The YAML that ``accelerate launch`` was started with, which it does not tell the processes that it starts.
+
+It exports what it knows itself; keys of ``fsdp_config`` that it does not know (our ``shard_*``, and misspelt ones) it drops
+without a word. They are read here from the file, which :data:`FILE_VARIABLE` names, or the launcher's own command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+from torch_shard.errors import ConfigError
+
+__all__ = ["FILE_VARIABLE", "launch_file", "read_launch_file"]
+
+FILE_VARIABLE = "SHARD_CONFIG_FILE"
+"""Environment variable with the path of the YAML, for launchers whose command line can't be seen (another container, say)."""
+
+_LAUNCHED = "ACCELERATE_MIXED_PRECISION"  # every launcher of Accelerate exports it
+_GENERATIONS = 4  # of parents: torchrun's agent is Accelerate's own process, MPI and shells come between
+
+
+def launch_file() -> Path | None:
+    """Where the YAML of this launch is; None where this process was not launched with one. Not collective.
+
+    Raises:
+        ConfigError: :data:`FILE_VARIABLE` names no file.
+    """
+    named = os.environ.get(FILE_VARIABLE)
+    if named:
+        if not Path(named).is_file():
+            raise ConfigError(f"{FILE_VARIABLE}: there is no file {named!r}.")
+        return Path(named)
+    return _of_parents() if _LAUNCHED in os.environ else None
+
+
+def _of_parents() -> Path | None:
+    import psutil  # Accelerate depends on it
+
+    with contextlib.suppress(psutil.Error, OSError):
+        for parent in psutil.Process().parents()[:_GENERATIONS]:
+            arguments = _launch_arguments(parent.cmdline())
+            if arguments is None:
+                continue
+            options = _parsed(arguments)
+            if options is None:
+                return None
+            if options.config_file is not None:
+                path = Path(parent.cwd(), os.path.expanduser(options.config_file))
+                return path if path.is_file() else None
+            from accelerate.commands.config.config_args import default_config_file
+
+            return Path(default_config_file) if not options.cpu and Path(default_config_file).is_file() else None
+    return None
+
+
+def _launch_arguments(command: list[str]) -> list[str] | None:
+    """What follows ``accelerate launch`` in a command line; None where it is another command."""
+    for index, word in enumerate(command[:4]):  # the interpreter, its -m, ...
+        program = Path(word).name
+        if (
+            program == "accelerate-launch"
+            or word == "accelerate.commands.launch"
+            or word.endswith("commands/launch.py")
+        ):
+            return command[index + 1 :]
+        if (program == "accelerate" or word == "accelerate.commands.accelerate_cli") and command[index + 1 :][:1] == [
+            "launch"
+        ]:
+            return command[index + 2 :]
+    return None
+
+
+def _parsed(arguments: list[str]) -> Any:
+    from accelerate.commands.launch import launch_command_parser
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            return launch_command_parser().parse_args(arguments)
+        except SystemExit:  # another version's options, then
+            return None
+
+
+def read_launch_file(path: Path) -> dict[str, Any]:
+    """The contents of a YAML or JSON file of Accelerate's. Not collective.
+
+    Raises:
+        ConfigError: it can't be read, or is no mapping.
+    """
+    import yaml  # JSON is YAML
+
+    try:
+        contents = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} can't be read: {error}.") from error
+    if not isinstance(contents, dict):
+        raise ConfigError(f"{path} is no configuration of Accelerate: it holds no mapping.")
+    return contents
