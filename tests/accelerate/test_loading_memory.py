@@ -46,7 +46,9 @@ def test_a_rank_holds_its_shard_and_two_units_at_most(rank, kind, dtype, tmp_pat
         if rank == 0:
             cls.from_config(small).save_pretrained(tmp_path / "small")
         acc.wait_for_everyone()
-        acc.prepare(from_pretrained(cls, tmp_path / "small", dtype=dtype))  # what is imported and connected the first time
+        acc.prepare(
+            from_pretrained(cls, tmp_path / "small", dtype=dtype)
+        )  # what is imported and connected the first time
         with peak() as found:
             model = acc.prepare(from_pretrained(cls, tmp_path / "model", dtype=dtype))
         engine = torch_shard.engine_of(model)
