@@ -1,12 +1,15 @@
 """Everything of Accelerate, transformers and PEFT that their documentation does not promise, in one place.
 
 When a new release of one of them breaks something, this is the file to look at. Tested with :data:`TESTED`.
+For loading models there is more, in :mod:`._private_loading`.
 
 Attributes of Accelerate's own objects that the front end reads or writes, and why:
 
 - ``Accelerator._models``, ``_optimizers``, ``_schedulers``, ``_dataloaders``, ``_custom_objects``: what was prepared;
 - ``Accelerator.prepare_model`` skips DistributedDataParallel with ``evaluation_mode=True`` and moves nothing with
   ``device_placement=False``;
+- ``Accelerator._save_model_state_pre_hook`` and ``_load_model_state_pre_hook``: hooks of ``save_state`` and ``load_state``;
+- ``accelerate.checkpointing``: writes and reads everything of a checkpoint but models and optimizers;
 - ``<object>._is_accelerate_prepared``: set by ``prepare`` on what it returns;
 - ``LocalSGD.__enter__``: asks the model for ``no_sync``, which a plain module has not, and the Accelerator for nothing that
   could refuse; see :func:`refuse_local_sgd`;
@@ -58,6 +61,7 @@ __all__ = [
     "is_pretrained_class",
     "is_tuner",
     "keep_adapters_off_meta",
+    "plain_optimizer",
     "prompt_encoders",
     "quantization_of",
     "refuse_local_sgd",
@@ -82,6 +86,15 @@ def compiled_inner(model: nn.Module) -> nn.Module:
     # torch keeps it as a submodule; Accelerate's compile_regions among the attributes of a copy that shares everything.
     inner: Any = model.__dict__.get("_modules", {}).get("_orig_mod") or model.__dict__.get("_orig_mod")
     return inner if inner is not None else model
+
+
+def plain_optimizer(optimizer: Any) -> Any:
+    """The user's own optimizer within Accelerate's wrapper, or `optimizer` itself."""
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def shared_state() -> dict[str, Any]:

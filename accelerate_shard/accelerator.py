@@ -24,7 +24,7 @@ from torch_shard import Engine, ShardConfig
 from torch_shard.errors import ConfigError
 from torch_shard.precision import for_autocast, precision_of
 
-from . import model_methods
+from . import model_methods, outside_autocast
 from ._private import refuse_local_sgd
 from .activation_checkpointing import checkpointed_layers
 from .clipping import clip_norm, limit_values, warn_between_syncs
@@ -34,6 +34,7 @@ from .model_checks import check_model, check_optimizer, not_for_local_sgd
 from .plugin import ShardPlugin
 from .rollback import all_or_nothing
 from .settings import chosen_plugin, refuse_other_engines, share
+from .state import StateMixin
 from .uneven import even_batches_set, join
 from .wrapped import engine_of, inner
 
@@ -44,7 +45,7 @@ _SIGNATURE = inspect.signature(accelerate.Accelerator.__init__)
 _plugins: weakref.WeakKeyDictionary[Engine, ShardPlugin] = weakref.WeakKeyDictionary()  # by which models were prepared
 
 
-class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
     """``accelerate.Accelerator`` whose ``prepare`` shards models: parameters, gradients and optimizer state.
 
     Takes the arguments of Accelerate's class, and:
@@ -128,6 +129,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         config = with_layer_units(self.shard_plugin.config(), model, self.shard_plugin.layer_classes)
         config = config_with(self.ddp_handler, config)
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
+        autocast = dtype is not None and self.native_amp and config.precision is None
         if dtype is not None and self.native_amp:
             config = for_autocast(config, model, dtype, f"mixed_precision={self.mixed_precision!r}")
             if self.shard_plugin.fp32_masters:
@@ -135,6 +137,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 config = dataclasses.replace(config, precision=precision)
         with checkpointed_layers(model, self.shard_plugin, config):
             engine = torch_shard.shard(model, config, mesh=self._mesh())
+        if autocast:
+            outside_autocast.register(model, precision_of(config.precision), self.device)
         register_hook(self.ddp_handler, engine)
         _plugins[engine] = self.shard_plugin
         model_methods.install(model)

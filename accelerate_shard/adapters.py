@@ -58,7 +58,7 @@ def _adapter_name(stock: Callable[..., Any], args: Any, kwargs: Any) -> str:
 
 def _too_late(module: nn.Module, what: str, name: str) -> ConfigError:
     return ConfigError(
-        f"{type(module).__name__}.{what}({name!r}): the model is sharded, and an adapter added now would not be. Add every adapter "
-        "before accelerator.prepare(model) (values can be loaded into an existing one with load_adapter, and set_adapter "
-        "chooses between them), or call engine.close(), add it, and prepare the model again."
+        f"{type(module).__name__}.{what}({name!r}): the model is sharded, and an adapter added now would not be. Add "
+        "every adapter before accelerator.prepare(model), and choose between them with set_adapter (load_adapter loads values "
+        "into one that is there); or call engine.close(), add it, and prepare the model again."
     )

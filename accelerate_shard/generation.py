@@ -18,6 +18,7 @@ from torch import nn
 
 from torch_shard.gathered import gathered
 from torch_shard.log import logger
+from torch_shard.precision import precision_of
 from torch_shard.runtime import Runtime
 from torch_shard.whole import anywhere
 
@@ -51,13 +52,23 @@ def generate(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs:
             "%s: the whole model does not fit beside what is in memory, so that parameters are gathered again for every token.",
             what,
         )
-        return stock(*args, **{**kwargs, "synced_gpus": True})
+        with autocast(runtimes[0]):
+            return stock(*args, **{**kwargs, "synced_gpus": True})
     if kwargs.get("synced_gpus"):
         kwargs["synced_gpus"] = False  # ranks need not wait for each other
     with contextlib.ExitStack() as stack:
         for runtime in runtimes:
             stack.enter_context(gathered(runtime))
         return stock(*args, **kwargs)
+
+
+def autocast(runtime: Runtime) -> contextlib.AbstractContextManager[Any]:
+    """What units gathered in low precision are computed with. ``PeftModel.generate`` goes past the forward that Accelerate
+    puts under autocast."""
+    dtype = precision_of(runtime.config.precision).param_dtype
+    if dtype is None or not any(unit.casts for unit in runtime.units):
+        return contextlib.nullcontext()
+    return torch.autocast(runtime.collectives.device.type, dtype)
 
 
 def fits(runtimes: list[Runtime]) -> bool:

@@ -1,4 +1,4 @@
-"""``from_pretrained`` without the memory: the model is built on the meta device, and each rank reads its slices when it is sharded.
+"""``from_pretrained`` without the memory: the model is built on meta, and each rank reads its slices when it is sharded.
 
 transformers itself resolves everything: which files, which dtype, which names, what is missing and how that is initialised.
 It is only given entries of files that are not read yet (:mod:`.recorded`), and what it puts into the model is noted on the
@@ -20,7 +20,7 @@ from torch_shard.deferred import defer, deferred_of
 from torch_shard.errors import ConfigError, UnavailableError
 from torch_shard.log import logger
 
-from . import _private
+from . import _private_loading as _private
 from .recorded import Entry, Recorded, deferred_from
 
 __all__ = ["from_pretrained"]
@@ -49,8 +49,8 @@ def from_pretrained(cls: Any, path: str | os.PathLike[str], *args: Any, **kwargs
     ``Accelerator.prepare`` or :func:`torch_shard.shard`, in the same parameter objects: optimizers may be built before. Until
     then it can't compute. Everything else is as transformers has it: names and conversions, ``dtype`` (also ``torch_dtype`` and
     ``"auto"``), tied weights, the report on missing, unexpected and mismatched entries, ``ignore_mismatched_sizes``, the
-    generation configuration, ``config=``, ``attn_implementation``, ``output_loading_info``. Buffers, and what the files lack, have
-    memory and values at once: initialised as transformers does, where rank 0's count.
+    generation configuration, ``config=``, ``attn_implementation``, ``output_loading_info``. Buffers, and what the files lack,
+    have memory and values at once, initialised as transformers does; where they differ between the ranks, rank 0's count.
 
     On the host a rank never has more of the parameters than its shard, and beside it a single parameter that transformers
     computes from several entries (the fused weights of experts); what the files lack is whole until the model is sharded.
@@ -82,8 +82,8 @@ def from_pretrained(cls: Any, path: str | os.PathLike[str], *args: Any, **kwargs
         raise UnavailableError("from_pretrained needs transformers: pip install transformers") from error
     if not _private.is_pretrained_class(cls):
         raise ConfigError(
-            f"from_pretrained: {cls!r} is no class of transformers' models, such as AutoModelForCausalLM. For other modules there "
-            "is torch_shard.from_files."
+            f"from_pretrained: {cls!r} is no class of transformers' models, such as AutoModelForCausalLM. For other modules "
+            "there is torch_shard.from_files."
         )
     for name, remedy in _REFUSED.items():
         if kwargs.get(name):

@@ -1,8 +1,8 @@
 """``model.save_pretrained`` on a sharded model: whole tensors, written by transformers' and PEFT's own code.
 
-A state dict of slices never reaches that code. Without ``state_dict=`` the call is collective: the tensors are gathered on the CPU
-of the rank that writes, unit by unit, and all ranks return when the files are there. With whole tensors in ``state_dict=``, from
-``accelerator.get_state_dict(model)``, it is not.
+A state dict of slices never reaches that code. Without ``state_dict=`` the call is collective: the tensors are gathered on the
+CPU of the rank that writes, unit by unit, and all ranks return when the files are there. With whole tensors in ``state_dict=``,
+from ``accelerator.get_state_dict(model)``, it is not.
 """
 
 from __future__ import annotations

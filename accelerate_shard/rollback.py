@@ -12,7 +12,9 @@ from torch import nn
 import torch_shard
 from torch_shard.errors import ShardError
 
+from . import outside_autocast
 from ._private import PREPARED_ATTRIBUTES, PREPARED_LISTS
+from .shadowed import Shadow
 from .wrapped import inner, plain_optimizer
 
 __all__ = ["all_or_nothing"]
@@ -48,17 +50,15 @@ class _Before:
     """What a model was."""
 
     def __init__(self, model: nn.Module) -> None:
-        plain = inner(model)
-        self.plain = plain
-        self.was_sharded = torch_shard.engine_of(plain) is not None
-        self.attributes = [
-            (module, {name: module.__dict__.get(name, _MISSING) for name in PREPARED_ATTRIBUTES})
-            for module in ({model, plain})
-        ]
+        self.plain = inner(model)
+        self.was_sharded = torch_shard.engine_of(self.plain) is not None
+        modules = {model: None, **dict.fromkeys(self.plain.modules())}
+        self.attributes = [(m, {name: m.__dict__.get(name, _MISSING) for name in _kept(m)}) for m in modules]
 
     def restore_attributes(self) -> None:
         for module, values in self.attributes:
-            for name, value in values.items():
+            for name in _kept(module):
+                value = values.get(name, _MISSING)
                 if value is _MISSING:
                     module.__dict__.pop(name, None)
                 else:
@@ -67,4 +67,10 @@ class _Before:
     def unshard(self, optimizers: list[torch.optim.Optimizer]) -> None:
         engine = None if self.was_sharded else torch_shard.engine_of(self.plain)
         if engine is not None:
+            outside_autocast.unregister(self.plain)
             engine.close(*optimizers)
+
+
+def _kept(module: nn.Module) -> list[str]:
+    """The attributes that ``prepare`` sets, and methods that it replaces."""
+    return [*PREPARED_ATTRIBUTES, *(name for name, value in module.__dict__.items() if isinstance(value, Shadow))]

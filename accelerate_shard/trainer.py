@@ -31,7 +31,6 @@ STEPS: dict[str, Callable[..., Any]] = {
     "_save": trainer_checkpoint.save_weights,
     "_save_optimizer_and_scheduler": trainer_checkpoint.save_optimizer,
     "_load_from_checkpoint": trainer_checkpoint.load_weights,
-    "_load_best_model": trainer_checkpoint.load_best,
     "_load_optimizer_and_scheduler": trainer_checkpoint.load_optimizer,
 }
 """Methods of the Trainer, and what runs in their place: ``function(trainer, own_method, *args, **kwargs)``."""

@@ -7,6 +7,7 @@ take the Trainer's own way.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import warnings
@@ -18,13 +19,16 @@ import torch
 from torch_shard import Engine, ShardTensor, optim_state
 from torch_shard.checkpoint.phases import broadcast, each
 from torch_shard.errors import DivergenceError, MissingRankError, StateDictError
+from torch_shard.whole import agree
 
+from .accelerator import Accelerator
 from .wrapped import engine_of
 
-__all__ = ["load_best", "load_optimizer", "load_weights", "save_optimizer", "save_weights"]
+__all__ = ["all_ranks", "load_optimizer", "load_weights", "save_optimizer", "save_weights"]
 
 T = TypeVar("T")
 
+_SAVING = "saving a model by the Trainer"
 _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
 
 
@@ -44,9 +48,26 @@ def save_weights(
     if engine is None or state_dict is not None:
         own(output_dir, state_dict=state_dict)
         return
-    with _all_ranks("trainer.save_model()"):
-        whole = engine.state_dict(rank0_only=not trainer.args.save_on_each_node)
-        _together(engine, "Trainer.save_model", lambda: own(output_dir, state_dict=whole))
+    writes = bool(trainer.args.should_save)
+    target = trainer.args.output_dir if output_dir is None else output_dir
+    with all_ranks("trainer.save_model()"):
+        _together(engine, _SAVING, lambda: os.makedirs(target, exist_ok=True) if writes else None)
+        if hasattr(trainer.model, "save_pretrained"):
+            # Which gathers what it writes, of adapters little. The Trainer calls it on ranks that write.
+            own_part = (
+                functools.partial(own, output_dir)
+                if writes
+                else functools.partial(trainer.model.save_pretrained, target, is_main_process=False)
+            )
+            error: Exception | None = None
+            try:
+                own_part()
+            except Exception as problem:  # the other ranks must hear of it
+                error = problem
+            agree(engine._runtime, _SAVING, None, error)
+        else:
+            whole = engine.state_dict(rank0_only=not trainer.args.save_on_each_node)
+            _together(engine, _SAVING, lambda: own(output_dir, state_dict=whole))
 
 
 def save_optimizer(trainer: Any, own: Callable[[str], None], output_dir: str) -> None:
@@ -96,17 +117,13 @@ def _refuse_slices(state_dict: dict[str, Any]) -> None:
 
 # -- read ---------------------------------------------------------------------------------------------------------------
 def load_weights(trainer: Any, own: Callable[..., None], resume_from_checkpoint: str, model: Any = None) -> None:
-    """Load the weights of a checkpoint: before the model is sharded, or into its slices. Collective if it is sharded."""
-    engine = engine_of(trainer.model if model is None else model)
-    if engine is None:
-        own(resume_from_checkpoint, model)
-    else:
-        own(resume_from_checkpoint, model)
+    """Load the weights of a checkpoint: into the plain model, or into slices. Collective where the model is sharded, or on meta.
 
-
-def load_best(trainer: Any, own: Callable[[], None]) -> None:
-    """Load the weights of the best checkpoint. Collective."""
-    own()
+    The Trainer loads before it prepares. A model on meta, whose values come when it is sharded, takes none before.
+    """
+    if isinstance(trainer.accelerator, Accelerator) and any(p.is_meta for p in trainer.model.parameters()):
+        trainer.accelerator.prepare_model(trainer.model)
+    own(resume_from_checkpoint, model)
 
 
 def load_optimizer(trainer: Any, own: Callable[[str | None], None], checkpoint: str | None) -> None:
@@ -165,12 +182,12 @@ def _together(engine: Engine, what: str, function: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def _all_ranks(what: str) -> Iterator[None]:
+def all_ranks(what: str) -> Iterator[None]:
     """Say what to do where only some ranks call it."""
     try:
         yield
     except (DivergenceError, MissingRankError) as error:
-        _again(error, f"{what} is called on all ranks: not under `if trainer.is_world_process_zero():` or the like.")
+        _again(error, f"{what} is called on all ranks, not under `if trainer.is_world_process_zero():` or the like.")
 
 
 def _again(error: Exception, remedy: str) -> NoReturn:

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 
 from torch_shard.errors import ConfigError
+from torch_shard.whole import agree
 
 from . import _private
 from .accelerator import Accelerator
+from .trainer_checkpoint import all_ranks
+from .wrapped import engine_of
 
 __all__ = ["create_accelerator", "evaluation_loop", "move_model"]
 
@@ -75,12 +78,28 @@ def evaluation_loop(trainer: Any, own: Callable[..., Any], *args: Any, **kwargs:
     """Evaluate or predict. Collective.
 
     Raises:
-        ConfigError: ``bf16_full_eval`` or ``fp16_full_eval`` of a model that is sharded already.
+        ConfigError: ``bf16_full_eval`` or ``fp16_full_eval`` of a model that is sharded in another dtype.
     """
+    dtype = _full_eval_dtype(trainer)
+    if dtype is not None and isinstance(trainer.accelerator, Accelerator):
+        sharded = engine_of(trainer.model) is not None
+        if sharded and any(p.is_floating_point() and p.dtype != dtype for p in trainer.model.parameters()):
+            name = "fp16_full_eval" if dtype == torch.float16 else "bf16_full_eval"
+            raise ConfigError(
+                f"{name} converts the model, which is sharded already, by a training or an evaluation in another dtype. Leave it "
+                "out: bf16=True and fp16=True evaluate in 16 bits too. Or evaluate a model that is loaded anew."
+            )
+        if not sharded:
+            trainer.model.to(dtype)  # now; the Trainer does it when the model is sharded
+    engine = engine_of(trainer.model)
+    if engine is not None:
+        # A rank that is elsewhere, in a trainer.save_model() of its own perhaps, hears of it here, and not after a timeout.
+        with all_ranks("evaluation by the Trainer"):
+            agree(engine._runtime, "evaluation by the Trainer")
     return own(*args, **kwargs)
 
 
-def full_eval_dtype(trainer: Any) -> torch.dtype | None:
+def _full_eval_dtype(trainer: Any) -> torch.dtype | None:
     """What ``bf16_full_eval`` and ``fp16_full_eval`` turn the model into where no training is going on."""
     if trainer.is_in_train:
         return None

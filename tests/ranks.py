@@ -78,7 +78,14 @@ GRACE = 3.0  # seconds that the other ranks get to end by themselves once one ha
 OUTPUT_SHOWN = 4000  # characters of a failing rank's output
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "pytest")
 """Modules that the fork server imports once, for all rank processes. (The first step of any optimizer imports dynamo.)"""
-PRELOAD_IF_USED = ("torch_shard", "lightning.pytorch", "pytorch_lightning", "accelerate", "transformers")
+PRELOAD_IF_USED = (
+    "torch_shard",
+    "lightning.pytorch",
+    "pytorch_lightning",
+    "accelerate",
+    "transformers",
+    "transformers.trainer",
+)
 """The same, for those that this process has imported too (test modules were collected by then)."""
 
 

@@ -48,34 +48,50 @@ class Deferred:
         return values
 
 
+@dataclass(frozen=True)
+class _Note:
+    """On a parameter: what it waits for, and what it was like."""
+
+    values: Deferred
+    shape: torch.Size
+    version: int
+
+
 def defer(param: nn.Parameter, values: Deferred) -> None:
     """Have `param`, which is on the meta device, filled with `values` when it is sharded. Not collective."""
-    param.__dict__[_ATTRIBUTE] = values
+    param.__dict__[_ATTRIBUTE] = _Note(values, param.shape, param._version)
 
 
 def deferred_of(param: torch.Tensor) -> Deferred | None:
     """What `param` waits for, or None. Not collective."""
     found = param.__dict__.get(_ATTRIBUTE)
-    return found if isinstance(found, Deferred) and param.device.type == "meta" else None
+    return found.values if isinstance(found, _Note) and param.device.type == "meta" else None
 
 
 # -- what set-up asks -----------------------------------------------------------------------------------------------
 
 
-def refuse_others(params: Mapping[str, nn.Parameter], rank: int) -> None:
-    """Raise for a parameter on meta without values in a model that has its values from files: they were lost on the way.
+def refuse_altered(params: Mapping[str, nn.Parameter], rank: int) -> None:
+    """Raise where parameters of a model that has its values in files were changed since, so that others are wanted by now.
 
-    To initialise it would be wrong in silence, since such parameters are copies, resized ones, or adapters that a library has
-    moved to meta after it had filled them.
+    Those that are on meta without values count, too: to initialise them would be wrong in silence, since they are copies,
+    resized ones, or adapters that a library has moved to meta after it had filled them.
     """
-    if not any(deferred_of(p) is not None for p in params.values()):
+    waiting = {name: p for name, p in params.items() if deferred_of(p) is not None}
+    if not waiting:
         return
     for name, p in params.items():
-        if p.device.type == "meta" and deferred_of(p) is None:
+        note = p.__dict__.get(_ATTRIBUTE)
+        what = None
+        if name in waiting and (p.shape != note.shape or p._version != note.version):
+            what = "was changed in place or resized since"
+        elif name not in waiting and p.device.type == "meta":
+            what = "was made or replaced on the meta device since, and has no values"
+        if what is not None:
             raise SetupError(
-                f"rank {rank}: the model's values are read from files when it is sharded, but {name} was made or replaced on the "
-                "meta device since, and has none. Change the model before its values are asked for, or load it on the CPU; or "
-                "give this parameter memory and values before shard()."
+                f"rank {rank}: the model's values are read from files when it is sharded, but {name} {what}. Make the change "
+                "afterwards, inside engine.gathered(write=True); or load the model on the CPU and change that; or give the "
+                "parameter memory and values before it is sharded."
             )
 
 

@@ -16,7 +16,7 @@ from .dtensors import Placed, is_dtensor, shard_class
 from .errors import UnitStateError
 from .gradient_buffer import GradientBuffer
 from .layout import FlatLayout
-from .leaf import Leaf, is_view, memory_of, move
+from .leaf import Leaf, is_view, memory_of, move, refuse_recorded_edit
 from .precision import Dtypes
 from .quantized_transfers import QuantizedGather
 from .rounding import Rounding
@@ -251,11 +251,16 @@ class FlatBuffer:
         if not force and wanted == self.gradients.wanted == [leaf.requires_grad for leaf in self.leaves]:
             return
         for i, wants in enumerate(wanted):
+            self.refuse_recorded_edit(i)
             self.leaves[i].requires_grad_(wants)
             if wants and self.edges[i] is None:
                 self._arm(i)
         self.gradients.want(wanted)
         self._measure()
+
+    def refuse_recorded_edit(self, i: int) -> None:
+        """Raise if a leaf has become part of a graph."""
+        refuse_recorded_edit(self.leaves[i], self.layout.slots[i].name, self.collectives.world_rank)
 
     def renew(self) -> None:
         """Leave the gathered buffer to whoever holds it, and point the leaves at a new, empty one."""

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .errors import ShardError
+
 _data: Any = torch.Tensor.data  # type: ignore[attr-defined]
 _grad: Any = torch.Tensor.grad  # type: ignore[attr-defined]
 
@@ -106,4 +108,27 @@ def is_view(leaf: torch.Tensor, view: torch.Tensor) -> bool:
         and leaf.shape == view.shape
         and leaf.stride() == view.stride()
         and leaf.dtype == view.dtype
+    )
+
+
+def refuse_recorded_edit(leaf: torch.Tensor, name: str, rank: int) -> None:
+    """Raise if a frozen parameter was edited in place with a value that records gradients.
+
+    In plain torch the parameter becomes part of that value's graph. Here the edit would be kept without the graph, and the
+    gradient lost.
+
+    Raises:
+        ShardError: the leaf is one again.
+    """
+    if leaf.grad_fn is not None:
+        leaf.detach_()
+        raise recorded_edit(name, rank)
+
+
+def recorded_edit(name: str, rank: int) -> ShardError:
+    """The error for it."""
+    return ShardError(
+        f"rank {rank}: {name} does not require gradients, and was edited in place with a value that does. The parameter is stored "
+        "in slices, which record nothing, so that this value would get no gradient. Compute out of place (weight * scale), or "
+        "edit it under torch.no_grad()."
     )

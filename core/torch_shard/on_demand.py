@@ -62,8 +62,10 @@ class OnDemand:
         name = getattr(func, "__name__", "")
         # Without gradients slices will do, except that what the unit's own forward computes with must be edited itself.
         # Before and after a forward the gathered values go as soon as the function has returned.
-        slices_only = local_ok or (not inside and exposes_memory(name))
-        if slices_only and not recording and not unit.installed:
+        exposed = not inside and exposes_memory(name)
+        if (local_ok or exposed) and not recording and not unit.installed:
+            return None
+        if exposed and not unit.installed:  # recording or not: the address of memory that goes away
             return None
         differentiable = recording and param.requires_grad and not creates(name) and not initialises(name)
         # User hooks see a gradient once, whole: what reaches the leaf and what reaches the slice must not be two.

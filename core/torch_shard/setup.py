@@ -15,7 +15,7 @@ from .buffers import BufferSync, broadcast_coalesced
 from .collectives import Collectives
 from .config import ShardConfig
 from .connect import connect
-from .deferred import Filler, deferred_of, refuse_others
+from .deferred import Filler, deferred_of, refuse_altered
 from .dtensors import Placed, is_dtensor, local_of, placed_of
 from .errors import CheckpointError, ConfigError, SetupError
 from .flat_buffer import FlatBuffer
@@ -69,7 +69,7 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
                     "gathered, and gradients are all-reduced, which would round each sum once more. Leave it out."
                 )
         by_name = by_name_of(model)
-        refuse_others(by_name, c.world_rank)
+        refuse_altered(by_name, c.world_rank)
         placed = {info.name: placed_of(by_name[info.name], info.name) for info in plan.params}
         layouts = [_layouts(unit, c.size, placed) for unit in plan.units]
     except Exception as problem:  # every rank must hear of it before it is raised

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .leaf import memory_of
+from .leaf import memory_of, recorded_edit
 from .rounding import EXACT, is_loading
 from .shard_attributes import HANDLERS
 from .shard_autograd import (
@@ -421,6 +421,8 @@ def _on_demand(
     originals: list[Any] = []
     asked: list[Any] = []
     local_ok: bool | None = None
+    if torch.is_grad_enabled():
+        _refuse_recorded_edit(cls, _target(name, args, kwargs), name, tensors)
     result: Any = None
     copies: list[torch.Tensor] = []
     try:
@@ -457,6 +459,14 @@ def _on_demand(
     finally:
         for unit in reversed(asked):
             unit.on_demand_done(result, copies, _names_of(cls, originals))
+
+
+def _refuse_recorded_edit(cls: type[ShardTensor], target: Any, name: str, tensors: list[Any]) -> None:
+    if not isinstance(target, cls) or target._unit_ref is None or len(tensors) < 2 or initialises(name):
+        return
+    with _NoTorchFunction():
+        if not target.requires_grad and any(t.requires_grad for t in tensors):
+            raise recorded_edit(target._spec.name, target._spec.world_rank)
 
 
 def _own_memory(result: Any, leaves: list[Any], copies: list[torch.Tensor]) -> Any:

@@ -345,6 +345,9 @@ class Unit:
             return
         flats = [flat for flat in self.flats if flat.gathers]
         edited = [flat for flat in flats if flat.versions != flat.leaf_versions()]
+        for flat in edited:
+            for i in range(len(flat.leaves)):
+                flat.refuse_recorded_edit(i)
         taken = self._data_was_taken()
         if taken:
             for flat in flats:

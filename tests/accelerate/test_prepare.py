@@ -229,6 +229,7 @@ def test_a_prepare_that_fails_leaves_nothing_half_done(mixed_precision):
         assert torch_shard.engine_of(model) is None and set(model.__dict__) == attributes
         for name, p in model.named_parameters():
             assert type(p) is nn.Parameter and torch.equal(p, before[name])
+        assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
         # And both are as usable as before.
         model, optimizer, data = acc.prepare(model, optimizer, data)
         assert steps(acc, model, optimizer, data).losses

@@ -169,8 +169,13 @@ def sync(path: Path) -> None:
 # -- to the target ----------------------------------------------------------------------------------------------------
 
 
-def commit(saving: Saving, target: Path) -> None:
+def commit(saving: Saving, target: Path, take_along: Callable[[Path, Path], None] | None = None) -> None:
     """Put a durable directory in the target's place, in one step. The old one is left to :func:`discard`.
+
+    Args:
+        saving, target: what, and where.
+        take_along: called with the old directory and the new one, to put into that what is to stay; by default all that is
+            beside weights, in a directory that is no sharded checkpoint.
 
     Raises:
         OSError: nothing has changed then, or the new one is in place and only its name may not be durable.
@@ -179,7 +184,7 @@ def commit(saving: Saving, target: Path) -> None:
     if not os.path.lexists(target):
         os.rename(saving.path, target)
     else:
-        _take_along(target, saving.path)
+        (take_along or _take_along)(target, saving.path)
         _take_over(target, saving.path)
         if not exchange(saving.path, target):
             aside = _aside(target, saving.nonce)

@@ -24,7 +24,7 @@ from .full_files import FullFile, open_full
 from .phases import broadcast, each
 from .tied import memory_key
 
-__all__ = ["load_full"]
+__all__ = ["FullLoad", "by_name", "load_full"]
 
 _MODELS = (MODEL, "state_dict", "model_state_dict")
 _OPTIMIZERS = (OPTIMIZER, "optimizer_states", "optimizer_state_dict", "optim")
@@ -42,14 +42,14 @@ def load_full(
     """Load into `engine`'s model; see :meth:`torch_shard.Engine.load`. Collective."""
     runtime, what = engine._runtime, "engine.load"
 
-    def prepare() -> _Load:
+    def prepare() -> FullLoad:
         engine.finish_saving()
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}.")
         if models:
             raise ConfigError(f"{path} is a full checkpoint, which holds one model; load it without models=.")
         full_state.refuse_inside(runtime, what)
-        work = _Load(engine, open_full(path), Optimizers.of(optimizer), dtype)
+        work = FullLoad(engine, open_full(path), Optimizers.of(optimizer), dtype)
         work.compare()
         return work
 
@@ -98,11 +98,14 @@ def _unwrapped(name: str) -> str:
     return name
 
 
-class _Load:
+class FullLoad:
     """One load, on one rank."""
 
-    def __init__(self, engine: Any, file: FullFile, optimizers: Optimizers, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, engine: Any, file: FullFile, optimizers: Optimizers, dtype: torch.dtype | None, strict: bool = True
+    ) -> None:
         self.file, self.dtype, self.runtime, self.root = file, dtype, engine._runtime, engine.model
+        self.strict = strict  # missing and unexpected entries of the model are errors
         self.live = full_state.own_state_dict(engine.model, engine._runtime)
         self.parts = parts_of(file, list(self.live))
         self.model = self._model_values()
@@ -178,6 +181,8 @@ class _Load:
         if hasattr(self.model, "_metadata"):
             stand_ins._metadata = self.model._metadata
         missing, unexpected, problems = full_state.rehearse(self.root, stand_ins)
+        if not self.strict:
+            missing, unexpected = [], []
         problems += self._wrong_dtypes()
         for own, state in zip(self.optimizers, self.states, strict=True):
             if state is None:
@@ -221,7 +226,7 @@ class _Load:
     def load_model(self) -> None:
         """Copy this rank's slices of the parameters, which fit, into them."""
         try:
-            self.root.load_state_dict(self.model)
+            self.root.load_state_dict(self.model, strict=self.strict)
         except Exception as error:  # a module's own hook, or what it keeps in get_extra_state
             raise StateDictError(
                 f"{self.file.path}: a module failed while its values were being loaded, so that some have been overwritten; load "

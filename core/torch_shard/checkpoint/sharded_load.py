@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from .phases import broadcast, each, uncollected
 from .saved import extra_of, model_entries, place
 from .source import Checkpoint
 
-__all__ = ["load"]
+__all__ = ["load", "load_contents"]
 
 
 @uncollected()
@@ -41,6 +41,42 @@ def load(
     """Load into `engine`'s model; see :meth:`torch_shard.Engine.load`. Collective."""
     if is_full(path):  # ranks that see different things fail together: both ways begin with the same comparison
         return load_full(engine, path, optimizer, dtype=dtype, models=models)
+    return _load(engine, path, lambda: sources_of(engine, models), lambda sources: sources, optimizer, dtype, True)
+
+
+@uncollected()
+def load_contents(
+    engine: Any,
+    path: str | os.PathLike[str],
+    sources: Sequence[Source],
+    optimizer: Any = None,
+    *,
+    named: Sequence[Source] | None = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+) -> Any:
+    """Load what :func:`.sharded_save.save_contents` wrote, as :func:`load` does. Collective; for front ends.
+
+    Args:
+        engine: its ranks load.
+        path, optimizer, dtype: as for :meth:`torch_shard.Engine.load`.
+        sources: the models that are loaded, with the paths of their entries.
+        named: the models after which the optimizers' parameters are named; `sources` by default.
+        strict: missing and unexpected entries of models are errors.
+    """
+    known = sources if named is None else named
+    return _load(engine, path, lambda: list(sources), lambda _: known, optimizer, dtype, strict)
+
+
+def _load(
+    engine: Any,
+    path: str | os.PathLike[str],
+    models: Callable[[], list[Source]],
+    named: Callable[[list[Source]], Sequence[Source]],
+    optimizer: Any,
+    dtype: torch.dtype | None,
+    strict: bool,
+) -> Any:
     runtime, what = engine._runtime, "engine.load"
     me = runtime.collectives.world_rank
 
@@ -48,13 +84,13 @@ def load(
         engine.finish_saving()
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}.")
-        sources = sources_of(engine, models)
+        sources = models()
         for source in sources:
             full_state.refuse_inside(source.runtime, what)
         checkpoint = Checkpoint.open(path, sizes=me == 0)
-        return _Load(checkpoint, sources, Optimizers.of(optimizer), dtype)
+        return _Load(checkpoint, sources, named(sources), Optimizers.of(optimizer), dtype, strict)
 
-    work = each(runtime, what, prepare, key=lambda found: (found.checkpoint.fingerprint, dtype))
+    work = each(runtime, what, prepare, key=lambda found: (found.checkpoint.fingerprint, dtype, strict))
     nonce = broadcast(runtime, secrets.token_hex(8), what)
     try:
         each(runtime, what, work.compare, nonce=f"{nonce}/compare")
@@ -66,7 +102,7 @@ def load(
             work.overwritten()  # on all ranks, whichever failed
             raise
         for source, values in zip(work.sources, work.values(), strict=True):
-            full_state.load_state_dict(source.model, source.runtime, values)
+            full_state.load_state_dict(source.model, source.runtime, values, strict)
         each(runtime, what, work.apply)
     finally:
         work.checkpoint.close()
@@ -77,9 +113,15 @@ class _Load:
     """One load, on one rank."""
 
     def __init__(
-        self, checkpoint: Checkpoint, sources: list[Source], optimizers: Optimizers, dtype: torch.dtype | None
+        self,
+        checkpoint: Checkpoint,
+        sources: list[Source],
+        named: Sequence[Source],
+        optimizers: Optimizers,
+        dtype: torch.dtype | None,
+        strict: bool,
     ) -> None:
-        self.checkpoint, self.sources, self.dtype = checkpoint, sources, dtype
+        self.checkpoint, self.sources, self.dtype, self.strict = checkpoint, sources, dtype, strict
         self.live = [full_state.own_state_dict(source.model, source.runtime) for source in sources]
         saved = [
             model_entries(checkpoint.metadata, source.path, live)
@@ -88,7 +130,7 @@ class _Load:
         self.entries = [model.entries for model in saved]
         self.nested = [model.nested for model in saved]
         self.optimizers = [
-            part for where, held in optimizers.entries for part in OptimizerLoad.of(checkpoint, sources, where, held)
+            part for where, held in optimizers.entries for part in OptimizerLoad.of(checkpoint, named, where, held)
         ]
         self.known: dict[str, Any] = {}
         self.tensors: dict[str, torch.Tensor] = {}
@@ -115,7 +157,8 @@ class _Load:
         for number, source in enumerate(self.sources):
             lists = full_state.rehearse(source.model, self._with_versions(number, self._stand_ins(number)))
             for into, found_now in zip((missing, unexpected, problems), lists, strict=True):
-                into += [source.prefix + text for text in found_now]
+                if self.strict or into is problems:
+                    into += [source.prefix + text for text in found_now]
             problems += self._wrong_dtypes(number)
         for part in self.optimizers:
             lists = part.compare(self.known, self.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +61,24 @@ def save_contents(
     path: str | os.PathLike[str],
     contents: Mapping[str, Any],
     *,
+    sources: Sequence[Source] | None = None,
     keep: int | None = None,
     asynchronous: bool = False,
 ) -> PendingSave | None:
     """Write a checkpoint that holds what is given, as :func:`save` does. Collective; for front ends.
 
     Args:
-        engine: its ranks write, and its model is described in the manifest.
+        engine: its ranks write.
+        sources: the models that the manifest describes, the engine's by default.
         path, keep, asynchronous: as for :meth:`torch_shard.Engine.save`.
         contents: by :mod:`.contents`'s names, the same on all ranks; tensors, ShardTensors and objects. ``extra`` counts on
             rank 0.
     """
-    return _save(engine, path, lambda: (sources_of(engine, None), dict(contents)), keep, asynchronous)
+
+    def prepare() -> tuple[list[Source], dict[str, Any]]:
+        return sources_of(engine, None) if sources is None else list(sources), dict(contents)
+
+    return _save(engine, path, prepare, keep, asynchronous)
 
 
 def _save(

@@ -1,0 +1,71 @@
+"""Layers that are called where autocast is off, though their parameters are gathered in its dtype.
+
+Accelerate puts autocast around the model's forward. ``model.encoder(x)`` (generation of encoder-decoder models), or a layer that
+the model itself calls under ``autocast(enabled=False)``, gets fp32 inputs then. Under DDP it computes in fp32; here its
+weights are in the low dtype, so that its inputs are cast to that, and its outputs back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_shard.casting import cast, cast_outputs
+from torch_shard.precision import Precision
+
+__all__ = ["register", "unregister"]
+
+
+def register(model: nn.Module, precision: Precision, device: torch.device) -> None:
+    """Hook the layers of a sharded `model` whose parameters are gathered in another dtype than they are stored in.
+
+    Not collective. The hooks look at the parameters as they are when the layer is called: they do nothing to whole ones.
+    """
+    kept = {inner for top in precision.kept_modules(model) for inner in top.modules()}
+    for module in model.modules():
+        own = [p for p in module.parameters(recurse=False) if p.is_floating_point() and p.element_size() > 1]
+        if own and module not in kept and precision.param_dtype not in (None, own[0].dtype):
+            before = _CastInputs(device.type)
+            module.register_forward_pre_hook(before, with_kwargs=True)
+            module.register_forward_hook(_CastBack(before, own[0].dtype), always_call=True)
+
+
+def unregister(model: nn.Module) -> None:
+    """Remove the hooks of :func:`register`. Not collective."""
+    for module in model.modules():
+        for hooks, options in (
+            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+            (module._forward_hooks, module._forward_hooks_always_called),
+        ):
+            for key in [k for k, hook in hooks.items() if isinstance(hook, (_CastInputs, _CastBack))]:
+                del hooks[key]
+                options.pop(key, None)
+
+
+class _CastInputs:
+    """Before the forward, when the parameters are gathered."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.cast: list[bool] = []  # by the forwards that run, the innermost last
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.is_autocast_enabled(self.device):
+            self.cast.append(False)
+            return None
+        self.cast.append(True)
+        dtype = next((p.dtype for p in module.parameters(recurse=False) if p.is_floating_point()), None)
+        return None if dtype is None else (cast(args, dtype), cast(kwargs, dtype))
+
+
+class _CastBack:
+    """After it, also when it raised."""
+
+    def __init__(self, before: _CastInputs, stored: torch.dtype) -> None:
+        self.before, self.stored = before, stored
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        was_cast = self.before.cast.pop() if self.before.cast else False
+        return cast_outputs(output, self.stored) if was_cast and output is not None else None

@@ -1,0 +1,152 @@
+"""The files of a checkpoint: what they are called, how they are read, and what stays when a checkpoint is replaced."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import load as accelerates_load
+from accelerate.utils.constants import (
+    MODEL_NAME,
+    OPTIMIZER_NAME,
+    RNG_STATE_NAME,
+    SAFE_MODEL_NAME,
+    SAMPLER_NAME,
+    SCALER_NAME,
+    SCHEDULER_NAME,
+)
+
+from torch_shard.errors import CheckpointError, ShardError
+
+__all__ = [
+    "CUSTOM",
+    "OPTIMIZER_NAME",
+    "SAMPLER_NAME",
+    "SCALER_NAME",
+    "SCHEDULER_NAME",
+    "SHARDED",
+    "is_checkpoint",
+    "keep_others",
+    "model_file",
+    "numbered",
+    "random_states",
+    "read",
+    "safely",
+    "weights_name",
+]
+
+SHARDED = "sharded"
+"""The folder in a checkpoint that all ranks write."""
+
+CUSTOM = re.compile(r"custom_checkpoint_\d+\.pkl")
+
+_WEIGHTS = re.compile(rf"({SAFE_MODEL_NAME}(_\d+)?\.safetensors|{MODEL_NAME}(_\d+)?\.bin)")
+_REST = re.compile(
+    rf"({OPTIMIZER_NAME}|{SCHEDULER_NAME}|{SAMPLER_NAME}|dl_state_dict)(_\d+)?\.bin|{re.escape(SCALER_NAME)}"
+    rf"|{RNG_STATE_NAME}_\d+\.pkl|{CUSTOM.pattern}|{SHARDED}"
+)
+_RANDOM = re.compile(rf"{RNG_STATE_NAME}_(\d+)\.pkl")
+
+
+def numbered(name: str, number: int, suffix: str = ".bin") -> str:
+    """The file of the object of this number: the first has none in its name."""
+    return f"{name}{suffix}" if number == 0 else f"{name}_{number}{suffix}"
+
+
+def weights_name(number: int, safe: bool) -> str:
+    """The file that a model is written to."""
+    return numbered(SAFE_MODEL_NAME, number, ".safetensors") if safe else numbered(MODEL_NAME, number)
+
+
+def model_file(folder: Path, number: int) -> Path | None:
+    """The file, or the index of files, that holds a model; None where there is none."""
+    names = [weights_name(number, True), weights_name(number, False)]
+    if number == 0:
+        names.insert(1, f"{SAFE_MODEL_NAME}.safetensors.index.json")
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def random_states(folder: Path) -> dict[int, str]:
+    """Names of the files with the random states, by rank."""
+    found = ((_RANDOM.fullmatch(name), name) for name in os.listdir(folder))
+    return {int(match[1]): name for match, name in found if match is not None}
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder holds what ``save_state`` writes, here or in stock Accelerate."""
+    return folder.is_dir() and any(_REST.fullmatch(name) or _WEIGHTS.fullmatch(name) for name in os.listdir(folder))
+
+
+def keep_others(old: Path, new: Path) -> None:
+    """Put what is in `old`, and no part of a checkpoint, into `new`, too; what is there already stays."""
+    if not old.is_dir():
+        return
+    names = sorted(os.listdir(old))
+    parts = any(_REST.fullmatch(name) for name in names)
+    for name in names:
+        # Weights in the folder of a sharded checkpoint are somebody else's: of an export, say.
+        ours = parts and (_REST.fullmatch(name) or (SHARDED not in names and _WEIGHTS.fullmatch(name)))
+        if ours or os.path.lexists(new / name):
+            continue
+        path = old / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, new / name, symlinks=True, copy_function=_linked)
+        else:
+            _linked(str(path), str(new / name))
+
+
+def _linked(source: str, target: str, *, follow_symlinks: bool = False) -> str:
+    """One file under two names: a program that has it open goes on writing to both."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target, follow_symlinks=False)
+    return target
+
+
+# -- reading ------------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path, weights_only: bool, **options: Any) -> Any:
+    """What a pickled file holds, on the CPU unless `options` (of ``torch.load``) say otherwise. Not collective.
+
+    Args:
+        path: of the file.
+        weights_only: read with torch's safe loader, which runs no code.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or holds what the safe loader refuses.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete, or of a run with other objects.")
+    options = {"map_location": "cpu", **options, "weights_only": weights_only}
+    return safely(lambda: accelerates_load(path, **options), path)
+
+
+def safely(load: Callable[[], Any], path: Path) -> Any:
+    """Call `load`, and say of its failure what it means for the file."""
+    try:
+        return load()
+    except ShardError:
+        raise
+    except pickle.UnpicklingError as error:
+        lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "nsupported" in line]
+        if lines and "Unsupported operand" not in lines[0]:
+            raise CheckpointError(
+                f"{path} holds objects that the safe loader does not accept ({lines[0]}). If you trust the file, load it with "
+                "ShardPlugin(weights_only=False) or load_state(..., load_kwargs={'weights_only': False}), or allow its classes "
+                "with torch.serialization.add_safe_globals([...])."
+            ) from error
+        raise CheckpointError(_damaged(path, error)) from error
+    except (EOFError, RuntimeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        raise CheckpointError(_damaged(path, error)) from error
+
+
+def _damaged(path: Path, error: Exception) -> str:
+    first = next(iter(str(error).splitlines()), "")
+    return f"{path} is damaged, or no such file: {type(error).__name__}: {first}. Load an earlier checkpoint."

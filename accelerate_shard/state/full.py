@@ -1,0 +1,168 @@
+"""The full form: models and optimizers in the files that Accelerate writes under DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_shard import Engine, named_state, owned_state
+from torch_shard.checkpoint.contents import Optimizers, Source, param_names
+from torch_shard.checkpoint.full_files import open_full
+from torch_shard.checkpoint.full_load import FullLoad, by_name
+from torch_shard.errors import CheckpointError, StateDictError
+
+from .files import OPTIMIZER_NAME, numbered, read, safely
+from .prepared import Prepared, all_parameters
+
+__all__ = ["FullModel", "FullOptimizer", "PlainModel", "optimizer_state"]
+
+
+# -- saving -----------------------------------------------------------------------------------------------------------
+
+
+def optimizer_state(prepared: Prepared, optimizer: Any) -> Any:
+    """``optimizer.state_dict()`` as it is without sharding, whole, on rank 0; None elsewhere. Collective."""
+    engine = prepared.engine_for(optimizer)
+    if engine is None:
+        return optimizer.state_dict()
+    parameters = all_parameters(prepared.named())
+    named = named_state.optim_state_dict(engine._runtime, optimizer, True, parameters)
+    if not named:
+        return None
+    names = named_state.names_of(engine._runtime, optimizer, parameters)
+    flat = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    number_of = {name: number for number, name in enumerate(flat)}
+    groups = [{**group, "params": [number_of[name] for name in group["params"]]} for group in named["param_groups"]]
+    state = {name: entries for name, entries in named["state"].items() if name not in number_of}
+    # In the order of the numbers, as torch has it.
+    state.update((number, named["state"][name]) for number, name in enumerate(flat) if name in named["state"])
+    return {"state": state, "param_groups": groups}
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+# Each of these is compared first, all of them on all ranks, and then applied. Nothing here is collective.
+
+
+class FullModel:
+    """A file of a sharded model: each rank copies its slices out of it."""
+
+    def __init__(self, engine: Engine, path: Path, strict: bool) -> None:
+        self.path = path
+        self._load = FullLoad(engine, open_full(path), Optimizers.of(None), None, strict)
+
+    @property
+    def fingerprint(self) -> object:
+        """Equal on ranks that see the same file."""
+        return self._load.file.fingerprint()
+
+    def compare(self) -> None:
+        """Raise a StateDictError with all that does not fit."""
+        self._load.compare()
+
+    def apply(self) -> None:
+        """Load it."""
+        self._load.load_model()
+        self._load.runtime.parameters_changed()
+        self._load.runtime.forget_residuals()
+
+
+class PlainModel:
+    """A file of a model that is not sharded."""
+
+    def __init__(self, model: nn.Module, path: Path, strict: bool, weights_only: bool) -> None:
+        self.path, self._model, self._strict = path, model, strict
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            self._state: Any = safely(lambda: load_file(path), path)
+        else:
+            self._state = read(path, weights_only)
+        self.fingerprint: object = sorted(self._state)
+
+    def compare(self) -> None:
+        """Raise a StateDictError with all that does not fit."""
+        own = self._model.state_dict()
+        places = {_place(own[name]) for name in self._state if name in own}
+        missing = [name for name in own if name not in self._state and _place(own[name]) not in places]
+        unexpected = [name for name in self._state if name not in own]
+        lines = [f"missing: {', '.join(missing)}"] if missing and self._strict else []
+        lines += [f"unexpected: {', '.join(unexpected)}"] if unexpected and self._strict else []
+        lines += [
+            f"{name} has shape {tuple(value.shape)} in the file and {tuple(own[name].shape)} here"
+            for name, value in self._state.items()
+            if name in own and isinstance(value, torch.Tensor) and value.shape != own[name].shape
+        ]
+        if lines:
+            raise StateDictError(f"{self.path} does not fit, and nothing was loaded.\n  " + "\n  ".join(lines))
+
+    def apply(self) -> None:
+        """Load it."""
+        self._model.load_state_dict(self._state, strict=False)
+
+
+def _place(value: Any) -> Any:
+    """Equal for tied weights."""
+    return (value.data_ptr(), value.shape) if isinstance(value, torch.Tensor) and value.numel() else id(value)
+
+
+class FullOptimizer:
+    """A file with the state of one optimizer, which may hold parameters of several models."""
+
+    def __init__(self, prepared: Prepared, number: int, folder: Path, weights_only: bool) -> None:
+        self.optimizer = prepared.optimizers[number]
+        self.path = folder / numbered(OPTIMIZER_NAME, number)
+        engine = prepared.engine_for(self.optimizer)
+        self._runtime = engine._runtime if engine is not None else None
+        self._names: dict[int, str] = {}
+        if not self.path.is_file():
+            raise CheckpointError(
+                f"{self.path} is missing: the checkpoint is incomplete, or of a run with fewer optimizers."
+            )
+        given = read(self.path, weights_only, mmap=True)
+        if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
+            raise CheckpointError(f"{self.path} holds no optimizer's state.")
+        self._given: Any = given
+        if engine is not None:
+            sources: list[Source] = prepared.named()
+            self._names = param_names(sources, self.optimizer)
+            self._given = by_name(self.optimizer, self._names, given)
+
+    @property
+    def fingerprint(self) -> object:
+        """Equal on ranks that see the same file."""
+        return self.path.stat().st_size
+
+    def compare(self) -> None:
+        """Raise a StateDictError with all that does not fit."""
+        what = f"{self.path} does not fit this {type(self.optimizer).__name__}, and nothing was loaded."
+        if self._runtime is None:
+            here = [len(group["params"]) for group in self.optimizer.param_groups]
+            there = [len(group["params"]) for group in self._given["param_groups"]]
+            if here != there:
+                raise StateDictError(f"{what} Its groups have {there} parameters, and here {here}.")
+            return
+        missing, unexpected, problems = named_state.misfits(self._runtime, self.optimizer, self._names, self._given)
+        lines = [f"missing: {', '.join(missing)}"] if missing else []
+        lines += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
+        if lines or problems:
+            raise StateDictError(f"{what}\n  " + "\n  ".join(lines + problems))
+
+    def apply(self) -> None:
+        """Load it."""
+        if self._runtime is None:
+            self.optimizer.load_state_dict(owned_state.copied(self._given))
+            return
+        elsewhere = owned_state.elsewhere(self._runtime, self.optimizer, self._names, self._given["state"])
+        state = named_state.by_number(self.optimizer, self._names, self._given, elsewhere, in_place=True)
+        try:
+            self.optimizer.load_state_dict(state)
+        except Exception as error:  # the optimizer's own, or the user's hooks of it
+            raise StateDictError(
+                f"{self.path}: {type(self.optimizer).__name__} could not be loaded, but the parameters have been; load again "
+                f"before training goes on: {type(error).__name__}: {error}"
+            ) from error
+        named_state.keep_as_saved(self.optimizer, state["state"])

@@ -1,0 +1,152 @@
+"""The part of the Accelerator that saves and loads. Each method only says what it does, and other modules do it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import nn
+
+from ..plugin import ShardPlugin
+from .loading import load_state
+from .model_files import get_state_dict, save_model
+from .pending import PendingState
+from .prepared import Prepared
+from .ranks import Ranks
+from .saving import save_state
+
+if TYPE_CHECKING:
+    _Base: TypeAlias = Any
+else:
+    _Base = object
+
+__all__ = ["StateMixin"]
+
+
+class StateMixin(_Base):  # type: ignore[misc]
+    """``get_state_dict``, ``save_model``, ``save_state`` and ``load_state``, for models that are sharded."""
+
+    shard_plugin: ShardPlugin
+    _pending_state: PendingState | None = None
+
+    # -- models -----------------------------------------------------------------------------------------------------
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Mapping[str, Any]:
+        """The whole state dict, plain tensors on the CPU of rank 0; elsewhere it is empty. Collective: call it on all ranks.
+
+        Args:
+            model: as ``prepare`` has returned it. One that is not sharded gives its own state dict, on every rank.
+            unwrap: names as the plain model has them; False: as `model` itself has them (compiled: with ``_orig_mod.``).
+
+        Raises:
+            MissingRankError: not all ranks have called it; names it, within ``ShardPlugin.timeout`` seconds.
+            UnitStateError: inside a forward.
+        """
+        found = get_state_dict(model, unwrap)
+        if found is None:
+            plain: Mapping[str, Any] = super().get_state_dict(model, unwrap=unwrap)
+            return plain
+        return found
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights, to be loaded with ``load_checkpoint_in_model`` or ``from_pretrained``. Collective.
+
+        As Accelerate's: ``model.safetensors``, or several files of at most `max_shard_size` with an index, and of tied weights
+        one. Parameters are gathered a unit at a time (``safe_serialization=False``: all of them to the memory of rank 0). Other
+        files in the folder stay; weights of before are replaced when the new ones are whole.
+
+        Raises:
+            CheckpointError: on all ranks: the folder can't be written.
+            ConfigError: `max_shard_size` is no size.
+            MissingRankError: not all ranks have called it.
+        """
+        if not save_model(model, save_directory, max_shard_size, safe_serialization):
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+
+    # -- everything -------------------------------------------------------------------------------------------------
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> Path:
+        """Write a checkpoint of everything that was prepared or registered. Collective: call it on all ranks.
+
+        As Accelerate's, with its hooks, automatic names and ``total_limit``; the oldest are deleted when the new one is whole.
+        ``ShardPlugin.state_dict_type`` chooses the form (see :mod:`accelerate_shard.state`). The folder appears in one step, so
+        that a process that is killed leaves the checkpoint of before; files of others that are in it stay. Hooks get the hidden
+        folder in which it is being written, and weights as ShardTensors (``"full"``: whole, on rank 0).
+
+        Args:
+            output_dir: the folder, on a file system that all ranks share.
+            safe_serialization: ``"full"`` only: models in safetensors, and not in torch's files.
+            save_model_func_kwargs: of other engines; without a meaning here.
+
+        Returns:
+            The folder. With ``ShardPlugin(async_save=True)`` it may not be there yet: the next ``save_state``, ``load_state``,
+            ``free_memory`` or ``end_training`` waits for it.
+
+        Raises:
+            CheckpointError: on all ranks: it can't be written; or the asynchronous save before this one has failed. The
+                checkpoint of before is as it was.
+            ConfigError: there is no place for it.
+            MissingRankError: not all ranks have called it, as under ``if accelerator.is_main_process:``.
+            StateDictError: hooks have left different weights on different ranks.
+        """
+        return save_state(self, output_dir, safe_serialization, save_model_func_kwargs)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Load a checkpoint of either form, of stock Accelerate under DDP as well, saved by any number of ranks. Collective.
+
+        Each rank reads its own slices. Random states are those of its number; where there are fewer, a warning says so.
+
+        Args:
+            input_dir: the folder; None for the latest one with automatic names.
+            load_kwargs: for ``torch.load`` of everything but models; ``{"weights_only": False}`` runs code from the files.
+            load_model_func_kwargs: ``strict=False`` accepts missing and unexpected weights; ``map_location`` has no meaning.
+
+        Raises:
+            CheckpointError: on all ranks: there is none, files are missing or damaged, or hold what could run code. Nothing has
+                changed.
+            ConfigError: an option is unknown, or there is neither a folder nor automatic names.
+            StateDictError: on all ranks, with everything that does not fit. Nothing has changed.
+        """
+        load_state(self, input_dir, load_kwargs, load_model_func_kwargs)
+
+    def finish_saving(self) -> None:
+        """Wait for the last asynchronous ``save_state``, as far as this rank writes it. Not collective.
+
+        Raises:
+            CheckpointError: it has failed; raised once.
+        """
+        pending, self._pending_state = self._pending_state, None
+        if pending is not None:
+            pending.wait()
+
+    def _finish_together(self, what: str) -> None:
+        if self._pending_state is not None:
+            ranks = Ranks(Prepared(self).sharded, what)
+            ranks.begin()
+            ranks.each(self.finish_saving)
+
+    def end_training(self) -> None:
+        """As Accelerate's, after the last asynchronous checkpoint is in its place. Collective then."""
+        self._finish_together("Accelerator.end_training")
+        super().end_training()
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As Accelerate's, after the last asynchronous checkpoint is in its place. Collective then."""
+        self._finish_together("Accelerator.free_memory")
+        return super().free_memory(*objects)

@@ -1,0 +1,100 @@
+"""What an Accelerator has prepared, as the engine's checkpoints know it: models, optimizers and their parameters' names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_shard import Engine
+from torch_shard.checkpoint.contents import MODEL, MODELS, Source
+
+from .._private import plain_optimizer
+from ..wrapped import engine_of, inner
+
+__all__ = ["Prepared", "path_of"]
+
+
+def path_of(position: int) -> tuple[str, ...]:
+    """Where the model at this place of the list that hooks leave is in a sharded checkpoint."""
+    return (MODEL,) if position == 0 else (MODELS, str(position))
+
+
+class Prepared:
+    """Models and optimizers of an Accelerator, at one moment.
+
+    Attributes:
+        models: as ``prepare`` has returned them, without what ``torch.compile`` put around them.
+        engines: of these; None for one that is not sharded.
+        optimizers: the users' own, without Accelerate's wrappers.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        self.models: list[nn.Module] = [inner(model) for model in accelerator._models]
+        self.engines: list[Engine | None] = [engine_of(model) for model in self.models]
+        self.optimizers: list[Any] = [plain_optimizer(optimizer) for optimizer in accelerator._optimizers]
+
+    @property
+    def sharded(self) -> list[Engine]:
+        """The engines, in order."""
+        return [engine for engine in self.engines if engine is not None]
+
+    def source(self, number: int, path: tuple[str, ...] = ()) -> Source:
+        """A sharded model as the engine's checkpoints describe it, with its entries at `path`."""
+        engine = self.engines[number]
+        assert engine is not None
+        return Source(path, f"{number}." if number else "", engine.model, engine._runtime)
+
+    def named(self) -> list[Source]:
+        """After which optimizers' parameters are named: the models, and what optimizers hold besides."""
+        found = [self.source(number) for number, engine in enumerate(self.engines) if engine is not None]
+        known = {id(p) for model in self.models for p in model.parameters()}
+        known.update(id(p) for engine in self.sharded for unit in engine.units for p in unit.params)
+        for number, engine in enumerate(self.engines):
+            if engine is None:
+                found.append(_source(f"{number}.", dict(self.models[number].named_parameters())))
+        others = {
+            f"{number}.{place}": p
+            for number, optimizer in enumerate(self.optimizers)
+            for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
+            if id(p) not in known
+        }
+        return [*found, _source("not_prepared.", others)] if others else found
+
+    def engine_for(self, optimizer: Any) -> Engine | None:
+        """That of the model whose parameters an optimizer holds, the first of several; None where it holds no sharded ones."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for engine in self.sharded:
+            if any(id(p) in held for unit in engine.units for p in unit.params):
+                return engine
+        return None
+
+
+class _Others(nn.Module):
+    """Parameters that belong to no sharded model, by name; stands for a model where only names are asked for."""
+
+    def __init__(self, named: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.__dict__["named"] = named  # not registered: the module is no owner of them
+
+    def named_parameters(  # type: ignore[override]
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.__dict__["named"].items()
+
+
+def _source(prefix: str, named: dict[str, torch.Tensor]) -> Source:
+    without_units: Any = SimpleNamespace(units=())
+    return Source((), prefix, _Others(named), without_units)
+
+
+def all_parameters(sources: Sequence[Source]) -> nn.Module:
+    """The parameters of all sources under names that differ."""
+    found: dict[str, torch.Tensor] = {}
+    for number, source in enumerate(sources):
+        for name, p in source.model.named_parameters():
+            found.setdefault(f"source {number}: {name}", p)
+    return _Others(found)

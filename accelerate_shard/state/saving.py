@@ -1,0 +1,228 @@
+"""``save_state``: everything under a hidden name, by all ranks, and then in its place in one step."""
+
+from __future__ import annotations
+
+import collections
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+
+from torch_shard import full_state
+from torch_shard.checkpoint import save_contents
+from torch_shard.checkpoint.contents import OPTIMIZER, optimizer_state
+from torch_shard.checkpoint.files import make_durable
+from torch_shard.checkpoint.folder import Saving, commit, discard, hidden, sees
+from torch_shard.errors import CheckpointError, ConfigError
+from torch_shard.log import logger
+
+from . import full, naming, small
+from .files import OPTIMIZER_NAME, SHARDED, keep_others, numbered, weights_name
+from .hooks import Left, after_save_hooks
+from .pending import PendingState
+from .prepared import Prepared, path_of
+from .ranks import Ranks
+
+__all__ = ["save_state"]
+
+_WHAT = "Accelerator.save_state"
+
+
+def save_state(accelerator: Any, output_dir: Any, safe_serialization: bool, options: Mapping[str, Any]) -> Path:
+    """See :meth:`.mixin.StateMixin.save_state`. Collective."""
+    prepared = Prepared(accelerator)
+    ranks = Ranks(prepared.sharded, _WHAT)
+    is_full = accelerator.shard_plugin.state_dict_type == "full"
+
+    def begin() -> Path:
+        _refuse(accelerator, options)
+        for engine in prepared.sharded:
+            full_state.refuse_inside(engine._runtime, _WHAT)
+        return naming.target(accelerator, output_dir)
+
+    # Nothing of the past is waited for yet: a rank that is missing is found here.
+    target = ranks.each(begin, key=lambda path: (str(path), is_full, safe_serialization, len(prepared.models)))
+    nonce = ranks.begin()
+    ranks.each(accelerator.finish_saving)
+    save = _Save(accelerator, prepared, ranks, target, nonce, bool(safe_serialization))
+    try:
+        ranks.on_first(save.make_folder)
+        ranks.each(save.check_shared)
+        save.write_full() if is_full else save.write_sharded()
+    except BaseException:
+        save.close(False)
+        raise
+    accelerator.project_configuration.iteration += 1
+    return target
+
+
+def _refuse(accelerator: Any, options: Mapping[str, Any]) -> None:
+    if options and accelerator.is_main_process:
+        logger.warning("save_state: %s: without a meaning for sharded models", ", ".join(sorted(options)))
+    # The launcher says how many processes there are on this node.
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    if accelerator.project_configuration.save_on_each_node and accelerator.num_processes > here:
+        raise ConfigError(
+            "save_on_each_node: one checkpoint is written by all ranks, to a file system that all nodes share. Leave it out."
+        )
+
+
+class _Save:
+    """One save on one rank."""
+
+    def __init__(
+        self, accelerator: Any, prepared: Prepared, ranks: Ranks, target: Path, nonce: str, safe: bool
+    ) -> None:
+        self.accelerator, self.prepared, self.ranks = accelerator, prepared, ranks
+        self.target, self.nonce, self.safe = target, nonce, safe
+        self.beside = hidden(target, nonce)
+        self.saving: Saving | None = None
+
+    # -- before and after -----------------------------------------------------------------------------------------------
+    def make_folder(self) -> None:
+        """Rank 0: the hidden folder."""
+        self.saving = Saving.begin(self.target, self.nonce, _refuse_file)
+
+    def check_shared(self) -> None:
+        """Raise where this rank has another folder of that name, or none."""
+        if not sees(self.beside, self.nonce):
+            raise CheckpointError(
+                f"rank {self.ranks.rank} does not see {self.beside}, which rank 0 has just made: the ranks don't share this "
+                "path. Save to a file system that all nodes mount at the same place. Nothing was saved."
+            )
+
+    def put_in_place(self) -> None:
+        """Rank 0: the checkpoint appears; then what was there before goes, and those beyond ``total_limit``."""
+        assert self.saving is not None
+        for path in self.beside.iterdir():
+            if path.is_file():
+                make_durable(path)
+        commit(self.saving, self.target, keep_others)
+        discard(self.target, self.nonce)
+        naming.prune(self.accelerator, self.target)
+
+    def close(self, done: bool) -> None:
+        """Let go; without a checkpoint delete what was written in vain."""
+        if self.saving is not None:
+            self.saving.close(remove=not done)
+            self.saving = None
+
+    def _write_small(self) -> None:
+        self.ranks.each(lambda: small.write(self.accelerator, self.beside))
+
+    def _finish(self) -> None:
+        self.ranks.on_first(self.put_in_place)
+        self.close(True)
+
+    # -- the sharded form -----------------------------------------------------------------------------------------------
+    def write_sharded(self) -> None:
+        """Models and optimizers to a folder that all ranks write. Collective."""
+        states = self.ranks.each(self._sharded_states)
+        left = after_save_hooks(self.accelerator, self.ranks, states, self.beside, everywhere=True)
+        self._write_small()
+        contents: dict[str, Any] = {}
+        described = []
+        for position, item in enumerate(left):
+            engine = self.prepared.engines[item.number] if item.number is not None else None
+            if item.number is not None and engine is None:
+                self._write_model(position, item)
+                continue
+            path = path_of(position)
+            if item.number is not None:
+                described.append(self.prepared.source(item.number, path))
+            holder = contents if len(path) == 1 else contents.setdefault(path[0], {})
+            holder[path[-1]] = item.state
+        contents.update(self.ranks.each(self._optimizers))
+        engines = self.prepared.sharded
+        if not contents or not engines:
+            self._finish()
+            return
+        asynchronous = self.accelerator.shard_plugin.async_save
+        pending = save_contents(
+            engines[0],
+            self.beside / SHARDED,
+            contents,
+            sources=described or [self.prepared.source(self.prepared.engines.index(engines[0]))],
+            asynchronous=asynchronous,
+        )
+        if pending is None:
+            self._finish()
+        else:
+            # Whatever this rank does next, the folder's lock is kept, and let go of by the thread.
+            place = self.put_in_place if self.ranks.is_first else _nothing
+            self.accelerator._pending_state = PendingState(pending, self.target, place, self.close)
+
+    def _sharded_states(self) -> list[Mapping[str, Any]]:
+        return [
+            model.state_dict() if engine is None else engine.state_dict(form="sharded", offload_to_cpu=False)
+            for model, engine in zip(self.prepared.models, self.prepared.engines, strict=True)
+        ]
+
+    def _optimizers(self) -> dict[str, Any]:
+        if not self.prepared.sharded:  # by the way of the full form
+            self._write_plain_optimizers()
+            return {}
+        named = self.prepared.named()
+        states = {str(n): optimizer_state(named, [own]) for n, own in enumerate(self.prepared.optimizers)}
+        return {OPTIMIZER: states} if states else {}
+
+    def _write_plain_optimizers(self) -> None:
+        for number, optimizer in enumerate(self.prepared.optimizers if self.ranks.is_first else ()):
+            torch.save(optimizer.state_dict(), self.beside / numbered(OPTIMIZER_NAME, number))
+
+    # -- the full form --------------------------------------------------------------------------------------------------
+    def write_full(self) -> None:
+        """Models and optimizers to the files of stock Accelerate, by rank 0. Collective."""
+        if self.accelerator._save_model_state_pre_hook:
+            states: list[Mapping[str, Any]] = [self._whole(number) for number in range(len(self.prepared.models))]
+            left = after_save_hooks(self.accelerator, self.ranks, states, self.beside, everywhere=False)
+            for position, item in enumerate(left):
+                self._write_model(position, item)
+            del states, left
+        else:
+            for number, engine in enumerate(self.prepared.engines):
+                if engine is not None and self.safe:
+                    engine.save_full(self.beside / weights_name(number, True))  # a unit at a time
+                else:
+                    self._write_model(number, Left(number, self._whole(number)))
+        for number, optimizer in enumerate(self.prepared.optimizers):
+            state = full.optimizer_state(self.prepared, optimizer)
+            path = self.beside / numbered(OPTIMIZER_NAME, number)
+            self.ranks.on_first(_saves(state, path))
+            del state
+        self._write_small()
+        self._finish()
+
+    def _whole(self, number: int) -> dict[str, Any]:
+        engine = self.prepared.engines[number]
+        if engine is None:
+            found: dict[str, Any] = self.prepared.models[number].state_dict()
+            return found
+        return engine.state_dict(rank0_only=True, offload_to_cpu=True)
+
+    def _write_model(self, position: int, item: Left) -> None:
+        """Rank 0: whole weights, to the file of their place in the list. Collective."""
+        path = self.beside / weights_name(position, self.safe)
+        state = collections.OrderedDict(item.state)  # as Module.state_dict() gives it, which safe loaders know
+        if hasattr(item.state, "_metadata"):
+            state._metadata = item.state._metadata  # type: ignore[attr-defined]
+        self.ranks.on_first(lambda: accelerate.utils.save(state, str(path), safe_serialization=self.safe))
+
+
+def _saves(state: Any, path: Path) -> Callable[[], None]:
+    def save() -> None:
+        torch.save(state, path)
+
+    return save
+
+
+def _nothing() -> None:
+    """What the other ranks do in the end."""
+
+
+def _refuse_file(target: Path) -> None:
+    if os.path.lexists(target) and not target.is_dir():
+        raise CheckpointError(f"{target} is a file; a checkpoint is a directory. Give another path, or delete it.")

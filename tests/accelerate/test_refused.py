@@ -1,0 +1,249 @@
+"""What can't be right is a typed error that names the setting and the remedy, on all ranks, before anything has changed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+
+import pytest
+import torch
+from accelerate.local_sgd import LocalSGD
+from accelerate.utils import FP8RecipeKwargs, ParallelismConfig
+from torch import nn
+
+import torch_shard
+from accelerate_shard import ShardConfig, ShardPlugin
+from tests.accelerate.helpers import (
+    OURS,
+    STOCK,
+    accelerator,
+    clean_state,
+    engine_of,
+    loader,
+    loss_of,
+    net,
+    sgd,
+    whole_parameters,
+)
+from tests.ranks import ranks
+from torch_shard.errors import ConfigError, ShardError, ShardPicklingError
+
+
+def refused(match: str, **options) -> None:
+    """Our Accelerator raises, and leaves no state behind that the next one would find."""
+    with clean_state():
+        with pytest.raises(ConfigError, match=match):
+            OURS(cpu=True, **options)
+        from accelerate.state import AcceleratorState
+
+        assert not AcceleratorState._shared_state
+        assert not {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"} & set(os.environ)
+        OURS(cpu=True)
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("parallelism_config", ParallelismConfig(), "parallelism_config.*ParallelismConfig"),
+        ("deepspeed_plugin", object(), "deepspeed_plugin.*DeepSpeed"),
+        ("deepspeed_plugins", {"a": object()}, "deepspeed_plugins.*DeepSpeed"),
+        ("megatron_lm_plugin", object(), "megatron_lm_plugin.*Megatron-LM"),
+        ("torch_tp_plugin", object(), "torch_tp_plugin.*tensor parallelism"),
+        ("mixed_precision", "fp8", "mixed_precision.*fp8.*bf16"),
+        ("kwargs_handlers", [FP8RecipeKwargs.__new__(FP8RecipeKwargs)], "FP8RecipeKwargs.*fp8"),
+        ("shard_plugin", {"strategy": "full_shard"}, "shard_plugin must be a ShardPlugin"),
+        ("shard_plugin", ShardPlugin, "shard_plugin must be a ShardPlugin"),
+    ],
+)
+def test_other_engines_are_refused_by_name(name, value, says):
+    refused(says, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "variable", ["ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG"]
+)
+def test_a_launch_configuration_for_another_engine_is_refused_by_name(variable, monkeypatch):
+    monkeypatch.setenv(variable, "true")
+    with clean_state(), pytest.raises(ConfigError, match=variable):
+        OURS(cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"strategy": "zero3"}, "strategy"),
+        ({"layer_classes": "GPT2Block"}, "layer_classes"),
+        ({"layer_classes": ["Layer"], "units": [Layer := nn.Linear]}, "layer_classes and units"),
+        ({"activation_checkpointing": "Layer"}, "activation_checkpointing"),
+        ({"state_dict_type": "SHARDED_STATE_DICT"}, "state_dict_type"),
+        ({"state_dict_type": "full", "async_save": True}, "async_save"),
+        ({"defer_gradient_sync": 1}, "defer_gradient_sync"),
+    ],
+)
+def test_a_wrong_value_of_a_field_names_the_field(options, says):
+    with pytest.raises(ConfigError, match=says):
+        ShardPlugin(**options)
+
+
+def test_an_unknown_field_is_an_error_of_python():
+    with pytest.raises(TypeError, match="sharding_strategy"):
+        ShardPlugin(sharding_strategy="FULL_SHARD")
+    with clean_state(), pytest.raises(TypeError, match="shard_plugins"):
+        OURS(cpu=True, shard_plugins=ShardPlugin())
+
+
+def test_a_shard_config_is_taken_as_a_plugin():
+    with accelerator(shard_plugin=ShardConfig(strategy="shard_optim")) as acc:
+        assert acc.shard_plugin == ShardPlugin(strategy="shard_optim")
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+def not_prepared(model: nn.Module, match: str, *, error: type[Exception] = ConfigError, **options) -> None:
+    """prepare() raises, alone and with others, and nothing has changed."""
+    with accelerator(**options) as acc:
+        other, optimizer = net(), sgd(net().parameters())
+        for objects in ((model,), (other, optimizer, model)):
+            with pytest.raises(error, match=match):
+                acc.prepare(*objects)
+            with pytest.raises(error, match=match):
+                acc.prepare_model(model)
+        assert not acc._models and not acc._optimizers
+        assert torch_shard.engine_of(other) is None
+
+
+@ranks(2)
+def test_models_in_wrappers_of_others_are_refused_and_these_named():
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    not_prepared(nn.parallel.DistributedDataParallel(net()), "DistributedDataParallel already.*plain model")
+    inside = net()
+    inside.layers[1] = nn.parallel.DistributedDataParallel(inside.layers[1])
+    not_prepared(inside, r"module 'layers\.1' of the model is wrapped in DistributedDataParallel")
+    not_prepared(FullyShardedDataParallel(net(), device_id=torch.device("cpu")), "FullyShardedDataParallel already")
+    not_prepared(fully_shard(net()), "fully_shard")
+    with accelerator(STOCK) as acc:
+        wrapped = acc.prepare(net())
+    not_prepared(wrapped, "DistributedDataParallel already")
+
+
+@ranks(2)
+def test_a_model_that_was_sharded_by_other_means_is_refused():
+    model = net()
+    torch_shard.shard(model)
+    not_prepared(model, "sharded already")
+    part = net()
+    torch_shard.shard(part.layers[0])
+    not_prepared(part, r"layers\.0 is sharded already")
+
+
+@ranks(2)
+def test_a_model_of_an_accelerator_with_another_plugin_is_refused():
+    with accelerator(shard_plugin=ShardPlugin(strategy="no_shard")) as acc:
+        model = acc.prepare(net())
+        other = OURS(cpu=True, shard_plugin=ShardPlugin(prefetch=3))
+        with pytest.raises(ConfigError, match=r"strategy='no_shard', now 'full_shard', prefetch=1, now 3"):
+            other.prepare(model)
+        assert not other._models
+
+
+@ranks(2)
+def test_models_with_a_device_map_are_refused():
+    model = net()
+    model.hf_device_map = {"embed": "cpu", "layers": "disk"}
+    not_prepared(model, "device_map")
+    model = nn.Sequential(net())
+    model[0].hf_device_map = {"embed": 0, "layers": 1}
+    not_prepared(model, r"Sequential\.0.*device_map")
+    model = net()
+    model.hf_device_map = {"": "cpu"}  # all of it, here
+    with accelerator() as acc:
+        assert engine_of(acc.prepare(model))
+
+
+@ranks(2)
+def test_different_models_on_the_ranks_are_an_error_on_both(rank):
+    with accelerator() as acc:
+        model = net() if rank == 0 else net(classes=3)
+        with pytest.raises(ShardError, match="different models"):
+            acc.prepare(model)
+        assert not acc._models
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+def test_lomo_optimizers_are_refused_by_name(monkeypatch):
+    made = types.ModuleType("lomo_optim")
+    monkeypatch.setitem(sys.modules, "lomo_optim", made)
+    AdaLomo = type("AdaLomo", (torch.optim.SGD,), {"__module__": "lomo_optim"})
+    with accelerator() as acc:
+        model = net()
+        for call in (acc.prepare, acc.prepare_optimizer):
+            with pytest.raises(ConfigError, match=r"AdaLomo.*step_in_backward"):
+                call(AdaLomo(model.parameters(), lr=0.1))
+        with pytest.raises(ConfigError, match="AdaLomo"):
+            acc.prepare(model, AdaLomo(model.parameters(), lr=0.1))
+        assert not acc._optimizers and torch_shard.engine_of(model) is None
+
+
+@ranks(2)
+def test_a_learning_rate_for_backward_is_the_error_that_stock_gives():
+    for kind in (STOCK, OURS):
+        with accelerator(kind) as acc:
+            model, data = acc.prepare(net(), loader())
+            with pytest.raises(TypeError, match="learning_rate"):
+                acc.backward(loss_of(model, next(iter(data))), learning_rate=0.1)
+
+
+# -- what scripts do with prepared models -----------------------------------------------------------------------------
+@ranks(2)
+def test_local_sgd_is_refused_before_it_begins():
+    with accelerator() as acc:
+        model = acc.prepare(net())
+        before = whole_parameters(model)
+        with pytest.raises(ConfigError, match=r"LocalSGD.*enabled=False"), LocalSGD(acc, model, 2):
+            raise AssertionError
+        with LocalSGD(acc, model, 2, enabled=False) as local:
+            local.step()
+        assert all(torch.equal(p, before[n]) for n, p in whole_parameters(model).items())
+    with accelerator(STOCK) as acc:
+        model = acc.prepare(net())
+        with LocalSGD(acc, model, 1) as local:
+            local.step()
+
+
+@ranks(2)
+def test_saving_a_state_dict_on_the_main_process_alone_is_an_error_and_no_file_with_slices(tmp_path):
+    with accelerator() as acc:
+        model = acc.prepare(net())
+        if acc.is_main_process:
+            with pytest.raises(ShardPicklingError, match="state_dict"):
+                torch.save(acc.unwrap_model(model).state_dict(), tmp_path / "model.pt")
+            with pytest.raises(ShardPicklingError):
+                torch.save(model, tmp_path / "model.pt")
+        acc.wait_for_everyone()
+
+
+@ranks(2)
+def test_the_usual_ways_to_the_module_inside_lead_to_the_model():
+    with accelerator() as acc:
+        model = acc.prepare(net())
+        assert (model.module if hasattr(model, "module") else model) is model
+        assert acc.unwrap_model(model) is getattr(model, "module", model) is model
+        while hasattr(model, "module"):  # as some scripts unwrap
+            model = model.module
+        with pytest.raises(AttributeError, match="module"):
+            model.module  # noqa: B018 - as without a launcher under stock
+
+
+# -- uneven batches ---------------------------------------------------------------------------------------------------
+@ranks(2)
+def test_training_with_different_numbers_of_batches_is_refused_on_all_ranks_before_it_begins():
+    with accelerator() as acc:
+        model, data = acc.prepare(net(), loader(20))  # 3 batches and 2
+        with (
+            pytest.raises(ConfigError, match=r"join_uneven_inputs.*even_batches"),
+            acc.join_uneven_inputs([model], even_batches=False),
+        ):
+            raise AssertionError
+        assert data.batch_sampler.even_batches is True
