@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from torch_shard import ShardConfig
+
 from .environment import launch_plugin, take_over_launch
 from .plugin import ShardPlugin, plugin_of
 
