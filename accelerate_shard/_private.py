@@ -109,7 +109,8 @@ def refuse_local_sgd(check: Callable[[nn.Module], None]) -> None:
     """Have ``LocalSGD`` ask `check`, which may raise, about its model before it begins. Once for a process."""
     from accelerate.local_sgd import LocalSGD
 
-    begin = LocalSGD.__enter__
+    kind: Any = LocalSGD
+    begin = kind.__enter__
     if hasattr(begin, "__wrapped__"):
         return
 
@@ -119,7 +120,7 @@ def refuse_local_sgd(check: Callable[[nn.Module], None]) -> None:
             check(self.model)
         return begin(self)
 
-    LocalSGD.__enter__ = checked
+    kind.__enter__ = checked
 
 
 @contextlib.contextmanager
