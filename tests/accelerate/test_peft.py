@@ -293,6 +293,10 @@ def test_an_adapter_added_to_a_sharded_model_is_refused(tmp_path: Path) -> None:
             model.add_adapter("second", lora())
         with pytest.raises(ConfigError, match=r"load_adapter\('second'\)"):
             model.load_adapter(str(tmp_path), "second")
+        with pytest.raises(ConfigError, match=r"add_weighted_adapter\('mean'\)"):
+            model.add_weighted_adapter(["default"], [1.0], "mean")
+        with pytest.raises(ConfigError, match="inject_adapter"):
+            model.base_model.inject_adapter(model.get_base_model(), "default")
         assert list(model.peft_config) == ["default"]
         acc.backward(loss(model(**inputs)))
 
