@@ -106,14 +106,13 @@ def refuse_local_sgd(check: Callable[[nn.Module], None]) -> None:
 @contextlib.contextmanager
 def accelerator_of_trainers(kind: Callable[..., Any]) -> Iterator[None]:
     """Inside, a Trainer that makes its Accelerator calls `kind`."""
-    import transformers.trainer
-
-    before = transformers.trainer.Accelerator
-    transformers.trainer.Accelerator = kind  # type: ignore[attr-defined]
+    module: Any = importlib.import_module("transformers.trainer")
+    before = module.Accelerator
+    module.Accelerator = kind
     try:
         yield
     finally:
-        transformers.trainer.Accelerator = before  # type: ignore[attr-defined]
+        module.Accelerator = before
 
 
 def _is_a(module: nn.Module, package: str, path: str, name: str) -> bool:
