@@ -89,7 +89,8 @@ def refuse_local_sgd(check: Callable[[nn.Module], None]) -> None:
     """Have ``LocalSGD`` ask `check`, which may raise, about its model before it begins. Once for a process."""
     from accelerate.local_sgd import LocalSGD
 
-    begin = LocalSGD.__enter__
+    kind: Any = LocalSGD
+    begin = kind.__enter__
     if hasattr(begin, "__wrapped__"):
         return
 
@@ -99,20 +100,19 @@ def refuse_local_sgd(check: Callable[[nn.Module], None]) -> None:
             check(self.model)
         return begin(self)
 
-    LocalSGD.__enter__ = checked
+    kind.__enter__ = checked
 
 
 @contextlib.contextmanager
 def accelerator_of_trainers(kind: Callable[..., Any]) -> Iterator[None]:
     """Inside, a Trainer that makes its Accelerator calls `kind`."""
-    import transformers.trainer
-
-    before = transformers.trainer.Accelerator
-    transformers.trainer.Accelerator = kind  # type: ignore[attr-defined]
+    module: Any = importlib.import_module("transformers.trainer")
+    before = module.Accelerator
+    module.Accelerator = kind
     try:
         yield
     finally:
-        transformers.trainer.Accelerator = before  # type: ignore[attr-defined]
+        module.Accelerator = before
 
 
 def _is_a(module: nn.Module, package: str, path: str, name: str) -> bool:
