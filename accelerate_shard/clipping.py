@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torch_shard import Engine
+from torch_shard.errors import ConfigError
 from torch_shard.log import logger
 
 from .wrapped import engine_of
@@ -25,12 +26,20 @@ def clip_norm(models: Iterable[nn.Module], parameters: Any, max_norm: float, nor
 
     Returns:
         The norm before, 0-d, equal on all ranks.
+
+    Raises:
+        ConfigError: parameters of several sharded models, with some that ``ShardPlugin.ignore`` leaves out.
     """
     chosen = _listed(parameters)
     engines = _engines_of(models, chosen)
     if len(engines) == 1:
         # Parameters that are not sharded go along: they count with rank 0's gradients, so that all ranks scale alike.
         return engines[0].clip_grad_norm_(max_norm, norm_type, chosen)
+    if any(id(p) in ids for ids in map(_ignored, engines) for p in chosen):
+        raise ConfigError(
+            "clip_grad_norm_: parameters of several models, of which some are left out of sharding (ShardPlugin.ignore). Their "
+            "gradients differ between the ranks, which would scale by different factors; clip each model on its own."
+        )
     return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type=norm_type)
 
 
@@ -73,3 +82,8 @@ def _engines_of(models: Iterable[nn.Module], parameters: Sequence[torch.Tensor])
         if any(id(p) in ids for unit in engine.units for flat in unit.flats for p in flat.params):
             found.append(engine)
     return found
+
+
+def _ignored(engine: Engine) -> set[int]:
+    names = set(engine.plan.ignored)
+    return {id(p) for name, p in engine.model.named_parameters() if name in names} if names else set()

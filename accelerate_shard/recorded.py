@@ -31,7 +31,8 @@ class Entry:
 
     def __getitem__(self, index: Any) -> Recorded:
         whole = _recorded(self.values.to("meta"), _Step(lambda: self.values, (), {}, None, self.origin))
-        return whole if index is Ellipsis else whole[index]
+        part: Any = whole if index is Ellipsis else whole[index]
+        return part  # type: ignore[no-any-return]
 
     def get_shape(self) -> list[int]:
         """Sizes."""

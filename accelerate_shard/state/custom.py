@@ -45,7 +45,7 @@ def _shards(state: Any) -> list[ShardTensor]:
 def _whole(tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
     if not isinstance(tensor, ShardTensor):
         return tensor
-    whole = tensor.detach().full_tensor()
+    whole: torch.Tensor = tensor.full_tensor().detach()
     return whole.cpu() if wanted else whole[:0].clone()
 
 

@@ -16,6 +16,7 @@ from tests.accelerate.helpers import BOTH, OURS, STOCK, accelerator, engine_of
 from tests.accelerate.peft_models import lora
 from tests.accelerate.peft_models import train as peft_train
 from tests.hf_models import build
+from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard.errors import SetupError
 
@@ -113,7 +114,7 @@ def train(kind: Any, buffers: bool = False, **options: Any) -> tuple[list[float]
         return losses, norms, plain
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
 @ranks(2)
 def test_packed_parameters_train_as_under_ddp_and_keep_every_bit(strategy: str) -> None:
     wanted, ours = train(STOCK), train(OURS, shard_plugin=ShardPlugin(strategy=strategy))

@@ -209,6 +209,11 @@ def test_parameters_left_out_of_sharding_are_clipped_alike_on_all_ranks():
         assert model.head.weight.grad.norm() > 0
         norm = acc.clip_grad_norm_(model.parameters(), 0.01)
         assert len(set(acc.gather(norm.view(1)).tolist())) == 1
+        other = acc.prepare(net(1))
+        acc.backward(loss_of(other, next(iter(data))))
+        with pytest.raises(ConfigError, match=r"ShardPlugin\.ignore"):
+            acc.clip_grad_norm_([*model.parameters(), *other.parameters()], 0.01)
+        acc.clip_grad_norm_([model.embed.weight, *other.layers.parameters()], 0.01)
 
 
 @ranks(2)
