@@ -79,9 +79,13 @@ def _ours() -> Any:
     return Accelerator
 
 
+def _stock() -> Any:
+    # From our class, since its name in `accelerate` may be ours by now.
+    return next(kind for kind in _ours().__mro__ if kind.__module__ == "accelerate.accelerator")
+
+
 def _replace_accelerator() -> None:
-    ours = _ours()
-    stock = ours.__base__
+    ours, stock = _ours(), _stock()
     for module in list(sys.modules.values()):
         # Ours builds on the original, and lazy modules would import what they offer when asked by getattr.
         names = getattr(module, "__dict__", None)
@@ -96,7 +100,7 @@ def _imported_since(ours: Any) -> list[tuple[ModuleType, str, Any]]:
     """Where libraries, which know nothing of ours, have it under the name of Accelerate's."""
     modules = [m for name, m in list(sys.modules.items()) if name.split(".")[0] in _LIBRARIES and _replaced]
     return [
-        (module, name, ours.__base__)
+        (module, name, _stock())
         for module in modules
         for name, value in list(getattr(module, "__dict__", {}).items())
         if value is ours

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -32,9 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parser().parse_args(argv)
         code: int = arguments.run(arguments)
+        sys.stdout.flush()
         return code
     except SystemExit as stop:  # argparse: usage, --help, --version
         return stop.code if isinstance(stop.code, int) else 2
+    except BrokenPipeError:
+        # Whoever read the output has gone; else the interpreter would complain when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (ShardError, OSError) as error:
         print(f"accelerate-shard: {error}", file=sys.stderr)
         return 2

@@ -12,15 +12,13 @@ import pytest
 import accelerate_shard
 from accelerate_shard import ShardConfig, ShardPlugin
 from tests.accelerate.config.launching import SCRIPT
-from tests.accelerate.helpers import OURS, clean_state
+from tests.accelerate.helpers import OURS, STOCK, clean_state
 from tests.run_python import run_python
 from torch_shard.errors import ConfigError
 
-STOCK_NAME = "accelerate.accelerator"
-
 
 def test_names_imported_before_and_after_are_ours_until_disable() -> None:
-    stock = OURS.__base__
+    stock = STOCK
     before = types.ModuleType("a_notebook")
     before.__dict__["Acc"] = stock
     sys.modules["a_notebook"] = before
