@@ -27,7 +27,7 @@ from torch_shard.precision import for_autocast, precision_of
 from . import model_methods, outside_autocast
 from ._private import refuse_local_sgd
 from .activation_checkpointing import checkpointed_layers
-from .clipping import clip_norm, limit_values, warn_between_syncs
+from .clipping import clip_norm, limit_values, refuse_between_syncs
 from .ddp_kwargs import config_with, register_hook
 from .layers import with_layer_units
 from .model_checks import check_model, check_optimizer, not_for_local_sgd
@@ -213,18 +213,16 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             The norm before, a 0-d tensor, equal on all ranks.
 
         Raises:
-            ShardError: gradients are not reduced yet (``defer_gradient_sync``, between micro-batches).
+            ShardError: between the micro-batches of an accumulation, where DDP would clip each rank's own gradients.
         """
+        refuse_between_syncs(self, "clip_grad_norm_")
         self.unscale_gradients()
-        if not self.sync_gradients:
-            warn_between_syncs("clip_grad_norm_")
         return clip_norm(self._models, parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Limit each element of the gradients to ``[-clip_value, clip_value]``. Not collective; raises as the above."""
+        refuse_between_syncs(self, "clip_grad_value_")
         self.unscale_gradients()
-        if not self.sync_gradients:
-            warn_between_syncs("clip_grad_value_")
         limit_values(self._models, parameters, clip_value)
 
     # -- batches ----------------------------------------------------------------------------------------------------
