@@ -260,7 +260,8 @@ class StepWatch:
                 work = MatrixStep(optimizer, runtimes[0]) if len(runtimes) == 1 else MatrixSteps(optimizer, runtimes)
         step = _Running(weakref.ref(optimizer), id(frame), None, None, tuple(map(weakref.ref, runtimes)))
         for watch, _ in _watches(step):
-            watch._works.set(optimizer, work)  # which forgets when any of the engines is closed
+            if watch._works.get(optimizer) is not work:
+                watch._works.set(optimizer, work)  # which forgets when any of the engines is closed
         other, step.session = stand_in(optimizer, work, self._kinds)
         session = step.session
         self._begins(step, frame)

@@ -56,6 +56,43 @@ class Counted(torch.optim.Optimizer):
 torch_shard.optim.register(Counted, "elementwise")
 
 
+class Decays:
+    """Makes a class of no kind of one that is known, whose step it calls."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.99)
+        return super().step(closure)
+
+
+class Decayed(Decays, torch.optim.AdamW):
+    pass
+
+
+class DecayedMuon(Decays, torch.optim.Muon):
+    pass
+
+
+class Attached:
+    """SGD that is no torch.optim.Optimizer, so that no hook sees it."""
+
+    def __init__(self, params):
+        self.param_groups, self.state = [{"params": list(params), "lr": 0.1}], {}
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"])
+
+    def zero_grad(self):
+        for p in self.param_groups[0]["params"]:
+            p.grad = None
+
+
 def mixed_groups(models):
     """Two groups, both with parameters of both models, which alternate in them."""
     found = [p for some in itertools.zip_longest(*map(trainable, models)) for p in some if p is not None]
@@ -127,7 +164,7 @@ def train_in_turns(two):
 # -- the numbers --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("strategies", quick(STRATEGIES, STRATEGIES[:2]))
 @pytest.mark.parametrize("name", quick(MAKE, ["SGD", "AdamW", "Counted"]))
-@ranks(2, exhaustive=(3,))
+@ranks(2, exhaustive=(1, 3))
 def test_element_wise_steps_are_those_of_plain_models(rank, world_size, name, strategies):
     two = Two(rank, world_size, MAKE[name], strategies)
     train_in_turns(two)
@@ -136,7 +173,7 @@ def test_element_wise_steps_are_those_of_plain_models(rank, world_size, name, st
 
 @pytest.mark.parametrize("strategies", quick(STRATEGIES, STRATEGIES[:2]))
 @pytest.mark.parametrize("name", quick(MATRIX, ["Muon", "Shampoo"]))
-@ranks(2, exhaustive=(3,))
+@ranks(2, exhaustive=(1, 3))
 def test_steps_on_whole_matrices_are_those_of_plain_models(rank, world_size, name, strategies):
     two = Two(rank, world_size, MATRIX[name], strategies)
     train_in_turns(two)
@@ -145,9 +182,26 @@ def test_steps_on_whole_matrices_are_those_of_plain_models(rank, world_size, nam
     ]
 
 
-@ranks(2, exhaustive=(3,))
-def test_an_optimizer_of_no_kind_steps_as_on_plain_models(rank, world_size):
-    train_in_turns(Two(rank, world_size, lambda m: Unknown(one_behind_the_other(m))))
+OTHERS = {
+    "no kind": lambda m: Unknown(one_behind_the_other(m)),
+    "super of AdamW": lambda m: Decayed(mixed_groups(m), lr=0.01),
+    "super of Muon": lambda m: DecayedMuon(matrices(m), lr=0.02),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@ranks(2, exhaustive=(1, 3))
+def test_an_optimizer_of_no_kind_steps_as_on_plain_models(rank, world_size, name):
+    train_in_turns(Two(rank, world_size, OTHERS[name]))
+
+
+@pytest.mark.parametrize("through", [(0,), (1,), (0, 1)], ids=["the first", "the second", "both"])
+@ranks(2)
+def test_an_attached_optimizer_steps_as_on_plain_models_whichever_engine_it_is_attached_to(rank, world_size, through):
+    two = Two(rank, world_size, lambda m: Attached(one_behind_the_other(m)))
+    for n in through:
+        two.engines[n].attach(two.optimizer)
+    train_in_turns(two)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])
