@@ -82,9 +82,10 @@ def weights_from(
     """
     from transformers import PreTrainedModel
 
-    here, models = threading.get_ident(), []
+    here, method = threading.get_ident(), "_load_pretrained_model"
+    models: list[nn.Module] = []
     with _loading:
-        stock = PreTrainedModel.__dict__["_load_pretrained_model"]
+        stock = PreTrainedModel.__dict__[method]
 
         def load(
             model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, expected_keys: Any = None
@@ -106,11 +107,11 @@ def weights_from(
             models.append(model)
             return result
 
-        PreTrainedModel._load_pretrained_model = staticmethod(load)
+        setattr(PreTrainedModel, method, staticmethod(load))
         try:
             yield models
         finally:
-            PreTrainedModel._load_pretrained_model = stock
+            setattr(PreTrainedModel, method, stock)
 
 
 def as_loaded(tensor: _T) -> _T:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,16 +20,18 @@ from torch import nn
 
 import torch_shard
 from torch_shard import Engine, ShardConfig
+from torch_shard.by_object import ByObject
 from torch_shard.errors import ConfigError
 from torch_shard.precision import for_autocast, precision_of
 
 from . import model_methods, outside_autocast
 from ._private import refuse_local_sgd
 from .activation_checkpointing import checkpointed_layers
-from .clipping import clip_norm, limit_values, warn_between_syncs
+from .clipping import clip_norm, limit_values, refuse_between_syncs
 from .ddp_kwargs import config_with, register_hook
 from .layers import with_layer_units
 from .model_checks import check_model, check_optimizer, not_for_local_sgd
+from .placement import before_sharding, left_behind
 from .plugin import ShardPlugin
 from .rollback import all_or_nothing
 from .settings import chosen_plugin, refuse_other_engines, share
@@ -42,7 +43,8 @@ __all__ = ["Accelerator"]
 
 _SIGNATURE = inspect.signature(accelerate.Accelerator.__init__)
 
-_plugins: weakref.WeakKeyDictionary[Engine, ShardPlugin] = weakref.WeakKeyDictionary()  # by which models were prepared
+# The plugin by which a model was prepared, by the engine's configuration: copies of the model have the same.
+_plugins: ByObject[ShardPlugin] = ByObject()
 
 
 class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
@@ -113,7 +115,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         engine = engine_of(model)
         if engine is None:
             return
-        used = _plugins.get(engine)
+        used = _plugins.get(engine.config)
         if used is None:
             raise ConfigError("prepare: the model is sharded already; give prepare() the plain model.")
         if used != self.shard_plugin:
@@ -135,12 +137,16 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             if self.shard_plugin.fp32_masters:
                 precision = dataclasses.replace(precision_of(config.precision), master_dtype=torch.float32)
                 config = dataclasses.replace(config, precision=precision)
+        if self.device_placement:
+            before_sharding(model, self.device)
         with checkpointed_layers(model, self.shard_plugin, config):
             engine = torch_shard.shard(model, config, mesh=self._mesh())
+        if self.device_placement:
+            left_behind(model, self.device)
         if autocast:
             outside_autocast.register(model, precision_of(config.precision), self.device)
         register_hook(self.ddp_handler, engine)
-        _plugins[engine] = self.shard_plugin
+        _plugins.set(engine.config, self.shard_plugin)
         model_methods.install(model)
         return engine
 
@@ -207,18 +213,16 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             The norm before, a 0-d tensor, equal on all ranks.
 
         Raises:
-            ShardError: gradients are not reduced yet (``defer_gradient_sync``, between micro-batches).
+            ShardError: between the micro-batches of an accumulation, where DDP would clip each rank's own gradients.
         """
+        refuse_between_syncs(self, "clip_grad_norm_")
         self.unscale_gradients()
-        if not self.sync_gradients:
-            warn_between_syncs("clip_grad_norm_")
         return clip_norm(self._models, parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Limit each element of the gradients to ``[-clip_value, clip_value]``. Not collective; raises as the above."""
+        refuse_between_syncs(self, "clip_grad_value_")
         self.unscale_gradients()
-        if not self.sync_gradients:
-            warn_between_syncs("clip_grad_value_")
         limit_values(self._models, parameters, clip_value)
 
     # -- batches ----------------------------------------------------------------------------------------------------
@@ -231,7 +235,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
 
         Args:
             joinables: prepared models.
-            even_batches: overrides that of the dataloaders inside.
+            even_batches: overrides that of the dataloaders inside; on GPUs alone, as in Accelerate.
 
         Raises:
             ConfigError: on all ranks: numbers of batches differ for a model in training mode. Nothing was trained then.
@@ -239,5 +243,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         if not self.use_distributed:
             yield
             return
-        with even_batches_set(self._dataloaders, even_batches), join(joinables, self._dataloaders):
+        # Where Accelerate joins nothing, on CPUs, it leaves batches as they are, and scripts count on that.
+        override = even_batches if self.multi_device else None
+        with even_batches_set(self._dataloaders, override), join(joinables, self._dataloaders):
             yield

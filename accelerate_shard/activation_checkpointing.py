@@ -107,7 +107,7 @@ class _Recomputed:
 
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Recomputation would write keys and values into the cache a second time, as transformers knows it of its own."""
-    changed = {name: None for name in _CACHES if kwargs.get(name) is not None}
+    changed: dict[str, Any] = {name: None for name in _CACHES if kwargs.get(name) is not None}
     if kwargs.get("use_cache"):
         changed["use_cache"] = False
     if changed:

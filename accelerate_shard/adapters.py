@@ -18,13 +18,15 @@ __all__ = ["add_adapter", "load_adapter", "whole"]
 
 
 def add_adapter(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Refused on a sharded model: its new parameters would be no unit's. Not collective.
+    """``add_adapter``, and the tuners' ``add_weighted_adapter`` and ``inject_adapter``. Not collective.
+
+    Refused on a sharded model, since the new parameters would belong to no unit.
 
     Raises:
         ConfigError: nothing has changed.
     """
     if runtime_of(module) is not None:
-        raise _too_late(module, "add_adapter", _adapter_name(stock, args, kwargs))
+        raise _too_late(module, stock.__name__, _adapter_name(stock, args, kwargs))
     return stock(*args, **kwargs)
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from torch_shard import Engine
-from torch_shard.log import logger
+from torch_shard.errors import ConfigError, ShardError
 
 from .wrapped import engine_of
 
-__all__ = ["clip_norm", "limit_values", "warn_between_syncs"]
+__all__ = ["clip_norm", "limit_values", "refuse_between_syncs"]
 
 
 def clip_norm(models: Iterable[nn.Module], parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -25,12 +25,20 @@ def clip_norm(models: Iterable[nn.Module], parameters: Any, max_norm: float, nor
 
     Returns:
         The norm before, 0-d, equal on all ranks.
+
+    Raises:
+        ConfigError: parameters of several sharded models, with some that ``ShardPlugin.ignore`` leaves out.
     """
     chosen = _listed(parameters)
     engines = _engines_of(models, chosen)
     if len(engines) == 1:
         # Parameters that are not sharded go along: they count with rank 0's gradients, so that all ranks scale alike.
         return engines[0].clip_grad_norm_(max_norm, norm_type, chosen)
+    if any(id(p) in ids for ids in map(_ignored, engines) for p in chosen):
+        raise ConfigError(
+            "clip_grad_norm_: parameters of several models, of which some are left out of sharding (ShardPlugin.ignore). Their "
+            "gradients differ between the ranks, which would scale by different factors; clip each model on its own."
+        )
     return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type=norm_type)
 
 
@@ -44,20 +52,22 @@ def limit_values(models: Iterable[nn.Module], parameters: Any, value: float) -> 
         torch.nn.utils.clip_grad_value_(chosen, value)
 
 
-_warned = False
+def refuse_between_syncs(accelerator: Any, name: str) -> None:
+    """Refuse to clip between the micro-batches of an accumulation, where each rank of DDP clips gradients of its own.
 
-
-def warn_between_syncs(name: str) -> None:
-    """Say once that clipping between the micro-batches of an accumulation clips the ranks' mean here."""
-    global _warned
-    if not _warned:
-        _warned = True
-        logger.warning(
-            "accelerator.%s was called while accelerator.sync_gradients is False. DistributedDataParallel clips each rank's own "
-            "gradients then; sharded gradients are the mean over the ranks already, and that is clipped. Clip under "
-            "`if accelerator.sync_gradients:` to have the same numbers.",
-            name,
-        )
+    Raises:
+        ShardError: on all ranks, before anything has changed.
+    """
+    state = accelerator.gradient_state
+    # With sync_each_batch gradients are the mean over the ranks under DDP, too.
+    if accelerator.num_processes == 1 or state.sync_gradients or state.plugin_kwargs.get("sync_each_batch", False):
+        return
+    raise ShardError(
+        f"accelerator.{name} was called while accelerator.sync_gradients is False. DistributedDataParallel clips each rank's own "
+        "gradients then; sharded gradients are the mean over the ranks already, so that other numbers would come out. Clip under "
+        "`if accelerator.sync_gradients:`, or reduce gradients in each micro-batch with "
+        "GradientAccumulationPlugin(sync_each_batch=True)."
+    )
 
 
 def _listed(parameters: Any) -> list[torch.Tensor]:
@@ -73,3 +83,8 @@ def _engines_of(models: Iterable[nn.Module], parameters: Sequence[torch.Tensor])
         if any(id(p) in ids for unit in engine.units for flat in unit.flats for p in flat.params):
             found.append(engine)
     return found
+
+
+def _ignored(engine: Engine) -> set[int]:
+    names = set(engine.plan.ignored)
+    return {id(p) for name, p in engine.model.named_parameters() if name in names} if names else set()

@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any
 
 from torch_shard import ShardConfig
-from torch_shard.errors import ConfigError
 
 from .environment import launch_plugin, take_over_launch
 from .plugin import ShardPlugin, plugin_of
@@ -20,6 +19,7 @@ from .plugin import ShardPlugin, plugin_of
 __all__ = ["disable", "enable", "enabled_plugin"]
 
 _TRAINER = "transformers.trainer"
+_LIBRARIES = ("accelerate", "transformers", "trl", "peft")
 
 _replaced: list[tuple[ModuleType, str, Any]] = []  # modules, names in them, and what they were
 _chosen: ShardPlugin | None = None
@@ -50,12 +50,16 @@ def enable(plugin: ShardPlugin | ShardConfig | None = None) -> None:
 
 
 def disable() -> None:
-    """Undo :func:`enable`: the names are what they were. Accelerators that exist go on as they are. Not collective."""
+    """Undo :func:`enable`: the names are what they were. Accelerators that exist go on as they are. Not collective.
+
+    A module of the user's that was loaded in between keeps ours, which it may have imported from here.
+    """
     global _chosen
     _chosen = None
     _FINDER.remove()
-    for module, name, before in _replaced:
-        if module.__dict__.get(name) is _ours():
+    ours = _ours()
+    for module, name, before in [*_replaced, *_imported_since(ours)]:
+        if module.__dict__.get(name) is ours:
             setattr(module, name, before)
     _replaced.clear()
     if _TRAINER in sys.modules:
@@ -75,9 +79,13 @@ def _ours() -> Any:
     return Accelerator
 
 
+def _stock() -> Any:
+    # From our class, since its name in `accelerate` may be ours by now.
+    return next(kind for kind in _ours().__mro__ if kind.__module__ == "accelerate.accelerator")
+
+
 def _replace_accelerator() -> None:
-    ours = _ours()
-    stock = ours.__base__
+    ours, stock = _ours(), _stock()
     for module in list(sys.modules.values()):
         # Ours builds on the original, and lazy modules would import what they offer when asked by getattr.
         names = getattr(module, "__dict__", None)
@@ -88,11 +96,20 @@ def _replace_accelerator() -> None:
             setattr(module, name, ours)
 
 
+def _imported_since(ours: Any) -> list[tuple[ModuleType, str, Any]]:
+    """Where libraries, which know nothing of ours, have it under the name of Accelerate's."""
+    modules = [m for name, m in list(sys.modules.items()) if name.split(".")[0] in _LIBRARIES and _replaced]
+    return [
+        (module, name, _stock())
+        for module in modules
+        for name, value in list(getattr(module, "__dict__", {}).items())
+        if value is ours
+    ]
+
+
 def _apply_to_trainer() -> None:
-    try:
-        from .trainer import apply_to_trainer
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"transformers.Trainer is loaded, but {error.name} is missing.") from error
+    from .trainer import apply_to_trainer
+
     apply_to_trainer()
 
 

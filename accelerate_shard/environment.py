@@ -159,8 +159,9 @@ def launch_plugin() -> ShardPlugin | None:
         return None
     base = from_fsdp_environment(os.environ) if fsdp else ShardPlugin()
     changes = {name: value for name, (_, value) in own.items()}
-    if base.activation_checkpointing is True and base.layer_classes and "activation_checkpointing" not in changes:
-        changes["activation_checkpointing"] = base.layer_classes  # wherever the units now are
+    moved = "units" in changes or "layer_classes" in changes
+    if moved and base.activation_checkpointing is True and base.layer_classes:
+        changes.setdefault("activation_checkpointing", base.layer_classes)  # wherever the units now are
     # What is gathered together is one choice, whichever setting makes it.
     if "units" in changes and "layer_classes" not in changes:
         changes["layer_classes"] = ()

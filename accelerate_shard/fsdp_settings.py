@@ -17,7 +17,7 @@ from torch_shard import Precision
 from torch_shard.errors import ConfigError
 from torch_shard.log import logger
 
-from .plugin import ShardPlugin
+from .plugin import ShardPlugin, StateDictType
 from .wrap_policies import WholeModel, size_based, units_of_policy
 
 __all__ = ["KEYS", "Key", "from_fsdp_environment", "from_fsdp_plugin", "table"]
@@ -30,7 +30,11 @@ _STRATEGIES = {
     "HYBRID_SHARD_ZERO2": "hybrid_shard_zero2",
 }
 _ORDER = tuple(_STRATEGIES)  # Accelerate also takes their numbers, from 1
-_STATE_DICTS = {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded", "LOCAL_STATE_DICT": "sharded"}
+_STATE_DICTS: dict[str, StateDictType] = {
+    "FULL_STATE_DICT": "full",
+    "SHARDED_STATE_DICT": "sharded",
+    "LOCAL_STATE_DICT": "sharded",
+}
 _STATE_DICT_ORDER = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 _WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _TRUE, _FALSE = ("1", "true", "yes", "y", "on", "t"), ("0", "false", "no", "n", "off", "f")

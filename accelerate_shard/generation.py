@@ -88,7 +88,7 @@ def available(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    import psutil  # Accelerate needs it, too
+    import psutil  # type: ignore[import-untyped]  # Accelerate needs it, too
 
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # which share this machine's memory
     return int(psutil.virtual_memory().available) // max(ranks, 1)

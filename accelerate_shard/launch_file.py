@@ -7,12 +7,13 @@ without a word. They are read here from the file, which :data:`FILE_VARIABLE` na
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 from pathlib import Path
 from typing import Any
 
 from torch_shard.errors import ConfigError
+
+from ._private_launch import parsed_launch
 
 __all__ = ["FILE_VARIABLE", "launch_file", "read_launch_file"]
 
@@ -45,8 +46,8 @@ def _of_parents() -> Path | None:
             arguments = _launch_arguments(parent.cmdline())
             if arguments is None:
                 continue
-            options = _parsed(arguments)
-            if options is None:
+            options = parsed_launch(arguments)
+            if options is None:  # another version's
                 return None
             if options.config_file is not None:
                 path = Path(parent.cwd(), os.path.expanduser(options.config_file))
@@ -72,16 +73,6 @@ def _launch_arguments(command: list[str]) -> list[str] | None:
         ]:
             return command[index + 2 :]
     return None
-
-
-def _parsed(arguments: list[str]) -> Any:
-    from accelerate.commands.launch import launch_command_parser
-
-    with contextlib.redirect_stderr(io.StringIO()):
-        try:
-            return launch_command_parser().parse_args(arguments)
-        except SystemExit:  # another version's options, then
-            return None
 
 
 def read_launch_file(path: Path) -> dict[str, Any]:

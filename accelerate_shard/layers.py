@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch_shard.errors import ConfigError
 from torch_shard.names import matches
 
 __all__ = ["classes_named", "layers_of", "with_layer_units"]
+
+_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
+_LISTS = (*_WITHOUT_FORWARD, nn.Sequential)
 
 
 def with_layer_units(config: ShardConfig, model: nn.Module, names: Sequence[str]) -> ShardConfig:
@@ -78,12 +82,13 @@ def _is_unit(units: Any, name: str, module: nn.Module) -> bool:
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:
-    """Modules of one class, at least two, in a list that is in no such module."""
+    """Modules of one class, at least two in a list or a Sequential, that consist of others and are in no such module."""
+    children = list(model.children())
+    kinds = Counter(type(child) for child in children) if isinstance(model, _LISTS) else Counter()
     found: list[nn.Module] = []
-    for child in model.children():
-        inner = list(child.children())
-        if isinstance(child, nn.ModuleList) and len(inner) > 1 and len({type(m) for m in inner}) == 1:
-            found += inner
+    for child in children:
+        if kinds[type(child)] > 1 and not isinstance(child, _WITHOUT_FORWARD) and next(child.children(), None):
+            found.append(child)
         else:
             found += _repeated(child)
     return found

@@ -25,3 +25,5 @@ def install(model: nn.Module) -> None:
         if _private.is_tuner(module):
             for name in ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload"):
                 shadow(module, name, adapters.whole)
+            for name in ("add_weighted_adapter", "inject_adapter"):
+                shadow(module, name, adapters.add_adapter)

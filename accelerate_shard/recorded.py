@@ -31,7 +31,8 @@ class Entry:
 
     def __getitem__(self, index: Any) -> Recorded:
         whole = _recorded(self.values.to("meta"), _Step(lambda: self.values, (), {}, None, self.origin))
-        return whole if index is Ellipsis else whole[index]
+        part: Any = whole if index is Ellipsis else whole[index]
+        return part  # type: ignore[no-any-return]
 
     def get_shape(self) -> list[int]:
         """Sizes."""
@@ -119,6 +120,8 @@ def deferred_from(tensor: Recorded) -> Deferred:
 
 def _values(step: _Step, known: dict[int, Any]) -> torch.Tensor:
     """Compute; `known` by the identity of tensors, for those that are used several times."""
+    if step.function in (torch.cat, torch.stack) and isinstance(step.args[0], (list, tuple)):
+        return _joined(step, known)
 
     def value(leaf: Any) -> Any:
         if not isinstance(leaf, Recorded):
@@ -130,6 +133,31 @@ def _values(step: _Step, known: dict[int, Any]) -> torch.Tensor:
     args, kwargs = tree_map(value, (step.args, step.kwargs))
     result = step.function(*args, **kwargs)
     return result if step.index is None else result[step.index]  # type: ignore[no-any-return]
+
+
+def _joined(step: _Step, known: dict[int, Any]) -> torch.Tensor:
+    """``cat`` and ``stack`` of what is computed one after the other, so that experts are in memory once."""
+    with torch._C.DisableTorchFunctionSubclass():
+        like = step.function(*step.args, **step.kwargs)
+    result = torch.empty(like.shape, dtype=like.dtype)
+    _write(step, result, known)
+    return result
+
+
+def _write(step: _Step, place: torch.Tensor, known: dict[int, Any]) -> None:
+    """Compute into `place`, which has the shape and dtype of the result."""
+    source = step.args[0]._step if step.function is _to else step
+    if step.function not in (torch.cat, torch.stack) or not isinstance(step.args[0], (list, tuple)):
+        # Converted while it is copied, where nothing else has to be done.
+        place.copy_(_values(source if source.origin else step, known))
+        return
+    dim, at = step.kwargs.get("dim", step.args[1] if len(step.args) > 1 else 0), 0
+    for number, part in enumerate(step.args[0]):
+        if step.function is torch.stack:
+            _write(part._step, place.select(dim, number), known)
+        elif part.dim() == place.dim():  # cat takes empty vectors of any kind
+            _write(part._step, place.narrow(dim, at, part.shape[dim]), known)
+            at += part.shape[dim]
 
 
 def _origin(step: _Step) -> str:

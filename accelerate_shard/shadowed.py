@@ -50,7 +50,7 @@ class Shadow:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         import copy
 
-        module = self._module()
+        module: Any = self._module()
         other = memo.get(id(module), module)
         return Shadow(other, self.__name__, self._function, copy.deepcopy(self._previous, memo))
 

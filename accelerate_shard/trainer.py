@@ -56,15 +56,26 @@ class ShardTrainerMixin(_Base):  # type: ignore[misc]
 
     shard_plugin: ShardPlugin | ShardConfig | None = None
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        before = cls.__mro__[: cls.__mro__.index(ShardTrainerMixin)]
+        for base in before:
+            if not issubclass(base, ShardTrainerMixin) and hasattr(base, "create_accelerator_and_postprocess"):
+                raise _misplaced(cls.__name__)
+
     def __init__(self, *args: Any, shard_plugin: ShardPlugin | ShardConfig | None = None, **kwargs: Any) -> None:
         if not hasattr(super(), "create_accelerator_and_postprocess"):
-            raise ConfigError(
-                f"{type(self).__name__}: ShardTrainerMixin comes before a transformers.Trainer (5.0 or newer), as in "
-                "class MyTrainer(ShardTrainerMixin, Trainer)."
-            )
+            raise _misplaced(type(self).__name__)
         if shard_plugin is not None:
             self.shard_plugin = shard_plugin
         super().__init__(*args, **kwargs)
+
+
+def _misplaced(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name}: ShardTrainerMixin comes before a transformers.Trainer (5.0 or newer), as in "
+        "class MyTrainer(ShardTrainerMixin, Trainer)."
+    )
 
 
 def _mixed_in(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

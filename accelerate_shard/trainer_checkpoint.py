@@ -177,6 +177,7 @@ def _plain(optimizer: Any) -> Any:
 
 def _together(engine: Engine, what: str, function: Callable[[], T]) -> T:
     """Run it on every rank, however long it takes; all return, or all raise. Collective."""
+    agree(engine._runtime, what)  # of which a rank that does something else hears at once; a broadcast would wait
     nonce = broadcast(engine._runtime, secrets.token_hex(8), what)
     return each(engine._runtime, what, function, nonce=nonce)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 __all__ = [
     "ENGINES",
+    "FRONT_ENDS",
     "LABELS",
     "LOW_PRECISION",
     "Runner",
@@ -35,10 +37,15 @@ LABELS = {
     "ours": "torch_shard",
     "autocast": "torch_shard under autocast",
     "autocast_alone": "torch_shard, autocast alone",
+    "accelerate_ddp": "Accelerate with DDP",
+    "accelerate": "Accelerate with torch_shard",
 }
 ENGINES = ("alone", "ddp", "fsdp1", "fsdp2", "ours")
 LOW_PRECISION = (*ENGINES, "autocast", "autocast_alone")
 """In bf16 the first two run under autocast; torch_shard gathers in bf16 without autocast, under it, or leaves all to it."""
+
+FRONT_ENDS = ("accelerate_ddp", "accelerate")
+"""The same loop as a script for Hugging Face Accelerate has it; in bf16 with its ``mixed_precision="bf16"``."""
 
 
 @dataclass
@@ -59,6 +66,25 @@ class Runner:
         self.clip(1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return loss.detach()
+
+
+@dataclass
+class AccelerateRunner(Runner):
+    """Steps as Accelerate's documentation writes them; `model` and `optimizer` are what ``prepare`` gave back."""
+
+    accelerator: Any = None
+
+    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """One training step on this rank's batch; returns the local loss."""
+        accelerator = self.accelerator
+        with accelerator.accumulate(self.model):
+            loss: Tensor = self.model(tokens, targets)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         return loss.detach()
 
 
@@ -158,9 +184,28 @@ def build(name: str, config: Any, device: torch.device, lr: float, low: torch.dt
 
     torch.manual_seed(0)
     plain = GPT(config).to(device)
+    if name in FRONT_ENDS:
+        return _with_accelerate(name, plain, device, lr, low)
     model, clip = wrap(name, plain, plain.blocks, device, low)
     casts_itself = name in ("fsdp1", "fsdp2", "ours")
     return Runner(name, model, torch.optim.AdamW(model.parameters(), lr=lr), clip, None if casts_itself else low)
+
+
+def _with_accelerate(name: str, plain: nn.Module, device: torch.device, lr: float, low: torch.dtype | None) -> Runner:
+    import accelerate
+
+    import accelerate_shard
+
+    # What a launcher sets, and Accelerate reads where the process group exists already.
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    local = rank if device.index is None else str(device.index)
+    os.environ |= {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": world}
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    kind = accelerate_shard.Accelerator if name == "accelerate" else accelerate.Accelerator
+    precision = {None: "no", torch.bfloat16: "bf16"}[low]
+    accelerator = kind(cpu=device.type == "cpu", mixed_precision=precision)
+    model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=lr))
+    return AccelerateRunner(name, model, optimizer, lambda limit: None, accelerator=accelerator)
 
 
 def full_parameters(runner: Runner) -> Iterable[Tensor]:

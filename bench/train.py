@@ -1,4 +1,4 @@
-"""Step time, CPU time, bytes sent, memory and exactness, beside DDP, FSDP1 and FSDP2.
+"""Step time, CPU time, bytes sent, memory and exactness, beside DDP, FSDP1 and FSDP2, and under Accelerate.
 
     python bench/train.py                two Gloo ranks on this machine's CPU, GPT of 46M parameters
     python bench/train.py --short        fewer rounds
@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from counting import CollectiveCounter
-from engines import ENGINES, LABELS, LOW_PRECISION, Runner, build, full_parameters
+from engines import ENGINES, FRONT_ENDS, LABELS, LOW_PRECISION, Runner, build, full_parameters
 from gpt import GPT, GPTConfig
 from torch import Tensor
 
@@ -244,7 +244,7 @@ def report_steps(args: argparse.Namespace, result: dict[str, dict[str, Any]]) ->
         [
             LABELS[name],
             spread(values["wall"]),
-            *(ratio(name, to) for to in ("fsdp2", "fsdp1", "ddp")),
+            *(ratio(name, to) for to in ("fsdp2", "fsdp1", "ddp", "ours")),
             spread(values["cpu"]),
             f"{values['sent'] / MIB:.1f}",
             f"{values['difference']:.1e}" if "difference" in values else "",
@@ -253,7 +253,7 @@ def report_steps(args: argparse.Namespace, result: dict[str, dict[str, Any]]) ->
     ]
     print(
         markdown(
-            "engine | step s (min, median, max) | of FSDP2's | of FSDP1's | of DDP's | "
+            "engine | step s (min, median, max) | of FSDP2's | of FSDP1's | of DDP's | of torch_shard's | "
             "CPU s per rank (min, median, max) | sent MiB per rank and step | "
             f"difference from plain after {args.exact_steps} steps",
             rows,
@@ -282,7 +282,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, help="default 2, or all GPUs")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of the computation")
-    parser.add_argument("--engines", help=f"some of: {','.join(LOW_PRECISION)}")
+    parser.add_argument("--engines", help=f"some of: {','.join((*LOW_PRECISION, *FRONT_ENDS))}")
     parser.add_argument("--rounds", type=int, default=12, help="timed steps of each engine")
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank and step")
     parser.add_argument("--exact-steps", type=int, default=4, help="steps before comparing")
@@ -292,7 +292,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model of 0.2M, to try the script")
     args = parser.parse_args()
     args.low = torch.bfloat16 if args.dtype == "bf16" else None
-    known = ENGINES if args.low is None else LOW_PRECISION
+    known = (*(ENGINES if args.low is None else LOW_PRECISION), *FRONT_ENDS)
     args.engines = args.engines.split(",") if args.engines else list(known)
     for name in args.engines:
         if name not in known:

@@ -218,6 +218,26 @@ def pages() -> tuple[Page, ...]:
                 ),
             ),
         ),
+        Page(
+            "accelerate.md",
+            "accelerate_shard",
+            "What differs from Hugging Face Accelerate. Everything else of `Accelerator` and of the Trainer is theirs. See "
+            "[Accelerate](../accelerate.md).",
+            (
+                Entry(
+                    "accelerate_shard/accelerator.py",
+                    "Accelerator",
+                    "accelerate_shard.Accelerator",
+                    constructor=True,
+                    bases=(("accelerate_shard/state/mixin.py", "StateMixin"),),
+                ),
+                Entry("accelerate_shard/plugin.py", "ShardPlugin", "accelerate_shard.ShardPlugin", constructor=True),
+                Entry("accelerate_shard/trainer.py", "ShardTrainerMixin", "accelerate_shard.ShardTrainerMixin", ()),
+                Entry("accelerate_shard/enabling.py", "enable", "accelerate_shard.enable"),
+                Entry("accelerate_shard/enabling.py", "disable", "accelerate_shard.disable"),
+                Entry("accelerate_shard/loading.py", "from_pretrained", "accelerate_shard.from_pretrained"),
+            ),
+        ),
     )
 
 

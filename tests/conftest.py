@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+
+# A shell starts what runs in its background with SIGINT ignored, which Python and the programs that tests start would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch is imported: the ranks of a test share few cores, and threads would fight for them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,71 @@ def test_the_muon_example_saves_on_two_ranks_and_resumes_on_one(tmp_path):
     assert same[same.index("held-out loss") :] == first[first.index("held-out loss") :]
     more = raw_torch(3, "--steps", 40, "--resume", file, folder=tmp_path, program="muon.py")
     assert "step 40: loss" in more and "step 30" not in more
+
+
+ACCELERATE = EXAMPLES / "accelerate_lm.py"
+IMPORT = "from accelerate_shard import Accelerator"
+
+
+def stock_accelerate_lm() -> str:
+    """The same script for stock Accelerate."""
+    ours = ACCELERATE.read_text().splitlines()
+    (line,) = [number for number, text in enumerate(ours) if text.startswith(IMPORT)]
+    ours[line] = "from accelerate import Accelerator"
+    return "\n".join(ours)
+
+
+def accelerate_launch(program: Path, *arguments: object, folder: Path) -> str:
+    """On two CPU ranks, as the script's own help says."""
+    executable = Path(sys.executable).with_name("accelerate")
+    options = ("--multi_gpu", "--num_processes", 2, "--num_machines", 1, "--main_process_port", 0)
+    environment = {"ACCELERATE_USE_CPU": "true"}
+    printed = run_python(executable, "launch", *options, program, *arguments, folder=folder, timeout=280, **environment)
+    return re.sub(r", [\d,]+ tokens/s", "", printed.stdout)
+
+
+def test_the_accelerate_example_is_a_stock_script_but_for_its_import():
+    stock = stock_accelerate_lm()
+    assert IMPORT in ACCELERATE.read_text()
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(ast.parse(stock))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+    }
+    assert "accelerate" in imported and not imported & {"accelerate_shard", "torch_shard"}
+    assert "engine" not in stock
+
+
+@pytest.mark.exhaustive
+def test_the_accelerate_example_runs_under_accelerate_launch(tmp_path):
+    pytest.importorskip("accelerate")
+    printed = accelerate_launch(ACCELERATE, "--steps", 2, "--accumulate", 2, folder=tmp_path)
+    assert re.search(r"^step 2: loss \d\.\d+ nats per byte, norm \d+\.\d+$", printed, flags=re.M), printed
+    assert float(held_out_loss(printed)) < 5.6
+
+
+@pytest.mark.exhaustive
+def test_the_accelerate_example_prints_what_stock_accelerate_prints(tmp_path):
+    pytest.importorskip("accelerate")
+    stock = tmp_path / "stock.py"
+    stock.write_text(stock_accelerate_lm())
+    for module in ("gpt.py", "stdlib_text.py"):
+        (tmp_path / module).symlink_to(EXAMPLES / module)
+    ours, theirs = (
+        accelerate_launch(program, "--steps", 6, "--accumulate", 2, folder=tmp_path) for program in (ACCELERATE, stock)
+    )
+    assert ours == theirs and "step 6: loss" in ours
+
+
+@pytest.mark.exhaustive
+def test_the_accelerate_example_runs_under_torchrun_saves_and_resumes(tmp_path):
+    pytest.importorskip("accelerate")
+    run = {"folder": tmp_path, "program": "accelerate_lm.py"}
+    whole = raw_torch(2, "--steps", 4, "--save", tmp_path / "whole", **run)
+    same = raw_torch(2, "--steps", 4, "--resume", tmp_path / "whole", **run)
+    assert same[same.index("held-out loss") :] == whole[whole.index("held-out loss") :]
+    assert list((tmp_path / "whole" / "model").glob("*.safetensors"))
 
 
 @pytest.mark.exhaustive

@@ -172,3 +172,23 @@ def test_a_collective_that_ends_as_the_time_of_its_wait_is_up_is_no_error():
 def test_a_collective_that_fails_as_the_time_of_its_wait_is_up_is_an_error():
     with pytest.raises(ShardError, match="a gather failed"):
         _wait(_EndsAsTheTimeIsUp("connection reset"))
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optim", "no_shard"])
+def test_a_backward_reduces_inside_sync_in_backward_though_its_forward_ran_under_no_sync(rank, strategy):
+    torch.manual_seed(0)
+    models = [nn.Linear(4, 3), nn.Linear(4, 3)]
+    models[1].load_state_dict(models[0].state_dict())
+    model, plain = models
+    engine = torch_shard.shard(model, strategy=strategy)
+    batches = [[torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * r + i)) for i in (0, 1)] for r in (0, 1)]
+    with engine.no_sync():
+        losses = [model(x).pow(2).sum() for x in batches[rank]]
+        losses[0].backward()
+    with engine.sync_in_backward():
+        losses[1].backward()
+    assert engine.require_backward_grad_sync
+    (sum(plain(x).pow(2).sum() for own in batches for x in own) / 2).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)

@@ -50,9 +50,9 @@ def optimizer_state(prepared: Prepared, optimizer: Any) -> Any:
 class FullModel:
     """A file of a sharded model: each rank copies its slices out of it."""
 
-    def __init__(self, engine: Engine, path: Path, strict: bool) -> None:
+    def __init__(self, engine: Engine, path: Path, strict: bool, dtype: torch.dtype | None) -> None:
         self.path = path
-        self._load = FullLoad(engine, open_full(path), Optimizers.of(None), None, strict)
+        self._load = FullLoad(engine, open_full(path), Optimizers.of(None), dtype, strict)
 
     @property
     def fingerprint(self) -> object:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from torch_shard import full_state
 from torch_shard.checkpoint import load_contents
 from torch_shard.errors import CheckpointError, ConfigError, ShardError, StateDictError
@@ -28,13 +30,13 @@ def load_state(accelerator: Any, input_dir: Any, load_kwargs: dict[str, Any] | N
     prepared = Prepared(accelerator)
     ranks = Ranks(prepared.sharded, _WHAT)
 
-    def begin() -> bool:
+    def begin() -> tuple[bool, torch.dtype | None]:
         for engine in prepared.sharded:
             full_state.refuse_inside(engine._runtime, _WHAT)
-        return _strict(options)
+        return _model_options(options)
 
     given = None if input_dir is None else str(input_dir)
-    strict = ranks.each(begin, key=lambda found: (given, found, len(prepared.models)))
+    strict, dtype = ranks.each(begin, key=lambda found: (given, found, len(prepared.models)))
     ranks.begin()
     ranks.each(accelerator.finish_saving)
 
@@ -45,7 +47,7 @@ def load_state(accelerator: Any, input_dir: Any, load_kwargs: dict[str, Any] | N
         return found
 
     small = ranks.each(find, key=lambda found: (str(found.folder), (found.folder / SHARDED).is_dir()))
-    load = _Load(prepared, ranks, small, strict)
+    load = _Load(prepared, ranks, small, strict, dtype)
     load.check_files()
     load.left = after_load_hooks(accelerator, ranks, small.folder)
     load.run()
@@ -54,20 +56,26 @@ def load_state(accelerator: Any, input_dir: Any, load_kwargs: dict[str, Any] | N
         accelerator.step = step
 
 
-def _strict(options: dict[str, Any]) -> bool:
-    unknown = sorted(set(options) - {"strict", "map_location"})
+def _model_options(options: dict[str, Any]) -> tuple[bool, torch.dtype | None]:
+    unknown = sorted(set(options) - {"strict", "map_location", "dtype"})
     if unknown:
         raise ConfigError(
-            f"load_state: {', '.join(unknown)}: unknown. strict=False accepts missing and unexpected weights."
+            f"load_state: {', '.join(unknown)}: unknown. strict=False accepts missing and unexpected weights, dtype= converts "
+            "them."
         )
-    return bool(options.get("strict", True))
+    dtype = options.get("dtype")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"load_state: dtype must be a floating-point torch.dtype or None, not {dtype!r}.")
+    return bool(options.get("strict", True)), dtype
 
 
 class _Load:
     """Models and optimizers of one load, on one rank."""
 
-    def __init__(self, prepared: Prepared, ranks: Ranks, small: SmallState, strict: bool) -> None:
-        self.prepared, self.ranks, self.strict = prepared, ranks, strict
+    def __init__(
+        self, prepared: Prepared, ranks: Ranks, small: SmallState, strict: bool, dtype: torch.dtype | None
+    ) -> None:
+        self.prepared, self.ranks, self.strict, self.dtype = prepared, ranks, strict, dtype
         self.folder, self.weights_only = small.folder, small.weights_only
         self.is_sharded = (self.folder / SHARDED).is_dir()
         self.left: list[int] = []
@@ -102,6 +110,7 @@ class _Load:
                 {str(number): optimizer for number, optimizer in enumerate(prepared.optimizers)},
                 named=prepared.named(),
                 strict=self.strict,
+                dtype=self.dtype,
             )
         self.ranks.each(lambda: _each_of(parts, lambda part: part.apply()))
 
@@ -118,7 +127,7 @@ class _Load:
             if engine is None:
                 found.append(PlainModel(self.prepared.models[number], path, self.strict, self.weights_only))
             else:
-                found.append(FullModel(engine, path, self.strict))
+                found.append(FullModel(engine, path, self.strict, self.dtype))
         return found
 
 

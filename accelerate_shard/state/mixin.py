@@ -115,7 +115,8 @@ class StateMixin(_Base):  # type: ignore[misc]
         Args:
             input_dir: the folder; None for the latest one with automatic names.
             load_kwargs: for ``torch.load`` of everything but models; ``{"weights_only": False}`` runs code from the files.
-            load_model_func_kwargs: ``strict=False`` accepts missing and unexpected weights; ``map_location`` has no meaning.
+            load_model_func_kwargs: ``strict=False`` accepts missing and unexpected weights; ``dtype`` converts weights that were
+                saved in another one; ``map_location`` has no meaning: slices are read to where they are.
 
         Raises:
             CheckpointError: on all ranks: there is none, files are missing or damaged, or hold what could run code. Nothing has

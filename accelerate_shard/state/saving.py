@@ -19,7 +19,7 @@ from torch_shard.checkpoint.folder import Saving, commit, discard, hidden, sees
 from torch_shard.errors import CheckpointError, ConfigError
 from torch_shard.log import logger
 
-from . import full, naming, small
+from . import custom, full, naming, small
 from .files import OPTIMIZER_NAME, SHARDED, keep_others, numbered, weights_name
 from .hooks import Left, after_save_hooks
 from .pending import PendingState
@@ -112,6 +112,7 @@ class _Save:
 
     def _write_small(self) -> None:
         self.ranks.each(lambda: small.write(self.accelerator, self.beside))
+        custom.write(self.ranks, self.accelerator._custom_objects, self.beside)
 
     def _finish(self) -> None:
         self.ranks.on_first(self.put_in_place)

@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate.checkpointing import load_accelerator_state, save_accelerator_state, save_custom_state
+from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
 
 from torch_shard.errors import CheckpointError
 from torch_shard.log import logger
 
+from .custom import as_cut, file_name
 from .files import (
     CUSTOM,
     SCALER_NAME,
@@ -26,7 +26,7 @@ __all__ = ["SmallState", "write"]
 
 
 def write(accelerator: Any, folder: Path) -> None:
-    """Write this rank's random states; on rank 0 the rest too. Not collective, unless a custom object's ``state_dict`` is."""
+    """Write this rank's random states; on rank 0 schedulers, samplers and the scaler too. Not collective."""
     first = accelerator.is_main_process
     save_accelerator_state(
         str(folder),
@@ -38,21 +38,6 @@ def write(accelerator: Any, folder: Path) -> None:
         accelerator.step,
         accelerator.scaler if first else None,
     )
-    for number, custom in enumerate(accelerator._custom_objects):
-        save_custom_state(custom, str(folder), number)
-        if first:
-            _warn_if_refused(folder / f"custom_checkpoint_{number}.pkl")
-
-
-def _warn_if_refused(path: Path) -> None:
-    names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    if names:
-        logger.warning(
-            "%s holds objects of %s, which the safe loader does not accept: load_state will need ShardPlugin(weights_only=False) "
-            "or torch.serialization.add_safe_globals([...])",
-            path.name,
-            ", ".join(names),
-        )
 
 
 class SmallState:
@@ -101,8 +86,7 @@ class SmallState:
             )
         options = {key: value for key, value in self._options.items() if key != "map_location"}
         self._custom = [
-            read(self.folder / f"custom_checkpoint_{number}.pkl", **options)
-            for number in range(len(accelerator._custom_objects))
+            read(self.folder / file_name(number), **options) for number in range(len(accelerator._custom_objects))
         ]
         own = self._states.get(accelerator.process_index)
         if own is not None:
@@ -127,7 +111,7 @@ class SmallState:
             self._options,
         )
         for custom, state in zip(accelerator._custom_objects, self._custom, strict=True):
-            custom.load_state_dict(state)
+            custom.load_state_dict(as_cut(custom, state))
         self._custom = []
         self._tell_of_other_ranks()
         step: int | None = found.get("step")

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import group_calls
 from .reduction import Reduction
 from .scalar_comm import ScalarComm, SingleComm
 from .topology import Topology
-from .versions import all_gather_single, reduce_scatter_single
 from .watch import Channel, Pending, Watch
 
 
@@ -113,10 +113,16 @@ class Collectives:
         self._broadcasts = self._sends_bytes and 1 < self.size <= _BROADCASTS
         self.averaged = self.topology.averaged
         row = self.topology.row_of(self.world_rank)
-        self._sources = [self.watch.ranks[member] for member in row]  # global ranks of those that share the copy
         few = sorted(self.again_channel.members) if self.again_channel is not None else [self.world_rank]
-        self._few = [self.watch.ranks[member] for member in few]
+        # Ranks within a group, in the order of the slots: of those that share the copy, and of the few.
+        self._sources = self._ranks_in(self.gather_channel, row)
+        self._few = self._ranks_in(self.again_channel, few)
         self._again_rank = few.index(self.world_rank)
+
+    def _ranks_in(self, channel: Channel | None, members: Sequence[int]) -> list[int]:
+        if channel is None:
+            return [0] * len(members)
+        return [dist.get_group_rank(channel.group, self.watch.ranks[member]) for member in members]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Collectives:
         return self  # groups and streams belong to the process, not to a model
@@ -197,7 +203,6 @@ class Collectives:
         what: str,
         slots: Sequence[torch.Tensor] = (),
     ) -> Pending:
-        assert all_gather_single is not None
         channel.count()
         ranks = len(sources)
         self.bytes_sent += (ranks - 1) * (full.numel() // ranks) * full.element_size()
@@ -208,10 +213,10 @@ class Collectives:
             if sent.data_ptr() != slots[rank].data_ptr():
                 slots[rank].copy_(sent)
             pairs = zip(slots, sources, strict=True)
-            work: Any = _Works([dist.broadcast(s, src=r, group=channel.group, async_op=True) for s, r in pairs])
+            work: Any = _Works([group_calls.broadcast(channel.group, slot, source) for slot, source in pairs])
         else:
             into = _unowned_bytes(full) if self._sends_bytes else full
-            work = all_gather_single(into, sent, group=channel.group, async_op=True)
+            work = group_calls.all_gather(channel.group, into, sent)
         channel.groups.written[work] = full
         return self._track(channel, what, work, self.gather_stream)
 
@@ -275,11 +280,10 @@ class Collectives:
             if self.backend == "gloo":
                 # Gloo's reduce-scatter sends the bytes of an all-reduce; all-to-all and a local sum send half.
                 received = self.take(grad.numel(), grad.dtype)
-                work = dist.all_to_all_single(received, grad, group=channel.group, async_op=True)
+                work = group_calls.all_to_all(channel.group, received, grad)
             else:
                 received = torch.empty(grad.numel() // self.size, dtype=grad.dtype, device=grad.device)
-                assert reduce_scatter_single is not None
-                work = reduce_scatter_single(received, grad, group=channel.group, async_op=True)
+                work = group_calls.reduce_scatter(channel.group, received, grad)
             # A backward that fails drops its reductions, but not what they still read and write.
             channel.groups.written[work] = (grad, received)
             pending = self._track(channel, what, work, self.reduce_stream)
@@ -296,7 +300,7 @@ class Collectives:
         """Under `reducing()`, of a channel whose collectives the caller counts."""
         nbytes, ranks = tensor.numel() * tensor.element_size(), len(channel.members)
         self.bytes_sent += 2 * nbytes * (ranks - 1) // ranks
-        work = dist.all_reduce(tensor, group=channel.group, async_op=True)
+        work = group_calls.all_reduce(channel.group, tensor)
         channel.groups.written[work] = tensor
         return self._track(channel, what, work, self.reduce_stream)
 

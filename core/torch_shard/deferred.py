@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,7 +82,7 @@ def refuse_altered(params: Mapping[str, nn.Parameter], rank: int) -> None:
     if not waiting:
         return
     for name, p in params.items():
-        note = p.__dict__.get(_ATTRIBUTE)
+        note: Any = p.__dict__.get(_ATTRIBUTE)
         what = None
         if name in waiting and (p.shape != note.shape or p._version != note.version):
             what = "was changed in place or resized since"

@@ -9,6 +9,7 @@ import torch
 
 from .collectives import Collectives, join
 from .errors import ShardError
+from .flat_views import FlatViews, cut_of
 from .layout import FlatLayout
 from .leaf import own_grad, set_own_grad
 from .precision import Dtypes
@@ -32,6 +33,7 @@ class GradientBuffer:
         n = len(params)
         self.wanted = [False] * n  # the leaf asks for a gradient
         self.flat: torch.Tensor | None = None  # what this rank has, in the full layout, from the first arrival on
+        self._views: FlatViews | None = None  # of `flat`
         self.holds = [False] * n  # slots of `flat` that hold a gradient not yet reduced
         self.arrived = [False] * n  # gradients seen in the running backward
         self.missing = 0  # wanted ones not yet seen
@@ -51,7 +53,7 @@ class GradientBuffer:
             code = dtypes.quantized.gradient_code(dtypes, layout.shard_numel)
             if code is not None:
                 self.quantized = QuantizedGradients(code, layout, dtypes, collectives)
-        self._gaps = layout.gaps()
+        self._gaps, self._cut = layout.gaps(), cut_of(layout.slots)
         self._pieces, self._piece_of = layout.pieces(collectives.rank)
 
     def _divide(self, gradients: float, sums: float) -> None:
@@ -89,6 +91,7 @@ class GradientBuffer:
     def _open(self) -> torch.Tensor:
         if self.flat is None:
             self.flat = self.collectives.take(self.layout.numel, self.opens)
+            self._views = FlatViews.of(self.flat, self.layout.slots, self._cut)
         return self.flat
 
     def _opens(self, deferred: bool) -> torch.dtype:
@@ -124,10 +127,11 @@ class GradientBuffer:
     def accept(self, index: int, grad: torch.Tensor) -> bool:
         """Add a leaf's gradient, divided by the number of ranks; True if it was the last one missing. Copied at once: its
         memory may be used again, by autograd or by the function that it comes from."""
-        flat = self._open()
+        flat = self.flat if self.flat is not None else self._open()
         if self.collectives.reduce_stream is not None:
             self._streams.add(torch.cuda.current_stream(flat.device))
-        into = slot_view(flat, self.layout.slots[index])
+        assert self._views is not None
+        into = self._views.view(flat, index)
         if self.holds[index]:
             into.add_(grad, alpha=self._factor)
         elif self._factor == 1.0:
@@ -147,7 +151,7 @@ class GradientBuffer:
     def start_reduction(self, what: str) -> Reduction | HookedReduction | None:
         """Send the buffer off. Where no other rank has gradients of the same parameters its slice is published as is."""
         grad = self._open()
-        self.flat = None
+        self.flat = self._views = None
         for start, stop in self._gaps:
             grad[start:stop].zero_()
         held, self.holds = self.holds, [False] * len(self.holds)
@@ -323,7 +327,7 @@ class GradientBuffer:
                     grad._lost = self.lost = True
         if self.flat is not None:
             self.collectives.give(self.flat)
-        self.flat, self.results = None, []
+        self.flat, self._views, self.results = None, None, []
         self._streams = set()
         self.holds = [False] * len(self.holds)
         self.arrived = [False] * len(self.arrived)

@@ -128,7 +128,7 @@ def refuse_recorded_edit(leaf: torch.Tensor, name: str, rank: int) -> None:
 def recorded_edit(name: str, rank: int) -> ShardError:
     """The error for it."""
     return ShardError(
-        f"rank {rank}: {name} does not require gradients, and was edited in place with a value that does. The parameter is stored "
-        "in slices, which record nothing, so that this value would get no gradient. Compute out of place (weight * scale), or "
-        "edit it under torch.no_grad()."
+        f"rank {rank}: {name} does not require gradients, and was edited in place with a value that does. The parameter is "
+        "stored in slices, which record nothing, so that this value would get no gradient. Compute out of place "
+        "(weight * scale), or edit it under torch.no_grad()."
     )

@@ -10,6 +10,7 @@ in that, too, where parameters are sharded). The scheme is that of
 from __future__ import annotations
 
 import dataclasses
+import glob
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -58,6 +59,22 @@ def norms_in(model: nn.Module) -> tuple[type[nn.Module], ...]:
     """The classes of normalisations that `model` has: torch's, and others whose names end in ``Norm`` (``LlamaRMSNorm``)."""
     found = {type(m): None for m in model.modules() if isinstance(m, NORMS) or _NORM.fullmatch(type(m).__name__)}
     return tuple(sorted(found, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}"))
+
+
+def packed_in(model: nn.Module) -> tuple[type[nn.Module] | str, ...]:
+    """The modules of `model` that hold weights in a packed format: integers or 8-bit values, of their own, of two dimensions or
+    more. What else they hold, scales for instance, belongs to that format, and the same values in another dtype do not."""
+    found = [name for name, module in model.named_modules() if any(map(_is_packed, _own_tensors(module)))]
+    return tuple(glob.escape(name) if name else type(model) for name in found)
+
+
+def _own_tensors(module: nn.Module) -> Iterable[torch.Tensor]:
+    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+
+
+def _is_packed(tensor: torch.Tensor) -> bool:
+    # Masks are bool, and positions 64-bit integers.
+    return tensor.dim() > 1 and tensor.dtype not in (*FLOATS, torch.bool, torch.int64) and not tensor.is_complex()
 
 
 @dataclass(frozen=True)
@@ -267,7 +284,7 @@ def for_autocast(config: ShardConfig, model: nn.Module, dtype: torch.dtype, sett
 
     Autocast alone casts each weight when it is used, and keeps the copy, whole, until backward. Here parameters are gathered in
     the low precision: autocast finds weights that it need not cast, and half the bytes travel. Norms are kept as they are
-    stored, since autocast computes them in fp32.
+    stored, since autocast computes them in fp32, and so is what belongs to packed weights.
 
     Args:
         setting: what the user has written to get autocast, for the warning.
@@ -275,7 +292,7 @@ def for_autocast(config: ShardConfig, model: nn.Module, dtype: torch.dtype, sett
     Not collective.
     """
     if config.precision is None:
-        precision = Precision(param_dtype=dtype, keep=norms_in(model), cast_inputs=False)
+        precision = Precision(param_dtype=dtype, keep=(*norms_in(model), *packed_in(model)), cast_inputs=False)
         return dataclasses.replace(config, precision=precision)
     if config.strategy != "no_shard" and config.precision == NONE:
         logger.warning(

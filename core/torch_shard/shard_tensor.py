@@ -65,8 +65,10 @@ class ShardTensor(torch.Tensor):
 
     @classmethod
     def _wrap(cls, local: torch.Tensor, spec: ShardSpec, unit_ref: weakref.ref[Any] | None = None) -> ShardTensor:
+        # By position (cls, size, strides, storage_offset, memory_format, dtype, layout, device): every gradient of every step
+        # is made here, and names cost a third of it.
         self: ShardTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, spec.shape, strides=spec.stride, dtype=local.dtype, layout=local.layout, device=local.device
+            cls, spec.shape, spec.stride, None, None, local.dtype, local.layout, local.device
         )
         self._local = local
         self._spec = spec

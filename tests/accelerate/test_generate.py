@@ -13,6 +13,7 @@ from torch import nn
 from accelerate_shard import ShardPlugin, generation
 from tests.accelerate.helpers import OURS, STOCK, accelerator, engine_of
 from tests.hf_models import VOCAB, build
+from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard.errors import MissingRankError, ShardError
 
@@ -99,7 +100,7 @@ def test_other_ways_of_decoding_are_as_stock(rank: int, options: dict[str, Any])
             assert torch.equal(text(model, rank, **options), wanted)
 
 
-@pytest.mark.parametrize("name", ["t5", "bart"])
+@pytest.mark.parametrize("name", ["t5", *exhaustive("bart")])
 @ranks(2)
 def test_encoder_and_decoder_generate_as_stock(rank: int, name: str) -> None:
     wanted = text(build(name)[0].eval(), rank)
@@ -110,7 +111,7 @@ def test_encoder_and_decoder_generate_as_stock(rank: int, name: str) -> None:
             assert torch.equal(text(model, rank), wanted)
 
 
-@pytest.mark.parametrize("strategy", ["shard_grad_op", "shard_optim", "no_shard"])
+@pytest.mark.parametrize("strategy", ["shard_optim", *exhaustive("shard_grad_op", "no_shard")])
 @ranks(2)
 def test_it_is_safe_where_parameters_are_whole_anyway(rank: int, strategy: str) -> None:
     wanted = text(build("gpt2")[0], rank)
@@ -121,7 +122,7 @@ def test_it_is_safe_where_parameters_are_whole_anyway(rank: int, strategy: str) 
         acc.backward(loss(model(**inputs)))  # where ranks would find that they did different things
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [torch.inference_mode, *exhaustive(torch.no_grad)])
 @ranks(2)
 def test_generating_between_steps_changes_nothing_in_training(rank: int, mode: Any) -> None:
     def train(kind: Any, generating: bool) -> tuple[list[float], list[torch.Tensor]]:
@@ -170,7 +171,7 @@ def test_mixed_precision_generates_as_stock(rank: int, way: str) -> None:
 
 @ranks(2)
 def test_a_rank_that_does_not_generate_is_missed(rank: int) -> None:
-    with accelerator(OURS, shard_plugin=ShardPlugin(timeout=2)) as acc:
+    with accelerator(OURS, shard_plugin=ShardPlugin(timeout=1)) as acc:
         model = acc.prepare(build("gpt2")[0])
         if acc.is_main_process:
             with pytest.raises(MissingRankError, match=r"generate|gathered"):

@@ -103,7 +103,7 @@ def acc_engine(model: torch.nn.Module) -> Any:
 @ranks(2)
 def test_called_on_the_main_rank_alone_it_raises_and_writes_nothing(tmp_path: Path, rank: int) -> None:
     model, _, _ = build("gpt2")
-    with accelerator(OURS, shard_plugin=ShardPlugin(timeout=2)) as acc:
+    with accelerator(OURS, shard_plugin=ShardPlugin(timeout=1)) as acc:
         model = acc.prepare(model)
         if acc.is_main_process:
             with pytest.raises(MissingRankError, match=r"GPT2LMHeadModel\.save_pretrained"):
@@ -217,6 +217,20 @@ def test_inside_gathered_and_after_close_it_is_the_stock_method(tmp_path: Path, 
             model.save_pretrained(tmp_path / "plain")
             assert_loads(tmp_path / "plain", wanted)
     dist.barrier()
+
+
+@ranks(2)
+def test_a_closed_model_is_pickled_without_a_trace(tmp_path: Path) -> None:
+    import pickle
+
+    model, _, _ = build("gpt2")
+    with accelerator(OURS) as acc:
+        model = acc.prepare(model)
+        acc_engine(model).close()
+        data = pickle.dumps(model)
+        assert b"accelerate_shard" not in data
+        loaded = pickle.loads(data)
+        assert loaded.save_pretrained.__self__ is loaded and loaded.generate.__self__ is loaded
 
 
 @ranks(2)

@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 from accelerate.local_sgd import LocalSGD
-from accelerate.utils import FP8RecipeKwargs, ParallelismConfig
+from accelerate.utils import DataLoaderConfiguration, FP8RecipeKwargs, ParallelismConfig
 from torch import nn
 
 import torch_shard
@@ -239,11 +239,10 @@ def test_the_usual_ways_to_the_module_inside_lead_to_the_model():
 # -- uneven batches ---------------------------------------------------------------------------------------------------
 @ranks(2)
 def test_training_with_different_numbers_of_batches_is_refused_on_all_ranks_before_it_begins():
-    with accelerator() as acc:
-        model, data = acc.prepare(net(), loader(20))  # 3 batches and 2
+    with accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False)) as acc:
+        model, _ = acc.prepare(net(), loader(20))  # 3 batches and 2
         with (
             pytest.raises(ConfigError, match=r"join_uneven_inputs.*even_batches"),
-            acc.join_uneven_inputs([model], even_batches=False),
+            acc.join_uneven_inputs([model]),
         ):
             raise AssertionError
-        assert data.batch_sampler.even_batches is True

@@ -209,26 +209,41 @@ def test_parameters_left_out_of_sharding_are_clipped_alike_on_all_ranks():
         assert model.head.weight.grad.norm() > 0
         norm = acc.clip_grad_norm_(model.parameters(), 0.01)
         assert len(set(acc.gather(norm.view(1)).tolist())) == 1
+        other = acc.prepare(net(1))
+        acc.backward(loss_of(other, next(iter(data))))
+        with pytest.raises(ConfigError, match=r"ShardPlugin\.ignore"):
+            acc.clip_grad_norm_([*model.parameters(), *other.parameters()], 0.01)
+        acc.clip_grad_norm_([model.embed.weight, *other.layers.parameters()], 0.01)
+
+
+@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
+@ranks(2)
+def test_clipping_between_micro_batches_is_an_error_where_ddp_would_clip_each_ranks_own_gradients(rank, clip):
+    for plugin in (None, DEFERRED):
+        with accelerator(gradient_accumulation_steps=2, shard_plugin=plugin) as acc:
+            model, data = acc.prepare(net(), loader())
+            with acc.accumulate(model):
+                acc.backward(loss_of(model, next(iter(data))))
+                before = [p.grad.norm() for p in model.parameters()] if plugin is None else []
+                with pytest.raises(ShardError, match=f"{clip}.*sync_gradients"):
+                    getattr(acc, clip)(model.parameters(), 1e-3)
+                assert [p.grad.norm() for p in model.parameters()][: len(before)] == before
 
 
 @ranks(2)
-def test_clipping_between_micro_batches_is_said_once_and_refused_where_nothing_is_reduced(rank):
-    import accelerate_shard.clipping as clipping
+def test_clipping_between_micro_batches_that_are_each_reduced_is_as_under_ddp(rank):
+    def clipped(kind):
+        plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
+        norms = []
+        with accelerator(kind, gradient_accumulation_plugin=plugin) as acc:
+            model, data = acc.prepare(net(), loader())
+            for batch in data:
+                with acc.accumulate(model):
+                    acc.backward(loss_of(model, batch))
+                    norms.append(acc.clip_grad_norm_(model.parameters(), 0.05).item())
+        return norms
 
-    clipping._warned = False
-    with accelerator(gradient_accumulation_steps=2) as acc, captured_log() as messages:
-        model, data = acc.prepare(net(), loader())
-        for batch in data:
-            with acc.accumulate(model):
-                acc.backward(loss_of(model, batch))
-                acc.clip_grad_norm_(model.parameters(), 1.0)
-    assert len([m for m in messages if "sync_gradients" in m]) == (rank == 0)
-    with accelerator(gradient_accumulation_steps=2, shard_plugin=DEFERRED) as acc:
-        model, data = acc.prepare(net(), loader())
-        with acc.accumulate(model):
-            acc.backward(loss_of(model, next(iter(data))))
-            with pytest.raises(ShardError, match="no_sync"):
-                acc.clip_grad_norm_(model.parameters(), 1.0)
+    assert clipped(OURS) == pytest.approx(clipped(STOCK), rel=1e-5)
 
 
 # -- DistributedDataParallelKwargs ------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from accelerate_shard._private_launch import launch_environment
 
 FSDP1 = {
     "fsdp_version": 1,
@@ -64,18 +65,7 @@ def write_yaml(folder: Path, fsdp: dict[str, Any], **top: Any) -> Path:
 
 def exported(path: Path) -> dict[str, str]:
     """The ``FSDP_*`` variables that Accelerate's launcher exports for a YAML."""
-    from accelerate.commands.launch import _validate_launch_command
-    from accelerate.utils.launch import prepare_multi_gpu_env
-
-    args, _, _ = _validate_launch_command(_parser().parse_args(["--config_file", str(path), "train.py"]))
-    return {name: value for name, value in prepare_multi_gpu_env(args).items() if name.startswith("FSDP_")}
-
-
-@functools.cache
-def _parser() -> Any:
-    from accelerate.commands.launch import launch_command_parser
-
-    return launch_command_parser()
+    return {name: value for name, value in launch_environment(str(path)).items() if name.startswith("FSDP_")}
 
 
 def accelerate_launch(

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate_shard import ShardPlugin
-from tests.accelerate.helpers import OURS, STOCK, accelerator, net, sgd, whole_parameters
+from tests.accelerate.helpers import OURS, STOCK, accelerator, engine_of, net, sgd, whole_parameters
 from tests.accelerate.state.helpers import Counter, Noisy, Run, plugin
 from tests.ranks import ranks
 from torch_shard.errors import (
     CheckpointError,
     ConfigError,
+    DivergenceError,
     MissingRankError,
     ShardError,
     StateDictError,
@@ -37,22 +38,45 @@ def call(acc, what, model, folder):
     }[what]()
 
 
+def listed(folder):
+    return sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*"))
+
+
 @pytest.mark.parametrize("what", CALLS)
-@ranks(2, fresh=True)
-def test_a_call_on_the_main_process_only_is_reported_in_time(rank, what, tmp_path):
+@ranks(2)
+def test_a_call_on_the_main_process_only_is_reported_when_the_others_go_on_training(rank, what, tmp_path):
     folder = tmp_path / "c"
-    with accelerator(OURS, shard_plugin=ShardPlugin(timeout=2)) as acc:
+    with accelerator(OURS) as acc:
         model = acc.prepare(net())
         acc.save_state(folder)
-        before = sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*"))
-        began = time.monotonic()
-        with pytest.raises(MissingRankError, match=f"Accelerator.{what}" if rank == 0 else "rank 0"):
+        before = listed(tmp_path)
+        with pytest.raises(DivergenceError, match=f"rank 0: Accelerator.{what}.*rank 1: begins a forward"):
             if acc.is_main_process:
                 call(acc, what, model, folder)
-            acc.backward(model(torch.ones(2, 12)).sum())
-        assert time.monotonic() - began < 15
-        assert sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*")) == before
-        assert os.listdir(tmp_path) == ["c"]
+            else:
+                model(torch.ones(2, 12))
+        assert listed(tmp_path) == before
+
+
+@ranks(2, fresh=True)
+def test_a_save_on_the_main_process_only_is_reported_in_time_and_leaves_the_checkpoint_of_before(rank, tmp_path):
+    folder = tmp_path / "c"
+    with accelerator(OURS) as acc:
+        model = acc.prepare(net())
+        acc.save_state(folder)
+        before = listed(folder)
+        dist.barrier()
+        engine_of(model)._runtime.collectives.watch.timeout = 1.0  # set-up may take longer
+        began = time.monotonic()
+        if acc.is_main_process:
+            with pytest.raises(MissingRankError, match=r"Accelerator\.save_state(.|\n)*rank 1"):
+                acc.save_state(folder)
+            assert listed(folder) == before
+            (tmp_path / "done").touch()
+        else:
+            while not (tmp_path / "done").exists() and time.monotonic() < began + 20:
+                time.sleep(0.05)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "done"]
 
 
 def damage(folder: Path, what: str) -> None:
@@ -222,7 +246,7 @@ def test_code_in_files_is_not_run_unless_the_user_says_so(rank, tmp_path):
 def test_inside_a_forward_it_is_refused(what, tmp_path):
     with accelerator(OURS) as acc:
         model = acc.prepare(net())
-        model.layers[0].register_forward_hook(lambda *_: call(acc, what, model, tmp_path / "c"))
+        model.layers[0].linear.register_forward_pre_hook(lambda *_: call(acc, what, model, tmp_path / "c"))
         with pytest.raises(UnitStateError, match="inside a forward"):
             model(torch.ones(2, 12))
 

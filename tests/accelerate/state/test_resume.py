@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.accelerate.helpers import OURS, STOCK, accelerator
+from tests.accelerate.helpers import OURS, STOCK, accelerator, net, whole_parameters
 from tests.accelerate.state.helpers import Run, plugin
 from tests.marks import exhaustive
 from tests.ranks import ranks, run
+from torch_shard.errors import CheckpointError, StateDictError
 
 
 def same(found, wanted):
@@ -83,3 +84,77 @@ def load(rank, world_size, folder, wanted):
 def test_another_number_of_ranks_resumes(form, other, tmp_path):
     wanted = run(2, save, str(tmp_path / "c"), form)[0]
     run(other, load, str(tmp_path / "c"), wanted)
+
+
+class Average:
+    """A moving average of parameters, of the same kind as they are."""
+
+    def __init__(self, model):
+        self.values = [p.detach().clone() for p in model.parameters()]
+        self.decay = 0.5
+
+    def follow(self, model):
+        with torch.no_grad():
+            for value, p in zip(self.values, model.parameters(), strict=True):
+                value.mul_(self.decay).add_(p, alpha=1 - self.decay)
+
+    def state_dict(self):
+        return {"values": self.values, "decay": self.decay}
+
+    def load_state_dict(self, state):
+        self.values, self.decay = state["values"], state["decay"]
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(OURS, OURS), *exhaustive((OURS, STOCK), (STOCK, OURS))])
+@ranks(2)
+def test_averages_of_parameters_are_saved_whole_and_loaded_as_slices(writer, reader, tmp_path):
+    with accelerator(writer, shard_plugin=plugin("full")) as acc:
+        model = acc.unwrap_model(acc.prepare(net(0)))
+        average = Average(model)
+        acc.register_for_checkpointing(average)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(2)
+        average.follow(model)
+        acc.save_state(str(tmp_path / "c"))
+        acc.wait_for_everyone()
+        wanted = [1.5 * p for p in net(0).parameters()]
+    with accelerator(reader) as acc:
+        model = acc.unwrap_model(acc.prepare(net(3)))
+        average = Average(model)
+        acc.register_for_checkpointing(average)
+        acc.load_state(str(tmp_path / "c"))
+        whole = [v.full_tensor() if hasattr(v, "full_tensor") else v for v in average.values]
+        assert all(map(torch.equal, whole, wanted))
+        average.follow(model)  # slices and slices, or whole and whole
+
+
+@ranks(2)
+def test_a_scaler_is_saved_and_loaded(tmp_path):
+    with accelerator(OURS) as acc:
+        acc.prepare(net())
+        acc.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        acc.save_state(tmp_path / "c")
+        acc.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        acc.load_state(tmp_path / "c")
+        assert acc.scaler.state_dict()["scale"] == 8.0
+        acc.scaler = None
+        acc.save_state(tmp_path / "d")
+        acc.scaler = torch.amp.GradScaler("cpu")
+        with pytest.raises(CheckpointError, match=r"scaler\.pt"):
+            acc.load_state(tmp_path / "d")
+
+
+@pytest.mark.parametrize("form", ["sharded", "full"])
+@ranks(2)
+def test_weights_of_another_dtype_are_converted_where_that_is_asked_for(form, tmp_path):
+    with accelerator(OURS, shard_plugin=plugin(form)) as acc:
+        acc.prepare(net(0))
+        acc.save_state(tmp_path / "c")
+    with accelerator(OURS) as acc:
+        model = acc.prepare(net(3).bfloat16())
+        with pytest.raises(StateDictError, match=r"pass dtype=torch\.bfloat16"):
+            acc.load_state(tmp_path / "c")
+        acc.load_state(tmp_path / "c", dtype=torch.bfloat16)
+        found = whole_parameters(model)
+        assert all(torch.equal(found[name], p.bfloat16()) for name, p in net(0).named_parameters())
