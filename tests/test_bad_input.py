@@ -37,7 +37,7 @@ from torch_shard.errors import (
         ("no_such_setting", 1),
         # All of them, without ranks, are in test_config.py.
         *exhaustive(
-            ("strategy", "hybrid_shard"),
+            ("strategy", "hybrid_zero_four"),
             ("unit_bytes", 0),
             ("units", "Linear"),
             ("prefetch", -1),

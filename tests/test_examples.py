@@ -131,6 +131,7 @@ def test_the_accelerate_example_is_a_stock_script_but_for_its_import():
     assert "engine" not in stock
 
 
+@pytest.mark.exhaustive
 def test_the_accelerate_example_runs_under_accelerate_launch(tmp_path):
     pytest.importorskip("accelerate")
     printed = accelerate_launch(ACCELERATE, "--steps", 2, "--accumulate", 2, folder=tmp_path)

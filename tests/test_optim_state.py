@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import OptimStateKeyType as TorchKeyType
 
 from tests.compat.harness import Pair, batch, plain_backward
+from tests.marks import exhaustive
 from tests.optim.helpers import O, Odd, backward_both, same_optimizers, trainable
 from tests.optim.matrix_optimizers import advance, maker
 from tests.ranks import ranks
@@ -96,7 +97,7 @@ def test_full_state_on_every_rank_is_cut(rank, world_size, name):
 
 
 @pytest.mark.parametrize("name", MAKE)
-@pytest.mark.parametrize("keys", ["names", "numbers"])
+@pytest.mark.parametrize("keys", ["names", *exhaustive("numbers")])
 @ranks(2, exhaustive=(1, 3, 4))
 def test_full_state_on_rank_0_is_scattered(rank, world_size, keys, name):
     pair = trained(name, rank, world_size)

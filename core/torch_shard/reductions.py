@@ -125,8 +125,9 @@ class Reductions:
         assert self.on_published is not None
         self.on_published(gradients)
 
-    def flush(self, units: list[Unit], agreement: Agreement, idle: set[int], stepping: InBackward | None) -> bool:
-        """At the end of backward: reduce what is left, publish every `.grad`, and run the hooks on them. Collective.
+    def compare(self, units: list[Unit], agreement: Agreement, idle: set[int], stepping: InBackward | None) -> bool:
+        """At the end of backward: agree with the other ranks on what is left, and send it. Collective; nothing in it waits for a
+        reduction without a limit.
 
         `idle` are the indices of units that this rank gathered, but did not need; `stepping`, where units are stepped during
         backward. Returns whether some unit was needed by no rank.
@@ -173,16 +174,20 @@ class Reductions:
         while late := [u for u in reversed(units) if u.rounds < rounds[u.index]]:
             for unit in late:
                 self._issue(unit)
+        return needless
+
+    def flush(self, units: list[Unit]) -> None:
+        """Behind :meth:`compare`: wait for all reductions, publish every `.grad`, and run the hooks on them."""
+        assert self._marked is not None
         while self._in_flight:
             self._collect_oldest()
         postponed, self._postponed = self._postponed, {}
         for gradients in postponed.values():
             self._publish_now(gradients)
         if self.on_published is None:
-            self._publish([(unit, flat) for unit in units for flat in unit.flats], marked)
+            self._publish([(unit, flat) for unit in units for flat in unit.flats], self._marked)
         self._marked = None
         self._units.clear()
-        return needless
 
     def _note_incomplete(self, marked: dict[int, list[int]]) -> None:
         for unit in self._used:
@@ -206,7 +211,8 @@ class Reductions:
     def abandon(self) -> None:
         """Backward failed. A partner may never come, and the failure being handled says why: don't wait for long."""
         c = self.collectives
-        copies = c.across_channel is not None
+        # Where the ranks know that they are out of step already, they send nothing more.
+        copies = c.across_channel is not None and not c.across_channel.groups.broken
         deadline = time.monotonic() + min(_WAIT_ACROSS if copies else PAUSE * len(self._in_flight), c.watch.timeout)
         for _, reduction in self._in_flight:
             left = max(0.0, deadline - time.monotonic())

@@ -357,7 +357,7 @@ class Runtime:
         sharded = self.collectives.size > 1
         self.reductions.begin(self.forward_order.values() if sharded else self.units)
         if self.together is not None:
-            self.together.begin(self)
+            self.together.begin(self, task)
         end = EndOfBackward(self)
         self.end = weakref.ref(end, lambda _: self._abandon())
         torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -393,28 +393,42 @@ class Runtime:
         )
 
     def end_backward(self) -> None:
-        """The last node has run: compare with the other ranks, reduce what is left, publish `.grad`."""
-        schedule = self.schedule
-        self.end = None
+        """The last node has run: compare with the other ranks and send what is left. Behind the last engine that the backward ran
+        through: publish `.grad` of all of them."""
         self.tasks = set()
         try:
-            schedule.end_backward()
+            self.schedule.end_backward()
             if self.syncing:
                 assert self.agreement is not None
-                idle = schedule.passed - schedule.needed
-                if self.reductions.flush(self.units, self.agreement, idle, self.in_backward):
-                    schedule.order.forget()  # no rank needs it in backward any more: learn the order anew
-                if self.in_backward is not None:
-                    self.in_backward.end()
-                    schedule.values_changed()
-            else:
-                for unit in self.units:
-                    for flat in unit.flats:
-                        flat.gradients.show_held()
+                idle = self.schedule.passed - self.schedule.needed
+                if self.reductions.compare(self.units, self.agreement, idle, self.in_backward):
+                    self.schedule.order.forget()  # no rank needs it in backward any more: learn the order anew
+            # One that waits for the others keeps `end`: should the graph task die before they come, it is abandoned.
+            ended: list[Runtime] = [self] if self.together is None else self.together.end(self)
             self._compare_order()
         except BaseException:
             self._abandon()
             raise
+        for i, runtime in enumerate(ended):
+            try:
+                runtime._publish()
+            except BaseException:
+                for other in ended[i:]:
+                    other._abandon()
+                raise
+
+    def _publish(self) -> None:
+        """The ranks agree, and everything has been sent: wait for it, and leave the backward."""
+        schedule, self.end = self.schedule, None
+        if self.syncing:
+            self.reductions.flush(self.units)
+            if self.in_backward is not None:
+                self.in_backward.end()
+                schedule.values_changed()
+        else:
+            for unit in self.units:
+                for flat in unit.flats:
+                    flat.gradients.show_held()
         schedule.double_backward = self.creating
         for unit in self.units:
             unit.held = False
@@ -437,7 +451,7 @@ class Runtime:
 
     def _compare_order(self) -> None:
         """Where the backward ran through several engines: were their collectives in one order?"""
-        issued = self.together.end(self) if self.together is not None else None
+        issued = self.together.order() if self.together is not None else None
         if issued is not None:
             assert self.agreement is not None
             self.agreement.note(issued, f"has mixed the collectives of several models in the order {issued:x}")
@@ -446,7 +460,7 @@ class Runtime:
     def _abandon(self) -> None:
         """Backward ended with an exception: leave the engine as it was before it."""
         if self.together is not None:
-            self.together.end(self)
+            self.together.abandon(self)
         self.end, self.tasks = None, set()
         self.reductions.abandon()
         self.schedule.double_backward = False

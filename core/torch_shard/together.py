@@ -4,7 +4,8 @@ Each engine orders its own collectives, but all of them share the groups. So tha
 one of another, each has a number, which is part of every sequence that the ranks compare, and control messages are of one
 size. When one loss goes through two engines, their reductions are mixed by the order of the graph, which may differ
 between ranks where a part of a model is in the loss of some ranks only: what was issued is counted per process group, and
-compared at the end.
+compared at the end. Until then no engine waits for its reductions: where the order differs, what one rank waits for in one
+engine may be what another rank sends behind the end of the next one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class Together:
     """The engines over one set of process groups, and those of their backwards that run at present."""
 
     def __init__(self) -> None:
-        self._running: set[int] = set()  # ids of the runtimes
+        self._running: dict[int, int] = {}  # by ids of the runtimes, the graph task that each one ends with
+        self._ended: dict[int, list[Any]] = {}  # by graph task, the runtimes that wait for others with the same
         self._several = False
         self._issued: dict[str, int] = {}
         self._engines = 0
@@ -53,10 +55,11 @@ class Together:
             for unit in runtime.units:
                 unit.drop_parts()
 
-    def begin(self, runtime: Any) -> None:
+    def begin(self, runtime: Any, task: int) -> None:
+        """A backward through an engine begins, which ends with the graph task `task`."""
         if not self._running:
             self._several, self._issued = False, {}
-        self._running.add(id(runtime))
+        self._running[id(runtime)] = task
         self._several |= len(self._running) > 1
 
     def note(self, kind: str, engine: int, unit: int) -> None:
@@ -64,13 +67,32 @@ class Together:
         if self._running:
             self._issued[kind] = (self._issued.get(kind, 0) * 1_000_003 + engine * 8191 + unit + 1) & _MASK
 
-    def end(self, runtime: Any) -> int | None:
-        """What has been issued, once the last of several backwards ends; None where there is nothing to compare."""
-        self._running.discard(id(runtime))
+    def end(self, runtime: Any) -> list[Any]:
+        """An engine has sent everything: those that may now wait for it, in the order in which they ended. None, while others
+        are to end with the same graph task; the last of these gets them all. (A backward inside another one ends before it.)"""
+        task = self._running.pop(id(runtime))
+        ended = self._ended.setdefault(task, [])
+        ended.append(runtime)
+        if task in self._running.values():
+            return []
+        return self._ended.pop(task)
+
+    def order(self) -> int | None:
+        """What has been issued, once the last of several backwards has ended; None where there is nothing to compare."""
         if self._running or not self._several:
             return None
         self._several = False
         return sum(value * (i + 1) for i, (_, value) in enumerate(sorted(self._issued.items()))) & _MASK
+
+    def abandon(self, runtime: Any) -> None:
+        """Its backward has failed, perhaps after its end, by another engine's."""
+        self._running.pop(id(runtime), None)
+        for task, ended in list(self._ended.items()):
+            left = [other for other in ended if other is not runtime]
+            if left:
+                self._ended[task] = left
+            else:
+                del self._ended[task]
 
 
 _together: weakref.WeakKeyDictionary[Any, Together] = weakref.WeakKeyDictionary()

@@ -27,6 +27,7 @@ ROUNDED = {
     "test_a_mask_of_each_ranks_own_on_a_parameter_outside_forward_trains_like_plain": _OUTSIDE,
     "test_a_method_and_the_forward_in_one_loss_train_like_plain": _SUMS,
     "test_a_method_other_than_forward_trains_like_plain": _SUMS,
+    "test_a_model_inside_a_reentrant_checkpoint_beside_another_one_trains_like_plain": _SUMS,
     "test_a_penalty_on_the_gradients_of_parameters_trains_like_plain_on_the_whole_batch": _SUMS,
     "test_a_plain_checkpoints_state_loads_into_the_optimizer_of_a_sharded_model": _SUMS,
     "test_a_proximal_term_towards_earlier_weights_trains_like_plain": _OUTSIDE,

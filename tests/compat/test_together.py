@@ -7,9 +7,10 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torch_shard
-from tests.compat.harness import average_grads, batch, loss_of, same_grads
+from tests.compat.harness import average_grads, batch, loss_of, same, same_grads
 from tests.compat.modes import as_computed
 from tests.ranks import ranks
 from torch_shard.errors import DivergenceError
@@ -66,3 +67,80 @@ def test_a_loss_that_mixes_two_models_in_another_order_on_one_rank_is_an_error(r
     with pytest.raises(DivergenceError, match="mixed the collectives of several models"):
         for step in range(3):
             loss_of(second(first(batch(rank, step)), detached=rank == 1)).backward()
+
+
+@ranks(2)
+def test_parts_of_two_models_that_other_ranks_leave_out_each_are_an_error(rank, world_size):
+    _, (first, second) = _two(rank)
+    with pytest.raises(DivergenceError, match="mixed the collectives of several models"):
+        for step in range(3):
+            loss_of(second(first(batch(rank, step), detached=rank == 0), detached=rank == 1)).backward()
+
+
+class Broken(torch.autograd.Function):
+    """Raises in backward, on some ranks."""
+
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.fails:
+            raise ValueError("a backward of the user's")
+        return grad, None
+
+
+@ranks(2)
+def test_a_backward_through_two_models_that_fails_on_all_ranks_leaves_no_gradient(rank, world_size):
+    plain, sharded = _two(rank)
+    for broken in (True, False):
+        for model in (*plain, *sharded):
+            model.zero_grad()
+        for first, second in (plain, sharded):
+            loss = loss_of(second(Broken.apply(first(batch(rank, 0)), broken)))
+            if broken:
+                with pytest.raises(ValueError, match="of the user's"):
+                    loss.backward()
+            else:
+                loss.backward()
+        if broken:
+            assert all(p.grad is None for model in sharded for p in model.parameters())
+    for ours, theirs in zip(sharded, plain, strict=True):
+        average_grads(theirs)
+        same_grads(ours, theirs)
+
+
+@pytest.mark.parametrize("inside", [0, 1])
+@ranks(2)
+def test_a_model_inside_a_reentrant_checkpoint_beside_another_one_trains_like_plain(rank, world_size, inside):
+    plain, sharded = _two(rank)
+    for step in range(3):
+        for pair in (plain, sharded):
+            x = batch(rank, step).requires_grad_()  # else the checkpoint would record nothing
+            for i, model in enumerate(pair):
+                x = checkpoint(model, x, use_reentrant=True) if i == inside else model(x)
+            loss_of(x).backward()
+        for ours, theirs in zip(sharded, plain, strict=True):
+            average_grads(theirs)
+            same_grads(ours, theirs)
+
+
+@ranks(2)
+def test_two_models_stepped_during_one_backward_train_like_plain(rank, world_size):
+    plain, sharded = _two(rank)
+    ours, theirs = ([torch.optim.SGD(model.parameters(), lr=0.01) for model in pair] for pair in (sharded, plain))
+    for model, optimizer in zip(sharded, ours, strict=True):
+        torch_shard.engine_of(model).step_in_backward(optimizer)
+    for step in range(3):
+        for first, second in (plain, sharded):
+            loss_of(second(first(batch(rank, step)).tanh()).tanh()).backward()
+        for model in plain:
+            average_grads(model)
+        for optimizer in (*ours, *theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for model, other in zip(sharded, plain, strict=True):
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            same(p.detach().full_tensor(), q.detach())

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 from lightning_shard.for_lightning import ShardStrategy
 from tests.lightning.helpers import BATCHES, assert_same_state, loader, net_class, single, trainer
 from tests.logs import captured_log
+from tests.marks import quick
 from tests.ranks import ranks, run
 from torch_shard.checkpoint.saved import model_entries
 from torch_shard.cli.main import main as command_line
@@ -80,7 +81,7 @@ def fit(rank, world_size, strategy, epochs, path=None, save=None):
     return dict(module.state_dict()) if strategy in ("shard", "auto") else None
 
 
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["ddp", "fsdp sharded"]))
 def test_training_continues_from_a_checkpoint_of_lightnings_strategy(tmp_path, strategy):
     path = tmp_path / "theirs.ckpt"
     run(2, fit, strategy, 1, None, path, fresh=True)

@@ -326,7 +326,8 @@ def least_squares(rank: int, world_size: int, quantized: Quantized | None, rates
     return float((a @ (weight.t() - best)).pow(2).mean())
 
 
-@ranks(2, exhaustive=(3,))
+@pytest.mark.exhaustive
+@ranks(2, 3)
 def test_error_feedback_reaches_the_optimum_that_rounding_alone_misses(rank, world_size):
     coarse: dict[str, Any] = {"block": 1024, "min_size": 0}
     rates = [1.5 / (1 + step / 30) for step in range(200)]

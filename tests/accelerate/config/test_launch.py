@@ -21,6 +21,24 @@ from tests.run_python import run_python
 
 RUNNER = ("-m", "accelerate_shard")
 
+TRAINER = """
+import json, torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+torch.manual_seed(0)
+config = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+tokens = torch.randint(0, 64, (16, 16))
+data = [{"input_ids": row, "labels": row} for row in tokens]
+args = TrainingArguments("out", per_device_train_batch_size=2, logging_steps=1, report_to=[], use_cpu=True, save_steps=2)
+trainer = Trainer(model=GPT2LMHeadModel(config), args=args, train_dataset=data, eval_dataset=data[:4])
+trainer.train()
+logs = [{k: log[k] for k in ("loss", "grad_norm") if k in log} for log in trainer.state.log_history]
+loss = trainer.evaluate()["eval_loss"]
+found = {"class": type(trainer.accelerator).__module__, "logs": [log for log in logs if log], "eval": loss}
+if args.process_index == 0:
+    print("RESULT " + json.dumps(found))
+"""
+
 
 def script(folder: Path, text: str = SCRIPT, name: str = "train.py") -> Path:
     path = folder / name
@@ -112,6 +130,32 @@ def test_a_module_and_a_yaml_without_fsdp_run_too(tmp_path: Path) -> None:
     check_same(found, wanted)
     assert found["settings"]["strategy"] == "shard_optim" and found["argv"][1:] == ["--x"]
     assert Path(found["argv"][0]).samefile(package / "start.py")
+
+
+@pytest.mark.exhaustive
+def test_an_unmodified_script_with_a_trainer_logs_and_writes_what_it_does_under_ddp(tmp_path: Path) -> None:
+    found = []
+    for way in ("stock", "ours"):
+        folder = tmp_path / way
+        folder.mkdir()
+        script(folder, TRAINER)
+        if way == "ours":
+            path = write_yaml(folder, {**FSDP2, "fsdp_transformer_layer_cls_to_wrap": "GPT2Block"}, use_cpu=True)
+            done = accelerate_launch("--config_file", path, *RUNNER, "train.py", folder=folder)
+        else:
+            path = write_yaml(folder, {}, distributed_type="MULTI_GPU")
+            done = accelerate_launch("--config_file", path, "train.py", folder=folder, ACCELERATE_USE_CPU="true")
+        found.append(result(done.stdout))
+    stock, ours = found
+    assert (stock["class"], ours["class"]) == ("accelerate.accelerator", "accelerate_shard.accelerator")
+    assert ours["eval"] == pytest.approx(stock["eval"], rel=1e-5, abs=0)
+    assert len(ours["logs"]) == len(stock["logs"]) == 12
+    for one, other in zip(ours["logs"], stock["logs"], strict=True):
+        assert one == pytest.approx(other, rel=1e-5, abs=0)
+    files = [
+        {str(p.relative_to(tmp_path / way)) for p in (tmp_path / way).rglob("out/**/*")} for way in ("stock", "ours")
+    ]
+    assert files[0] == files[1] and "out/checkpoint-12/model.safetensors" in files[0]
 
 
 def test_what_the_script_raises_is_reported_as_python_does(tmp_path: Path) -> None:
