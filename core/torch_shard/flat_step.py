@@ -120,7 +120,8 @@ class _Group:
             self.units[id(unit)] = unit
             flat, _ = unit.find(p)
             if only is None or flat is only:
-                place = positions.get(id(unit.runtime), 0), unit.index, unit.flats.index(flat)
+                position = positions.setdefault(id(unit.runtime), len(positions))
+                place = position, unit.index, unit.flats.index(flat)
                 by_flat.setdefault(place, (flat, []))[1].append(p)
         if only is not None:
             self.rest = []

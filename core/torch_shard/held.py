@@ -23,9 +23,12 @@ OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def runtime_of(param: Any) -> Runtime | None:
-    """Of the engine that shards `param`; None where none does, or it is gone."""
+    """Of the engine that shards `param`; None where none does, or it is gone. (A copy of a submodule has none.)"""
     unit = param._unit_ref() if isinstance(param, ShardTensor) and param._unit_ref is not None else None
-    return None if unit is None else unit.runtime  # type: ignore[no-any-return]
+    if unit is None:
+        return None
+    runtime: Runtime = unit.runtime
+    return runtime if runtime.steps is not None and runtime.steps() is not None else None
 
 
 def first_runtime(optimizer: Any) -> Runtime | None:

@@ -323,8 +323,9 @@ class MatrixStep:
         self._clear = users
 
     def forget(self) -> None:
-        """State has been loaded: nothing of what there was is kept."""
+        """State has been loaded, or an engine is closed: nothing of what there was is kept."""
         self._made, self._entries = (), None
+        self._groups, self._params, self._units, self._parts = [], [], [], []
         self.state = OwnState({})
         self._forget_notes()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -362,6 +365,30 @@ def test_it_can_not_step_in_the_backward_of_one_of_them(rank, world_size):
     two.check()
 
 
+class Outer(torch.optim.Optimizer):
+    """Of no kind; the step of another optimizer, over one of the models, runs in the middle of its own."""
+
+    def __init__(self, params, inner):
+        super().__init__(params, {"lr": 0.05})
+        self.inner = inner
+
+    @torch.no_grad()
+    def step(self):
+        for n, p in enumerate(self.param_groups[0]["params"]):
+            if n == 3:
+                self.inner.step()
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@ranks(2)
+def test_a_step_within_its_step_sees_what_was_done_before(rank, world_size, which):
+    train_in_turns(
+        Two(rank, world_size, lambda m: Outer(one_behind_the_other(m), O.AdamW(mixed_groups([m[which]]), lr=0.01)))
+    )
+
+
 # -- engines that come and go ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("name", ["AdamW", "Muon"])
@@ -383,6 +410,36 @@ def test_a_closed_model_and_one_that_is_still_sharded_go_on_together(rank, world
                 optimizer.step()
                 optimizer.zero_grad()
         two.check()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+@pytest.mark.parametrize("which", [0, 1])
+@ranks(2)
+def test_a_closed_models_memory_is_free_though_the_optimizer_goes_on(rank, world_size, which, name):
+    two = Two(rank, world_size, {**MAKE, **MATRIX}[name])
+    two.go(0)
+    flats = [weakref.ref(flat) for unit in two.engines[which].units for flat in unit.flats]
+    two.engines[which].close(two.optimizer)
+    gc.collect()
+    assert [ref() for ref in flats] == [None] * len(flats)
+
+
+@ranks(2)
+def test_a_copy_of_a_part_of_a_model_in_the_same_optimizer_is_stepped_too(rank, world_size):
+    two = Two(rank, world_size, MAKE["SGD"])
+    part, plain = copy.deepcopy(two.models[1].blocks[0]), copy.deepcopy(two.plain[1].blocks[0])
+    optimizer, plain_optimizer = (MAKE["SGD"](some) for some in ([part, *two.models], [plain, *two.plain]))
+    for step in range(2):
+        two.backward(step)
+        for block in (part, plain):
+            block(batch(rank, step, 4, 7)).square().mean().backward()
+        average_grads(plain)
+        for some in (optimizer, plain_optimizer):
+            some.step()
+            some.zero_grad()
+    two.check()
+    for ours, theirs in zip(part.parameters(), plain.parameters(), strict=True):
+        same(ours, theirs)
 
 
 @ranks(2)
