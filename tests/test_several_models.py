@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
@@ -73,3 +74,18 @@ def test_a_copy_that_one_rank_alone_makes_disturbs_nothing(rank):
             average_grads(other)
             same_grads(model, other)
     assert third == rank and (kept is None) == (rank != 0)
+
+
+@pytest.mark.exhaustive
+@ranks(2)
+def test_ranks_that_wait_in_operations_of_different_models_hear_of_each_other_at_once(rank):
+    first, second = _twins("twin")
+    for _ in range(3):  # that the other model has had as many is no sign that an operation of this one was issued
+        torch_shard.engine_of(second).clip_grad_norm_(1.0)
+    begin = time.monotonic()
+    with pytest.raises(DivergenceError, match=r"run different operations"):
+        if rank == 0:
+            torch_shard.engine_of(first).clip_grad_norm_(1.0)
+        else:
+            second(batch(rank, 0))
+    assert time.monotonic() - begin < 10.0  # the timeout is 20 s

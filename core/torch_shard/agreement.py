@@ -81,7 +81,7 @@ class Agreement:
     def _explain(self, what: str) -> None:
         self.on_difference()
         watch = self.collectives.watch
-        issued = {name: channel.issued for name, channel in watch.channels.items() if name not in _MESSAGES}
+        issued = {name: channel.issued for name, channel in watch.channels.items() if channel.purpose not in _MESSAGES}
         mine: tuple[list[str], str, str, int, dict[str, int]] = (self.history, what, caller_line(), self.number, issued)
         before = ", ".join(self.history[-_SHOWN:]) or "nothing"
         own = f" Before it this rank had noted, since the last step: {before}."

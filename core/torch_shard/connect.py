@@ -59,7 +59,9 @@ def connect(
     if (topology.is_hybrid or topology.planes > 1) and agreed:  # else ranks would wait for each other in making groups
         made |= _divided(parts_for(groups, group, topology, single_communicator), groups, topology, watch, over_all)
     if again is not None and agreed:
-        few = Channel("gather again", groups, again_for(groups, group, topology, again), topology.part_of(rank, again))
+        among = again_for(groups, group, topology, again)
+        number = list(groups.again).index((topology, again))
+        few = Channel("gather again", groups, among, topology.part_of(rank, again), number)
         made["again_channel"] = watch.channels[few.name] = few
     return Collectives(
         device=device,
@@ -82,8 +84,11 @@ def _divided(parts: Parts, groups: Groups, topology: Topology, watch: Watch, ove
     rank = watch.rank
     made: dict[str, Any] = {}
 
-    def channel(name: str, group: Any, members: Sequence[int]) -> Channel:
-        found = watch.channels[name] = Channel(name, groups, group, members)
+    number = list(groups.parts).index(topology)  # on all ranks
+
+    def channel(purpose: str, group: Any, members: Sequence[int]) -> Channel:
+        found = Channel(purpose, groups, group, members, number)
+        watch.channels[found.name] = found
         return found
 
     def scalars(name: str, group: Any, members: Sequence[int], wider: ScalarComm | None) -> ScalarComm:
@@ -93,7 +98,7 @@ def _divided(parts: Parts, groups: Groups, topology: Topology, watch: Watch, ove
     over_plane: ScalarComm | SingleComm = over_all
     if parts.plane is not None:
         over_plane = scalars("plane", parts.plane, plane, None)
-        made["plane_channel"] = watch.channels["plane"]
+        made["plane_channel"] = over_plane.channel
         made["whole"] = scalars("whole", parts.whole, topology.whole_of(rank), over_all)
     if parts.scalar is not None:
         wider = over_plane if topology.is_hybrid and isinstance(over_plane, ScalarComm) else None

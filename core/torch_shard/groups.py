@@ -60,6 +60,7 @@ class Groups:
     key: str = ""  # prefix in the default store, for what the ranks can't say in a collective; "": no other rank exists
     broken: str = ""  # why no further collective may be issued
     exchanges: int = 0  # see Watch.exchange
+    issued: dict[str, int] = field(default_factory=dict)  # collectives of this rank, by channel; of all engines
     # Works nobody has waited for, and the buffer each may still write to: an engine may be dropped before they end.
     written: dict[Any, Any] = field(default_factory=dict)
     unfinished: dict[str, Any] = field(default_factory=dict)  # by channel: the latest work nobody has waited for

@@ -65,13 +65,22 @@ def caller_line() -> str:
 
 
 class Channel:
-    """One process group used for one purpose; ``issued`` counts its collectives on this rank."""
+    """One process group used for one purpose, by any engine."""
 
-    def __init__(self, name: str, groups: Groups, group: Any, members: Sequence[int]) -> None:
-        """`members`: the engine's ranks that `group` has. Channels of one name on different ranks have the same members, or none
-        in common."""
-        self.name, self.groups, self.issued = name, groups, 0
+    def __init__(
+        self, purpose: str, groups: Groups, group: Any, members: Sequence[int], number: int | None = None
+    ) -> None:
+        """`members`: the engine's ranks that `group` has. `number`: tells groups of one purpose apart. Channels of one name on
+        different ranks have the same members, or none in common."""
+        self.purpose, self.groups = purpose, groups
+        self.name = purpose if number is None else f"{purpose} {number}"
         self.group, self.members = group, frozenset(members)
+        groups.issued.setdefault(self.name, 0)
+
+    @property
+    def issued(self) -> int:
+        """Its collectives on this rank, of all engines."""
+        return self.groups.issued[self.name]
 
     def count(self) -> int:
         """Count one more collective, which is issued next; returns its number.
@@ -81,8 +90,8 @@ class Channel:
         """
         if self.groups.broken:
             self.check()
-        self.issued += 1
-        return self.issued
+        number = self.groups.issued[self.name] = self.groups.issued[self.name] + 1
+        return number
 
     def check(self) -> None:
         if self.groups.broken:
@@ -144,14 +153,14 @@ class Watch:
 
     def __init__(self, rank: int, size: int, ranks: list[int], timeout: float, key: str) -> None:
         self.rank, self.size, self.ranks, self.timeout, self.key = rank, size, ranks, timeout, key
-        self.channels: dict[str, Channel] = {}
+        self.channels: dict[str, Channel] = {}  # by name
         self.first_tick = timedelta(seconds=min(FIRST_TICK, timeout))
         self.polls = False  # NCCL: see _bounded_wait and meet
 
-    def _post(self, channel: str, number: int, what: str) -> None:
-        issued = {c.name: c.issued for c in self.channels.values()}
+    def _post(self, channel: Channel, number: int, what: str) -> None:
+        said = json.dumps([channel.name, number, what, caller_line(), channel.groups.issued])
         with contextlib.suppress(RuntimeError):  # the store is gone with its rank: the wait itself will say so
-            default_store().set(f"{self.key}/{self.rank}", json.dumps([channel, number, what, caller_line(), issued]))
+            default_store().set(f"{self.key}/{self.rank}", said)
 
     def _withdraw(self) -> None:
         with contextlib.suppress(RuntimeError):
@@ -177,7 +186,7 @@ class Watch:
             return
         groups = pending.channel.groups
         deadline = time.monotonic() + self.timeout - FIRST_TICK
-        self._post(pending.channel.name, pending.number, pending.what)
+        self._post(pending.channel, pending.number, pending.what)
         try:
             while True:
                 if _bounded_wait(work, 0.5, pending, self.rank):
@@ -241,7 +250,7 @@ class Watch:
         name = f"{groups.key}/said/{groups.exchanges}"
         missing = [rank for rank in range(self.size) if rank != self.rank]
         deadline = time.monotonic() + self.timeout
-        self._post(channel.name, channel.issued + 1, f"the comparison of the ranks in {what}")
+        self._post(channel, channel.issued + 1, f"the comparison of the ranks in {what}")
         try:
             store = default_store()
             store.set(f"{name}/{self.rank}", pickle.dumps(value))
@@ -281,8 +290,8 @@ class Watch:
 
     def _deadlocked(self, pending: Pending, posts: dict[int, Any]) -> list[int]:
         stuck = []
-        for rank, (channel, number, _what, _line, issued) in posts.items():
-            mine = self.channels.get(channel)
+        for rank, (name, number, _what, _line, issued) in posts.items():
+            mine = self.channels.get(name)
             they_lack_mine = rank in pending.channel.members and issued.get(pending.channel.name, 0) < pending.number
             i_lack_theirs = mine is not None and rank in mine.members and mine.issued < number
             if they_lack_mine and i_lack_theirs:
