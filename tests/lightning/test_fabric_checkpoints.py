@@ -226,3 +226,56 @@ def test_folders_are_written_while_training_goes_on(tmp_path):
     f.load(tmp_path / "folder", state)
     assert state["step"] == 2
     assert_same(whole(state["net"]), saved, rtol=0, atol=0)
+
+
+@ranks(2)
+def test_folders_of_fabric_and_of_the_engine_are_the_same(tmp_path):
+    f, state = start(strategy(state_dict_type="sharded"))
+    train(f, state, 2)
+    engine, saved = f.strategy.engine_of(state["net"]), whole(state["net"])
+    f.save(tmp_path / "fabric", {**state, "step": 2})
+    engine.save(tmp_path / "engine", state["adam"].optimizer, extra={"step": 7})
+    f, other = start(seed=6)
+    extra = f.strategy.engine_of(other["net"]).load(tmp_path / "fabric", other["adam"].optimizer)
+    assert extra["step"] == 2
+    assert_same(whole(other["net"]), saved, rtol=0, atol=0)
+    f, other = start(seed=7)
+    assert f.load(tmp_path / "engine", {"a": other["net"], "b": other["adam"]}) == {"step": 7}
+    assert_same(whole(other["net"]), saved, rtol=0, atol=0)
+    f.load_raw(tmp_path / "engine", f.setup(net(8)))
+
+
+@ranks(2)
+def test_several_optimizers_load_from_a_folder_in_any_order(tmp_path):
+    def make(seed: int) -> tuple[Any, dict[str, Any]]:
+        f = fabric(strategy(state_dict_type="sharded"))
+        model = net(seed)
+        body = torch.optim.Adam([*model.inner.parameters(), *model.blocks.parameters()], lr=0.01)
+        head = torch.optim.SGD([*model.head.parameters(), model.scale], lr=0.1, momentum=0.9)
+        model, body, head = f.setup(model, body, head)
+        x, y = batch(0)
+        f.backward((model(x) - y).square().mean())
+        body.step()
+        head.step()
+        return f, {"model": model, "body": body, "head": head}
+
+    f, state = make(5)
+    f.save(tmp_path / "folder", state)
+    f, other = make(6)
+    other["head"].param_groups[0]["lr"] = 9.0
+    f.load(tmp_path / "folder", {key: other[key] for key in ("head", "model", "body")})
+    assert other["head"].param_groups[0]["lr"] == 0.1
+    for key in ("body", "head"):
+        found, expected = (
+            s["model"]._strategy.engine_of(s["model"]).optim_state_dict(s[key].optimizer, rank0_only=False)
+            for s in (other, state)
+        )
+        torch.testing.assert_close(found["state"], expected["state"], rtol=0, atol=0)
+    f, third = make(7)
+    assert f.load(tmp_path / "folder", {"head": third["head"], "model": third["model"]}) == {}
+    torch.testing.assert_close(
+        f.strategy.engine_of(third["model"]).optim_state_dict(third["head"].optimizer, rank0_only=False)["state"],
+        expected["state"],
+        rtol=0,
+        atol=0,
+    )
