@@ -42,6 +42,7 @@ from .use import Check, EndOfBackward, EndOfNested, Trigger, Use, graph_task, se
 
 if TYPE_CHECKING:
     from .in_backward import InBackward
+    from .optim_step import StepWatch
 
 
 class Runtime:
@@ -77,6 +78,7 @@ class Runtime:
         self.registrations = Registrations()
         self.owners = OwnerMaps()  # of optimizers that step on whole matrices
         self.in_backward: InBackward | None = None  # the optimizer that steps during backward
+        self.steps: weakref.ref[StepWatch] | None = None  # what follows optimizers' steps, once there is an engine
         self.refuses_scaled = precision_of(config.precision).needs_no_scaler
         quantized = config.quantized
         # What a step leaves for the next one is in the units of its loss, which a scaler changes, and drops steps.
