@@ -216,6 +216,13 @@ def pages() -> tuple[Page, ...]:
                     ("engine", "engine_or_none", "config"),
                     constructor=True,
                 ),
+                Entry(
+                    "lightning_shard/fabric/strategy.py",
+                    "FabricStrategyMixin",
+                    "lightning_shard.ShardFabricStrategy",
+                    ("engine_of", "config"),
+                    constructor=True,
+                ),
             ),
         ),
         Page(

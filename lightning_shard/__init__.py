@@ -1,11 +1,12 @@
-"""The Lightning front end: ``Trainer(strategy="shard")`` in both of Lightning's namespaces.
+"""The Lightning front end: ``Trainer(strategy="shard")`` and ``Fabric(strategy="shard")`` in both of Lightning's namespaces.
 
 Nothing needs importing: an entry point that torch calls makes the names known (see ``_autoload``).
 Where that is switched off (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), ``import lightning_shard`` does the
 same, and ``Trainer(strategy=lightning_shard.ShardStrategy(...))`` works in any case.
 
 ``ShardStrategy`` is made for the namespace in use. ``lightning_shard.for_lightning.ShardStrategy`` and
-``lightning_shard.for_pytorch_lightning.ShardStrategy`` name one explicitly.
+``lightning_shard.for_pytorch_lightning.ShardStrategy`` name one explicitly. ``ShardFabricStrategy`` is Fabric's, and those of
+``lightning_shard.fabric.for_lightning`` and ``lightning_shard.fabric.for_lightning_fabric`` are for one namespace each.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from . import _autoload
 
-__all__ = ["ShardStrategy"]
+__all__ = ["ShardFabricStrategy", "ShardStrategy"]
 
 _autoload.install()
 
@@ -25,8 +26,12 @@ def __getattr__(name: str) -> Any:
         from . import _registry
 
         return _registry.strategy_class(_registry.namespace_in_use())
+    if name == "ShardFabricStrategy":
+        from . import _registry
+
+        return _registry.strategy_class(_registry.namespace_in_use(fabric=True))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*globals(), "ShardStrategy"]
+    return [*globals(), *__all__]

@@ -17,8 +17,13 @@ from typing import Any
 
 __all__ = ["install"]
 
-# The modules whose execution completes a registry of Trainer strategies, and the namespace each belongs to.
-REGISTRIES = {"lightning.pytorch.strategies": "lightning", "pytorch_lightning.strategies": "pytorch_lightning"}
+# The modules whose execution completes a registry of strategies: the registry's name in it, and the namespace.
+REGISTRIES = {
+    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning"),
+    "pytorch_lightning.strategies": ("StrategyRegistry", "pytorch_lightning"),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning.fabric"),
+    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "lightning_fabric"),
+}
 
 
 class _Finder:
@@ -60,14 +65,17 @@ def _register(module: ModuleType) -> None:
     try:
         from . import _registry
 
-        _registry.register(REGISTRIES[module.__name__], module.StrategyRegistry)
+        registry, namespace = REGISTRIES[module.__name__]
+        _registry.register(namespace, getattr(module, registry))
     except Exception as error:
         import logging
 
+        fabric = "fabric" in getattr(module, "__name__", "")
         logging.getLogger("torch_shard").warning(
-            "strategy='shard' could not be registered in %s (%r); pass strategy=lightning_shard.ShardStrategy().",
+            "strategy='shard' could not be registered in %s (%r); pass strategy=lightning_shard.%s().",
             getattr(module, "__name__", module),
             error,
+            "ShardFabricStrategy" if fabric else "ShardStrategy",
         )
 
 
@@ -79,9 +87,9 @@ def install() -> None:
     try:
         if _FINDER not in sys.meta_path:
             sys.meta_path.insert(0, _FINDER)  # type: ignore[arg-type]
-            for name in REGISTRIES:
+            for name, (registry, _) in REGISTRIES.items():
                 module = sys.modules.get(name)
-                if module is not None and hasattr(module, "StrategyRegistry"):
+                if module is not None and hasattr(module, registry):
                     _register(module)
     except Exception:
         # There is no good place for a message this early; `strategy="shard"` then is an unknown name to Lightning.

@@ -12,6 +12,9 @@ Attributes of Lightning's own objects that the strategy reads or writes, and why
 - ``LightningModule._trainer``: None where there is no Trainer;
 - ``Strategy._layer_sync``: where the Trainer leaves the plugin of ``sync_batchnorm=True``;
 - ``Trainer.fit`` passes ``weights_only`` to the launcher, by that name (see :func:`asked_weights_only`);
+- ``Strategy._precision``, ``_backward_sync_control`` of Fabric: the base class's, the latter read by ``no_backward_sync``;
+- ``_FabricModule`` calls a marked method by shadowing ``forward`` of the module with a function ``wrapped_forward``
+  (see :func:`is_redirected`), and only where the strategy's module is another object than the user's;
 - ``LightningModule.forward`` may be shadowed in the instance for the time of one call (as Lightning's own redirection
   for DDP does).
 """
@@ -27,7 +30,16 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["TESTED", "Private", "asked_weights_only", "private", "run_as_forward"]
+__all__ = [
+    "TESTED",
+    "Private",
+    "Shared",
+    "asked_weights_only",
+    "fabric_private",
+    "is_redirected",
+    "private",
+    "run_as_forward",
+]
 
 TESTED = ("2.6.6",)
 
@@ -38,8 +50,9 @@ _ROOTS = {
 
 
 @dataclass(frozen=True)
-class Private:
-    """What is used of one namespace; fields are named as Lightning names them, less the underscore."""
+class Shared:
+    """What the strategies of the Trainer and of Fabric both use, of one namespace; fields are named as Lightning names them,
+    less the underscore."""
 
     namespace: str
     SubprocessScriptLauncher: Any
@@ -47,38 +60,55 @@ class Private:
     init_dist_connection: Callable[..., None]
     default_backend_for_device: Callable[[Any], str]
     sync_ddp_if_available: Callable[..., Any]
-    optimizers_to_device: Callable[[Any, Any], None]
-    update_properties: Callable[..., None]
-    reset_seed: Callable[[], None]
     rank_zero_only: tuple[Any, ...]
     default_pg_timeout: Any
-    LightningOptimizer: Any
-    TrainerFn: Any
     MisconfigurationException: type[Exception]
     WrappingCheckpointIO: Any
     TorchCheckpointIO: Any
-    ModelCheckpoint: Any
     version: str
     # Parts of Lightning that are public, but wanted by both namespaces' classes.
     Precision: Any
     MixedPrecision: Any
     refused_precision: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Private(Shared):
+    """What the Trainer's strategy uses of one namespace."""
+
+    optimizers_to_device: Callable[[Any, Any], None]
+    update_properties: Callable[..., None]
+    reset_seed: Callable[[], None]
+    LightningOptimizer: Any
+    TrainerFn: Any
+    ModelCheckpoint: Any
     refused_callbacks: tuple[Any, ...]
+
+
+_REFUSED_PRECISION = (
+    "BitsandbytesPrecision",
+    "DeepSpeedPrecision",
+    "FSDPPrecision",
+    "TransformerEnginePrecision",
+    "XLAPrecision",
+)
+
+
+def _getter(root: str) -> Callable[[str], Any]:
+    """Looks up names below a package, as in ``"strategies.launchers._SubprocessScriptLauncher"``."""
+
+    def get(path: str) -> Any:
+        module, _, name = path.rpartition(".")
+        return getattr(importlib.import_module(f"{root}.{module}"), name)
+
+    return get
 
 
 @functools.cache
 def private(namespace: str) -> Private:
     """Import what is used of ``"lightning"`` or ``"pytorch_lightning"``."""
     trainer_root, fabric_root = _ROOTS[namespace]
-
-    def pl(path: str) -> Any:
-        module, _, name = path.rpartition(".")
-        return getattr(importlib.import_module(f"{trainer_root}.{module}"), name)
-
-    def fabric(path: str) -> Any:
-        module, _, name = path.rpartition(".")
-        return getattr(importlib.import_module(f"{fabric_root}.{module}"), name)
-
+    pl, fabric = _getter(trainer_root), _getter(fabric_root)
     return Private(
         namespace=namespace,
         SubprocessScriptLauncher=pl("strategies.launchers._SubprocessScriptLauncher"),
@@ -104,17 +134,35 @@ def private(namespace: str) -> Private:
         version=str(importlib.import_module(trainer_root).__version__),
         Precision=pl("plugins.precision.Precision"),
         MixedPrecision=pl("plugins.precision.MixedPrecision"),
-        refused_precision=tuple(
-            pl(f"plugins.precision.{name}")
-            for name in (
-                "BitsandbytesPrecision",
-                "DeepSpeedPrecision",
-                "FSDPPrecision",
-                "TransformerEnginePrecision",
-                "XLAPrecision",
-            )
-        ),
+        refused_precision=tuple(pl(f"plugins.precision.{name}") for name in _REFUSED_PRECISION),
         refused_callbacks=tuple(pl(f"callbacks.{name}") for name in ("StochasticWeightAveraging", "WeightAveraging")),
+    )
+
+
+@functools.cache
+def fabric_private(namespace: str) -> Shared:
+    """Import what Fabric's strategy uses of ``"lightning"`` (``lightning.fabric``) or ``"lightning_fabric"``."""
+    root = "lightning.fabric" if namespace == "lightning" else namespace
+    fabric = _getter(root)
+    return Shared(
+        namespace=namespace,
+        SubprocessScriptLauncher=fabric("strategies.launchers.subprocess_script._SubprocessScriptLauncher"),
+        MultiProcessingLauncher=fabric("strategies.launchers.multiprocessing._MultiProcessingLauncher"),
+        init_dist_connection=fabric("utilities.distributed._init_dist_connection"),
+        default_backend_for_device=fabric("utilities.distributed._get_default_process_group_backend_for_device"),
+        sync_ddp_if_available=fabric("utilities.distributed._sync_ddp_if_available"),
+        rank_zero_only=(
+            fabric("utilities.rank_zero.rank_zero_only"),
+            importlib.import_module("lightning_utilities.core.rank_zero").rank_zero_only,
+        ),
+        default_pg_timeout=fabric("plugins.collectives.torch_collective.default_pg_timeout"),
+        MisconfigurationException=fabric("utilities.exceptions.MisconfigurationException"),
+        WrappingCheckpointIO=(),  # Fabric has no plugins around others
+        TorchCheckpointIO=fabric("plugins.io.torch_io.TorchCheckpointIO"),
+        version=str(importlib.import_module(root).__version__),
+        Precision=fabric("plugins.precision.Precision"),
+        MixedPrecision=fabric("plugins.precision.MixedPrecision"),
+        refused_precision=tuple(fabric(f"plugins.precision.{name}") for name in _REFUSED_PRECISION),
     )
 
 
@@ -155,3 +203,8 @@ def run_as_forward(module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
     finally:
         if module.__dict__.get("forward") is redirected:
             restore()
+
+
+def is_redirected(module: nn.Module) -> bool:
+    """Whether the next call of ``forward`` is one of a method that the user marked with Fabric's ``mark_forward_method``."""
+    return getattr(module.__dict__.get("forward"), "__name__", "") == "wrapped_forward"

@@ -8,10 +8,11 @@ import importlib.util
 import sys
 from typing import Any
 
-__all__ = ["MODULES", "NAMES", "namespace_in_use", "register", "strategy_class"]
+__all__ = ["FABRIC", "NAMES", "TRAINER", "namespace_in_use", "register", "strategy_class"]
 
-MODULES = {"lightning": "for_lightning", "pytorch_lightning": "for_pytorch_lightning"}
-"""Namespace of Lightning, and our module with the classes for it."""
+TRAINER = {"lightning": "for_lightning", "pytorch_lightning": "for_pytorch_lightning"}
+FABRIC = {"lightning.fabric": "fabric.for_lightning", "lightning_fabric": "fabric.for_lightning_fabric"}
+"""Namespaces of Lightning, and our modules with the strategies for them."""
 
 NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "shard": ("Parameters, gradients and optimizer state sharded over all ranks (ZeRO-3)", {}),
@@ -34,8 +35,8 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "shard_spawn": ("As 'shard', with processes started by spawn", {"start_method": "spawn"}),
     "shard_fork": ("As 'shard', with processes started by fork, as notebooks need it", {"start_method": "fork"}),
 }
-"""Name, description and arguments of `ShardStrategy`. Avoided: the substrings ddp, dp and deepspeed, which the Trainer
-searches names for."""
+"""Name, description and arguments of the strategy, the Trainer's or Fabric's. Avoided: the substrings ddp, dp and deepspeed,
+which these search names for."""
 
 
 def register(namespace: str, registry: Any) -> None:
@@ -52,20 +53,23 @@ def _make(namespace: str, **arguments: Any) -> Any:
 
 
 def strategy_class(namespace: str) -> Any:
-    """`ShardStrategy` for ``"lightning"`` or ``"pytorch_lightning"``."""
-    return importlib.import_module(f".{MODULES[namespace]}", __package__).ShardStrategy
+    """`ShardStrategy` for a namespace of :data:`TRAINER`, `ShardFabricStrategy` for one of :data:`FABRIC`."""
+    if namespace in TRAINER:
+        return importlib.import_module(f".{TRAINER[namespace]}", __package__).ShardStrategy
+    return importlib.import_module(f".{FABRIC[namespace]}", __package__).ShardFabricStrategy
 
 
-def namespace_in_use() -> str:
+def namespace_in_use(fabric: bool = False) -> str:
     """The namespace that the program imported; else the one that is installed, ``lightning`` first.
 
     Raises:
         ImportError: neither is installed.
     """
-    imported = [name for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
-    if imported:
-        return imported[0].partition(".")[0]
-    for namespace in MODULES:
-        if importlib.util.find_spec(namespace) is not None:
+    packages = {"lightning": "lightning.pytorch"}  # the others are packages themselves
+    for namespace in FABRIC if fabric else TRAINER:
+        if packages.get(namespace, namespace) in sys.modules:
+            return namespace
+    for namespace in FABRIC if fabric else TRAINER:
+        if importlib.util.find_spec(namespace.partition(".")[0]) is not None:
             return namespace
     raise ImportError("lightning_shard needs Lightning: install torch-shard-engine[lightning] (or pytorch-lightning).")

@@ -9,19 +9,12 @@ import contextlib
 import copy
 import functools
 import os
-import re
-import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import Any
 
-import torch
-
-from torch_shard import Engine, ShardTensor
-from torch_shard.checkpoint.folder import find
-from torch_shard.checkpoint.phases import broadcast, each
-from torch_shard.checkpoint.sharded_save import save_contents
+from torch_shard import Engine
 from torch_shard.errors import CheckpointError, ConfigError, StateDictError, UnitStateError
 from torch_shard.full_state import refuse_inside
 from torch_shard.log import logger
@@ -30,25 +23,15 @@ from . import files as _files
 from . import full_checkpoint as _full
 from . import sharded_checkpoint as _sharded
 from ._private import Private
-from .safe_load import classes_to_allow
-
-if TYPE_CHECKING:
-    _Base: TypeAlias = Any
-else:
-    _Base = object
+from .saving import SavingMixin, StateDictType, check_form, existing
 
 __all__ = ["CheckpointMixin", "StateDictType"]
 
-StateDictType = Literal["full", "sharded"]
-T = TypeVar("T")
 
-
-class CheckpointMixin(_Base):  # type: ignore[misc]
+class CheckpointMixin(SavingMixin):
     """The part of a strategy that saves and loads."""
 
     _private: Private
-    _checkpoint_io: Any
-    _file_io: Any  # the class of CheckpointIO that is used where the user has given none
     _state_dict_type: StateDictType
     _async_save: bool
     _weights_only: bool | None
@@ -62,26 +45,12 @@ class CheckpointMixin(_Base):  # type: ignore[misc]
     _removals: list[tuple[Any, int]]  # on rank 0: older checkpoints, and how many files had been handed over
 
     def _check_checkpoint_settings(self) -> None:
-        if self._state_dict_type not in ("full", "sharded"):
-            raise ConfigError(f"state_dict_type must be 'full' or 'sharded', not {self._state_dict_type!r}.")
+        check_form(self._state_dict_type)
         if self._async_save and self._state_dict_type == "full":
             raise ConfigError(
                 "async_save=True is for state_dict_type='sharded'. One file is written in the background with "
                 "Lightning's plugin: Trainer(plugins=[AsyncCheckpointIO()])."
             )
-
-    @property
-    def checkpoint_io(self) -> Any:
-        """Reads and writes single files: the user's plugin, or Lightning's own made to write beside the target."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = self._file_io()
-        elif isinstance(self._checkpoint_io, self._private.WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = self._file_io()  # ignored where the user has given one
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: Any) -> None:
-        self._checkpoint_io = io
 
     # -- a checkpoint is restored -------------------------------------------------------------------------------------
     @property
@@ -109,7 +78,7 @@ class CheckpointMixin(_Base):  # type: ignore[misc]
         self._finish_save()
         # Ranks must read the same one, also where the path holds a time or a version.
         path = self._told(checkpoint_path, "loading a checkpoint")
-        path = self._together(lambda: _existing(path))
+        path = self._together(lambda: existing(path))
         if _files.is_local(path) and Path(path).is_dir():
             engine = self.engine_or_none
             if engine is None:
@@ -123,35 +92,13 @@ class CheckpointMixin(_Base):  # type: ignore[misc]
         io, maps = self.checkpoint_io, self._maps()
         return self._together(lambda: _full.read_file(path, io, maps, weights_only))
 
-    def _maps(self) -> bool:
-        """Whether a file may be mapped past the plugins: none of them reads in a way of its own, and none that is not ours
-        writes, since bytes of a mapped file that is written in place change or are gone."""
-        io, wrapping = self.checkpoint_io, self._private.WrappingCheckpointIO
-        while isinstance(io, wrapping):
-            if type(io).load_checkpoint is not wrapping.load_checkpoint:
-                return False
-            io = io.checkpoint_io
-        return isinstance(io, _files.FileMixin)
-
-    def _base_io(self) -> Any:
-        """The plugin that reads and writes, without those around it."""
-        io = self.checkpoint_io
-        while isinstance(io, self._private.WrappingCheckpointIO):
-            io = io.checkpoint_io
-        return io
-
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the model's state, of either form. Collective."""
         engine = self.engine_or_none
         if engine is None:
             super().load_model_state_dict(checkpoint, strict=strict)
         else:
-            state, live = copy.copy(checkpoint["state_dict"]), engine.state_dict(form="sharded", offload_to_cpu=False)
-            for key, value in state.items():
-                # Modules may keep what they are given, extra state above all, and this may be a view of the file.
-                if not isinstance(value, ShardTensor) and not isinstance(live.get(key), ShardTensor):
-                    state[key] = value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-            engine.load_state_dict(state, strict=strict)
+            _full.load_model(engine, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer states of either form, written on any number of ranks. Collective."""
@@ -166,10 +113,8 @@ class CheckpointMixin(_Base):  # type: ignore[misc]
         for optimizer, state in zip(map(self._unwrapped, self.optimizers), states, strict=False):
             if engine is None:
                 optimizer.load_state_dict(copy.deepcopy(state))
-            elif _sharded.is_named(state):
-                _sharded.load_optimizer(engine, optimizer, state)
             else:
-                _full.load_optimizer(engine, optimizer, state)
+                _sharded.load_either(engine, optimizer, state)
 
     # -- a checkpoint is written --------------------------------------------------------------------------------------
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -240,20 +185,8 @@ class CheckpointMixin(_Base):  # type: ignore[misc]
             self._shared[target] += 1
         self._finish_save()
         contents = _sharded.contents_of(checkpoint)
-        extra = contents["extra"] if self.is_global_zero else {}
-        allowed = self._together(lambda: classes_to_allow(extra))
-        # Rank 0's view for all. Replacing a file is rare, so that nothing is gained by doing it in the background.
-        is_file, nonce = self.broadcast((target.is_file() and not target.is_symlink(), secrets.token_hex(8)))
-        with torch.serialization.safe_globals(allowed):
-            if is_file:
-                beside = _files.hidden(target, nonce)
-                save_contents(engine, beside, contents)
-                self._on_first(f"replace {target}", lambda: _files.swap(beside, target))
-                self._on_first(f"delete what was {target}", lambda: _files.delete(beside))
-            else:
-                background = self._async_save and not self._links()
-                self._pending = save_contents(engine, target, contents, asynchronous=background)
-                self._pending_occasion = occasion
+        self._pending = self._write_folder(engine, contents, target, self._async_save and not self._links())
+        self._pending_occasion = occasion
         self._keep(target)
 
     def _links(self) -> bool:
@@ -351,55 +284,3 @@ class CheckpointMixin(_Base):  # type: ignore[misc]
             if told is not None and error is None:
                 error = CheckpointError(f"rank 0 could not write a checkpoint: {told}")
         return error
-
-    # -- together -----------------------------------------------------------------------------------------------------
-    def _together(self, function: Callable[[], T]) -> T:
-        """Run it on every rank; all return, or all raise. Collective while a module is sharded."""
-        engine = self.engine_or_none
-        if engine is None:
-            return function()
-        runtime, what = engine._runtime, "loading or saving a checkpoint"
-        nonce = broadcast(runtime, secrets.token_hex(8), what)  # with which it may take its time
-        return each(runtime, what, function, nonce=nonce)
-
-    def _told(self, value: T, what: str) -> T:
-        """Rank 0's value on every rank. Collective; a rank that is not there is an error on the others where a module is
-        sharded."""
-        engine = self.engine_or_none
-        if engine is None:
-            return self.broadcast(value)  # type: ignore[no-any-return]
-        # A broadcast alone would let rank 0 go on without the others.
-        each(engine._runtime, what, lambda: None)
-        return broadcast(engine._runtime, value, what)
-
-    def _on_first(self, what: str, function: Callable[[], None]) -> None:
-        """Run it on rank 0; a failure is raised on all ranks. Collective."""
-        failure: Exception | None = None
-        if self.is_global_zero:
-            try:
-                function()
-            except Exception as error:
-                failure = error
-        # Without this the other ranks would wait in the barrier that follows until the process group's timeout.
-        said = self.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
-        if failure is not None:
-            raise failure
-        if said is not None:
-            raise OSError(f"rank 0 could not {what}: {said}")
-
-
-def _existing(path: Any) -> Any:
-    """The path, where there is something; Lightning's choice of the newest SLURM checkpoint put right.
-
-    It takes the digits of every name with "hpc_ckpt_" in it for a number, those of what a killed save has left, too.
-    """
-    if not _files.is_local(path) or Path(path).exists():
-        return path
-    if re.fullmatch(r"hpc_ckpt_\d+\.ckpt", Path(path).name):
-        found = {p for p in Path(path).parent.glob("hpc_ckpt_*.ckpt") if re.fullmatch(r"hpc_ckpt_\d+", p.stem)}
-        if found:
-            return str(max(found, key=lambda p: int(p.stem.removeprefix("hpc_ckpt_"))))
-    if Path(path).is_symlink():
-        raise CheckpointError(f"{path} is a link to {Path(path).readlink()}, where there is no checkpoint.")
-    # One that a save has lost its name of, on a file system without an exchange of names.
-    return str(find(Path(path).absolute()))

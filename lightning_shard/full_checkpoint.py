@@ -18,7 +18,16 @@ from torch_shard.log import logger
 from .files import is_local
 from .safe_load import load_safely
 
-__all__ = ["is_sharded", "load_optimizer", "model_state", "names_of", "optimizer_state", "read_file"]
+__all__ = [
+    "is_sharded",
+    "load_model",
+    "load_optimizer",
+    "model_state",
+    "names_of",
+    "optimizer_state",
+    "read_file",
+    "read_plain",
+]
 
 # -- the model --------------------------------------------------------------------------------------------------------
 
@@ -32,6 +41,17 @@ def model_state(engine: Engine, model: nn.Module) -> dict[str, Any]:
     if engine.rank == 0:
         return whole
     return {name: _on_meta(value) for name, value in engine.state_dict(form="sharded", offload_to_cpu=False).items()}
+
+
+def load_model(engine: Engine, state_dict: Mapping[str, Any], strict: bool) -> Any:
+    """Load a state dict of either form, which may be views of a mapped file. Collective; returns the keys that don't match."""
+    state: Any = copy.copy(state_dict)  # of its class: it may have _metadata
+    live = engine.state_dict(form="sharded", offload_to_cpu=False)
+    for key, value in state.items():
+        # Modules may keep what they are given, extra state above all.
+        if not isinstance(value, ShardTensor) and not isinstance(live.get(key), ShardTensor):
+            state[key] = value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    return engine.load_state_dict(state, strict=strict)
 
 
 def _on_meta(value: Any) -> Any:
@@ -151,14 +171,7 @@ def read_file(path: Any, checkpoint_io: Any, maps: bool, weights_only: bool | No
         maps: the plugin only reads with torch.load, and replaces files as a whole, so that this may stand in for it.
         weights_only: see :func:`.safe_load.load_safely`.
     """
-    mapped = maps and is_local(path) and _is_zip(path)
-
-    def load(safe: bool) -> Any:
-        if mapped:
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=safe)
-        return checkpoint_io.load_checkpoint(path, weights_only=safe)
-
-    found = load_safely(load, path, weights_only)
+    found, mapped = read_plain(path, checkpoint_io, maps, weights_only)
     if mapped and isinstance(found, dict):
         # Of these others take slices or copies. Hooks and callbacks may keep the rest for as long as they like.
         rest = {key: value for key, value in found.items() if key not in ("state_dict", "optimizer_states")}
@@ -171,6 +184,18 @@ def read_file(path: Any, checkpoint_io: Any, maps: bool, weights_only: bool | No
             "with model.load_state_dict(torch.load(...)) before fit()."
         )
     return found
+
+
+def read_plain(path: Any, checkpoint_io: Any, maps: bool, weights_only: bool | None) -> tuple[Any, bool]:
+    """Read a file, whatever is in it; and whether its tensors are views of the mapped file. Not collective."""
+    mapped = maps and is_local(path) and _is_zip(path)
+
+    def load(safe: bool) -> Any:
+        if mapped:
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=safe)
+        return checkpoint_io.load_checkpoint(path, weights_only=safe)
+
+    return load_safely(load, path, weights_only), mapped
 
 
 def _is_zip(path: Any) -> bool:

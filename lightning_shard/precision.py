@@ -16,7 +16,7 @@ from torch import nn
 from torch_shard import ShardConfig
 from torch_shard.precision import for_autocast
 
-from ._private import Private
+from ._private import Shared
 
 __all__ = ["check", "config_for", "with_sharded_clipping"]
 
@@ -72,7 +72,7 @@ def _rebuild(plain: Any) -> Any:
     return made.__new__(made)
 
 
-def check(plugin: Any, private: Private) -> None:
+def check(plugin: Any, private: Shared, strategy: str = "ShardStrategy") -> None:
     """Refuse what cannot be right.
 
     Raises:
@@ -80,12 +80,12 @@ def check(plugin: Any, private: Private) -> None:
     """
     if isinstance(plugin, private.refused_precision):
         raise private.MisconfigurationException(
-            f"{type(plugin).__name__} does not work with ShardStrategy. Supported are '32-true', '64-true', "
+            f"{type(plugin).__name__} does not work with {strategy}. Supported are '32-true', '64-true', "
             "'bf16-mixed' and '16-mixed' (autocast), 'bf16-true' and '16-true'."
         )
 
 
-def config_for(plugin: Any, config: ShardConfig, module: nn.Module, private: Private) -> ShardConfig:
+def config_for(plugin: Any, config: ShardConfig, module: nn.Module, private: Shared) -> ShardConfig:
     """`config` with what a plugin of mixed precision means for the engine (see ``torch_shard.precision.for_autocast``)."""
     if not isinstance(plugin, private.MixedPrecision):
         return config

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ._private import Private, asked_weights_only
+from ._private import Shared, asked_weights_only
 
 if TYPE_CHECKING:
     _Base: TypeAlias = Any
 else:
     _Base = object
 
-__all__ = ["LauncherMixin", "RanksMixin", "StartMethod"]
+__all__ = ["LauncherMixin", "RanksMixin", "StartMethod", "mesh_on"]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -23,7 +23,7 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 class RanksMixin(_Base):  # type: ignore[misc]
     """The part of a strategy that knows of processes and their group, and nothing of what they train."""
 
-    _private: Private
+    _private: Shared
     _launchers: tuple[Any, Any]  # for popen; for the start methods of multiprocessing
     _num_nodes: int
     _process_group_backend: str | None
@@ -88,7 +88,9 @@ class RanksMixin(_Base):  # type: ignore[misc]
     def setup_environment(self) -> None:
         """Choose the device and join the process group."""
         super().setup_environment()
-        self._private.reset_seed()
+        self._join_group()
+
+    def _join_group(self) -> None:
         self.set_world_ranks()
         assert self.cluster_environment is not None
         device = self.root_device
@@ -122,6 +124,17 @@ class RanksMixin(_Base):  # type: ignore[misc]
         if isinstance(tensor, torch.Tensor):
             return self._private.sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
+
+
+def mesh_on(device: torch.device) -> Any:
+    """The mesh over all ranks for shards on this device; None where the engine's own choice is that."""
+    if device.type == "cpu":
+        return None
+    # Parameters that are still on the CPU move to this device unit by unit, whatever the backend is.
+    from torch.distributed.device_mesh import DeviceMesh
+
+    group: Any = dist.group.WORLD
+    return DeviceMesh.from_group(group, device.type)
 
 
 class LauncherMixin(_Base):  # type: ignore[misc]

@@ -19,9 +19,10 @@ from torch_shard import Engine, ShardTensor
 from torch_shard.checkpoint.contents import EXTRA, MODEL, OPTIMIZER, sources_of
 from torch_shard.checkpoint.contents import optimizer_state as named_state
 from torch_shard.checkpoint.phases import each
-from torch_shard.checkpoint.read_contents import read_contents
+from torch_shard.checkpoint.read_contents import Contents, read_contents
 from torch_shard.errors import CheckpointError, ConfigError, StateDictError
 
+from . import full_checkpoint as _full
 from .files import is_local
 from .full_checkpoint import names_of
 from .safe_load import load_safely
@@ -30,11 +31,13 @@ __all__ = [
     "check_names",
     "contents_of",
     "is_named",
+    "load_either",
     "load_optimizer",
     "local_path",
     "model_state",
     "optimizer_state",
     "read_folder",
+    "read_parts",
 ]
 
 _META = "meta.pt"  # where Lightning's own strategies keep everything but model and optimizers
@@ -108,6 +111,18 @@ def read_folder(
         weights_only: see :func:`.safe_load.load_safely`.
         version: of Lightning, for checkpoints that were not written by it and so don't say.
     """
+    found, rest = read_parts(engine, folder, optimizers, weights_only)
+    checkpoint = {**rest, "state_dict": found.model}
+    checkpoint.setdefault("pytorch-lightning_version", version)
+    if found.optimizers:
+        checkpoint["optimizer_states"] = found.optimizers
+    return checkpoint
+
+
+def read_parts(
+    engine: Engine, folder: Path, optimizers: Sequence[Any], weights_only: bool | None
+) -> tuple[Contents, dict[str, Any]]:
+    """Read a folder as :func:`read_folder` does: model and optimizers, and what else was saved. Collective."""
 
     def unpickle(name: str, file: Any) -> Any:
         return load_safely(
@@ -126,11 +141,7 @@ def read_folder(
     meta = each(engine._runtime, "loading a checkpoint", beside)
     found = read_contents(engine, folder, optimizers, unpickle=unpickle)
     rest = meta if isinstance(meta, dict) else found.extra if isinstance(found.extra, dict) else {}
-    checkpoint = {**rest, "state_dict": found.model}
-    checkpoint.setdefault("pytorch-lightning_version", version)
-    if found.optimizers:
-        checkpoint["optimizer_states"] = found.optimizers
-    return checkpoint
+    return found, rest
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -160,6 +171,14 @@ def load_optimizer(engine: Engine, optimizer: Any, state: Mapping[str, Any]) -> 
         for name, own in state["state"].items()
     }
     engine.load_optim_state_dict(optimizer, {**state, "state": placed})
+
+
+def load_either(engine: Engine, optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Load state by parameter name, or by number as a single device has it. Collective."""
+    if is_named(state):
+        load_optimizer(engine, optimizer, state)
+    else:
+        _full.load_optimizer(engine, optimizer, state)
 
 
 def _on(value: Any, device: torch.device) -> Any:

@@ -13,20 +13,20 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import torch_shard
-from torch_shard import Engine, Precision, ShardConfig
-from torch_shard.errors import ConfigError, UnitStateError
+from torch_shard import Engine, ShardConfig
+from torch_shard.errors import UnitStateError
 from torch_shard.log import logger
 
 from . import precision as _precision
-from ._private import run_as_forward
+from ._private import Private, run_as_forward
 from .checkpoint import CheckpointMixin, StateDictType
 from .full_checkpoint import is_sharded
 from .memory import fits_on_every_rank
-from .ranks import LauncherMixin, RanksMixin, StartMethod
+from .ranks import LauncherMixin, RanksMixin, StartMethod, mesh_on
+from .settings import same_config, with_overrides
 
 __all__ = ["LauncherMixin", "StartMethod", "TrainerStrategyMixin"]
 
@@ -65,6 +65,7 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
     """
 
     model: Any
+    _private: Private
 
     def __init__(
         self,
@@ -85,15 +86,7 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
         weights_only: bool | None = None,
         **overrides: Any,
     ) -> None:
-        config = config or ShardConfig()
-        if overrides:
-            known = [field.name for field in dataclasses.fields(ShardConfig)]
-            unknown = [name for name in overrides if name not in known]
-            if unknown:
-                raise ConfigError(
-                    f"{unknown[0]}: no such setting; ShardStrategy and ShardConfig have none of that name."
-                )
-            config = dataclasses.replace(config, **overrides)
+        config = with_overrides(config, overrides, "ShardStrategy")
         self._config = config
         super().__init__(
             accelerator=accelerator,
@@ -133,6 +126,10 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
             plugin = _precision.with_sharded_clipping(plugin, self)
         self._precision_plugin = plugin
 
+    def _join_group(self) -> None:
+        self._private.reset_seed()
+        super()._join_group()
+
     # -- a run begins -------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -165,7 +162,7 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
                 self._layers_synced = True
             # Before sharding: afterwards the dtype of a parameter is fixed.
             self.model = self.precision_plugin.convert_module(self.model)
-            torch_shard.shard(self.model, config, mesh=self._mesh())
+            torch_shard.shard(self.model, config, mesh=mesh_on(self.root_device))
         self.model_to_device()
         if fitting:
             # Only then: the optimizers of an earlier fit stay through validate, test and predict.
@@ -192,19 +189,10 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
         if engine is None:
             return None
         wants_sync = fitting and self._layer_sync is not None and not self._layers_synced
-        if _same_config(engine.config, config) and engine.device == self.root_device and not wants_sync:
+        if same_config(engine.config, config) and engine.device == self.root_device and not wants_sync:
             return engine
         engine.close()
         return None
-
-    def _mesh(self) -> Any:
-        if self.root_device.type == "cpu":
-            return None
-        # Parameters that are still on the CPU move to this device unit by unit, whatever the backend is.
-        from torch.distributed.device_mesh import DeviceMesh
-
-        group: Any = dist.group.WORLD
-        return DeviceMesh.from_group(group, self.root_device.type)
 
     def model_to_device(self) -> None:
         """Move what is not parameter or buffer (the engine has moved those), such as the state of metrics."""
@@ -350,16 +338,3 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
     def config(self) -> ShardConfig:
         """What the model is sharded with, but for what ``Trainer(precision=...)`` adds: that is in ``engine.config``."""
         return self._config
-
-
-def _same_config(a: ShardConfig, b: ShardConfig) -> bool:
-    # Not a == b: `ignore` may hold parameters, and comparing those compares values.
-    return a is b or all(
-        _same(getattr(a, field.name), getattr(b, field.name)) for field in dataclasses.fields(ShardConfig)
-    )
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return a is b or (isinstance(a, (str, int, float, Precision)) and type(a) is type(b) and a == b)

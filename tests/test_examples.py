@@ -187,3 +187,25 @@ def test_the_lightning_example_trains_reports_and_resumes_on_another_number_of_r
     assert re.search(
         r"held-out loss \d\.\d+ nats per byte, byte bigram \d\.\d+: -?\d\.\d+ better; LESS THAN 0.3", resume
     )
+
+
+def test_the_fabric_example_is_under_80_lines():
+    assert len((EXAMPLES / "fabric_gpt.py").read_text().splitlines()) < 80
+
+
+def fabric_gpt(*arguments: object, folder: Path) -> str:
+    printed = run_python(EXAMPLES / "fabric_gpt.py", *arguments, folder=folder, timeout=280).stdout
+    return re.sub(r", [\d,]+ tokens/s", "", printed)[printed.index("step ") :]
+
+
+@pytest.mark.exhaustive
+def test_the_fabric_example_prints_what_ddp_prints_and_resumes_on_one_rank(tmp_path):
+    pytest.importorskip("lightning")
+    arguments = ("--accumulate", 2, "--steps", 3, "--save")
+    ours = fabric_gpt(*arguments, tmp_path / "shard.ckpt", folder=tmp_path)
+    assert ours == fabric_gpt(*arguments, tmp_path / "ddp.ckpt", "--strategy", "ddp", folder=tmp_path)
+    assert "step 3: loss" in ours
+    resumed = ("--steps", 4, "--devices", 1, "--resume")
+    more = fabric_gpt(*resumed, tmp_path / "shard.ckpt", folder=tmp_path)
+    assert float(held_out_loss(more)) < float(held_out_loss(ours)) < 5.6
+    assert held_out_loss(more) == held_out_loss(fabric_gpt(*resumed, tmp_path / "ddp.ckpt", folder=tmp_path))

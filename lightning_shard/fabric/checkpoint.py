@@ -1,0 +1,323 @@
+"""What ``fabric.save`` writes and ``fabric.load`` reads: one file as ``ddp`` has it, or a folder that all ranks write."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_shard import Engine, engine_of
+from torch_shard.checkpoint.contents import EXTRA, MODEL, OPTIMIZER
+from torch_shard.errors import CheckpointError, ConfigError
+from torch_shard.full_state import refuse_inside
+from torch_shard.log import logger
+
+from .. import files as _files
+from .. import full_checkpoint as _full
+from .. import sharded_checkpoint as _sharded
+from ..saving import SavingMixin, StateDictType, existing
+from .forward_module import inner
+
+__all__ = ["FabricCheckpointMixin"]
+
+_KEYS = "fabric_keys"
+"""Beside the user's entries in a folder: the keys that model and optimizers had."""
+
+Filter = Mapping[str, Callable[[str, Any], bool]]
+
+
+class FabricCheckpointMixin(SavingMixin):
+    """The part of Fabric's strategy that saves and loads."""
+
+    _state_dict_type: StateDictType
+    _async_save: bool
+    _weights_only: bool | None
+    _speaker: Engine | None = None  # of what is being saved or loaded
+
+    @contextlib.contextmanager
+    def _speaking_for(self, objects: Iterable[Any]) -> Iterator[None]:
+        """Have the ranks talk through the engine of the first sharded module among these, if there is one."""
+        engines = [engine_of(inner(obj)) for obj in objects if isinstance(obj, nn.Module)]
+        self._speaker = next((engine for engine in engines if engine is not None), None)
+        try:
+            yield
+        finally:
+            self._speaker = None
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Filter | None = None
+    ) -> None:
+        """Write modules, optimizers, what else has a ``state_dict()``, and plain objects. Collective: a failure is raised on all.
+
+        Args:
+            path: of the file, or of the folder; rank 0's counts.
+            state: by keys of the user's. Without a sharded module in it, it becomes one file in any case.
+            storage_options: for the plugin that writes single files.
+            filter: by key, which entries of a state dict are saved. It is asked on rank 0; for a folder on all ranks, about the
+                module's entries only, which are ShardTensors of global shape then.
+
+        Raises:
+            ConfigError: several sharded modules, or a filter of an optimizer, for a folder.
+            OSError, CheckpointError: on all ranks: it can't be written; what was there is as it was.
+        """
+        with self._speaking_for(state.values()):
+            self._save(path, state, storage_options, filter or {})
+
+    def _save(self, path: Any, state: dict[str, Any], storage_options: Any, filter: Filter) -> None:
+        path, keys = self._told((path, list(state)), "fabric.save")
+        plain = self._together(lambda: self._prepared(state, keys, storage_options, filter))
+        if self._state_dict_type == "sharded" and self._speaker is not None:
+            self._save_folder(self._speaker, path, state, plain, filter)
+        else:
+            if self._state_dict_type == "sharded":
+                logger.info("%s becomes one file: it holds no sharded module", path)
+            self._save_file(path, state, plain, storage_options, filter)
+
+    def _prepared(self, state: dict[str, Any], keys: list[str], storage_options: Any, filter: Filter) -> dict[str, Any]:
+        """Everything that is not sharded, as it will be saved; refuse what can't be. Not collective."""
+        if list(state) != keys:
+            raise ConfigError(f"fabric.save: the state has other keys here ({list(state)}) than on rank 0 ({keys}).")
+        sharded_modules, plain = 0, {}
+        for key, obj in state.items():
+            engine = engine_of(inner(obj)) if isinstance(obj, nn.Module) else None
+            if engine is not None:
+                refuse_inside(engine._runtime, "fabric.save")
+                sharded_modules += 1
+            elif isinstance(obj, torch.optim.Optimizer) and self._engines_of(obj):
+                self._engine_of_optimizer(obj)
+                if (
+                    self._state_dict_type == "sharded"
+                    and key in filter
+                    and any(map(_is_sharded_module, state.values()))
+                ):
+                    raise ConfigError(
+                        f"fabric.save(filter=...): {key!r} is an optimizer, of which a folder takes all or nothing. "
+                        "Filter the module, or use state_dict_type='full'."
+                    )
+            else:
+                obj = inner(obj)
+                plain[key] = obj.state_dict() if _is_stateful(obj) else obj
+        if self._state_dict_type == "sharded" and sharded_modules:
+            if storage_options is not None:
+                raise ConfigError("storage_options is for plugins, which write single files; this is a folder.")
+            if sharded_modules > 1:
+                raise ConfigError(
+                    "fabric.save: a folder holds one sharded module, and the state has several. Save each to a path of its "
+                    "own, or all in one file with ShardFabricStrategy(state_dict_type='full')."
+                )
+        return plain
+
+    def _save_file(
+        self, path: Any, state: dict[str, Any], plain: dict[str, Any], storage_options: Any, filter: Filter
+    ) -> None:
+        whole: dict[str, Any] = {}
+        for key, obj in state.items():
+            if key in plain:
+                whole[key] = plain[key]
+            elif isinstance(obj, nn.Module):
+                whole[key] = self._engine_of_module(obj).state_dict(rank0_only=True)
+            else:
+                whole[key] = _full.optimizer_state(self._engine_of_optimizer(obj), obj)
+
+        def write() -> None:
+            kept: dict[str, Any] = {}
+            for key, value in whole.items():
+                _keep(key, value, filter, kept)
+            own = isinstance(self._base_io(), _files.FileMixin)
+            with contextlib.nullcontext() if own else _files.aside(path):
+                self.checkpoint_io.save_checkpoint(checkpoint=kept, path=path, storage_options=storage_options)
+
+        self._on_first(f"write the checkpoint {path}", write)
+
+    def _save_folder(
+        self, engine: Engine, path: Any, state: dict[str, Any], plain: dict[str, Any], filter: Filter
+    ) -> None:
+        def prepare() -> tuple[Path, dict[str, Any]]:
+            target = _sharded.local_path(path)
+            kept: dict[str, Any] = {}
+            states: dict[str, Any] = {}
+            names: dict[str, Any] = {"optimizers": []}
+            for key, obj in state.items():
+                if key in plain:
+                    _keep(key, plain[key], filter, kept)
+                elif isinstance(obj, nn.Module):
+                    names["module"], entries = key, {key: _sharded.model_state(engine)}
+                    _keep(key, entries.pop(key), filter, entries)
+                    contents: dict[str, Any] = {MODEL: entries.get(key, {})}
+                else:
+                    names["optimizers"].append(key)
+                    states[str(len(states))] = _sharded.optimizer_state(self._engine_of_optimizer(obj), obj)
+            if states:
+                contents[OPTIMIZER] = states["0"] if len(states) == 1 else states
+            return target, {**contents, EXTRA: {**kept, _KEYS: names}}
+
+        target, contents = self._together(prepare)
+        names = list(contents[MODEL])
+        of_first = self._told(names, "fabric.save")
+        self._together(lambda: _sharded.check_names(engine.rank, names, of_first))
+        self._write_folder(engine, contents, target, self._async_save)
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Restore objects from a file or a folder, with torch's safe loader unless the user asked otherwise. Collective.
+
+        Of a folder, or a file that can be mapped, each rank reads its own slices only.
+
+        Args:
+            path: of this strategy's, ``ddp``'s or another one's checkpoint; rank 0's counts.
+            state: a dict of objects to restore in place; a module or an optimizer, where that is all there is in the file; None
+                for everything (of a file).
+            strict: every key of `state` must be in the checkpoint, and each module's entries must match.
+            weights_only: see :class:`FabricStrategyMixin`.
+
+        Returns:
+            What was not restored; of a folder without state of modules and optimizers.
+
+        Raises:
+            CheckpointError: on all ranks: there is none, it is damaged, or holds objects that are refused. Nothing has changed.
+            KeyError: a key is missing, with `strict`. Nothing has changed.
+            StateDictError: on all ranks: an object and its state don't fit.
+        """
+        weights_only = self._weights_only if weights_only is None else weights_only
+        wanted = state if isinstance(state, dict) else {} if state is None else {"": state}
+        with self._speaking_for(wanted.values()):
+            return self._load(path, wanted, not isinstance(state, dict), strict, weights_only)
+
+    def _load(
+        self, path: Any, wanted: dict[str, Any], single: bool, strict: bool, weights_only: bool | None
+    ) -> dict[str, Any]:
+        path = self._told(path, "fabric.load")
+        self._together(self._finish_saving)
+        path = self._together(lambda: existing(path))
+        if _files.is_local(path) and Path(path).is_dir():
+            found = self._read_folder(Path(path), wanted, weights_only)
+        else:
+            io, maps = self.checkpoint_io, self._maps() and bool(wanted)
+            found, mapped = self._together(lambda: _full.read_plain(path, io, maps, weights_only))
+            if not wanted:
+                return found  # type: ignore[no-any-return]
+            if single:
+                found = {"": found}
+            if not isinstance(found, dict):
+                raise CheckpointError(f"{path} holds a {type(found).__name__}, and not a dict of states by key.")
+            if mapped:  # what only takes slices or copies may read the file meanwhile; nothing else keeps views of it
+                own = {key for key, obj in wanted.items() if isinstance(obj, (nn.Module, torch.optim.Optimizer))}
+                found = {key: value if key in own else copy.deepcopy(value) for key, value in found.items()}
+        return self._restore(path, wanted, found, strict)
+
+    def _finish_saving(self) -> None:
+        for engine in self._engines():
+            engine.finish_saving()
+
+    def _read_folder(self, path: Path, wanted: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:
+        """What is in a folder, by the keys that were saved, or else by those that are wanted. Collective."""
+        modules = [key for key, obj in wanted.items() if _is_sharded_module(obj)]
+        optimizers = {
+            key: obj for key, obj in wanted.items() if isinstance(obj, torch.optim.Optimizer) and self._engines_of(obj)
+        }
+        if len(modules) > 1:
+            raise ConfigError(
+                f"fabric.load: the folder {path} holds one sharded module; load it for each of {modules} by itself."
+            )
+        if modules:
+            engine = self._engine_of_module(wanted[modules[0]])
+        elif optimizers:
+            engine = self._engine_of_optimizer(next(iter(optimizers.values())))
+        else:
+            raise CheckpointError(
+                f"{path} is a sharded checkpoint, which is read into a sharded module: pass that as part of the state, or "
+                "consolidate it to one file (torch-shard consolidate)."
+            )
+        parts, rest = _sharded.read_parts(engine, path, list(optimizers.values()), weights_only)
+        names = rest.pop(_KEYS, None)
+        if "" in wanted:  # one object by itself
+            names = {"module": "" if modules else None, "optimizers": [""] if optimizers else []}
+        elif not isinstance(names, dict):  # not written by Fabric
+            names = {"module": modules[0] if modules else None, "optimizers": list(optimizers)}
+        found = dict(rest)
+        if modules and names["module"] is not None:
+            found[names["module"]] = parts.model
+        if optimizers:
+            found.update(zip(names["optimizers"], parts.optimizers, strict=False))
+            # Read only because others of them were wanted.
+            found = {key: v for key, v in found.items() if key not in names["optimizers"] or key in wanted}
+        return found
+
+    def _restore(self, path: Any, wanted: dict[str, Any], found: dict[str, Any], strict: bool) -> dict[str, Any]:
+        missing = [key for key in wanted if key not in found]
+        if strict and missing:
+            raise KeyError(
+                f"The requested state contains a key {missing[0]!r} that does not exist in the checkpoint {path}, which has "
+                f"{sorted(map(str, found))}. To disable strict loading, set `strict=False`."
+            )
+        for key, obj in list(wanted.items()):
+            if key not in found:
+                continue
+            value = found.pop(key)
+            if isinstance(obj, nn.Module):
+                self.load_module_state_dict(obj, value, strict=strict)
+            elif isinstance(obj, torch.optim.Optimizer):
+                if self._engines_of(obj):
+                    _sharded.load_either(self._engine_of_optimizer(obj), obj, value)
+                else:
+                    obj.load_state_dict(copy.deepcopy(value))
+            elif _is_stateful(obj):
+                obj.load_state_dict(value)
+            else:
+                wanted[key] = value
+        return found
+
+    # -- one module ---------------------------------------------------------------------------------------------------
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The whole state dict, on the CPU of every rank. Collective for a sharded module."""
+        engine = engine_of(inner(module))
+        if engine is None:
+            return inner(module).state_dict()  # type: ignore[no-any-return]
+        return engine.state_dict(rank0_only=False)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Load a state dict, whole or of ShardTensors. Collective for a sharded module.
+
+        Raises:
+            StateDictError: on all ranks, with everything that does not fit; nothing has changed.
+        """
+        engine = engine_of(inner(module))
+        if engine is None:
+            inner(module).load_state_dict(copy.deepcopy(state_dict), strict=strict)
+        else:
+            _full.load_model(engine, state_dict, strict)
+
+    def _engine_of_module(self, module: nn.Module) -> Engine:
+        engine = engine_of(inner(module))
+        assert engine is not None
+        return engine
+
+    def _engine_of_optimizer(self, optimizer: Any) -> Engine:
+        engines: list[Engine] = self._engines_of(optimizer)
+        return engines[0]  # optimizers of several are refused at their set-up
+
+
+def _is_sharded_module(obj: Any) -> bool:
+    return isinstance(obj, nn.Module) and engine_of(inner(obj)) is not None
+
+
+def _is_stateful(obj: Any) -> bool:
+    return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
+
+
+def _keep(key: str, value: Any, filter: Filter, kept: dict[str, Any]) -> None:
+    """Put an entry, or what the filter leaves of it, into `kept`; of nothing, nothing."""
+    if key not in filter or not isinstance(value, dict):
+        kept[key] = value
+        return
+    chosen = {name: entry for name, entry in value.items() if filter[key](name, entry)}
+    if chosen:
+        kept[key] = chosen

@@ -1,0 +1,39 @@
+"""The module that Fabric calls in place of the user's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .._private import is_redirected
+
+__all__ = ["ForwardModule", "inner"]
+
+
+class ForwardModule(nn.Module):
+    """Calls the sharded module, and is another object than it.
+
+    Fabric only sends methods that are marked with ``mark_forward_method`` (and a LightningModule's steps) through precision
+    and forward, and only refuses unmarked ones that call submodules, where the strategy has wrapped the module, as DDP does.
+
+    Attributes:
+        module: the user's own, sharded in place.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.train(module.training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, or the marked method that Fabric has put in its place."""
+        if is_redirected(self.module):
+            # Not module(...): that would run a module.compile()d forward in the method's place.
+            return nn.Module._call_impl(self.module, *args, **kwargs)
+        return self.module(*args, **kwargs)
+
+
+def inner(module: Any) -> Any:
+    """The user's own module of one that may be wrapped."""
+    return module.module if isinstance(module, ForwardModule) else module

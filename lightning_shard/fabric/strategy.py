@@ -1,0 +1,261 @@
+"""Fabric's strategy, once for both namespaces: a mixin that the concrete classes put before ParallelStrategy."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+import torch_shard
+from torch_shard import Engine, ShardConfig, ShardTensor
+from torch_shard.errors import ConfigError
+
+from .. import precision as _precision
+from ..ranks import RanksMixin, StartMethod, mesh_on
+from ..saving import StateDictType, check_form
+from ..settings import same_config, with_overrides
+from .checkpoint import FabricCheckpointMixin
+from .forward_module import ForwardModule, inner
+
+__all__ = ["FabricStrategyMixin"]
+
+
+class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin):
+    """Fabric with parameters, gradients and optimizer state sharded over the ranks; otherwise as with DDP.
+
+    Args:
+        config: how to shard; keyword arguments that are fields of :class:`~torch_shard.ShardConfig` change it on top,
+            as in ``ShardFabricStrategy(strategy="shard_grad_op", prefetch=2)``.
+        accelerator: as for every strategy of Fabric; normally Fabric's.
+        parallel_devices: likewise.
+        cluster_environment: likewise.
+        checkpoint_io: likewise.
+        precision: likewise a plugin. With ``bf16-mixed`` and ``16-mixed`` parameters are gathered in that dtype, norms excepted,
+            and autocast is on, unless `config` has a ``precision`` of its own (``Precision()``: autocast alone).
+        process_group_backend: ``"nccl"`` or ``"gloo"``; by default the device's own.
+        timeout: of the process group. (The time until a missing partner is reported is ``ShardConfig.timeout``, set
+            through `config`.)
+        start_method: ``"popen"`` runs the script once per rank; ``"spawn"`` and ``"fork"`` are for notebooks and tests.
+        defer_gradient_sync: ``no_backward_sync`` sends nothing, and holds whole gradients on every rank, as DDP does. With
+            False it has no effect: each backward reduces, and gradients accumulate in slices.
+        state_dict_type: ``"full"`` checkpoints are one file each, gathered and written by rank 0, as ``ddp`` writes them;
+            ``"sharded"`` ones a folder each, to which every rank writes its slices. Both are loaded whatever this is.
+        async_save: write sharded checkpoints while training goes on. The next save or load waits, and raises a failure.
+        weights_only: load checkpoints with torch's safe loader or without it, where ``fabric.load`` is not told. By default
+            the safe one, which accepts usual hyper-parameters too.
+
+    Raises:
+        ConfigError: a setting is unknown or has a bad value.
+    """
+
+    def __init__(
+        self,
+        config: ShardConfig | None = None,
+        *,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        start_method: StartMethod = "popen",
+        defer_gradient_sync: bool = True,
+        state_dict_type: StateDictType = "full",
+        async_save: bool = False,
+        weights_only: bool | None = None,
+        **overrides: Any,
+    ) -> None:
+        self._config = with_overrides(config, overrides, "ShardFabricStrategy")
+        check_form(state_dict_type)
+        if async_save and state_dict_type == "full":
+            raise ConfigError("async_save=True is for state_dict_type='sharded'.")
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+        )
+        self._num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout or self._private.default_pg_timeout
+        self._start_method = start_method
+        self._state_dict_type = state_dict_type
+        self._async_save = async_save
+        self._weights_only = weights_only
+        self._backward_sync_control = _BackwardSync(defer_gradient_sync)
+        self._modules: list[weakref.ref[nn.Module]] = []  # that this strategy has sharded, in that order
+
+    # -- Fabric(): what the connector sets ----------------------------------------------------------------------------
+    @property
+    def precision(self) -> Any:
+        """The precision plugin."""
+        return self._precision if self._precision is not None else self._private.Precision()
+
+    @precision.setter
+    def precision(self, plugin: Any) -> None:
+        if plugin is not None:
+            _precision.check(plugin, self._private, "ShardFabricStrategy")
+        self._precision = plugin
+
+    def _set_world_ranks(self) -> None:
+        self.set_world_ranks()
+
+    # -- set-up -------------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Any:
+        """Where ``fabric.init_module`` creates parameters: the CPU; with `empty_init` meta, and then ``fabric.setup`` gives
+        memory and initial values to each unit's slices."""
+        # Not on the device: sharding moves them there, unit by unit.
+        meta = torch.device("meta") if empty_init else contextlib.nullcontext()
+        with meta, self.precision.module_init_context():
+            yield
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Move what has no parameters, such as metrics. Modules with parameters stay where they are: ``fabric.setup`` comes
+        here before it shards, which moves them unit by unit."""
+        if next(module.parameters(), None) is None:
+            module.to(self.root_device)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard a module in place, and wrap it. Collective.
+
+        Optimizers made before or after hold its parameters.
+
+        Raises:
+            ConfigError: it is sharded already, with other settings.
+            SetupError: see :func:`torch_shard.shard`.
+        """
+        module = inner(module)
+        config = _precision.config_for(self.precision, self._config, module, self._private)
+        if config.is_hybrid and config.shard_size is None:
+            config = dataclasses.replace(config, shard_size=self.num_processes)  # the ranks of a node
+        engine = torch_shard.engine_of(module)
+        if engine is None:
+            torch_shard.shard(module, config, mesh=mesh_on(self.root_device))
+        elif not same_config(engine.config, config) or engine.device != self.root_device:
+            raise ConfigError(
+                "fabric.setup: the module is sharded already, with other settings. Give back the plain module first: "
+                "strategy.engine_of(module).close()."
+            )
+        self._modules = [ref for ref in self._modules if ref() not in (None, module)] + [weakref.ref(module)]
+        for part in module.modules():
+            if type(part)._apply is not nn.Module._apply and next(part.parameters(), None) is None:
+                part.to(self.root_device)  # metrics keep their state outside of buffers
+        return ForwardModule(module)
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        """Have the engine see the steps of an optimizer, of whatever class. It is not wrapped.
+
+        Raises:
+            ConfigError: it holds parameters of several modules that were set up one by one.
+        """
+        engines = self._engines_of(optimizer)
+        if len(engines) > 1:
+            raise ConfigError(
+                f"fabric.setup: {type(optimizer).__name__} holds parameters of {len(engines)} modules that were set up one by "
+                "one, each with an engine of its own. Make an optimizer for each, or set up one nn.Module that holds them all."
+            )
+        for engine in engines:
+            engine.attach(optimizer)
+        return optimizer
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """Scale the gradients of this optimizer's parameters to a global norm of at most `max_norm`. Collective.
+
+        Raises:
+            NonFiniteError: a RuntimeError, on all ranks, with `error_if_nonfinite`, before anything has changed.
+            ShardError: the gradients are not reduced yet (``no_backward_sync``).
+        """
+        self.precision.unscale_gradients(optimizer)
+        parameters = list(self.precision.main_params(optimizer))
+        engines = self._engines_of(optimizer)
+        if engines:
+            return engines[0].clip_grad_norm_(
+                float(max_norm), float(norm_type), parameters=parameters, error_if_nonfinite=error_if_nonfinite
+            )
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
+        """Limit each element of the gradients of this optimizer's parameters to ``[-clip_val, clip_val]``."""
+        self.precision.unscale_gradients(optimizer)
+        parameters = list(self.precision.main_params(optimizer))
+        engines = self._engines_of(optimizer)
+        if engines:
+            engines[0].clip_grad_value_(float(clip_val), parameters=parameters)
+        else:
+            torch.nn.utils.clip_grad_value_(parameters, clip_val)
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks; anything else is returned as it is. Collective."""
+        return self.reduce(tensor, group, reduce_op)
+
+    # -- for users ----------------------------------------------------------------------------------------------------
+    def engine_of(self, module: Any) -> Engine:
+        """The engine of a module, as ``fabric.setup`` took it or gave it back.
+
+        Raises:
+            ConfigError: it is not sharded.
+        """
+        module = inner(getattr(module, "_forward_module", module))
+        engine = torch_shard.engine_of(module)
+        if engine is None:
+            raise ConfigError(f"engine_of: {type(module).__name__} is not sharded; give it to fabric.setup first.")
+        return engine
+
+    @property
+    def config(self) -> ShardConfig:
+        """What modules are sharded with, but for what ``Fabric(precision=...)`` adds: that is in ``engine.config``."""
+        return self._config
+
+    # -- engines ------------------------------------------------------------------------------------------------------
+    @property
+    def engine_or_none(self) -> Engine | None:
+        """The engine through which the ranks talk: of the module that is saved or loaded, else of the last one set up."""
+        if self._speaker is not None:
+            return self._speaker
+        # Not the first: ranks need not have collected modules that are gone at the same time.
+        engines = self._engines()
+        return engines[-1] if engines else None
+
+    def _engines(self) -> list[Engine]:
+        modules = [ref() for ref in self._modules]
+        found = [torch_shard.engine_of(module) for module in modules if module is not None]
+        return [engine for engine in found if engine is not None]
+
+    def _engines_of(self, optimizer: Any) -> list[Engine]:
+        """The engines whose parameters an optimizer holds."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardTensor)}
+        if not held:
+            return []
+        return [e for e in self._engines() if any(id(p) in held for unit in e.units for p in unit.params)]
+
+
+class _BackwardSync:
+    """What ``fabric.no_backward_sync`` asks."""
+
+    def __init__(self, defer: bool) -> None:
+        self._defer = defer
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        """Around forward and backward: do not reduce their gradients."""
+        engine = torch_shard.engine_of(inner(module))
+        if engine is None:
+            raise TypeError(
+                f"no_backward_sync takes a module that fabric.setup has sharded, not {type(module).__name__}."
+            )
+        return engine.no_sync() if enabled and self._defer else contextlib.nullcontext()
