@@ -439,7 +439,7 @@ class Runtime:
         schedule.release_unused()
         self.collectives.drop_spares()  # memory between steps counts; a backward takes them up again
         if self.syncing:
-            self.forward_order.clear()
+            self._forget_forwards()
             if not self.depth:
                 self.session = False
 
@@ -479,8 +479,14 @@ class Runtime:
                     # Its gather may never end; the memory stays, since the collective may still write to it.
                     unit.pending, unit.state = [], State.SHARDED
         self.collectives.drop_spares()
-        self.forward_order.clear()
+        self._forget_forwards()
         self.session = False
+
+    def _forget_forwards(self) -> None:
+        self.forward_order.clear()
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.gradients.forget_forwards()
 
     # -- between steps ------------------------------------------------------------------------------------------
     def parameters_changed(self) -> None:
