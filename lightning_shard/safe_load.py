@@ -52,10 +52,11 @@ def load_safely(load: Callable[[bool], Any], path: Any, weights_only: bool | Non
         found = next((line for line in lines if any(text in line for text in _REFUSED)), lines[0])
         raise CheckpointError(
             f"{path} holds objects that the safe loader does not accept ({found}). If you trust the file, load it with "
-            "ShardStrategy(weights_only=False) or Trainer.fit(..., weights_only=False), or allow its classes with "
+            "ShardStrategy(weights_only=False) or Trainer.fit(..., weights_only=False), in Fabric with "
+            "fabric.load(..., weights_only=False), or allow its classes with "
             "torch.serialization.add_safe_globals([...])."
         ) from error
-    except (EOFError, RuntimeError) as error:
+    except (EOFError, IndexError, KeyError, RuntimeError) as error:  # the second and third: opcodes that mean nothing
         if isinstance(error, ShardError):
             raise
         raise CheckpointError(f"{path} is damaged, or no checkpoint; nothing was loaded: {error}") from error

@@ -197,6 +197,10 @@ def test_what_a_folder_cannot_hold_is_refused_and_nothing_is_written(tmp_path):
         f.load(path, {"step": 0})
 
 
+def _refusing(name: str, value: Any) -> bool:
+    raise ValueError("not today")
+
+
 @ranks(2)
 def test_a_failure_on_one_rank_is_raised_on_all(rank, tmp_path):
     f, state = start()
@@ -209,6 +213,14 @@ def test_a_failure_on_one_rank_is_raised_on_all(rank, tmp_path):
         f.save(tmp_path / "state.ckpt", {**state, "counter": Broken() if rank == 1 else Counter()})
     with pytest.raises(CheckpointError, match="missing"):
         f.load(tmp_path / "missing", state)
+    (tmp_path / "no checkpoint").write_bytes(b"hello")
+    before = whole(state["net"])
+    with pytest.raises(CheckpointError, match="damaged, or no checkpoint"):
+        f.load(tmp_path / "no checkpoint", state)
+    with pytest.raises(Exception, match="not today"):
+        f.save(tmp_path / "state.ckpt", state, filter={"net": _refusing})
+    assert not (tmp_path / "state.ckpt").exists()
+    assert_same(whole(state["net"]), before, rtol=0, atol=0)
     (tmp_path / "a folder").mkdir(exist_ok=True)
     with pytest.raises(OSError, match="a folder"):
         f.save(tmp_path / "a folder", state)
