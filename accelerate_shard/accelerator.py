@@ -25,7 +25,7 @@ from torch_shard.errors import ConfigError
 from torch_shard.precision import for_autocast, precision_of
 
 from . import model_methods, outside_autocast
-from ._private import refuse_local_sgd
+from ._private import group_timeout, refuse_local_sgd
 from .activation_checkpointing import checkpointed_layers
 from .clipping import clip_norm, limit_values, refuse_between_syncs
 from .ddp_kwargs import config_with, register_hook
@@ -37,6 +37,7 @@ from .rollback import all_or_nothing
 from .settings import chosen_plugin, refuse_other_engines, share
 from .state import StateMixin
 from .uneven import even_batches_set, join
+from .waiting import meet
 from .wrapped import engine_of, inner
 
 __all__ = ["Accelerator"]
@@ -128,7 +129,9 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             )
 
     def _shard(self, model: nn.Module) -> Engine:
-        config = with_layer_units(self.shard_plugin.config(), model, self.shard_plugin.layer_classes)
+        config = with_layer_units(
+            self.shard_plugin.config(group_timeout(self.device)), model, self.shard_plugin.layer_classes
+        )
         config = config_with(self.ddp_handler, config)
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
         autocast = dtype is not None and self.native_amp and config.precision is None
@@ -247,3 +250,14 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         override = even_batches if self.multi_device else None
         with even_batches_set(self._dataloaders, override), join(joinables, self._dataloaders):
             yield
+
+    # -- ranks ------------------------------------------------------------------------------------------------------
+    def wait_for_everyone(self) -> None:
+        """Return when all ranks are here, however far apart. Collective.
+
+        Raises:
+            DivergenceError: at once, on all ranks: another rank is in something else that is collective, as in ``save_state``
+                under ``if accelerator.is_main_process:``.
+        """
+        meet(self._models, group_timeout(self.device), "Accelerator.wait_for_everyone")
+        super().wait_for_everyone()

@@ -36,6 +36,10 @@ class ShardPlugin(ShardConfig):
         defer_gradient_sync: under ``accumulate`` and ``no_sync``, reduce gradients once at the end. Sends less, but holds the
             whole gradients on every rank meanwhile. By default each micro-batch is reduced.
         weights_only: ``load_state`` reads with torch's safe loader, which runs no code from files.
+        timeout: seconds that a rank waits for a missing partner before it raises
+            :class:`~torch_shard.errors.MissingRankError`; 30, say, to fail fast. None: as long as the process group waits, which
+            ``InitProcessGroupKwargs(timeout=...)`` sets, so that ranks may be as far apart as under DDP. After half a minute a
+            warning says what is waited for.
         fp32_masters: under mixed precision, keep trainable parameters that are stored in 16 bits in fp32 between steps, as
             Accelerate does under FSDP. By default they are trained as they are stored, as under DDP.
 
@@ -45,6 +49,7 @@ class ShardPlugin(ShardConfig):
     Not collective.
     """
 
+    timeout: float | None = None  # type: ignore[assignment]
     layer_classes: Sequence[str] = ()
     activation_checkpointing: bool | Sequence[type[nn.Module] | str] = False
     state_dict_type: StateDictType = "sharded"
@@ -80,13 +85,22 @@ class ShardPlugin(ShardConfig):
         if self.async_save and self.state_dict_type == "full":
             raise ConfigError("async_save: only sharded checkpoints are written in the background.")
 
-    def config(self) -> ShardConfig:
-        """The engine's part of the settings."""
-        return ShardConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ShardConfig)})
+    def _check_timeout(self) -> None:
+        if self.timeout is not None:
+            super()._check_timeout()
+
+    def config(self, timeout: float = ShardConfig.timeout) -> ShardConfig:
+        """The engine's part of the settings. `timeout`: in seconds, where they say None."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(ShardConfig)}
+        if self.timeout is None:
+            values["timeout"] = timeout
+        return ShardConfig(**values)
 
 
 def plugin_of(setting: Any) -> ShardPlugin:
     """What the user has given as ``shard_plugin``: a :class:`ShardPlugin`, a plain ``ShardConfig``, or None.
+
+    The ``timeout`` of a ``ShardConfig`` counts where it is not the default.
 
     Raises:
         ConfigError: something else.
@@ -96,5 +110,8 @@ def plugin_of(setting: Any) -> ShardPlugin:
     if isinstance(setting, ShardPlugin):
         return setting
     if isinstance(setting, ShardConfig):
-        return ShardPlugin(**{field.name: getattr(setting, field.name) for field in dataclasses.fields(ShardConfig)})
+        values = {field.name: getattr(setting, field.name) for field in dataclasses.fields(ShardConfig)}
+        if setting.timeout == ShardConfig.timeout:  # not chosen
+            values["timeout"] = None
+        return ShardPlugin(**values)
     raise ConfigError(f"shard_plugin must be a ShardPlugin or a ShardConfig, not {type(setting).__name__}.")

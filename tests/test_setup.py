@@ -414,3 +414,24 @@ def test_a_buffer_of_an_ignored_module_stays_the_ranks_own(rank, copied):
     for _ in range(3):
         model(torch.full((2, 3), 1.0 + rank)).sum().backward()
     assert model[0].seen.item() == 3 * 6 * (1 + rank)
+
+
+# -- under inference_mode -------------------------------------------------------------------------------------------------
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_optim", "no_shard")])
+def test_a_model_sharded_under_inference_mode_evaluates_and_then_trains_like_plain(rank, world_size, strategy, on_meta):
+    plain = built_with(0)
+    if on_meta:
+        with torch.device("meta"):
+            model = built_with(0)
+    else:
+        model = copy.deepcopy(plain)
+    with torch.inference_mode():
+        engine = torch_shard.shard(model, unit_bytes=300, strategy=strategy)
+        if on_meta:
+            engine.load_state_dict(plain.state_dict())
+        torch.testing.assert_close(model(batch(rank, 9)), plain(batch(rank, 9)))
+    trains_like_plain(model, plain, rank, range(world_size))

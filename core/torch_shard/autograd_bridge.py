@@ -43,7 +43,7 @@ def install(runtime: Runtime) -> None:
                 if isinstance(item, ShardTensor):
                     unit = item._unit_ref() if item._unit_ref is not None else None
                     if unit is not None:
-                        translated.append(unit.leaf_of(item))
+                        translated.append(unit.differentiable(item))
             kwargs["inputs"] = translated
         if torch._C._current_graph_task_id() != -1:  # nested: the outer call has done the rest
             return original(*args, **kwargs)

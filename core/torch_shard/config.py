@@ -122,8 +122,7 @@ class ShardConfig:
         for field in ("sync_module_states", "broadcast_buffers", "debug", "single_communicator"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"{field} must be True or False, not {getattr(self, field)!r}.")
-        if not _is_number(self.timeout) or not math.isfinite(self.timeout) or self.timeout <= 0:
-            raise ConfigError(f"timeout must be a positive, finite number of seconds, not {self.timeout!r}.")
+        self._check_timeout()
         if self.init_fn is not None and not callable(self.init_fn):
             raise ConfigError(
                 f"init_fn must be None or a function that takes a module, not {type(self.init_fn).__name__}."
@@ -138,6 +137,10 @@ class ShardConfig:
         # Frozen also in depth: a list that the caller edits later must not change the plan.
         object.__setattr__(self, "units", _checked_units(self.units))
         object.__setattr__(self, "ignore", _checked_ignore(self.ignore))
+
+    def _check_timeout(self) -> None:
+        if not _is_number(self.timeout) or not math.isfinite(self.timeout) or self.timeout <= 0:
+            raise ConfigError(f"timeout must be a positive, finite number of seconds, not {self.timeout!r}.")
 
     @property
     def is_hybrid(self) -> bool:

@@ -218,7 +218,8 @@ class Engine(EngineState):
         another class altogether, need this. It replaces the object's ``step``.
 
         Args:
-            optimizer: an object with ``param_groups``, ``state`` and ``step``.
+            optimizer: an object with ``param_groups``, ``state`` and ``step``. Where it holds parameters of several sharded
+                models, one of their engines is enough.
 
         Raises:
             ConfigError: it has none of those.
@@ -240,7 +241,8 @@ class Engine(EngineState):
             optimizer: of an element-wise class (:mod:`torch_shard.optim`); None ends it.
 
         Raises:
-            ConfigError: an optimizer of another kind, or one that lists a parameter twice.
+            ConfigError: an optimizer of another kind, one that lists a parameter twice, or one that holds parameters of another
+                sharded model; the last of these by a backward, too, where they were added later.
             ShardError: by a backward that computes with a unit once more after its step (a weight in two checkpoints with
                 ``use_reentrant=True``), on all ranks, when some units have been stepped; by the next backward, under
                 :meth:`no_sync` or with ``torch.amp.GradScaler``; and by :meth:`clip_grad_norm_`, :meth:`clip_grad_value_` and
@@ -323,9 +325,9 @@ class Engine(EngineState):
     def close(self, *optimizers: torch.optim.Optimizer) -> None:
         """Give the plain model back: whole parameters in the same objects, no hooks of the engine. Collective.
 
-        Gradients become whole too, and the state of the `optimizers` that are named; the user's own hooks stay. The
-        state of an optimizer that is not named stays cut, or with the ranks that own the parameters: it can go on on another
-        engine, but not on the plain model. Needs memory for the whole model on every rank.
+        Gradients become whole too, and the state that the `optimizers` that are named have of this model; the user's own hooks
+        stay. The state of an optimizer that is not named stays cut, or with the ranks that own the parameters: it can go on on
+        another engine, but not on the plain model. Needs memory for the whole model on every rank.
 
         Raises:
             UnitStateError: inside a forward or :meth:`gathered`, or where a graph or a weak reference still holds a

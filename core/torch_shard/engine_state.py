@@ -100,7 +100,8 @@ class EngineState(abc.ABC):
             with names in place of numbers, and state of the parameters' global shapes.
 
         Raises:
-            StateDictError: the optimizer holds a parameter that is not this model's.
+            StateDictError: the optimizer holds a parameter that is not this model's. One that holds those of several sharded
+                models is saved by :meth:`save` with `models`.
         """
         return named_state.optim_state_dict(self._runtime, optimizer, rank0_only, self.model)
 
@@ -137,7 +138,8 @@ class EngineState(abc.ABC):
             optimizer: one, several in a list (their parameters differ), or a dict of them by name.
             extra: plain Python objects and tensors, which :meth:`load` returns; rank 0's are saved, the other ranks' are not
                 looked at.
-            models: further sharded models, by name: engines, or modules given to :func:`torch_shard.shard`.
+            models: further sharded models, by name: engines, or modules given to :func:`torch_shard.shard`. An optimizer may
+                hold the parameters of several of them.
             keep: delete the oldest checkpoints beside this one, when it is whole, so that so many remain with it. The name
                 needs a number, as in ``step-100``: only directories whose names differ in it alone, and that have a manifest,
                 count.

@@ -248,15 +248,17 @@ class FlatBuffer:
         """Let the leaves require gradients exactly where the user's parameters do, now."""
         with torch._C.DisableTorchFunctionSubclass():
             wanted = [param.requires_grad for param in self.params]
-        if not force and wanted == self.gradients.wanted == [leaf.requires_grad for leaf in self.leaves]:
+        if not force and wanted == self.gradients.asked == [leaf.requires_grad for leaf in self.leaves]:
+            self.gradients.ask(wanted)
             return
+        if force:
+            self._measure()
         for i, wants in enumerate(wanted):
             self.refuse_recorded_edit(i)
             self.leaves[i].requires_grad_(wants)
             if wants and self.edges[i] is None:
-                self._arm(i)
-        self.gradients.want(wanted)
-        self._measure()
+                self._arm_counted(i)
+        self.gradients.ask(wanted)
 
     def refuse_recorded_edit(self, i: int) -> None:
         """Raise if a leaf has become part of a graph."""
@@ -284,6 +286,16 @@ class FlatBuffer:
         hooks = unit.tensor_hooks.get(self.layout.slots[i].name)
         if hooks:  # the dict itself, so that the handles that users hold still remove their hooks
             leaf._backward_hooks = hooks  # type: ignore[assignment]
+
+    def _arm_counted(self, i: int) -> None:
+        """The same, and what it adds to the leaf's references. All others may be those of a graph that is alive, which end with
+        it, so that they must not be taken for the engine's own."""
+        leaf, (uses, references) = self.leaves[i], self.baseline[i]
+        before = _use_count(leaf), sys.getrefcount(leaf)
+        self._arm(i)
+        after = _use_count(leaf), sys.getrefcount(leaf)
+        owns = before[0] > uses  # the tensor its Python object already, see `references`
+        self.baseline[i] = uses + after[0] - before[0], references + after[1] - before[1] + owns
 
     def put_back(self, i: int) -> None:
         """Point a leaf at its place again, to which the user gave other memory (``.data = ``). Where that had another dtype,

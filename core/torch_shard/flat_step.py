@@ -17,10 +17,11 @@ import torch
 from .flat_buffer import FlatBuffer
 from .flat_piece import Piece, RoundedPiece
 from .flat_runs import Runs
+from .held import runtimes_of
 from .optim import is_torchs, kind_of
 from .rounding import EXACT, widen
 from .shard_tensor import ShardTensor
-from .step_checks import check_units, refuse_twice, refuse_unreduced, several_engines, shard_state
+from .step_checks import check_units, refuse_twice, refuse_unreduced, shard_state
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -101,26 +102,27 @@ class _Group:
     """One of the user's groups."""
 
     def __init__(
-        self, params: list[Any], twice: set[int], runtime: Runtime, optimizer: Any, only: FlatBuffer | None
+        self, params: list[Any], twice: set[int], runtimes: list[Runtime], optimizer: Any, only: FlatBuffer | None
     ) -> None:
         self.params = params
         # Those that are not the engine's, and those that are listed more than once, to be stepped as often.
         self.rest: list[Any] = []
         self.units: dict[int, Unit] = {}
-        by_flat: dict[tuple[int, int], tuple[FlatBuffer, list[ShardTensor]]] = {}
+        by_flat: dict[tuple[int, int, int], tuple[FlatBuffer, list[ShardTensor]]] = {}
+        positions = {id(runtime): n for n, runtime in enumerate(runtimes)}
         for p in params:
             unit = p._unit_ref() if isinstance(p, ShardTensor) and p._unit_ref is not None else None
-            if unit is not None and unit.runtime is not runtime:
-                raise several_engines(optimizer, p, runtime)
             if unit is None or id(p) in twice:
                 if unit is not None:
                     refuse_twice(optimizer, p)
                 self.rest.append(p)
                 continue
-            self.units[unit.index] = unit
+            self.units[id(unit)] = unit
             flat, _ = unit.find(p)
             if only is None or flat is only:
-                by_flat.setdefault((unit.index, unit.flats.index(flat)), (flat, []))[1].append(p)
+                position = positions.setdefault(id(unit.runtime), len(positions))
+                place = position, unit.index, unit.flats.index(flat)
+                by_flat.setdefault(place, (flat, []))[1].append(p)
         if only is not None:
             self.rest = []
         self.runs = Runs(params, [by_flat[place] for place in sorted(by_flat)], not _is_step_of_torchs(optimizer))
@@ -171,10 +173,11 @@ class FlatStep:
         only: FlatBuffer | None = None,
         groups: Callable[[], list[dict[str, Any]]] | None = None,
     ) -> None:
-        """`only`: step nothing but this flat buffer's parameters, with options from `groups` in place of the optimizer's."""
+        """`only`: step nothing but this flat buffer's parameters, `runtime`'s, with options from `groups` in place of the
+        optimizer's. Else all that the optimizer holds, of whatever engines: nothing in such a step is collective."""
         # What is kept must not keep the optimizer itself, by which it is found.
         self._optimizer: Any = weakref.ref(optimizer)
-        self.runtime, self._only, self._given = runtime, only, groups
+        self.runtimes, self._only, self._given = [runtime], only, groups
         self._torchs = _is_step_of_torchs(optimizer)
         self._groups: list[_Group] = []
         self.state = _State({})
@@ -184,9 +187,16 @@ class FlatStep:
     def open(self) -> None:
         self._drop()  # of a step that was never ended
         optimizer = self._optimizer()
-        refuse_unreduced(optimizer, self.runtime)
-        if self._only is None and self.runtime.in_backward is not None:
-            self.runtime.in_backward.before_step(optimizer)
+        if self._only is None:
+            runtimes = runtimes_of(optimizer)
+            if runtimes and runtimes != self.runtimes:
+                self.forget()
+                self.runtimes = runtimes
+        for runtime in self.runtimes:
+            refuse_unreduced(optimizer, runtime)
+        for runtime in self.runtimes if self._only is None else ():
+            if runtime.in_backward is not None:
+                runtime.in_backward.before_step(optimizer)
         try:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 self._look(optimizer)
@@ -202,9 +212,9 @@ class FlatStep:
             counts = Counter(id(p) for group in groups for p in group["params"])
             twice = {number for number, count in counts.items() if count > 1}
             self._groups = [
-                _Group(list(group["params"]), twice, self.runtime, optimizer, self._only) for group in groups
+                _Group(list(group["params"]), twice, self.runtimes, optimizer, self._only) for group in groups
             ]
-        check_units(optimizer, {unit.index: unit for own in self._groups for unit in own.units.values()}.values())
+        check_units(optimizer, {id(unit): unit for own in self._groups for unit in own.units.values()}.values())
         ways = [own.way(group, self._torchs) for own, group in zip(self._groups, groups, strict=True)]
         changed = [
             (own.runs, split)
@@ -212,7 +222,8 @@ class FlatStep:
             if not own.runs.is_as_left(state, split)
         ]
         if changed:
-            shard_state(optimizer, self.runtime)
+            for runtime in self.runtimes:
+                shard_state(optimizer, runtime)
             self._widen(state)
             for runs, split in changed:
                 runs.arrange(state, split)
@@ -300,8 +311,9 @@ class FlatStep:
         """Put values, state and options where the user finds them. Local."""
         self.pause()
         self._drop()
-        if self._only is None and self.runtime.in_backward is not None:
-            self.runtime.in_backward.after_step(self._optimizer())
+        for runtime in self.runtimes if self._only is None else ():
+            if runtime.in_backward is not None:
+                runtime.in_backward.after_step(self._optimizer())
 
     def held(self) -> list[ShardTensor]:
         """The parameters that had a gradient in the last step."""

@@ -31,7 +31,9 @@ class GradientBuffer:
     def __init__(self, layout: FlatLayout, dtypes: Dtypes, params: list[ShardTensor], collectives: Collectives) -> None:
         self.layout, self.dtypes, self.params, self.collectives = layout, dtypes, params, collectives
         n = len(params)
-        self.wanted = [False] * n  # the leaf asks for a gradient
+        self.asked = [False] * n  # leaves that required gradients in the last forward
+        self._ever_asked: list[bool] | None = None  # ... in any since the last backward that reduced; None: as `asked`
+        self.wanted = [False] * n  # gradients that the running backward may bring
         self.flat: torch.Tensor | None = None  # what this rank has, in the full layout, from the first arrival on
         self._views: FlatViews | None = None  # of `flat`
         self.holds = [False] * n  # slots of `flat` that hold a gradient not yet reduced
@@ -109,17 +111,27 @@ class GradientBuffer:
         if not checked:
             self.check_held()
         n = len(self.params)
-        self.arrived = [False] * n
-        self._count_missing()
         self.held_before = self.holds.copy()
         self.shown = [None] * n
         with torch._C.DisableTorchFunctionSubclass():
             self.frozen = [not p.requires_grad for p in self.params]
-
-    def want(self, wanted: list[bool]) -> None:
-        """Which leaves ask for a gradient from now on."""
-        self.wanted = wanted
+        # As in autograd: what a forward recorded gets a gradient, whatever forwards came after it, if it takes one now.
+        asked = self.asked if self._ever_asked is None else self._ever_asked
+        self.wanted = [ask and not frozen for ask, frozen in zip(asked, self.frozen, strict=True)]
+        self.arrived = [False] * n
         self._count_missing()
+
+    def ask(self, asked: list[bool]) -> None:
+        """Which leaves require gradients from now on, in a forward, as a rule."""
+        if self._ever_asked is None:
+            self._ever_asked = asked
+        elif asked != self.asked:
+            self._ever_asked = [a or b for a, b in zip(self._ever_asked, asked, strict=True)]
+        self.asked = asked
+
+    def forget_forwards(self) -> None:
+        """Their backward has ended."""
+        self._ever_asked = None
 
     def _count_missing(self) -> None:
         self.missing = sum(want and not seen for want, seen in zip(self.wanted, self.arrived, strict=True))
@@ -209,8 +221,9 @@ class GradientBuffer:
 
     def marks(self) -> list[int]:
         """What the ranks compare at the end of a backward, for each parameter; the largest mark of any rank counts."""
-        states = zip(self.wanted, self.arrived, self.holds, strict=True)
-        return [SEEN if arrived or held else want for want, arrived, held in states]
+        # What earlier backwards have left may be on its way already, with the rest of its unit.
+        states = zip(self.wanted, self.arrived, self.holds, self.held_before, strict=True)
+        return [SEEN if True in has else want for want, *has in states]
 
     def publish(self, marks: list[int]) -> list[int]:
         """Make the reduced slices the parameters' gradients, where the ranks' `marks` say that there is one; returns the

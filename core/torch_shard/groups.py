@@ -8,16 +8,19 @@ import json
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .errors import ConfigError, MissingRankError, SetupError, ShardError
+from .log import ANY_RANK, logger
 from .topology import Topology
-from .watch import FIRST_TICK, caller_line, default_store
+from .watch import FIRST_TICK, SLOW, caller_line, default_store
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Groups:
     # Works nobody has waited for, and the buffer each may still write to: an engine may be dropped before they end.
     written: dict[Any, Any] = field(default_factory=dict)
     unfinished: dict[str, Any] = field(default_factory=dict)  # by channel: the latest work nobody has waited for
+    timeout: timedelta | None = None  # of the process groups; None: torch's default
     streams: dict[torch.device, tuple[Any, Any]] = field(default_factory=dict)  # CUDA: for gathers and for reductions
     parts: dict[Topology, Parts] = field(default_factory=dict)
     again: dict[tuple[Topology, int], Any] = field(
@@ -166,6 +170,10 @@ def _verdict(group: Any, ranks: list[int], single: bool, usable: bool, timeout: 
     name = f"torch_shard/meet/{group.group_name}/{ranks[0]}"
     deadline = time.monotonic() + timeout
     late = True
+
+    def missing_of(number: int) -> list[int]:
+        return [r for r in ranks if store.add(f"{name}/{r}", 0) < number]
+
     while late:
         number = store.add(f"{name}/{rank}", 1)
         here = f"{name}/round {number}"
@@ -182,9 +190,10 @@ def _verdict(group: Any, ranks: list[int], single: bool, usable: bool, timeout: 
             late = verdict == "apart"
         else:
             late = store.check([f"{here}/verdict"]) and store.get(f"{here}/verdict") == b"apart"
-            verdict = "" if late else _wait_for_verdict(store, here, deadline, board and f"{board}/{ranks.index(rank)}")
+            post = board and f"{board}/{ranks.index(rank)}"
+            verdict = "" if late else _wait_for_verdict(store, here, deadline, post, partial(missing_of, number))
     if verdict == "apart":
-        missing = [r for r in ranks if store.add(f"{name}/{r}", 0) < number]
+        missing = missing_of(number)
         said = "".join(_waits_in(store, f"{board}/{ranks.index(r)}", r) for r in missing) if board else ""
         raise MissingRankError(
             f"rank {rank} waited {timeout:g} s in shard() at {caller_line()} for ranks {missing}{said}. It is collective: call "
@@ -204,13 +213,25 @@ def _decide(store: Any, here: str, verdict: str) -> str:
     return str(store.compare_set(f"{here}/verdict", "", verdict).decode())
 
 
-def _wait_for_verdict(store: Any, here: str, deadline: float, post: str) -> str:
+def _wait_for_verdict(store: Any, here: str, deadline: float, post: str, missing: Callable[[], list[int]]) -> str:
     pause, begin, posted = 0.0005, time.monotonic(), False
+    slow = begin + SLOW
     try:
         while not store.check([f"{here}/verdict"]):
             now = time.monotonic()
             if now > deadline:
                 return _decide(store, here, "apart")
+            if slow < min(now, deadline):
+                slow = deadline
+                logger.warning(
+                    "rank %d has waited %g s in shard() at %s for ranks %s, and goes on waiting for up to %g s.",
+                    dist.get_rank(),
+                    SLOW,
+                    caller_line(),
+                    missing(),
+                    deadline - begin,
+                    extra=ANY_RANK,
+                )
             if post and not posted and now > begin + FIRST_TICK:
                 posted = True
                 # The number 0: a rank that waits for another operation reports it, and takes it for no deadlock.
@@ -265,6 +286,14 @@ def backend_of(group: Any, device_type: str) -> str:
     return dict(entry.split(":", 1) for entry in entries if ":" in entry).get(device_type, "")
 
 
+def _longer(timeout: float) -> timedelta | None:
+    """The limit of process groups in which a rank may wait `timeout` seconds, and then has its own error; None: torch's default,
+    which is ten minutes with NCCL and thirty with Gloo."""
+    if timeout + 60 <= 600:
+        return None
+    return max(timedelta(seconds=timeout + 60), dist.distributed_c10d.default_pg_timeout)
+
+
 def groups_for(group: Any, single_communicator: bool, timeout: float) -> Groups:
     """The process groups over the ranks of `group`. Collective."""
     kept = _groups.setdefault(group, {})
@@ -276,6 +305,7 @@ def groups_for(group: Any, single_communicator: bool, timeout: float) -> Groups:
         key = _meet(group, ranks, single_communicator, usable, timeout, "" if found is None else found.key)
         usable = not key
     if found is None or not usable:
+        limit = _longer(timeout)
         part = len(ranks) != dist.get_world_size()
 
         # Else a new group would have the default group's backends, which need not be this one's.
@@ -283,7 +313,7 @@ def groups_for(group: Any, single_communicator: bool, timeout: float) -> Groups:
 
         def new(purpose: str, backend: str | None = own) -> Any:
             with _made_by_its_members(f"{key}/{purpose}") if part and key else contextlib.nullcontext():
-                return dist.new_group(ranks, backend=backend, use_local_synchronization=part)
+                return dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=part)
 
         # One NCCL communicator serialises its collectives even on different streams, hence one each for gathers and
         # reductions; `single_communicator` is the fallback where two cannot be had. The user's own group is left alone:
@@ -293,7 +323,7 @@ def groups_for(group: Any, single_communicator: bool, timeout: float) -> Groups:
         # Small messages of the host's: on a GPU they would wait for its queue, behind a gather that may lack its partner.
         control = new("control", "gloo" if key else own)
         scalar = new("scalar", "cpu:gloo,cuda:nccl" if backend_of(group, "cuda") == "nccl" else own)
-        found = Groups(gather, reduce, scalar, control, key)
+        found = Groups(gather, reduce, scalar, control, key, timeout=limit)
         kept[single_communicator] = found
     return found
 
@@ -344,7 +374,12 @@ def _among(groups: Groups, group: Any, purpose: str, members: tuple[int, ...], b
     ranks = dist.get_process_group_ranks(group)
     name = f"{groups.key}/{purpose}/{members[0]}"
     with _made_by_its_members(name) if groups.key else contextlib.nullcontext():
-        return dist.new_group([ranks[m] for m in members], backend=backend, use_local_synchronization=bool(groups.key))
+        return dist.new_group(
+            [ranks[m] for m in members],
+            timeout=groups.timeout,
+            backend=backend,
+            use_local_synchronization=bool(groups.key),
+        )
 
 
 _made: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
@@ -368,7 +403,9 @@ def group_over(ranks: list[int], timeout: float) -> Any:
         name = f"torch_shard/over/{ranks}/{number}"
         told_by(ranks, name, "", timeout)
         with _made_by_its_members(name):
-            found = _made[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
+            found = _made[tuple(ranks)] = dist.new_group(
+                ranks, timeout=_longer(timeout), use_local_synchronization=True
+            )
     return found
 
 

@@ -28,6 +28,7 @@ from .group_options import Options
 from .leaf import own_grad, set_own_grad
 from .shard_tensor import ShardTensor
 from .stand_in import stand_in
+from .step_checks import refuse_others
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -95,6 +96,9 @@ class InBackward:
         if scaled_losses.is_running():
             raise self._refused("torch.amp.GradScaler (it has scaled this backward's loss)")
         self._refuse_repeated()
+        runtime = self._runtime()
+        if runtime is not None:
+            refuse_others(self.optimizer, runtime, "engine.step_in_backward: ")
         if not self._begun:
             for noted in (self._stepped, self._issued, self._gathered, self._demanded):
                 noted.clear()

@@ -11,9 +11,11 @@ import logging
 import os
 import sys
 
-__all__ = ["LEVEL_VARIABLE", "current_rank", "logger"]
+__all__ = ["ANY_RANK", "LEVEL_VARIABLE", "current_rank", "logger"]
 
 LEVEL_VARIABLE = "TORCH_SHARD_LOG"
+ANY_RANK = {"any_rank": True}
+"""``extra`` of a warning that one rank has, which need not be rank 0: it is seen though no level was asked for."""
 _FORMAT = "%(asctime)s %(levelname)s torch_shard rank %(rank)s: %(message)s"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -42,7 +44,7 @@ class _RankFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         record.rank = rank = current_rank()
         if self.quiet_other_ranks and rank != 0 and logger.level == logging.WARNING:
-            return record.levelno >= logging.ERROR
+            return record.levelno >= logging.ERROR or hasattr(record, "any_rank")
         return True
 
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import ShardError
+from .held import runtime_of
 from .leaf import set_own_grad
 from .matrix_groups import Given, OwnState, Working
 from .matrix_parts import Entry, Part, Spares
@@ -36,7 +37,7 @@ from .optim import is_torchs, kind_of
 from .owned_state import give_owners, settle, stages_of
 from .rounding import widen
 from .shard_tensor import ShardTensor
-from .step_checks import check_units, refuse_unreduced, several_engines
+from .step_checks import check_units, refuse_unreduced
 from .unit import Unit
 from .whole import agree
 
@@ -44,19 +45,22 @@ if TYPE_CHECKING:
     from .flat_buffer import FlatBuffer
     from .runtime import Runtime
 
-__all__ = ["MatrixStep"]
+__all__ = ["MatrixStep", "other_way"]
 
 
 class MatrixStep:
     """The steps of one optimizer; see :class:`~torch_shard.stand_in.Work`."""
 
-    def __init__(self, optimizer: Any, runtime: Runtime) -> None:
+    def __init__(self, optimizer: Any, runtime: Runtime, last: bool = True) -> None:
+        """`last`: no other engine's part of the step follows, so parameters that no engine has are stepped here."""
         self._optimizer: Any = weakref.ref(optimizer)  # by which this is found
-        self.runtime = runtime
+        self.runtime, self._last = runtime, last
         self._name = type(optimizer).__name__
         self._groups: list[list[Any]] = []
         self._order = 0  # a hash of the names in all groups
         self._params: list[ShardTensor] = []  # those that are the engine's, each once
+        self._present: list[bool] = []  # which of them have a gradient
+        self._changed = False  # state is not as the last step has left it, on some rank
         self._units: list[Unit] = []
         self._made: tuple[Any, ...] = ()  # what the parts were made for
         self._parts: list[list[tuple[Part, list[Any]]]] = []
@@ -81,8 +85,17 @@ class MatrixStep:
         # A class that is of no kind itself calls a step of torch's: see `_refuse_state_of_its_own`.
         self._within = kind_of(type(optimizer)) is None
 
+    @property
+    def runtimes(self) -> list[Runtime]:
+        return [self.runtime]
+
     # -- before the arithmetic ------------------------------------------------------------------------------------
     def open(self) -> None:
+        self.check()
+        self.begin()
+
+    def check(self) -> None:
+        """Make sure that all ranks can take this step, and take the same one. Collective; nothing is changed."""
         self._abandon()
         optimizer, what = self._optimizer(), f"{self._name}.step()"
         error: Exception | None = None
@@ -98,7 +111,14 @@ class MatrixStep:
             except Exception as problem:  # the other ranks must hear of it
                 error = problem
             agree(self.runtime, what, None, error)
-            if self._compare(what, present, not self._is_as_left(optimizer.state)):
+            self._changed = self._compare(what, present, not self._is_as_left(optimizer.state))
+            self._present = present
+
+    def begin(self) -> None:
+        """Bring state to the owners, and divide the step into parts. Collective."""
+        optimizer, what, present = self._optimizer(), f"{self._name}.step()", self._present
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            if self._changed:
                 settle(self.runtime, optimizer, self._params, what)
                 self._widen(optimizer.state)
             owners = give_owners(
@@ -109,10 +129,10 @@ class MatrixStep:
                 self._arrange(optimizer, present, owners)
                 self._made = made
             self.state = OwnState(optimizer.state)
-            refuse = functools.partial(_other_way, self._name, self.runtime.collectives.world_rank)
+            refuse = functools.partial(other_way, self._name, self.runtime.collectives.world_rank)
             self._working = []
             for group, parts in zip(optimizer.param_groups, self._parts, strict=True):
-                rest = [p for p in group["params"] if not self._is_ours(p)]
+                rest = [p for p in group["params"] if runtime_of(p) is None] if self._last else []
                 for n, (part, params) in enumerate(parts):
                     last = n + 1 == len(parts)
                     self._working.append(Working(group, part, params, rest if last else [], refuse))
@@ -128,10 +148,6 @@ class MatrixStep:
             if _place(p)[0].rounding is not None:
                 widen(state.get(p), lambda value, local: ShardTensor._wrap(local, value._spec))
 
-    def _is_ours(self, p: Any) -> bool:
-        unit = p._unit_ref() if isinstance(p, ShardTensor) and p._unit_ref is not None else None
-        return unit is not None and unit.runtime is self.runtime
-
     def _look(self, optimizer: Any) -> None:
         """Take the groups as they are."""
         groups = optimizer.param_groups
@@ -144,11 +160,9 @@ class MatrixStep:
         units: dict[int, Unit] = {}
         for group in groups:
             for p in group["params"]:
-                unit = p._unit_ref() if isinstance(p, ShardTensor) and p._unit_ref is not None else None
-                if unit is None:
+                if runtime_of(p) is not self.runtime:
                     continue
-                if unit.runtime is not self.runtime:
-                    raise several_engines(optimizer, p, self.runtime)
+                unit = p._unit_ref()
                 if p._spec.part is not None:
                     raise ShardError(
                         f"rank {self.runtime.collectives.world_rank}: {self._name}.step() works on whole matrices, and "
@@ -238,11 +252,15 @@ class MatrixStep:
         return [work.options for work in self._working]
 
     def before(self, number: int) -> None:
+        if number == 0:
+            self._left, self._left_at = False, -1
+        self._come_to(number)
+
+    def _come_to(self, number: int) -> None:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             if number != self._at + 1:
                 raise self._other_way("began a loop over the groups within another")
             if number == 0:
-                self._left, self._left_at = False, -1
                 self._working[0].part.send()
             self._at = number
             work = self._working[number]
@@ -269,34 +287,45 @@ class MatrixStep:
             work.write_back()
 
     def leave(self, number: int) -> None:
-        """The optimizer has left its loop early, with an exception perhaps. Never raises: that would hide it."""
+        """The optimizer has left its loop early, with an exception perhaps; where `number` is -1, before it came to the first
+        group. Never raises: that would hide it."""
         self._left, self._left_at = True, number
         try:
-            for following in range(number, len(self._working)):
+            for following in range(max(number, 0), len(self._working)):
                 if following > number:
-                    self.before(following)
+                    self._come_to(following)
                 self.after(following)
-            self._finish()
+            self.finish()
         except Exception as error:
             self._error = error
-        self._said = []  # what the others say is no news to a rank that has left
+        self.ignore()
+
+    def ignore(self) -> None:
+        """What the others say is no news to a rank that has left."""
+        self._said = []
 
     def through(self) -> None:
         error, self._error = self._error, None
         if error is not None:
             raise error
         if self._at == len(self._working) - 1 >= 0:
-            self._finish()
-            self._hear_at_once()
+            self.finish()
+            self.hear_at_once()
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether a loop over the groups has come to its end, and no other one has begun."""
+        return self._at < 0 and self._passed
 
     def zero_grad(self, given: Callable[[], None], users: Callable[[], None]) -> None:
-        if self._at >= 0 or not self._passed:
+        if not self.has_passed:
             raise self._other_way("called zero_grad() before the end of its loop over the groups")
         self._clear = users
 
     def forget(self) -> None:
-        """State has been loaded: nothing of what there was is kept."""
+        """State has been loaded, or an engine is closed: nothing of what there was is kept."""
         self._made, self._entries = (), None
+        self._groups, self._params, self._units, self._parts = [], [], [], []
         self.state = OwnState({})
         self._forget_notes()
 
@@ -330,7 +359,7 @@ class MatrixStep:
             # Autograd's view of them: a graph that has saved one must not be run any more.
             torch.autograd.graph.increment_version(stepped)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Bring in the last part's values."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._collect(len(self._working) - 1)
@@ -339,7 +368,8 @@ class MatrixStep:
             state = self._optimizer().state
             self._entries = {i: state[p] for i, p in enumerate(self._params) if p in state}
 
-    def _hear_at_once(self) -> None:
+    def hear_at_once(self) -> None:
+        """Has a rank left its step? Asked where the answer is here."""
         # On a GPU the host would wait for the whole step.
         if self.runtime.collectives.device.type == "cpu" or self._tells:
             self._hear()
@@ -417,7 +447,7 @@ class MatrixStep:
         return _WRONG[2] if changed else ""
 
     def _other_way(self, what: str) -> ShardError:
-        return _other_way(self._name, self.runtime.collectives.world_rank, what)
+        return other_way(self._name, self.runtime.collectives.world_rank, what)
 
 
 _WRONG = (
@@ -427,7 +457,7 @@ _WRONG = (
 )
 
 
-def _other_way(name: str, rank: int, what: str) -> ShardError:
+def other_way(name: str, rank: int, what: str) -> ShardError:
     return ShardError(
         f"rank {rank}: {name}.step() {what}. An optimizer of kind 'matrix' has whole parameters in the body of `for group in "
         "self.param_groups:` only, and must update a group's parameters there. What it does elsewhere is lost, so go on from a "

@@ -14,6 +14,7 @@ from .dtensors import is_dtensor, local_of
 from .errors import StateDictError
 from .flat_buffer import FlatBuffer
 from .full_state import copied, describe, misplaced
+from .held import runtime_of
 from .log import logger
 from .names import without_wrappers
 from .optim import COUNTERS
@@ -22,8 +23,14 @@ from .shard_tensor import ShardTensor, same_cut, slice_full
 from .whole import agree, whole_slices
 
 
-def names_of(runtime: Runtime, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> dict[int, str]:
-    """The name of each of the optimizer's parameters, by id."""
+def names_of(
+    runtime: Runtime, optimizer: torch.optim.Optimizer, model: nn.Module | None, others: bool = False
+) -> dict[int, str]:
+    """The name of each of the optimizer's parameters, by id; with `others` a number for those that are not the model's.
+
+    Raises:
+        StateDictError: it holds some that are not the model's.
+    """
     names = {id(p): without_wrappers(n) for unit in runtime.units for n, p in zip(unit.names, unit.params, strict=True)}
     if model is not None:
         for name, p in model.named_parameters():
@@ -33,6 +40,14 @@ def names_of(runtime: Runtime, optimizer: torch.optim.Optimizer, model: nn.Modul
         for i, p in enumerate(group["params"]):
             if id(p) not in names and given is not None:
                 names[id(p)] = given[i]
+            if id(p) not in names and others:
+                names[id(p)] = f"{number}.{i} (not the model's)"
+            if id(p) not in names and runtime_of(p) not in (None, runtime):
+                raise StateDictError(
+                    f"rank {runtime.collectives.world_rank}: the optimizer holds {p._spec.name} of another sharded model, and "
+                    "names of two models may be the same; save and load it with both: "
+                    "engine.save(path, optimizer, models={'other': other_engine}), and engine.load likewise."
+                )
             if id(p) not in names:
                 raise StateDictError(
                     f"rank {runtime.collectives.world_rank}: parameter {i} of the optimizer's group {number}, of shape "
@@ -56,6 +71,7 @@ def optim_state_dict(
     rank0_only: bool = True,
     model: nn.Module | None = None,
     given: dict[str, Any] | None = None,
+    own: bool = False,
 ) -> dict[str, Any]:
     """Whole optimizer state by parameter name, on the CPU. Collective.
 
@@ -65,6 +81,7 @@ def optim_state_dict(
         rank0_only: the other ranks return an empty dict.
         model: finds the names of ignored parameters.
         given: state by number, in place of the optimizer's own.
+        own: the optimizer may hold parameters that are not the model's, whose state is left out.
 
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: torch's own optimizer state dict
@@ -75,19 +92,24 @@ def optim_state_dict(
     names: dict[int, str] = {}
     taken: dict[str, Any] = {"state": {}, "param_groups": []}
     try:
-        names = names_of(runtime, optimizer, model)
+        names = names_of(runtime, optimizer, model, others=own)
         taken = optimizer.state_dict() if given is None else given
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     numbers = [p for group in optimizer.param_groups for p in group["params"]]  # torch counts like this
+    if own:
+        mine = {id(p) for p in (model.parameters() if model is not None else ())}
+        mine.update(id(p) for unit in runtime.units for p in unit.params)
+        others = {n for n, p in enumerate(numbers) if id(p) not in mine}
+        taken = {**taken, "state": {key: entries for key, entries in taken["state"].items() if key not in others}}
     cut = sharded_entries(runtime, numbers, taken["state"])
     agree(runtime, what, (len(numbers), cut.key), error)
     wanted = not rank0_only or runtime.collectives.world_rank == 0
     # In the order of the parameters, and with what other ranks own.
     known = owned_state.collect(runtime, taken["state"], len(numbers), wanted, what)
     state: dict[Any, Any] = {
-        names[id(numbers[n])] if is_number(n, numbers) else n: dict(own) if isinstance(own, dict) else own
-        for n, own in known.items()
+        names[id(numbers[n])] if is_number(n, numbers) else n: dict(entries) if isinstance(entries, dict) else entries
+        for n, entries in known.items()
     }
     for flat, entry, slices in cut.jobs:
         whole = whole_slices(flat, slices, what)
@@ -107,8 +129,8 @@ def optim_state_dict(
     for group, live in zip(taken["param_groups"], optimizer.param_groups, strict=True):
         groups.append({**group, "params": [names[id(p)] for p in live["params"]]})
     parameters = set(names.values())
-    own = [key for key in state if key not in parameters]
-    return {"state": state, "param_groups": groups, **({OTHER: own} if own else {})}
+    of_none = [key for key in state if key not in parameters]
+    return {"state": state, "param_groups": groups, **({OTHER: of_none} if of_none else {})}
 
 
 OTHER = "other_state"  # entry of our dicts: keys in "state" that are no parameter's

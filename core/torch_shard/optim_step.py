@@ -20,25 +20,28 @@ from torch.optim import optimizer as torch_optimizer
 from .by_object import ByObject
 from .errors import ConfigError, ShardError
 from .flat_step import FlatStep
+from .held import OPEN, first_runtime, runtimes_of
 from .in_backward import InBackward
+from .matrix_engines import MatrixSteps
 from .matrix_step import MatrixStep
-from .optim import is_torchs, kind_of, kind_of_step
-from .shard_tensor import ShardTensor
+from .optim import Kind, is_torchs, kind_of, kind_of_step
 from .stand_in import Session, StandIn, stand_in
 from .step_checks import (
     Trial,
     check_class,
     check_units,
-    own_units,
+    refuse_others,
     refuse_unreduced,
     refuse_without_rounding,
     shard_state,
+    units_of,
 )
 
 if TYPE_CHECKING:
     from .runtime import Runtime
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_Work = FlatStep | MatrixStep | MatrixSteps
 
 
 @dataclass(eq=False)
@@ -50,12 +53,14 @@ class _Running:
         frame: id of the frame that has called it. (The frame itself would keep the optimizer.)
         session: with the stand-in, where there is one.
         trial: of an optimizer that the engine does not know.
+        runtimes: whose parameters it holds.
     """
 
     optimizer: weakref.ref[Any]
     frame: int
     session: Session | None
     trial: Trial | None
+    runtimes: tuple[weakref.ref[Runtime], ...]
 
     def runs_in(self, frame: Any) -> bool:
         if id(frame) != self.frame:
@@ -70,11 +75,16 @@ class StepWatch:
 
     torch's global pre-hook finds the optimizers. What is done around a step is done in hooks of the optimizer's own: the last
     one before it and the first one behind it, so that all others see the optimizer as it is.
+
+    Of an optimizer that holds several engines' parameters the first one's watch *leads*: it does all that is done around the
+    step. The others know of its work, and of the step while it runs.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = weakref.ref(runtime)
-        self._works: ByObject[FlatStep | MatrixStep] = ByObject()
+        runtime.steps = weakref.ref(self)
+        OPEN.add(runtime)
+        self._works: ByObject[_Work] = ByObject()
         self._trials: ByObject[Trial] = ByObject()
         self._hooks: ByObject[tuple[Any, Any, Any]] = ByObject()
         self._running: list[_Running] = []  # steps, the innermost last; those that have failed leave nothing here
@@ -91,6 +101,9 @@ class StepWatch:
         weakref.finalize(runtime, self._handle.remove)
 
     def close(self) -> None:
+        runtime = self._runtime()
+        if runtime is not None:
+            OPEN.discard(runtime)
         self._handle.remove()
         for handles in self._hooks.values():
             for handle in handles:
@@ -105,7 +118,7 @@ class StepWatch:
     def find(self, optimizer: Any) -> None:
         """A step begins: have :meth:`before` and :meth:`after` called next to it."""
         runtime = self._runtime()
-        if runtime is None or isinstance(optimizer, StandIn) or not self._holds(optimizer, runtime):
+        if runtime is None or isinstance(optimizer, StandIn) or not self._leads(optimizer, runtime):
             return
         handles = self._hooks.get(optimizer)
         if handles is None:
@@ -140,7 +153,7 @@ class StepWatch:
     def before(self, optimizer: Any, args: Any, kwargs: Any, frame: Any, function: Any) -> _Arguments | None:
         """`function` is about to be called with `args`, from `frame`; returns what it shall be given instead."""
         runtime = self._runtime()
-        if runtime is None or isinstance(optimizer, StandIn) or not self._holds(optimizer, runtime):
+        if runtime is None or isinstance(optimizer, StandIn) or not self._leads(optimizer, runtime):
             return None
         if _under_compiler():
             raise ShardError(
@@ -150,21 +163,22 @@ class StepWatch:
             )
         check_class(optimizer, runtime.collectives.world_rank)
         kind = kind_of(type(optimizer)) or kind_of_step(type(optimizer), function)
-        if kind == "matrix":  # refuses on all ranks together
-            return self._exchange(optimizer, args, kwargs, runtime, frame, MatrixStep)
-        if kind == "elementwise":
-            return self._exchange(optimizer, args, kwargs, runtime, frame, FlatStep)
-        return self._as_it_is(optimizer, args, kwargs, runtime, frame)
+        runtimes = runtimes_of(optimizer) or [runtime]
+        if kind is None:
+            return self._as_it_is(optimizer, args, kwargs, runtimes, frame)
+        # What works on whole matrices refuses on all ranks together.
+        return self._exchange(optimizer, args, kwargs, runtimes, frame, kind)
 
     def after(self, optimizer: Any, frame: Any) -> None:
         """The step has ended."""
         runtime = self._runtime()
-        if runtime is None or isinstance(optimizer, StandIn) or not self._holds(optimizer, runtime):
+        if runtime is None or isinstance(optimizer, StandIn) or not self._leads(optimizer, runtime):
             return
         step = self._ended(optimizer, frame)
         if step is not None and step.session is not None:
             step.session.end()
-        runtime.parameters_changed()
+        for stepped in runtimes_of(optimizer) or [runtime]:
+            stepped.parameters_changed()
         if step is not None and step.trial is not None:
             step.trial.end()
 
@@ -174,20 +188,25 @@ class StepWatch:
         if runtime is None or work is None:
             return
         work.forget()  # the state that there was
-        if runtime.agreement is not None:  # on some ranks only it would mix old and new state
-            name = type(optimizer).__name__
-            runtime.agreement.note(zlib.crc32(name.encode()), f"{name}.load_state_dict()")
+        name = type(optimizer).__name__
+        for held in runtimes_of(optimizer) or [runtime]:
+            if held.agreement is not None:  # on some ranks only it would mix old and new state
+                held.agreement.note(zlib.crc32(name.encode()), f"{name}.load_state_dict()")
 
     # -- the steps that run -----------------------------------------------------------------------------------------
-    def _begins(self, step: _Running, frame: Any, runtime: Runtime) -> None:
+    def _begins(self, step: _Running, frame: Any) -> None:
         """`step` begins in `frame`, inside those that run already. A step that has failed has told nobody, so whether one
         still runs is seen on the stack."""
-        self._running = [*self._on_stack(frame.f_back), step]
-        for outer in self._running[:-1]:
-            if outer.session is not None:
-                outer.session.pause()
-        trials = any(s.trial is not None for s in self._running)
-        runtime.collectives.scalar.refused = self._refused if trials else None
+        outer: list[_Running] = []
+        for watch, runtime in _watches(step):
+            inside = watch._on_stack(frame.f_back)
+            watch._running = [*inside, step]
+            outer += [s for s in inside if s not in outer]
+            trials = any(s.trial is not None for s in watch._running)
+            runtime.collectives.scalar.refused = watch._refused if trials else None
+        for s in outer:
+            if s.session is not None:
+                s.session.pause()
 
     def _on_stack(self, frame: Any) -> list[_Running]:
         """The steps that `frame` is inside of, the innermost last."""
@@ -202,9 +221,11 @@ class StepWatch:
         for i, step in reversed(list(enumerate(self._running))):
             if step.frame == id(frame) and step.optimizer() is optimizer:
                 del self._running[i:]
-                runtime = self._runtime()
-                if runtime is not None and not any(s.trial is not None for s in self._running):
-                    runtime.collectives.scalar.refused = None
+                for watch, runtime in _watches(step):
+                    if step in watch._running:
+                        del watch._running[watch._running.index(step) :]
+                    if not any(s.trial is not None for s in watch._running):
+                        runtime.collectives.scalar.refused = None
                 return step
         return None
 
@@ -215,45 +236,65 @@ class StepWatch:
             trial.undo()
         return trials[-1].explain(message) if trials else message
 
-    def _holds(self, optimizer: Any, runtime: Runtime) -> bool:
-        # An engine that is closed has none.
-        return bool(runtime.units) and (self._works.get(optimizer) is not None or _steps(optimizer, runtime))
+    def _leads(self, optimizer: Any, runtime: Runtime) -> bool:
+        if not runtime.units:  # closed
+            return False
+        first = first_runtime(optimizer)
+        # Whose parameters it has held is asked as well: other ranks may still wait for a step on whole matrices.
+        return first is runtime if first is not None else self._hooks.get(optimizer) is not None
 
     def _exchange(
         self,
         optimizer: Any,
         args: Any,
         kwargs: Any,
-        runtime: Runtime,
+        runtimes: list[Runtime],
         frame: Any,
-        kind: type[FlatStep] | type[MatrixStep],
+        kind: Kind,
     ) -> _Arguments:
         work = self._works.get(optimizer)
-        if type(work) is not kind:
-            work = kind(optimizer, runtime)
-            self._works.set(optimizer, work)
-        other, session = stand_in(optimizer, work, self._kinds)
-        self._begins(_Running(weakref.ref(optimizer), id(frame), session, None), frame, runtime)
+        if work is None or not _suits(work, kind, runtimes):
+            if kind == "elementwise":
+                work = FlatStep(optimizer, runtimes[0])
+            else:
+                work = MatrixStep(optimizer, runtimes[0]) if len(runtimes) == 1 else MatrixSteps(optimizer, runtimes)
+        step = _Running(weakref.ref(optimizer), id(frame), None, None, tuple(map(weakref.ref, runtimes)))
+        for watch, _ in _watches(step):
+            if watch._works.get(optimizer) is not work:
+                watch._works.set(optimizer, work)  # which forgets when any of the engines is closed
+        other, step.session = stand_in(optimizer, work, self._kinds)
+        session = step.session
+        self._begins(step, frame)
         args, kwargs = _replaced(args, kwargs, session.around)
         return (other, *args[1:]), kwargs
 
-    def _as_it_is(self, optimizer: Any, args: Any, kwargs: Any, runtime: Runtime, frame: Any) -> _Arguments:
+    def _as_it_is(self, optimizer: Any, args: Any, kwargs: Any, runtimes: list[Runtime], frame: Any) -> _Arguments:
         """An optimizer that the engine does not know is given the ShardTensors."""
-        refuse_without_rounding(optimizer, runtime)
-        if not _closure(args, kwargs):
-            refuse_unreduced(optimizer, runtime)
-        check_units(optimizer, own_units(optimizer, runtime))
         # State that is whole at its owner belongs to a base class's step, which this one's calls.
-        owned = isinstance(self._works.get(optimizer), MatrixStep)
-        if not owned:
-            shard_state(optimizer, runtime)
+        owned = isinstance(self._works.get(optimizer), (MatrixStep, MatrixSteps))
+
+        def prepare() -> None:
+            for runtime in runtimes:
+                refuse_unreduced(optimizer, runtime)
+            if not owned:
+                for runtime in runtimes:
+                    shard_state(optimizer, runtime)
+
+        for runtime in runtimes:
+            refuse_without_rounding(optimizer, runtime)
+        check_units(optimizer, units_of(optimizer))
+        if not _closure(args, kwargs):
+            prepare()
+        elif not owned:
+            for runtime in runtimes:
+                shard_state(optimizer, runtime)
         _hook_bases(type(optimizer))
         trial = self._trials.get(optimizer)
         if trial is None:
             trial = Trial(optimizer)
             self._trials.set(optimizer, trial)
-        step = _Running(weakref.ref(optimizer), id(frame), None, trial)
-        self._begins(step, frame, runtime)
+        step = _Running(weakref.ref(optimizer), id(frame), None, trial, tuple(map(weakref.ref, runtimes)))
+        self._begins(step, frame)
         if any(s.trial is trial for s in self._running[:-1]):
             step.trial = None  # called by the class's own with super()
         else:
@@ -262,9 +303,7 @@ class StepWatch:
         def around(closure: Callable[[], Any]) -> Callable[[], Any]:
             def run() -> Any:
                 result = closure()
-                refuse_unreduced(optimizer, runtime)
-                if not owned:
-                    shard_state(optimizer, runtime)
+                prepare()
                 return result
 
             return run
@@ -291,7 +330,7 @@ class StepWatch:
                 "optimizer with several groups, or end it first: engine.step_in_backward(None)."
             )
         check_class(optimizer, runtime.collectives.world_rank)
-        own_units(optimizer, runtime)
+        refuse_others(optimizer, runtime, "step_in_backward: ")
         runtime.in_backward = InBackward(optimizer, runtime)
         runtime.reductions.on_published = runtime.in_backward.step
 
@@ -306,7 +345,7 @@ class StepWatch:
         if getattr(function, "hooked", False) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
             return
         step, patched = optimizer.step, "step" in vars(optimizer)
-        if getattr(step, "watch", None) is self:
+        if getattr(step, "attached", False):
             return
         if patched and kind_of(cls) is not None:
             raise ConfigError(
@@ -315,13 +354,18 @@ class StepWatch:
             )
 
         def attached(this: Any, *args: Any, **kwargs: Any) -> Any:
-            frame = sys._getframe()
-            replaced, kwargs = self.before(this, (this, *args), kwargs, frame, function) or ((this, *args), kwargs)
+            frame, replaced = sys._getframe(), (this, *args)
+            # Of the engine that shards its parameters now; this one may be closed, or another one lead.
+            runtime = first_runtime(this)
+            watch = runtime.steps() if runtime is not None and runtime.steps is not None else None
+            if watch is not None:
+                replaced, kwargs = watch.before(this, replaced, kwargs, frame, function) or (replaced, kwargs)
             result = step(*replaced[1:], **kwargs) if patched and this is optimizer else function(*replaced, **kwargs)
-            self.after(this, frame)
+            if watch is not None:
+                watch.after(this, frame)
             return result
 
-        attached.watch = self  # type: ignore[attr-defined]
+        attached.attached = True  # type: ignore[attr-defined]
         # A bound method, as schedulers expect, and as copying takes along to the copy.
         optimizer.step = types.MethodType(attached, optimizer)
 
@@ -362,12 +406,14 @@ def _replaced(args: Any, kwargs: Any, around: Callable[[Any], Any]) -> _Argument
     return (args[0], around(closure), *args[2:]), kwargs
 
 
-def _steps(optimizer: Any, runtime: Runtime) -> bool:
-    """Whether the optimizer holds a parameter of this runtime; groups are looked at until one answers."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if isinstance(p, ShardTensor):
-                unit = p._unit_ref() if p._unit_ref is not None else None
-                if unit is not None and unit.runtime is runtime:
-                    return True
-    return False
+def _watches(step: _Running) -> list[tuple[StepWatch, Runtime]]:
+    """Those that a step concerns, with their runtimes."""
+    runtimes = [ref() for ref in step.runtimes]
+    found = [(r.steps(), r) for r in runtimes if r is not None and r.steps is not None]
+    return [(watch, runtime) for watch, runtime in found if watch is not None]
+
+
+def _suits(work: _Work, kind: Kind, runtimes: list[Runtime]) -> bool:
+    if isinstance(work, FlatStep):  # which looks for itself
+        return kind == "elementwise"
+    return kind == "matrix" and work.runtimes == runtimes

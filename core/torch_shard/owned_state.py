@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from .dtensors import is_dtensor, is_whole, local_of
 from .errors import ShardError
+from .held import runtime_of, runtimes_of
 from .optim import has_linear_work, kind_of, kind_of_step
 from .owners import Item, assign, choose, loads_of, work_of
 from .runtime import Runtime
@@ -79,7 +80,7 @@ def give_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor])
         p._spec.name: work_of(p._spec.shape, linear)
         for group in optimizer.param_groups
         for p in group["params"]
-        if isinstance(p, ShardTensor)
+        if runtime_of(p) is runtime  # names of several models may be the same
     }
     stages = stages_of(new, c.size)
     items = []
@@ -96,17 +97,21 @@ def give_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor])
 
 
 def elsewhere(runtime: Runtime, optimizer: Any, names: Mapping[int, str], state: Mapping[str, Any]) -> dict[int, bool]:
-    """Which parameters have their state, `state` by name, whole at one rank, and whether that is another one than this; by id.
-    `names` by id. Gives them owners; the same on all ranks where `state` is."""
-    if not is_matrix(runtime, optimizer):
+    """Which parameters, of `runtime` or of another engine, have their state, `state` by name, whole at one rank, and whether that
+    is another one than this; by id. `names` by id. Gives them owners; the same on all ranks where `state` is."""
+    if not any(is_matrix(held, optimizer) for held in (runtime, *runtimes_of(optimizer))):
         return {}
-    loaded = {}
+    loaded: dict[int, ShardTensor] = {}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         entries = state.get(names[id(p)])
         if isinstance(p, ShardTensor) and entries and _kind(entries) == _WHOLE:
             loaded[id(p)] = p
-    owners = give_owners(runtime, optimizer, list(loaded.values()))
-    return {i: owners[p._spec.name] != runtime.collectives.rank for i, p in loaded.items()}
+    found: dict[int, bool] = {}
+    for held in runtimes_of(optimizer):
+        own = {i: p for i, p in loaded.items() if runtime_of(p) is held}
+        owners = give_owners(held, optimizer, list(own.values()))
+        found.update((i, owners[p._spec.name] != held.collectives.rank) for i, p in own.items())
+    return found
 
 
 def stages_of(params: Sequence[ShardTensor], ranks: int) -> dict[int, int]:

@@ -18,7 +18,7 @@ import torch
 from .agreement import Agreement
 from .collectives import Collectives
 from .errors import ShardError
-from .gradient_buffer import WANTED, GradientBuffer
+from .gradient_buffer import SEEN, WANTED, GradientBuffer
 from .reduction import Reduction
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ class Reductions:
         postponed = stepping is not None and self._marked is None and (stepping.postpones(unit) or early)
         for flat in unit.flats:
             gradients = flat.gradients
-            if not gradients.wants_any:
+            # Once the ranks have agreed, what any of them has: it may come of a graph that the last forward knows nothing of.
+            if not gradients.wants_any and (self._marked is None or SEEN not in self._marked[id(flat)]):
                 continue
             if postponed:
                 self._postponed[id(gradients)] = gradients

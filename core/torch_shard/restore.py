@@ -43,7 +43,7 @@ def close_units(
         error = problem
     agree(runtime, "engine.close", [type(o).__name__ for o in optimizers], error)
     left_out = [o for o in runtime.owners.optimizers() if not any(o is other for other in optimizers)]
-    states = [(o, named_state.optim_state_dict(runtime, o, rank0_only=False, model=model)) for o in optimizers]
+    states = [(o, named_state.optim_state_dict(runtime, o, False, model, own=True)) for o in optimizers]
     names = {id(p): name for unit in runtime.units for name, p in zip(unit.names, unit.params, strict=True)}
     if model is not None:
         names = {**{id(p): name for name, p in model.named_parameters()}, **names}
@@ -68,7 +68,7 @@ def close_units(
     if runtime.collectives.size > 1:
         for optimizer in left_out:
             if hasattr(optimizer, "register_step_pre_hook"):
-                _NotGivenBack(optimizer, runtime.collectives.world_rank)
+                _NotGivenBack(optimizer, runtime.collectives.world_rank, set(names))
     runtime.units.clear()
     runtime.schedule.gathered.clear()
     runtime.in_backward = runtime.reductions.on_published = None
@@ -79,6 +79,8 @@ def _give_back(optimizer: torch.optim.Optimizer, names: dict[int, str], state: d
     for group in optimizer.param_groups:
         counts_on_device = group.get("capturable") or group.get("fused")
         for p in group["params"]:
+            if id(p) not in names:  # not the model's
+                continue
             entries = state.get(names[id(p)])
             if entries:
                 optimizer.state[p] = {
@@ -107,16 +109,18 @@ class _NotGivenBack:
     """On an optimizer of whole matrices that ``engine.close`` was not told of: its state has stayed with the owners, each
     rank would step plain parameters with a part of it or without, and replicas would differ without a word."""
 
-    def __init__(self, optimizer: Any, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, optimizer: Any, rank: int, params: set[int]) -> None:
+        """`params`: the ids of the closed engine's. (A weak reference would forbid to shard them again.)"""
+        self._rank, self._params = rank, params
         self._handles = [
             optimizer.register_step_pre_hook(self.check),
             optimizer.register_load_state_dict_post_hook(self.remove),
         ]
 
     def check(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if any(isinstance(p, ShardTensor) for group in optimizer.param_groups for p in group["params"]):
-            return  # another engine, which finds the state where it is
+        held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._params]
+        if not held or any(isinstance(p, ShardTensor) for p in held):
+            return  # another engine has them, which finds the state where it is
         name = type(optimizer).__name__
         raise UnitStateError(
             f"rank {self._rank}: {name}.step() on a model whose engine was closed without naming it, so each rank has the state "

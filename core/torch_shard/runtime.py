@@ -42,6 +42,7 @@ from .use import Check, EndOfBackward, EndOfNested, Trigger, Use, graph_task, se
 
 if TYPE_CHECKING:
     from .in_backward import InBackward
+    from .optim_step import StepWatch
 
 
 class Runtime:
@@ -77,6 +78,7 @@ class Runtime:
         self.registrations = Registrations()
         self.owners = OwnerMaps()  # of optimizers that step on whole matrices
         self.in_backward: InBackward | None = None  # the optimizer that steps during backward
+        self.steps: weakref.ref[StepWatch] | None = None  # what follows optimizers' steps, once there is an engine
         self.refuses_scaled = precision_of(config.precision).needs_no_scaler
         quantized = config.quantized
         # What a step leaves for the next one is in the units of its loss, which a scaler changes, and drops steps.
@@ -437,7 +439,7 @@ class Runtime:
         schedule.release_unused()
         self.collectives.drop_spares()  # memory between steps counts; a backward takes them up again
         if self.syncing:
-            self.forward_order.clear()
+            self._forget_forwards()
             if not self.depth:
                 self.session = False
 
@@ -477,8 +479,14 @@ class Runtime:
                     # Its gather may never end; the memory stays, since the collective may still write to it.
                     unit.pending, unit.state = [], State.SHARDED
         self.collectives.drop_spares()
-        self.forward_order.clear()
+        self._forget_forwards()
         self.session = False
+
+    def _forget_forwards(self) -> None:
+        self.forward_order.clear()
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.gradients.forget_forwards()
 
     # -- between steps ------------------------------------------------------------------------------------------
     def parameters_changed(self) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from . import casting
 from .agreement import note_loads
 from .buffers import BufferSync, broadcast_coalesced
-from .collectives import Collectives
+from .collectives import Collectives, outside_inference
 from .config import ShardConfig
 from .connect import connect
 from .deferred import Filler, deferred_of, refuse_altered
@@ -37,7 +37,12 @@ from .watch import blocking
 
 
 def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Plan]:
-    """Shard `model` in place. Collective."""
+    """Shard `model` in place. Collective. Under ``inference_mode``, too: training may follow an evaluation that came first."""
+    with outside_inference():
+        return _build(model, config, mesh)
+
+
+def _build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Plan]:
     from .engine import engine_of
 
     if not isinstance(model, nn.Module):

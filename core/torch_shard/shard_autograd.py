@@ -187,7 +187,7 @@ def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> 
             )
     materialize = bool(options.pop("materialize_grads", False))
     allow_unused = bool(options.pop("allow_unused", None) or materialize)
-    leaves = [unit.leaf_of(inputs[i]) for i, unit in units.items()]
+    leaves = [unit.differentiable(inputs[i]) for i, unit in units.items()]
     with torch._C.DisableTorchFunctionSubclass():
         grads = list(func(outputs, (*inputs, *leaves), allow_unused=True, **options))
     own, of_leaves = grads[: len(inputs)], grads[len(inputs) :]

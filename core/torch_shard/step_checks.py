@@ -10,6 +10,7 @@ import torch
 
 from .dtensors import is_dtensor
 from .errors import ConfigError, NeedsGatherError, ShardError, UnitStateError
+from .held import runtime_of
 from .leaf import own_grad
 from .optim import COUNTERS, is_torchs
 from .shard_spec import slice_part
@@ -23,11 +24,12 @@ __all__ = [
     "Trial",
     "check_class",
     "check_units",
-    "own_units",
+    "refuse_others",
     "refuse_twice",
     "refuse_unreduced",
     "refuse_without_rounding",
     "shard_state",
+    "units_of",
 ]
 
 # By the beginning of the module's name; and what a class's name contains.
@@ -70,31 +72,32 @@ def check_class(optimizer: Any, rank: int) -> None:
             )
 
 
-def own_units(optimizer: Any, runtime: Runtime) -> list[Unit]:
-    """The units whose parameters the optimizer holds.
-
-    Raises:
-        ShardError: it holds another engine's parameters, too.
-    """
+def units_of(optimizer: Any) -> list[Unit]:
+    """The units whose parameters the optimizer holds, of whatever engine."""
     found: dict[int, Unit] = {}
     for group in optimizer.param_groups:
         for p in group["params"]:
             unit = p._unit_ref() if isinstance(p, ShardTensor) and p._unit_ref is not None else None
-            if unit is None:
-                continue
-            if unit.runtime is not runtime:
-                raise several_engines(optimizer, p, runtime)
-            found[unit.index] = unit
+            if unit is not None:
+                found[id(unit)] = unit
     return list(found.values())
 
 
-def several_engines(optimizer: Any, param: Any, runtime: Runtime) -> ShardError:
-    """Make the error for an optimizer over the parameters of two engines, of which one is `param`."""
-    return ShardError(
-        f"rank {runtime.collectives.world_rank}: {type(optimizer).__name__} holds parameters of two engines, {param._spec.name} "
-        "among them. Make an optimizer for each sharded model, or put the models into one nn.Module and shard that. Nothing was "
-        "changed."
-    )
+def refuse_others(optimizer: Any, runtime: Runtime, what: str = "") -> None:
+    """Refuse other engines' parameters in an optimizer that steps during this one's backward.
+
+    Raises:
+        ConfigError: it holds some.
+    """
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            other = runtime_of(p)
+            if other is not None and other is not runtime:
+                raise ConfigError(
+                    f"rank {runtime.collectives.world_rank}: {what}{type(optimizer).__name__} holds parameters of two sharded "
+                    f"models, {p._spec.name} among them, and a step during the backward of one would be half of a step. Make "
+                    "an optimizer for each of them, or leave engine.step_in_backward() out. Nothing was changed."
+                )
 
 
 def check_units(optimizer: Any, units: Iterable[Unit]) -> None:

@@ -128,6 +128,14 @@ class Unit:
         flat, index = self.find(param)
         return flat.leaves[index]
 
+    def differentiable(self, param: ShardTensor) -> nn.Parameter:
+        """The same to differentiate with respect to: it requires gradients where the parameter does now, whatever a forward since
+        then has found."""
+        flat, index = self.find(param)
+        if param.requires_grad and not flat.leaves[index].requires_grad and not self.is_summoned:
+            flat.mirror()
+        return flat.leaves[index]
+
     def references(self) -> tuple[bool, list[tuple[int, int, int]], bool]:
         """Who holds gathered values beside the engine: anyone; which parameters autograd has saved (flat, index, version);
         whether a Python object (`self.kept = self.weight`) holds a leaf."""

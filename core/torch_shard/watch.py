@@ -11,7 +11,7 @@ import json
 import pickle
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,12 +20,15 @@ import torch
 import torch.distributed as dist
 
 from .errors import DivergenceError, MissingRankError, ShardError
+from .log import ANY_RANK, logger
 
 if TYPE_CHECKING:
     from .groups import Groups
 
 # Seconds of silence before a rank says, through the store, what it is waiting in.
 FIRST_TICK = 1.0
+# Seconds after which a rank that may wait for longer logs what it waits for.
+SLOW = 30.0
 POLL = 0.0002  # seconds between looks at a collective of NCCL's
 
 
@@ -148,7 +151,7 @@ class Watch:
 
     A rank that has waited for a second posts in the group's store what it waits for and how many collectives of each
     channel it has issued. Two ranks that each wait for something the other has not issued can never go on: that is
-    reported at once. A partner that posts nothing is reported at ``timeout`` seconds.
+    reported at once. A partner that posts nothing is named in a warning at :data:`SLOW` seconds, and reported at ``timeout``.
     """
 
     def __init__(self, rank: int, size: int, ranks: list[int], timeout: float, key: str) -> None:
@@ -156,6 +159,16 @@ class Watch:
         self.channels: dict[str, Channel] = {}  # by name
         self.first_tick = timedelta(seconds=min(FIRST_TICK, timeout))
         self.polls = False  # NCCL: see _bounded_wait and meet
+
+    @contextlib.contextmanager
+    def patient(self, seconds: float) -> Iterator[None]:
+        """Inside, this rank waits for at least so long: in what the user calls to wait. Not collective."""
+        before = self.timeout
+        self.timeout = max(before, seconds)
+        try:
+            yield
+        finally:
+            self.timeout = before
 
     def _post(self, channel: Channel, number: int, what: str) -> None:
         said = json.dumps([channel.name, number, what, caller_line(), channel.groups.issued])
@@ -185,7 +198,9 @@ class Watch:
         if self.polls and _bounded_wait(work, self.first_tick.total_seconds(), pending, self.rank):
             return
         groups = pending.channel.groups
-        deadline = time.monotonic() + self.timeout - FIRST_TICK
+        begin = time.monotonic() - FIRST_TICK
+        deadline = begin + self.timeout
+        warned = self.timeout <= SLOW
         self._post(pending.channel, pending.number, pending.what)
         try:
             while True:
@@ -210,6 +225,9 @@ class Watch:
                     )
                 if time.monotonic() > deadline:
                     raise MissingRankError(self._explain(pending, posts))
+                if not warned and time.monotonic() > begin + SLOW:
+                    warned = True
+                    self._warn(pending, posts)
         except ShardError as error:
             groups.give_up(self.rank, error)
             raise
@@ -298,7 +316,21 @@ class Watch:
                 stuck.append(rank)
         return stuck
 
-    def _explain(self, pending: Pending, posts: dict[int, Any]) -> str:
+    def _warn(self, pending: Pending, posts: dict[int, Any]) -> None:
+        """Once for all ranks that wait: by the first of them, which may be any."""
+        if not any(rank in posts for rank in range(self.rank)):
+            logger.warning(
+                "rank %d has waited %g s in %s at %s, and goes on waiting for up to %g s; %s.",
+                self.rank,
+                SLOW,
+                pending.what,
+                caller_line(),
+                self.timeout,
+                self._elsewhere(posts),
+                extra=ANY_RANK,
+            )
+
+    def _elsewhere(self, posts: dict[int, Any]) -> str:
         others = []
         for rank in range(self.size):
             if rank == self.rank:
@@ -307,11 +339,14 @@ class Watch:
                 others.append(f"rank {rank} waits in {posts[rank][2]} at {posts[rank][3]}")
             else:
                 others.append(f"rank {rank} waits in no operation of the engine (it runs other code, or is gone)")
+        return "; ".join(others)
+
+    def _explain(self, pending: Pending, posts: dict[int, Any]) -> str:
         return (
-            f"rank {self.rank} waited {self.timeout:g} s in {pending.what} at {caller_line()}; {'; '.join(others)}. "
+            f"rank {self.rank} waited {self.timeout:g} s in {pending.what} at {caller_line()}; {self._elsewhere(posts)}. "
             "The operation is collective: call it on every rank (look for code under `if rank == ...`). Work that one rank "
             "does alone for longer, such as writing a checkpoint, needs a torch.distributed.barrier() behind it, on every "
-            "rank; or raise ShardConfig(timeout=...)."
+            "rank; or raise ShardConfig(timeout=...) (of ShardPlugin under Accelerate)."
         )
 
 

@@ -76,20 +76,6 @@ def refused(optimizer, *words, closure=None):
 # -- a step at the wrong time or over the wrong things -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["SGD", *exhaustive("AdamW")])
-@ranks(2, exhaustive=(3,))
-def test_an_optimizer_over_two_engines_is_refused_and_one_for_each_is_right(rank, world_size, name):
-    pairs = [Pair(Odd, rank, world_size) for _ in range(2)]
-    kind = {"SGD": lambda p: O.SGD(p, lr=0.1, momentum=0.9), "AdamW": lambda p: O.AdamW(p, lr=0.01)}[name]
-    over_both = kind([p for pair in pairs for p in trainable(pair.model)])
-    for pair in pairs:
-        backward_both(pair, 0)
-    refused(over_both, name, "engine")
-    for pair in pairs:
-        pair.update()
-        go(pair, 1)
-
-
 GATHERED = {
     "all": lambda pair: pair.engine.gathered(),
     "for writing": lambda pair: pair.engine.gathered(write=True),

@@ -231,7 +231,7 @@ class OptimizerLoad:
 
 
 def _runtime_of(sources: Sequence[Source], optimizer: Any) -> Runtime:
-    """That of the model whose parameters it holds: one optimizer has no more than one sharded model's."""
+    """That of the first model of which it holds parameters."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for source in sources:
         if any(id(p) in held for unit in source.runtime.units for p in unit.params):

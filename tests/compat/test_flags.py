@@ -1,0 +1,281 @@
+"""Flags of parameters that change between a forward and its backward: the graph that forward recorded decides."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.compat.harness import MLP, Block, Pair, average_grads, batch, loss_of, plain_backward, same, same_grads
+from tests.marks import exhaustive
+from tests.ranks import ranks
+
+
+def everything(model: nn.Module) -> list[nn.Parameter]:
+    return list(model.parameters())
+
+
+def a_block(model: nn.Module) -> list[nn.Parameter]:
+    return list(model.blocks[1].parameters())
+
+
+def one_of_a_unit(model: nn.Module) -> list[nn.Parameter]:
+    return [model.blocks[1].down.weight]
+
+
+PARTS = [everything, a_block, one_of_a_unit]
+
+
+@contextlib.contextmanager
+def off(params: list[nn.Parameter]) -> Iterator[None]:
+    """The flags of these parameters are off."""
+    for p in params:
+        p.requires_grad_(False)
+    yield
+    for p in params:
+        p.requires_grad_(True)
+
+
+@ranks(1, 2, exhaustive=(3,))
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("recorded", [False, *exhaustive(True)])
+def test_a_frozen_reference_forward_before_the_backward_trains_like_plain(rank, world_size, part, recorded):
+    def run(model, x):
+        h = model(x)
+        with torch.set_grad_enabled(recorded), off(part(model)):
+            reference = model(x.flip(0))
+        (loss_of(h) + (h - reference.detach()).pow(2).mean()).backward()
+
+    pair = Pair(MLP, rank, world_size, unit_bytes=300)
+    for step in range(3):
+        pair.step(run, batch(rank, step))
+    pair.step(plain_backward, batch(rank, 3))
+    pair.check()
+
+
+@ranks(2)
+@pytest.mark.parametrize("part", PARTS[1:])
+def test_two_forwards_under_different_flags_in_one_loss_train_like_plain(rank, world_size, part):
+    def run(model, x):
+        h = model(x)
+        with off(part(model)):
+            other = model(h.detach()[:, :1] + x)
+        last = model(x * 2)
+        loss_of([h, other, last]).backward()
+
+    pair = Pair(MLP, rank, world_size, unit_bytes=300)
+    for step in range(3):
+        pair.step(run, batch(rank, step))
+    pair.check()
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("part", PARTS)
+def test_flags_turned_on_behind_a_forward_give_no_gradient_as_in_plain(rank, world_size, part):
+    def run(model, x):
+        with off(part(model)):
+            h = model(x.clone().requires_grad_())
+        loss_of(h).backward()
+
+    pair = Pair(MLP, rank, world_size, unit_bytes=300)
+    for step in range(2):
+        pair.step(run, batch(rank, step))
+    pair.step(plain_backward, batch(rank, 2))
+    pair.check()
+
+
+@ranks(2)
+@pytest.mark.parametrize("part", PARTS)
+def test_parameters_frozen_behind_the_forward_get_no_gradient_as_in_plain(rank, world_size, part):
+    def run(model, x):
+        h = model(x)
+        with off(part(model)):
+            loss_of(h).backward()
+
+    pair = Pair(MLP, rank, world_size, unit_bytes=300)
+    for step in range(2):
+        pair.step(run, batch(rank, step))
+    pair.step(plain_backward, batch(rank, 2))
+    pair.check()
+
+
+@ranks(2)
+@pytest.mark.parametrize("part", PARTS)
+def test_frozen_reference_forwards_under_accumulation_train_like_plain(rank, world_size, part):
+    def run(model, x, sync):
+        context = contextlib.nullcontext() if sync or model is pair.plain else pair.engine.no_sync()
+        with context:
+            h = model(x)
+            with torch.no_grad(), off(part(model)):
+                reference = model(x.flip(0))
+            (loss_of(h) + (h - reference).pow(2).mean()).backward()
+
+    pair = Pair(MLP, rank, world_size, unit_bytes=300)
+    for step in range(2):
+        for micro in range(3):
+            pair.each(run, batch(rank, 3 * step + micro), micro == 2)
+        average_grads(pair.plain)
+        same_grads(pair.model, pair.plain)
+        pair.update()
+    pair.check()
+
+
+@ranks(2)
+@pytest.mark.parametrize("part", PARTS)
+def test_what_was_accumulated_is_reduced_by_a_backward_without_those_parameters(rank, world_size, part):
+    def run(model, x, sync):
+        context = contextlib.nullcontext() if sync or model is pair.plain else pair.engine.no_sync()
+        with context:
+            if sync:
+                with off(part(model)):
+                    loss_of(model(x.clone().requires_grad_())).backward()
+            else:
+                loss_of(model(x)).backward()
+
+    pair = Pair(MLP, rank, world_size, unit_bytes=300)
+    for step in range(2):
+        for sync in (False, True):
+            pair.each(run, batch(rank, 2 * step + sync), sync)
+        average_grads(pair.plain)
+        same_grads(pair.model, pair.plain)
+        pair.update()
+    pair.check()
+
+
+@ranks(2)
+@pytest.mark.parametrize("retain", [False, True])
+def test_several_backwards_behind_a_frozen_reference_forward_train_like_plain(rank, world_size, retain):
+    def run(model, x):
+        h = model(x)
+        losses = [loss_of(h), h.exp().mean()] if retain else [loss_of(h), loss_of(model(x * 2))]
+        with torch.no_grad(), off(everything(model)):
+            reference = model(x)
+        losses[0].backward(retain_graph=retain)
+        (losses[1] + reference.sum()).backward()
+
+    pair = Pair(MLP, rank, world_size, unit_bytes=300)
+    for step in range(2):
+        # Each backward is averaged by itself under the engine; the mean is linear.
+        pair.step(run, batch(rank, step))
+    pair.check()
+
+
+class Checkpointed(MLP):
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("build", [Checkpointed, Reentrant])
+@pytest.mark.parametrize("part", [everything, *exhaustive(a_block, one_of_a_unit)])
+def test_checkpointed_blocks_with_a_frozen_reference_forward_train_like_plain(rank, world_size, build, part):
+    def run(model, x):
+        h = model(x)
+        with torch.no_grad(), off(part(model)):
+            reference = model(x.flip(0))
+        (loss_of(h) + (h - reference).pow(2).mean()).backward()
+
+    pair = Pair(build, rank, world_size, unit_bytes=300)
+    for step in range(2):
+        pair.step(run, batch(rank, step))
+    pair.check()
+
+
+@ranks(2)
+def test_gradients_by_autograd_behind_a_frozen_reference_forward_equal_the_plain_ones(rank, world_size):
+    pair = Pair(MLP, rank, world_size, unit_bytes=300)
+
+    def run(model, x):
+        h = model(x)
+        with torch.no_grad(), off(everything(model)):
+            model(x)
+        return torch.autograd.grad(h.sum(), list(model.parameters()))
+
+    ours, theirs = pair.each(run, batch(0, 0))
+    for a, b in zip(ours, theirs, strict=True):
+        same(a, b)
+
+
+@ranks(2)
+def test_gradients_of_some_inputs_behind_a_frozen_reference_forward_train_like_plain(rank, world_size):
+    def run(model, x):
+        h = model(x)
+        with torch.no_grad(), off(everything(model)):
+            model(x)
+        loss_of(h).backward(inputs=[model.head.weight, model.blocks[0].up.weight])
+
+    pair = Pair(MLP, rank, world_size, unit_bytes=300)
+    for step in range(2):
+        pair.step(run, batch(rank, step))
+    pair.check()
+
+
+@ranks(2)
+def test_layers_frozen_while_a_graph_is_alive_are_still_gathered_for_later_backwards(rank, world_size):
+    def frozen_in_between(model, x):
+        h = model(x)
+        for p in model.blocks.parameters():
+            p.requires_grad_(False)
+        with torch.no_grad():
+            model(x)
+        loss_of(h).backward()
+
+    pair = Pair(MLP, rank, world_size, unit_bytes=300)
+    pair.step(frozen_in_between, batch(rank, 0))
+    for step in range(1, 4):  # the first layer's gradient comes through the frozen ones
+        pair.step(plain_backward, batch(rank, step))
+    for model in (pair.model, pair.plain):
+        model.requires_grad_(True)
+    for step in range(4, 6):
+        pair.step(plain_backward, batch(rank, step))
+    pair.check()
+
+
+class Critic(nn.Module):
+    """Two networks in one model, which take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.critic = nn.Sequential(nn.Linear(5, 7), Block(7)), nn.Sequential(Block(7), nn.Linear(7, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.critic(self.maker(x))
+
+
+def _frozen_throughout(model: Any, x: torch.Tensor) -> None:
+    with off(list(model.critic.parameters())):
+        model(x).exp().mean().backward()
+
+
+def _frozen_in_forward(model: Any, x: torch.Tensor) -> None:
+    with off(list(model.critic.parameters())):
+        h = model(x)
+    h.exp().mean().backward()
+
+
+@ranks(2)
+@pytest.mark.parametrize("run", [_frozen_throughout, _frozen_in_forward])
+def test_units_that_a_forward_found_frozen_are_not_reduced(rank, world_size, run: Callable[..., None]):
+    pair = Pair(Critic, rank, world_size, unit_bytes=300)
+    runtime = pair.engine._runtime
+    pair.step(plain_backward, batch(rank, 0))
+    pair.step(run, batch(rank, 1))
+    reduced = {unit.name for unit in runtime.units if unit.rounds}
+    assert reduced and all("maker" in name for name in reduced), reduced
+    pair.step(plain_backward, batch(rank, 2))
+    assert all(unit.rounds == 1 for unit in runtime.units)
+    pair.check()
