@@ -27,6 +27,7 @@ from torch_shard.runtime import Runtime
 from torch_shard.whole import agree
 
 from . import _private
+from .in_hooks import Known, known
 from .shadowed import runtime_of
 
 __all__ = ["save_pretrained"]
@@ -34,6 +35,8 @@ __all__ = ["save_pretrained"]
 
 def save_pretrained(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``save_pretrained`` with the tensors of the whole model, as they are stored. Collective without ``state_dict=``.
+
+    In a hook of ``save_state`` it is not: rank 0 writes, alone (see :mod:`.in_hooks`).
 
     The ranks that write are those with ``is_main_process=True``; where all of them have that, and the same directory, rank 0.
 
@@ -50,6 +53,9 @@ def save_pretrained(module: nn.Module, stock: Callable[..., Any], *args: Any, **
         CheckpointError: on all ranks: the files can't be written.
         ConfigError: an argument for which the sharded model itself would have to be changed.
     """
+    in_hook = known(module)
+    if in_hook is not None:
+        return _save_known(module, in_hook, _Call(module, stock, args, kwargs))
     runtime = runtime_of(module)
     if runtime is None:
         return stock(*args, **kwargs)
@@ -97,11 +103,15 @@ class _Call:
         if self.takes_state:
             return self.stock(*self.positional, **self.arguments, state_dict=found)
         # A library that asks the module itself.
+        before = module.__dict__.get("state_dict")
         module.__dict__["state_dict"] = lambda *args, **kwargs: found
         try:
             return self.stock(*self.positional, **self.arguments)
         finally:
-            del module.__dict__["state_dict"]
+            if before is None:
+                del module.__dict__["state_dict"]
+            else:
+                module.__dict__["state_dict"] = before
 
 
 def _save_given(module: nn.Module, runtime: Runtime, call: _Call, given: Mapping[str, Any]) -> Any:
@@ -124,6 +134,22 @@ def _save_given(module: nn.Module, runtime: Runtime, call: _Call, given: Mapping
             "called on all ranks.\n  " + "\n  ".join(slices)
         )
     return call.write(module, dict(given))
+
+
+def _save_known(module: nn.Module, in_hook: Known, call: _Call) -> Any:
+    """In a hook of ``save_state``: rank 0 writes, the others return. Not collective."""
+    if not in_hook.is_first or not call.is_main:
+        return None
+    own = in_hook.state()
+    given = own if call.state_dict is None else dict(call.state_dict)
+    # Slices are what hooks have among their weights.
+    lost = [name for name, value in given.items() if isinstance(value, ShardTensor) and name not in own]
+    if lost:
+        raise StateDictError(
+            f"rank 0: {call.what}: state_dict holds slices, and the model has no entries {', '.join(lost[:3])}. Pass entries of "
+            "accelerator.get_state_dict(model)."
+        )
+    return call.write(module, {k: own[k] if isinstance(v, ShardTensor) else v for k, v in given.items()})
 
 
 def _save_together(module: nn.Module, runtime: Runtime, call: _Call, prompts: list[nn.Module]) -> Any:

@@ -13,9 +13,9 @@ import torch_shard
 from torch_shard.errors import ShardError
 
 from . import outside_autocast
-from ._private import PREPARED_ATTRIBUTES, PREPARED_LISTS
+from ._private import PREPARED_ATTRIBUTES, PREPARED_LISTS, plain_optimizer
 from .shadowed import Shadow
-from .wrapped import inner, plain_optimizer
+from .wrapped import inner
 
 __all__ = ["all_or_nothing"]
 

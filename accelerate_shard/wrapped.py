@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 import torch_shard
@@ -22,12 +20,3 @@ def inner(model: nn.Module) -> nn.Module:
 def engine_of(model: nn.Module) -> Engine | None:
     """The engine of a prepared model, compiled or not; None where it is not sharded. Not collective."""
     return torch_shard.engine_of(inner(model))
-
-
-def plain_optimizer(optimizer: Any) -> Any:
-    """`optimizer` without what ``prepare`` put around it."""
-    from accelerate.optimizer import AcceleratedOptimizer
-
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer

@@ -81,11 +81,16 @@ class StateMixin(_Base):  # type: ignore[misc]
 
         As Accelerate's, with its hooks, automatic names and ``total_limit``; the oldest are deleted when the new one is whole.
         ``ShardPlugin.state_dict_type`` chooses the form (see :mod:`accelerate_shard.state`). The folder appears in one step, so
-        that a process that is killed leaves the checkpoint of before; files of others that are in it stay. Hooks get the hidden
-        folder in which it is being written, and weights as ShardTensors (``"full"``: whole, on rank 0).
+        that a process that is killed leaves the checkpoint of before; files of others that are in it stay.
+
+        Hooks get the hidden folder in which it is being written, and weights as ShardTensors (``"full"``: whole, on rank 0). They
+        may save models on the main process alone, as under DDP: where there are any, all sharded models are gathered before, so
+        that until the last has returned rank 0's CPU holds them whole. In hooks ``save_pretrained``, ``save_model``,
+        ``get_state_dict`` and, on rank 0, the models' ``state_dict()`` have these weights, and none of them is collective; on the
+        other ranks they write nothing and ``get_state_dict`` is empty.
 
         Args:
-            output_dir: the folder, on a file system that all ranks share.
+            output_dir: the folder, on a file system that all ranks share, or a link to it.
             safe_serialization: ``"full"`` only: models in safetensors, and not in torch's files.
             save_model_func_kwargs: of other engines; without a meaning here.
 

@@ -19,7 +19,8 @@ from torch_shard.checkpoint.folder import sync
 from torch_shard.checkpoint.safetensors_files import size_of
 from torch_shard.errors import CheckpointError
 
-from ..wrapped import engine_of
+from ..in_hooks import known
+from ..wrapped import engine_of, inner
 from .ranks import Ranks
 
 __all__ = ["get_state_dict", "save_model"]
@@ -34,19 +35,27 @@ def get_state_dict(model: nn.Module, unwrap: bool) -> dict[str, Any] | None:
     engine = engine_of(model)
     if engine is None:
         return None
-    ranks = Ranks([engine], "Accelerator.get_state_dict")
-    ranks.each(lambda: full_state.refuse_inside(engine._runtime, ranks.what))
-    found = engine.state_dict(rank0_only=True, offload_to_cpu=True)
+    in_hook = known(inner(model))
+    if in_hook is not None:
+        found = in_hook.state()
+    else:
+        ranks = Ranks([engine], "Accelerator.get_state_dict")
+        ranks.each(lambda: full_state.refuse_inside(engine._runtime, ranks.what))
+        found = engine.state_dict(rank0_only=True, offload_to_cpu=True)
     if unwrap or not is_compiled_module(model):
         return found
     return {f"_orig_mod.{name}": value for name, value in found.items()}
 
 
 def save_model(model: nn.Module, folder: Any, max_shard_size: int | str, safe: bool) -> bool:
-    """See :meth:`.mixin.StateMixin.save_model`. Returns False for a model that is not sharded. Collective."""
+    """See :meth:`.mixin.StateMixin.save_model`. Returns False where Accelerate's own does it. Collective."""
     engine = engine_of(model)
     if engine is None:
         return False
+    in_hook = known(inner(model))
+    if in_hook is not None:
+        # Accelerate's own way then, which asks for the state dict.
+        return not in_hook.is_first
     ranks = Ranks([engine], "Accelerator.save_model")
     target = Path(os.path.abspath(os.fspath(folder)))
 

@@ -14,7 +14,7 @@ from torch_shard.log import logger
 
 from .files import is_checkpoint
 
-__all__ = ["prune", "source", "target"]
+__all__ = ["followed", "prune", "siblings", "source", "target"]
 
 _NAME = re.compile(r"checkpoint_(\d+)")
 
@@ -43,6 +43,19 @@ def target(accelerator: Any, output_dir: Any) -> Path:
     if output_dir is None:
         raise ConfigError("save_state needs an output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True).")
     return Path(os.path.abspath(os.fspath(output_dir)))
+
+
+def followed(folder: Path) -> Path:
+    """Where a link that has the name of a checkpoint leads; `folder` itself where it is none. Rank 0's.
+
+    A checkpoint takes the place of its folder, and of the link it would, where Accelerate writes into what that leads to.
+    """
+    return Path(os.path.realpath(folder)) if folder.is_symlink() else folder
+
+
+def siblings(accelerator: Any) -> re.Pattern[str] | None:
+    """Names of checkpoints that no other program writes beside this one's: automatic ones, of which there is one sequence."""
+    return _NAME if accelerator.project_configuration.automatic_checkpoint_naming else None
 
 
 def source(accelerator: Any, input_dir: Any) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from torch_shard.checkpoint import PendingSave
 from torch_shard.errors import CheckpointError
@@ -28,7 +27,9 @@ class PendingState:
         self, engines_own: PendingSave, target: Path, finish: Callable[[], None], close: Callable[[bool], None]
     ) -> None:
         self.path = target
-        self._own, self._finish, self._close = engines_own, finish, close
+        self._own: PendingSave | None = engines_own
+        self._finish: Callable[[], None] | None = finish
+        self._close: Callable[[bool], None] | None = close
         self._error: Exception | None = None
         self._ended = threading.Event()
         # No daemon: a program that ends waits for it.
@@ -50,10 +51,14 @@ class PendingState:
             raise error
 
     def _run(self) -> None:
+        own, finish, close = self._own, self._finish, self._close
+        assert own is not None and finish is not None and close is not None
+        # They hold what the checkpoint was made of, which goes with this thread.
+        self._own = self._finish = self._close = None
         done = False
         try:
-            self._own.wait()
-            self._finish()
+            own.wait()
+            finish()
             done = True
         except CheckpointError as error:
             self._error = error
@@ -64,7 +69,6 @@ class PendingState:
             self._error.__cause__ = error
             logger.error("%s", self._error)
         finally:
-            unused: Any = None
-            self._close(done)
-            self._own, self._finish, self._close = unused, unused, unused
+            close(done)
+            del own, finish, close
             self._ended.set()

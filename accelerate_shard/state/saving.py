@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch_shard.checkpoint.folder import Saving, commit, discard, hidden, sees
 from torch_shard.errors import CheckpointError, ConfigError
 from torch_shard.log import logger
 
+from ..in_hooks import whole_weights
 from . import custom, full, naming, small
 from .files import OPTIMIZER_NAME, SHARDED, keep_others, numbered, weights_name
 from .hooks import Left, after_save_hooks
@@ -47,7 +49,8 @@ def save_state(accelerator: Any, output_dir: Any, safe_serialization: bool, opti
     target = ranks.each(begin, key=lambda path: (str(path), is_full, safe_serialization, len(prepared.models)))
     nonce = ranks.begin()
     ranks.each(accelerator.finish_saving)
-    save = _Save(accelerator, prepared, ranks, target, nonce, bool(safe_serialization))
+    place = ranks.broadcast(naming.followed(target))
+    save = _Save(accelerator, prepared, ranks, place, nonce, bool(safe_serialization))
     try:
         ranks.on_first(save.make_folder)
         ranks.each(save.check_shared)
@@ -84,7 +87,7 @@ class _Save:
     # -- before and after -----------------------------------------------------------------------------------------------
     def make_folder(self) -> None:
         """Rank 0: the hidden folder."""
-        self.saving = Saving.begin(self.target, self.nonce, _refuse_file)
+        self.saving = Saving.begin(self.target, self.nonce, _refuse_file, naming.siblings(self.accelerator))
 
     def check_shared(self) -> None:
         """Raise where this rank has another folder of that name, or none."""
@@ -122,7 +125,8 @@ class _Save:
     def write_sharded(self) -> None:
         """Models and optimizers to a folder that all ranks write. Collective."""
         states = self.ranks.each(self._sharded_states)
-        left = after_save_hooks(self.accelerator, self.ranks, states, self.beside, everywhere=True)
+        with self._whole_for_hooks():
+            left = after_save_hooks(self.accelerator, self.ranks, states, self.beside, everywhere=True)
         self._write_small()
         contents: dict[str, Any] = {}
         described = []
@@ -178,8 +182,13 @@ class _Save:
     def write_full(self) -> None:
         """Models and optimizers to the files of stock Accelerate, by rank 0. Collective."""
         if self.accelerator._save_model_state_pre_hook:
-            states: list[Mapping[str, Any]] = [self._whole(number) for number in range(len(self.prepared.models))]
-            left = after_save_hooks(self.accelerator, self.ranks, states, self.beside, everywhere=False)
+            with self._whole_for_hooks() as wholes:
+                states: list[Mapping[str, Any]] = [
+                    model.state_dict() if whole is None else whole
+                    for model, whole in zip(self.prepared.models, wholes, strict=True)
+                ]
+                left = after_save_hooks(self.accelerator, self.ranks, states, self.beside, everywhere=False)
+            del wholes
             for position, item in enumerate(left):
                 self._write_model(position, item)
             del states, left
@@ -196,6 +205,12 @@ class _Save:
             del state
         self._write_small()
         self._finish()
+
+    def _whole_for_hooks(self) -> contextlib.AbstractContextManager[list[dict[str, Any] | None]]:
+        """Inside, hooks have whole models on rank 0; where there are no hooks nothing is gathered. Collective."""
+        if not self.accelerator._save_model_state_pre_hook:
+            return contextlib.nullcontext([])
+        return whole_weights(self.prepared.models, self.prepared.engines, self.ranks.is_first)
 
     def _whole(self, number: int) -> dict[str, Any]:
         engine = self.prepared.engines[number]

@@ -171,8 +171,9 @@ class ShardTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardPicklingError(
             f"rank {self._spec.world_rank}: pickling (torch.save) the sharded {self._spec.name} would save one rank's slice. "
-            'Save engine.state_dict(form="full") instead, and for optimizers engine.optim_state_dict(optimizer), called on '
-            "all ranks; put a torch.distributed.barrier() behind what one rank writes."
+            'Save engine.state_dict(form="full") (accelerator.get_state_dict(model)) instead, and for optimizers '
+            "engine.optim_state_dict(optimizer), called on all ranks; put a torch.distributed.barrier() behind what one rank "
+            "writes."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -67,13 +67,20 @@ class Saving:
         self.path, self.nonce, self._lock = path, nonce, lock
 
     @classmethod
-    def begin(cls, target: Path, nonce: str, refuse: Callable[[Path], None] | None = None) -> Saving:
+    def begin(
+        cls,
+        target: Path,
+        nonce: str,
+        refuse: Callable[[Path], None] | None = None,
+        siblings: re.Pattern[str] | None = None,
+    ) -> Saving:
         """Make a directory beside `target`, and its parents; remove what dead saves have left there.
 
         Args:
             target: where the checkpoint will be.
             nonce: sixteen hexadecimal digits, never used before.
             refuse: raises where what is at the target must not be replaced; by default where it is no checkpoint.
+            siblings: names of checkpoints in the same directory that nobody else writes; see :func:`tidy`.
 
         Raises:
             CheckpointError: what is at the target would be lost.
@@ -81,7 +88,7 @@ class Saving:
         """
         _refuse_to_lose_the_ground(target)
         _make_parents(target.parent)
-        tidy(target)  # may give an old checkpoint its name back, which then is looked at, too
+        tidy(target, siblings)  # may give an old checkpoint its name back, which then is looked at, too
         (refuse or _refuse_to_replace)(target)
         path = hidden(target, nonce)
         path.mkdir()
@@ -261,15 +268,17 @@ def _delete(path: Path) -> None:
 # -- what dead saves leave --------------------------------------------------------------------------------------------
 
 
-def tidy(target: Path) -> None:
+def tidy(target: Path, siblings: re.Pattern[str] | None = None) -> None:
     """Remove the hidden directories of saves that died, and give an old checkpoint its name back if it has lost it.
 
     Saves to other names in the same directory may be another program's, and at work on a file system whose locks are those of
-    one node: what is theirs must be a day old.
+    one node: what is theirs must be a day old. Not so under names that match `siblings`, of this program's own sequence: of
+    these a lock that nobody holds is enough.
     """
     for path, match in _hidden(target.parent):
         own = target.parent / match["name"]
-        if own != target and _age(path) < _DAY:
+        is_sibling = siblings is not None and siblings.fullmatch(match["name"]) is not None
+        if own != target and not is_sibling and _age(path) < _DAY:
             continue
         if match["kind"] == "previous" and not os.path.lexists(own):
             with contextlib.suppress(OSError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 from pathlib import Path
 
@@ -155,3 +157,39 @@ def test_skipped_batches_and_steps_go_on_where_they_were(rank, tmp_path):
         acc.step = 5
         acc.load_state(tmp_path / "c")
         assert acc.step == 1
+
+
+@pytest.mark.parametrize("form", ["sharded", "full"])
+@ranks(2)
+def test_a_link_to_a_folder_stays_and_the_folder_is_written(rank, form, tmp_path):
+    with accelerator(OURS, shard_plugin=plugin(form)) as acc:
+        model = acc.prepare(net())
+        if rank == 0:
+            (tmp_path / "disk").mkdir()
+            (tmp_path / "disk" / "note").write_text("mine")
+            (tmp_path / "last").symlink_to("disk")
+        acc.wait_for_everyone()
+        for _ in range(2):
+            assert acc.save_state(tmp_path / "last") == tmp_path / "last"
+            acc.save_model(model, tmp_path / "last")
+            assert (tmp_path / "last").is_symlink()
+            assert sorted(os.listdir(tmp_path)) == ["disk", "last"]
+            assert {"note", "random_states_0.pkl", "model.safetensors"} <= set(os.listdir(tmp_path / "disk"))
+        acc.load_state(tmp_path / "last")
+
+
+@ranks(2)
+def test_what_a_killed_save_has_left_goes_with_the_next_automatic_name_unless_it_lives(rank, tmp_path):
+    home = tmp_path / "checkpoints"
+    dead, alive, foreign = (f".{name}.saving-{'0123456789abcdef'}" for name in ("checkpoint_4", "checkpoint_5", "mine"))
+    with contextlib.ExitStack() as stack:
+        if rank == 0:
+            for name in (dead, alive, foreign):
+                (home / name).mkdir(parents=True)
+                (home / name / ".probe").write_text("0123456789abcdef")
+            fcntl.flock(stack.enter_context(open(home / alive / ".probe")), fcntl.LOCK_EX)
+        with accelerator(OURS, project_config=automatic(tmp_path)) as acc:
+            acc.prepare(net())
+            acc.save_state()
+            assert sorted(os.listdir(home)) == sorted([alive, foreign, "checkpoint_0"])
+            acc.wait_for_everyone()

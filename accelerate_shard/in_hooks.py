@@ -1,0 +1,141 @@
+"""Whole weights for hooks of ``save_state``, which scripts write for the main process alone.
+
+Under DDP ``if accelerator.is_main_process: unwrap(model).save_pretrained(...)`` is right. Here that rank has slices, and the
+others are not there to send theirs. So before hooks run all models are gathered, and while they run, on rank 0, a model's
+``state_dict()``, its parts' too, ``accelerator.get_state_dict``, ``save_model`` and ``save_pretrained`` have the whole weights.
+None of these is collective then, and on the other ranks they have nothing to give and write nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from torch_shard import Engine
+from torch_shard.errors import StateDictError
+from torch_shard.gathered import gathered
+
+from . import _private
+from .shadowed import Shadow
+
+__all__ = ["Known", "known", "whole_weights"]
+
+
+class Known(NamedTuple):
+    """What is known of a module while hooks run.
+
+    Attributes:
+        weights: the whole state dict of the sharded model that it is, or is a part of; empty but on rank 0.
+        path: the module's name in that model, with a dot behind it; empty for the model itself.
+        is_first: whether this is rank 0.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    path: str
+    is_first: bool
+
+    def state(self) -> dict[str, Any]:
+        """The module's own state dict, with whole tensors on the CPU; a new dict each time, empty but on rank 0."""
+        length = len(self.path)
+        found: Any = OrderedDict((k[length:], v) for k, v in self.weights.items() if k.startswith(self.path))
+        found._metadata = OrderedDict()
+        for key, value in getattr(self.weights, "_metadata", {}).items():
+            if f"{key}.".startswith(self.path):
+                found._metadata[key[length:]] = value
+        state: dict[str, Any] = found
+        return state
+
+
+_known: dict[int, Known] = {}  # by module, which the context below keeps
+
+
+def known(module: nn.Module) -> Known | None:
+    """What hooks are told of a module; None outside of them, and of one that is not sharded. Not collective."""
+    return _known.get(id(module))
+
+
+@contextlib.contextmanager
+def whole_weights(
+    models: Sequence[nn.Module], engines: Sequence[Engine | None], is_first: bool
+) -> Iterator[list[dict[str, Any] | None]]:
+    """Around the save hooks. Collective.
+
+    The CPU of rank 0 holds all sharded models whole until the end; the other ranks no more than two units at a time.
+
+    Args:
+        models: what the hooks get, without what ``torch.compile`` put around it.
+        engines: theirs; None for one that is not sharded.
+        is_first: whether this is rank 0.
+
+    Yields:
+        Whole state dicts by number, which may be changed; empty but on rank 0, None for a model that is not sharded.
+    """
+    with contextlib.ExitStack() as stack:
+        wholes: list[dict[str, Any] | None] = []
+        for engine in engines:
+            wholes.append(None if engine is None else engine.state_dict(rank0_only=True, offload_to_cpu=True))
+        for model, engine, whole in zip(models, engines, wholes, strict=True):
+            if engine is None or whole is None:
+                continue
+            prompts = _private.prompt_encoders(model)
+            if prompts:  # of which PEFT saves what they compute
+                stack.enter_context(gathered(engine._runtime, prompts))
+            stack.enter_context(_told(model, whole, is_first))
+        yield [None if whole is None else Known(whole, "", is_first).state() for whole in wholes]
+
+
+@contextlib.contextmanager
+def _told(model: nn.Module, weights: Mapping[str, torch.Tensor], is_first: bool) -> Iterator[None]:
+    """Inside, the weights of a model and of its parts are known, and their ``state_dict()`` has them on rank 0."""
+    modules = [(name, module) for name, module in model.named_modules() if id(module) not in _known]
+    before = [module.__dict__.get("state_dict") for _, module in modules] if is_first else []
+    try:
+        for name, module in modules:
+            _known[id(module)] = Known(weights, f"{name}." if name else "", is_first)
+            if is_first:
+                own = module.__dict__.get("state_dict")
+                module.__dict__["state_dict"] = Shadow(module, "state_dict", _state_dict, own)
+        yield
+    finally:
+        for _, module in modules:
+            _known.pop(id(module), None)
+        for (_, module), own in zip(modules, before, strict=False):
+            if own is None:
+                module.__dict__.pop("state_dict", None)
+            else:
+                module.__dict__["state_dict"] = own
+
+
+def _state_dict(
+    module: nn.Module,
+    stock: Callable[..., Any],
+    *args: Any,
+    destination: Any = None,
+    prefix: str = "",
+    keep_vars: bool = False,
+) -> Any:
+    """``Module.state_dict`` with the tensors of the whole model, detached. Not collective."""
+    found = known(module)
+    destination, prefix, keep_vars = (*args, *(destination, prefix, keep_vars)[len(args) :])
+    if found is None:  # a copy that a hook has made
+        return stock(destination=destination, prefix=prefix, keep_vars=keep_vars)
+    own: Any = found.state()
+    if not own and next(module.parameters(), None) is not None:
+        raise StateDictError(
+            f"state_dict() of the part {found.path[:-1]!r} of a sharded model: the model's own state dict has no entries of that "
+            "name. In a hook of save_state ask the whole model: accelerator.get_state_dict(model)."
+        )
+    if destination is None:
+        destination = OrderedDict()
+        destination._metadata = OrderedDict()
+    for name, value in own.items():
+        destination[prefix + name] = value
+    if hasattr(destination, "_metadata"):
+        for name, value in own._metadata.items():
+            destination._metadata[f"{prefix}{name}" if name else prefix[:-1]] = value
+    return destination
