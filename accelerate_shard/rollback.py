@@ -50,7 +50,8 @@ def all_or_nothing(accelerator: Any, *objects: Any) -> Iterator[None]:
                 except Exception as problem:  # the first error is the one to see, and the other models go on
                     name = type(before.plain).__name__
                     logger.warning("prepare failed (%s), and %s stays sharded: %s", error, name, problem)
-                    error.add_note(f"{name} could not be given back, and stays sharded: {problem}")
+                    note = f"{name} could not be given back, and stays sharded: {problem}"
+                    getattr(error, "add_note", str)(note)  # from Python 3.11 on
         raise
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import sys
 import weakref
 
 import pytest
@@ -278,7 +279,8 @@ def test_a_rollback_that_fails_does_not_hide_the_error_nor_stop_that_of_other_mo
                 acc.prepare(first, second, Sparse())
         finally:
             Engine.close = close
-        assert "Net could not be given back, and stays sharded: no memory" in caught.value.__notes__[0]
+        if sys.version_info >= (3, 11):
+            assert "Net could not be given back, and stays sharded: no memory" in caught.value.__notes__[0]
         assert torch_shard.engine_of(first) is not None and torch_shard.engine_of(second) is None
 
 

@@ -9,11 +9,12 @@ import types
 import pytest
 import torch
 from accelerate.local_sgd import LocalSGD
-from accelerate.utils import DataLoaderConfiguration, FP8RecipeKwargs, ParallelismConfig
+from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, FP8RecipeKwargs, ParallelismConfig
 from torch import nn
 
 import torch_shard
 from accelerate_shard import ShardConfig, ShardPlugin
+from accelerate_shard.ddp_kwargs import config_with
 from tests.accelerate.helpers import (
     BOTH,
     OURS,
@@ -27,6 +28,7 @@ from tests.accelerate.helpers import (
     sgd,
     whole_parameters,
 )
+from tests.logs import captured_log
 from tests.ranks import ranks
 from torch_shard.errors import ConfigError, ShardError, ShardPicklingError
 
@@ -184,6 +186,14 @@ def test_different_models_on_the_ranks_are_an_error_on_both(rank):
         with pytest.raises(ShardError, match="different models"):
             acc.prepare(model)
         assert not acc._models
+
+
+def test_settings_of_ddps_hooks_that_do_nothing_are_named():
+    handler = DistributedDataParallelKwargs(comm_state_option={"rank": 1}, static_graph=True)
+    with captured_log() as log:
+        config_with(handler, ShardConfig())
+        config_with(DistributedDataParallelKwargs(), ShardConfig())
+    assert len(log) == 1 and "static_graph, comm_state_option without a meaning" in log[0]
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
