@@ -82,10 +82,10 @@ def test_a_main_process_that_works_alone_is_waited_for_with_a_warning(rank):
     finally:
         watch.SLOW = groups.SLOW = slow
     if rank == 1:
-        assert "rank 1 has waited 0.3 s in Accelerator.prepare at" in seen[0] and "for ranks [0]" in seen[0]
-        assert "rank 1 has waited 1.5 s in the start of a forward at" in seen[1] and "tests/accelerate" in seen[1]
-        assert "rank 0 waits in no operation of the engine" in seen[1]
-    assert len(seen) == (2 if rank == 1 else 0)
+        (prepare,) = [line for line in seen if "rank 1 has waited 0.3 s in Accelerator.prepare at" in line]
+        assert "tests/accelerate" in prepare and "for ranks [0]" in prepare
+        (forward,) = [line for line in seen if "rank 1 has waited 1.5 s in the start of a forward at" in line]
+        assert "tests/accelerate" in forward and "rank 0 waits in no operation of the engine" in forward
 
 
 @ranks(2)
