@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import accelerate
 import torch
@@ -37,10 +37,14 @@ from .rollback import all_or_nothing
 from .settings import chosen_plugin, refuse_other_engines, share
 from .state import StateMixin
 from .uneven import even_batches_set, join
-from .waiting import meet
+from .waiting import each, meet
 from .wrapped import engine_of, inner
 
 __all__ = ["Accelerator"]
+
+T = TypeVar("T")
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by mixed_precision
 
 _SIGNATURE = inspect.signature(accelerate.Accelerator.__init__)
 
@@ -82,11 +86,18 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         Raises:
             ConfigError, SetupError: see :meth:`prepare_model` and :meth:`prepare_optimizer`; before anything has changed.
         """
-        for obj in args:
-            if isinstance(obj, nn.Module):
-                self._check(obj)
-            elif isinstance(obj, torch.optim.Optimizer):
-                check_optimizer(obj)
+
+        def check() -> None:
+            for obj in args:
+                if isinstance(obj, nn.Module):
+                    self._check(obj)
+                elif isinstance(obj, torch.optim.Optimizer):
+                    check_optimizer(obj)
+
+        if any(isinstance(obj, nn.Module) for obj in args):
+            self._on_each_rank(check)
+        else:
+            check()
         with all_or_nothing(self, *args):
             return super().prepare(*args, device_placement=device_placement)
 
@@ -103,10 +114,15 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             ConfigError: a model that something else has sharded or wrapped, or an Accelerator with other settings.
             SetupError: see :func:`torch_shard.shard`.
         """
-        self._check(model)
+
+        def check() -> ShardConfig | None:
+            self._check(model)
+            return self._config_for(inner(model)) if engine_of(model) is None else None
+
         with all_or_nothing(self, model):
-            if engine_of(model) is None:
-                self._shard(inner(model))
+            config = self._on_each_rank(check)
+            if config is not None:
+                self._shard(inner(model), config)
             # Not moved: sharding did that unit by unit. Not wrapped either, which is what evaluation_mode means there.
             prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         return prepared
@@ -128,25 +144,40 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
                 f"prepare: the model was prepared by an Accelerator with another shard_plugin ({said}). Give both the same one."
             )
 
-    def _shard(self, model: nn.Module) -> Engine:
+    def _on_each_rank(self, check: Callable[[], T]) -> T:
+        """A refusal on one rank is one on all: the others would wait for that rank in ``shard()``. Collective."""
+        limit = self.shard_plugin.timeout
+        return each(check, "Accelerator.prepare", group_timeout(self.device) if limit is None else limit)
+
+    def _config_for(self, model: nn.Module) -> ShardConfig:
+        """The settings of `model`'s engine. Not collective."""
         config = with_layer_units(
             self.shard_plugin.config(group_timeout(self.device)), model, self.shard_plugin.layer_classes
         )
         config = config_with(self.ddp_handler, config)
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
-        autocast = dtype is not None and self.native_amp and config.precision is None
-        if dtype is not None and self.native_amp:
+        dtype = self._autocast_dtype()
+        if dtype is not None:
             config = for_autocast(config, model, dtype, f"mixed_precision={self.mixed_precision!r}")
-            if self.shard_plugin.fp32_masters:
-                precision = dataclasses.replace(precision_of(config.precision), master_dtype=torch.float32)
-                config = dataclasses.replace(config, precision=precision)
+        if self.shard_plugin.fp32_masters and self.native_amp and self.mixed_precision in _DTYPES:
+            precision = dataclasses.replace(precision_of(config.precision), master_dtype=torch.float32)
+            config = dataclasses.replace(config, precision=precision)
+        return config
+
+    def _autocast_dtype(self) -> torch.dtype | None:
+        """The dtype of the autocast that Accelerate puts around forwards; None where there is none, or it is switched off."""
+        off = self.autocast_handler is not None and not self.autocast_handler.enabled
+        if not self.native_amp or off:
+            return None
+        return _DTYPES.get(self.mixed_precision)
+
+    def _shard(self, model: nn.Module, config: ShardConfig) -> Engine:
         if self.device_placement:
             before_sharding(model, self.device)
         with checkpointed_layers(model, self.shard_plugin, config):
             engine = torch_shard.shard(model, config, mesh=self._mesh())
         if self.device_placement:
             left_behind(model, self.device)
-        if autocast:
+        if self._autocast_dtype() is not None and self.shard_plugin.precision is None:
             outside_autocast.register(model, precision_of(config.precision), self.device)
         register_hook(self.ddp_handler, engine)
         _plugins.set(engine.config, self.shard_plugin)
@@ -241,14 +272,18 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             even_batches: overrides that of the dataloaders inside; on GPUs alone, as in Accelerate.
 
         Raises:
-            ConfigError: on all ranks: numbers of batches differ for a model in training mode. Nothing was trained then.
+            ConfigError: on all ranks, from the first forward over a dataloader whose numbers of batches differ, where a model was
+                in training mode. Training over others goes on as elsewhere.
         """
         if not self.use_distributed:
             yield
             return
         # Where Accelerate joins nothing, on CPUs, it leaves batches as they are, and scripts count on that.
         override = even_batches if self.multi_device else None
-        with even_batches_set(self._dataloaders, override), join(joinables, self._dataloaders):
+        with (
+            even_batches_set(self._dataloaders, override),
+            join(joinables, self._dataloaders, lambda: self.gradient_state.active_dataloader),
+        ):
             yield
 
     # -- ranks ------------------------------------------------------------------------------------------------------

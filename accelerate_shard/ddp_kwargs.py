@@ -9,14 +9,19 @@ import torch
 import torch.distributed as dist
 
 from torch_shard import Engine, ShardConfig
-from torch_shard.errors import ConfigError
+from torch_shard.errors import ConfigError, UnavailableError
 from torch_shard.log import logger
 from torch_shard.versions import reduce_scatter_single
 
 __all__ = ["config_with", "register_hook"]
 
 # Settings of DDP's reducer, which changes nothing about results, and of which there is none here.
-_WITHOUT_MEANING = ("bucket_cap_mb", "check_reduction", "gradient_as_bucket_view", "static_graph")
+_WITHOUT_MEANING = ("bucket_cap_mb", "check_reduction", "gradient_as_bucket_view", "static_graph", "comm_state_option")
+
+_UNAVAILABLE = (
+    "DistributedDataParallelKwargs: a communication hook needs torch.distributed with reduce_scatter, which this build of torch "
+    "lacks. Leave comm_hook out, or use ShardPlugin(strategy='no_shard')."
+)
 
 
 def config_with(handler: Any, config: ShardConfig) -> ShardConfig:
@@ -30,7 +35,7 @@ def config_with(handler: Any, config: ShardConfig) -> ShardConfig:
     if handler.dim != 0:
         raise ConfigError(f"DistributedDataParallelKwargs.dim={handler.dim!r}: batches are not scattered here.")
     _hook_dtype(handler)
-    changed = [name for name in _WITHOUT_MEANING if getattr(handler, name) != _default(handler, name)]
+    changed = [name for name in _WITHOUT_MEANING if getattr(handler, name, None) != _default(handler, name)]
     if changed:
         logger.warning("DistributedDataParallelKwargs: %s without a meaning for sharded models.", ", ".join(changed))
     return dataclasses.replace(config, broadcast_buffers=config.broadcast_buffers and handler.broadcast_buffers)
@@ -41,12 +46,17 @@ def register_hook(handler: Any, engine: Engine) -> None:
     dtype = _hook_dtype(handler) if handler is not None else None
     if dtype is not None and engine.world_size > 1:
         replicated = engine.config.strategy == "no_shard"
+        if not replicated and reduce_scatter_single is None:
+            raise UnavailableError(_UNAVAILABLE)
         hook = _compressed_all_reduce if replicated else _compressed_reduce_scatter
         engine.register_comm_hook((engine.shard_group, dtype), hook)
 
 
 def _default(handler: Any, name: str) -> Any:
-    return next(field.default for field in dataclasses.fields(handler) if field.name == name)
+    for field in dataclasses.fields(handler):
+        if field.name == name:
+            return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return None  # of another release of Accelerate's
 
 
 def _hook_dtype(handler: Any) -> torch.dtype | None:
@@ -67,7 +77,8 @@ def _compressed_reduce_scatter(state: Any, grad: torch.Tensor, output: torch.Ten
     # Divided before the sum, so that fp16 does not overflow.
     sent = (grad / dist.get_world_size(group)).to(dtype)
     received = torch.empty_like(output, dtype=dtype)
-    assert reduce_scatter_single is not None
+    if reduce_scatter_single is None:  # register_hook has refused
+        raise UnavailableError(_UNAVAILABLE)
     reduce_scatter_single(received, sent, group=group)
     output.copy_(received)
 

@@ -66,6 +66,10 @@ def _flag(text: str) -> bool:
     raise ValueError
 
 
+def _seconds(text: str) -> float | None:
+    return None if text.lower() == "none" else float(text)
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
@@ -112,7 +116,7 @@ SETTINGS = (
     Setting("ignore", _names, "patterns of parameter names, separated by commas"),
     Setting("sync_module_states", _flag, _FLAG),
     Setting("broadcast_buffers", _flag, _FLAG),
-    Setting("timeout", float, "a number of seconds"),
+    Setting("timeout", _seconds, "a number of seconds, or none: as long as the process group waits"),
     Setting("debug", _flag, _FLAG),
     Setting("single_communicator", _flag, _FLAG),
 )

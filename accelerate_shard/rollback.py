@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import nn
 
 import torch_shard
 from torch_shard.errors import ShardError
+from torch_shard.log import logger
 
 from . import outside_autocast
 from ._private import PREPARED_ATTRIBUTES, PREPARED_LISTS, plain_optimizer
@@ -42,7 +45,13 @@ def all_or_nothing(accelerator: Any, *objects: Any) -> Iterator[None]:
         if isinstance(error, (ShardError, ValueError, TypeError)):
             optimizers = [plain_optimizer(o) for o in objects if isinstance(o, torch.optim.Optimizer)]
             for before in models:
-                before.unshard(optimizers)
+                try:
+                    before.unshard(optimizers)
+                except Exception as problem:  # the first error is the one to see, and the other models go on
+                    name = type(before.plain).__name__
+                    logger.warning("prepare failed (%s), and %s stays sharded: %s", error, name, problem)
+                    note = f"{name} could not be given back, and stays sharded: {problem}"
+                    getattr(error, "add_note", str)(note)  # from Python 3.11 on
         raise
 
 
@@ -68,7 +77,24 @@ class _Before:
         engine = None if self.was_sharded else torch_shard.engine_of(self.plain)
         if engine is not None:
             outside_autocast.unregister(self.plain)
-            engine.close(*optimizers)
+            own = {id(p) for unit in engine.units for p in unit.params}
+            having = [o for o in optimizers if any(id(p) in own for p in o.state)]
+            parts = [_part(o, own) for o in having]
+            engine.close(*parts)
+            for whole, part in zip(having, parts, strict=True):
+                whole.state.update(part.state)
+
+
+def _part(optimizer: torch.optim.Optimizer, own: set[int]) -> torch.optim.Optimizer:
+    """`optimizer` without parameters of other models, or of none: itself where it has only those of these ids."""
+    if all(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        return optimizer
+    part = copy.copy(optimizer)
+    part.state = defaultdict(dict, {p: state for p, state in optimizer.state.items() if id(p) in own})
+    part.param_groups = [
+        {**group, "params": [p for p in group["params"] if id(p) in own]} for group in optimizer.param_groups
+    ]
+    return part
 
 
 def _kept(module: nn.Module) -> list[str]:

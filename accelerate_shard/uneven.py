@@ -8,10 +8,11 @@ parameters every rank goes alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from torch_shard import Engine
 from torch_shard.errors import ConfigError
@@ -36,46 +37,86 @@ def even_batches_set(dataloaders: Iterable[Any], even_batches: bool | None) -> I
 
 
 @contextlib.contextmanager
-def join(joinables: Iterable[Any], dataloaders: Iterable[Any]) -> Iterator[None]:
+def join(joinables: Iterable[Any], dataloaders: Iterable[Any], active: Callable[[], Any]) -> Iterator[None]:
     """Inside, ranks may have different numbers of batches if they only evaluate. Collective.
 
     Args:
         joinables: what the user has named: prepared models.
         dataloaders: the prepared ones; their lengths decide.
+        active: gives the dataloader that is being iterated over, or None.
 
     Raises:
-        ConfigError: on all ranks: the lengths differ, and one of the models is in training mode.
+        ConfigError: on all ranks, inside, from the first forward over a dataloader whose lengths differ, of a model that was in
+            training mode here. Other dataloaders are as elsewhere.
     """
     models = [(m, e) for m in joinables if (e := engine_of(m)) is not None]
-    if not models or not _lengths_differ(dataloaders):
+    uneven = _uneven(dataloaders) if models else []
+    if not uneven:
         yield
         return
-    for model, _ in models:
-        if model.training:
-            raise ConfigError(
-                "join_uneven_inputs: the ranks have different numbers of batches, and a sharded model is trained by all ranks "
-                "together. Leave even_batches at True (the last batches are filled up) or set drop_last=True. In evaluation, "
-                "after model.eval(), numbers of batches may differ here."
-            )
+    engines = dict.fromkeys(e for _, e in models)
+    if any(model.training for model, _ in models):
+        with _refusing(list(engines), uneven, active):
+            yield
+        return
     with contextlib.ExitStack() as stack:
-        for engine in dict.fromkeys(e for _, e in models):
+        for engine in engines:
             stack.enter_context(_gathered(engine))
         yield
+
+
+@contextlib.contextmanager
+def _refusing(engines: Iterable[Engine], uneven: list[Any], active: Callable[[], Any]) -> Iterator[None]:
+    """Inside, forwards over one of the dataloaders `uneven` raise before they begin."""
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        if (loader := active()) is not None and any(_is_of(loader, other) for other in uneven):
+            raise ConfigError(
+                "join_uneven_inputs: the ranks have different numbers of batches of this dataloader, and a sharded model is "
+                "trained by all ranks together. Leave even_batches at True (the last batches are filled up) or set "
+                "drop_last=True. In evaluation numbers of batches may differ: call model.eval() before join_uneven_inputs."
+            )
+
+    handles = [engine.model.register_forward_pre_hook(refuse, prepend=True) for engine in engines]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_of(loader: Any, other: Any) -> bool:
+    """Whether `loader` is `other`, or what ``skip_first_batches`` has made of it."""
+    if loader is other:
+        return True
+    wanted, sampler = _sampler(other), getattr(loader, "batch_sampler", None)
+    while sampler is not None and sampler is not wanted:
+        sampler = getattr(sampler, "batch_sampler", None)
+    return sampler is not None
 
 
 def _gathered(engine: Engine) -> contextlib.AbstractContextManager[None]:
     return engine.gathered()
 
 
-def _lengths_differ(dataloaders: Iterable[Any]) -> bool:
-    """Collective. Loaders without a length are of iterable datasets, whose batches Accelerate makes even itself."""
-    own: list[int] = []
-    for loader in dataloaders:
-        with contextlib.suppress(TypeError, AttributeError):
-            own.append(len(loader))
+def _uneven(dataloaders: Iterable[Any]) -> list[Any]:
+    """Those whose lengths differ between the ranks. Collective.
+
+    Loaders without a length are of iterable datasets, whose batches Accelerate makes even itself.
+    """
+    loaders = list(dataloaders)
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    return any(lengths != everyone[0] for lengths in everyone)
+    dist.all_gather_object(everyone, [_length(loader) for loader in loaders])
+    if len({len(lengths) for lengths in everyone}) > 1:  # prepared on some ranks only
+        return loaders
+    return [loader for loader, *found in zip(loaders, *everyone, strict=True) if len(set(found)) > 1]
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, AttributeError):
+        return None
 
 
 def _sampler(loader: Any) -> Any:

@@ -7,18 +7,62 @@ the other until the process group's timeout.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import nn
 
-from torch_shard import Engine
+from torch_shard import Engine, errors
+from torch_shard.groups import told_by
 from torch_shard.runtime import Runtime
 from torch_shard.use import graph_task
+from torch_shard.watch import default_store
 from torch_shard.whole import agree
 
 from .wrapped import engine_of
 
-__all__ = ["meet"]
+__all__ = ["each", "meet"]
+
+T = TypeVar("T")
+
+
+def each(function: Callable[[], T], what: str, seconds: float) -> T:
+    """Run `function`, without collectives, on every rank, before there is an engine; all return, or all raise. Collective.
+
+    Through the store, in which a rank that waits says for whom.
+
+    Args:
+        what: the operation, for messages.
+        seconds: how long to wait for the others.
+
+    Raises:
+        Exception: this rank's own, or an error of its class that quotes another rank's (ShardError for classes of others).
+        MissingRankError: another rank did not come in that time.
+    """
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if world == 1:
+        return function()
+    error: Exception | None = None
+    result: Any = None
+    try:
+        result = function()
+    except Exception as problem:  # the other ranks must hear of it
+        error = problem
+    rank = dist.get_rank()
+    # Counted by each rank for itself, as all of them come here in one order.
+    number = default_store().add(f"accelerate_shard/each/{rank}", 1)
+    own = "" if error is None else json.dumps([type(error).__name__, str(error)])
+    told = told_by(list(range(world)), f"accelerate_shard/each/{number}", own, seconds, what)
+    if error is not None:
+        raise error
+    for other, text in told.items():
+        if text:
+            name, said = json.loads(text)
+            kind = getattr(errors, name, errors.ShardError)
+            raise kind(f"rank {other} failed: {said}")
+    return result  # type: ignore[no-any-return]
 
 
 def meet(models: Iterable[nn.Module], seconds: float, what: str) -> None:

@@ -223,15 +223,7 @@ def _wait_for_verdict(store: Any, here: str, deadline: float, post: str, missing
                 return _decide(store, here, "apart")
             if slow < min(now, deadline):
                 slow = deadline
-                logger.warning(
-                    "rank %d has waited %g s in shard() at %s for ranks %s, and goes on waiting for up to %g s.",
-                    dist.get_rank(),
-                    SLOW,
-                    caller_line(),
-                    missing(),
-                    deadline - begin,
-                    extra=ANY_RANK,
-                )
+                _warn(missing(), deadline - begin)
             if post and not posted and now > begin + FIRST_TICK:
                 posted = True
                 # The number 0: a rank that waits for another operation reports it, and takes it for no deadlock.
@@ -409,23 +401,28 @@ def group_over(ranks: list[int], timeout: float) -> Any:
     return found
 
 
-def told_by(ranks: list[int], name: str, mine: str, timeout: float) -> dict[int, str]:
+def told_by(ranks: list[int], name: str, mine: str, timeout: float, what: str = "shard()") -> dict[int, str]:
     """What each of these global ranks says under `name`, through the store: `new_group` and torch's object collectives would
-    wait for the group's own timeout. Collective over them.
+    wait for the group's own timeout, and not say for whom. Collective over them. `what`: the operation, for messages.
 
     Raises:
         MissingRankError: one has not come within `timeout` seconds.
     """
-    store, me, deadline = default_store(), dist.get_rank(), time.monotonic() + timeout
+    store, me, begin = default_store(), dist.get_rank(), time.monotonic()
+    deadline, slow = begin + timeout, begin + SLOW
     try:
         store.set(f"{name}/{me}", f"said {mine}")
         pause = 0.0005
         while missing := [rank for rank in ranks if not store.check([f"{name}/{rank}"])]:
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 raise MissingRankError(
-                    f"rank {me} waited {timeout:g} s in shard() at {caller_line()} for ranks {missing} of the mesh. It is "
-                    "collective: call it on every rank, with the same settings, and see whether it failed there."
+                    f"rank {me} waited {timeout:g} s in {what} at {caller_line()} for ranks {missing}. It is collective: call it "
+                    "on every rank, with the same settings, and see whether it failed there."
                 )
+            if slow < now:
+                slow = deadline
+                _warn(missing, timeout, what)
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
         return {rank: store.get(f"{name}/{rank}").decode().removeprefix("said ") for rank in ranks}
@@ -433,6 +430,19 @@ def told_by(ranks: list[int], name: str, mine: str, timeout: float) -> dict[int,
         raise
     except RuntimeError as error:
         raise MissingRankError(
-            f"rank {me}: shard() at {caller_line()} can't reach the store through which the ranks meet; the rank that serves it "
+            f"rank {me}: {what} at {caller_line()} can't reach the store through which the ranks meet; the rank that serves it "
             f"has probably died, see its log. ({error})"
         ) from error
+
+
+def _warn(missing: list[int], timeout: float, what: str = "shard()") -> None:
+    logger.warning(
+        "rank %d has waited %g s in %s at %s for ranks %s, and goes on waiting for up to %g s.",
+        dist.get_rank(),
+        SLOW,
+        what,
+        caller_line(),
+        missing,
+        timeout,
+        extra=ANY_RANK,
+    )

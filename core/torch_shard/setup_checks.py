@@ -45,7 +45,10 @@ def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -
         given = by_name[name]
         p: torch.Tensor = given
         if isinstance(p, ShardTensor):
-            raise SetupError(f"rank {rank}: {name} is already sharded; close() its engine before sharding it again.")
+            raise SetupError(
+                f"rank {rank}: {name} is already sharded; close() its engine before sharding it again. Where it "
+                "belongs to two models, put both into one nn.Module, and shard (prepare) that."
+            )
         where = f"rank {rank}: parameter {name}"
         if is_dtensor(p):
             placed_of(p, name)

@@ -75,6 +75,14 @@ def test_autocast_switched_off_by_its_handler_and_blocks_of_autocast_are_as_stoc
     assert results[0] == results[1] == (torch.bfloat16, torch.float32, torch.float32)
 
 
+@ranks(2)
+def test_a_forward_without_autocast_computes_in_fp32_as_under_ddp():
+    off = {"mixed_precision": "bf16", "kwargs_handlers": [AutocastKwargs(enabled=False)]}
+    stock = train(STOCK, **off)
+    assert_same(train(OURS, **off), stock)
+    assert_same(stock, train(STOCK))
+
+
 class Careful(torch.nn.Module):
     """Computes its last layer in full precision, and has an embedding."""
 

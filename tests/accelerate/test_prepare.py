@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
+import sys
 import weakref
 
 import pytest
@@ -29,7 +31,7 @@ from tests.accelerate.helpers import (
 )
 from tests.ranks import ranks
 from torch_shard import Engine
-from torch_shard.errors import ShardError
+from torch_shard.errors import SetupError, ShardError
 
 
 def steps(acc, model, optimizer, data, scheduler=None):
@@ -233,6 +235,63 @@ def test_a_prepare_that_fails_leaves_nothing_half_done(mixed_precision):
         # And both are as usable as before.
         model, optimizer, data = acc.prepare(model, optimizer, data)
         assert steps(acc, model, optimizer, data).losses
+
+
+@pytest.mark.parametrize("with_state", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@ranks(2)
+def test_a_prepare_that_fails_gives_back_every_model_and_optimizer_and_says_why(with_state):
+    """Two models with an optimizer each, and one over both and a parameter of neither."""
+    with accelerator() as acc:
+        first, second, alone = net(), net(1), nn.Parameter(torch.ones(3))
+        optimizers = [sgd(first.parameters()), sgd(second.parameters())]
+        optimizers.append(torch.optim.Adam([*first.parameters(), *second.parameters(), alone]))
+        if with_state:
+            for p in [*first.parameters(), *second.parameters(), alone]:
+                p.grad = torch.ones_like(p)
+            for optimizer in optimizers:
+                optimizer.step()
+        before = [p.detach().clone() for model in (first, second) for p in model.parameters()]
+        states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+        with pytest.raises(ShardError, match="layout") as caught:
+            acc.prepare(first, second, *optimizers, Sparse())
+        assert not getattr(caught.value, "__notes__", [])
+        assert torch_shard.engine_of(first) is None and torch_shard.engine_of(second) is None
+        after = [p for model in (first, second) for p in model.parameters()]
+        assert all(type(p) is nn.Parameter and torch.equal(p, old) for p, old in zip(after, before, strict=True))
+        for optimizer, state in zip(optimizers, states, strict=True):
+            torch.testing.assert_close(optimizer.state_dict(), state)
+
+
+@ranks(2)
+def test_a_rollback_that_fails_does_not_hide_the_error_nor_stop_that_of_other_models():
+    with accelerator() as acc:
+        first, second = net(), net(1)
+        close = Engine.close
+
+        def fails(engine, *optimizers):
+            if engine.model is first:
+                raise RuntimeError("no memory")
+            close(engine, *optimizers)
+
+        Engine.close = fails
+        try:
+            with pytest.raises(ShardError, match="layout") as caught:
+                acc.prepare(first, second, Sparse())
+        finally:
+            Engine.close = close
+        if sys.version_info >= (3, 11):
+            assert "Net could not be given back, and stays sharded: no memory" in caught.value.__notes__[0]
+        assert torch_shard.engine_of(first) is not None and torch_shard.engine_of(second) is None
+
+
+@ranks(2)
+def test_models_that_share_a_module_are_refused_with_what_to_do():
+    with accelerator() as acc:
+        first, second = net(), net(1)
+        second.embed = first.embed
+        with pytest.raises(SetupError, match=r"embed\.weight is already sharded.*put both into one nn\.Module"):
+            acc.prepare(first, second)
+        assert torch_shard.engine_of(first) is None and not acc._models
 
 
 @ranks(2)

@@ -9,12 +9,14 @@ import types
 import pytest
 import torch
 from accelerate.local_sgd import LocalSGD
-from accelerate.utils import DataLoaderConfiguration, FP8RecipeKwargs, ParallelismConfig
+from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, FP8RecipeKwargs, ParallelismConfig
 from torch import nn
 
 import torch_shard
 from accelerate_shard import ShardConfig, ShardPlugin
+from accelerate_shard.ddp_kwargs import config_with
 from tests.accelerate.helpers import (
+    BOTH,
     OURS,
     STOCK,
     accelerator,
@@ -26,6 +28,7 @@ from tests.accelerate.helpers import (
     sgd,
     whole_parameters,
 )
+from tests.logs import captured_log
 from tests.ranks import ranks
 from torch_shard.errors import ConfigError, ShardError, ShardPicklingError
 
@@ -163,12 +166,34 @@ def test_models_with_a_device_map_are_refused():
 
 
 @ranks(2)
+def test_a_model_that_one_rank_alone_refuses_is_an_error_on_all_at_once(rank):
+    for method in ("prepare", "prepare_model"):
+        with accelerator() as acc:
+            model = net()
+            if rank == 1:
+                model.hf_device_map = {"embed": "cpu", "layers": "disk"}
+            with pytest.raises(ConfigError, match="device_map" if rank == 1 else r"rank 1 failed: .*device_map"):
+                getattr(acc, method)(model)
+            assert not acc._models and torch_shard.engine_of(model) is None
+            model.__dict__.pop("hf_device_map", None)
+            assert engine_of(getattr(acc, method)(model))
+
+
+@ranks(2)
 def test_different_models_on_the_ranks_are_an_error_on_both(rank):
     with accelerator() as acc:
         model = net() if rank == 0 else net(classes=3)
         with pytest.raises(ShardError, match="different models"):
             acc.prepare(model)
         assert not acc._models
+
+
+def test_settings_of_ddps_hooks_that_do_nothing_are_named():
+    handler = DistributedDataParallelKwargs(comm_state_option={"rank": 1}, static_graph=True)
+    with captured_log() as log:
+        config_with(handler, ShardConfig())
+        config_with(DistributedDataParallelKwargs(), ShardConfig())
+    assert len(log) == 1 and "static_graph, comm_state_option without a meaning" in log[0]
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
@@ -240,9 +265,37 @@ def test_the_usual_ways_to_the_module_inside_lead_to_the_model():
 @ranks(2)
 def test_training_with_different_numbers_of_batches_is_refused_on_all_ranks_before_it_begins():
     with accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False)) as acc:
-        model, _ = acc.prepare(net(), loader(20))  # 3 batches and 2
-        with (
-            pytest.raises(ConfigError, match=r"join_uneven_inputs.*even_batches"),
-            acc.join_uneven_inputs([model]),
-        ):
-            raise AssertionError
+        model, data, even = acc.prepare(net(), loader(20), loader(24))  # 3 batches and 2; 3 and 3
+        hooks = len(model._forward_pre_hooks)
+        for used in (data, acc.skip_first_batches(data, 1)):
+            with acc.join_uneven_inputs([model]):
+                for batch in even:  # nobody goes on alone here
+                    acc.backward(loss_of(model, batch))
+            with (
+                pytest.raises(ConfigError, match=r"join_uneven_inputs.*even_batches"),
+                acc.join_uneven_inputs([model]),
+            ):
+                for batch in used:
+                    loss_of(model, batch)
+                    raise AssertionError
+        assert len(model._forward_pre_hooks) == hooks
+
+
+@ranks(2)
+def test_training_over_an_even_loader_is_not_disturbed_by_an_uneven_one():
+    results = []
+    for kind in BOTH:
+        with accelerator(kind, dataloader_config=DataLoaderConfiguration(even_batches=False)) as acc:
+            model = net()
+            model, optimizer, data, _ = acc.prepare(model, sgd(model.parameters()), loader(24), loader(20))
+            losses = []
+            with acc.join_uneven_inputs([model]):
+                for batch in data:
+                    loss = loss_of(model, batch)
+                    acc.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses.append(loss.item())
+        results.append(losses)
+    assert len(results[0]) == 3
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=0)

@@ -53,6 +53,12 @@ def fsdp(**variables: str) -> None:
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", **variables)
 
 
+def test_the_timeout_of_the_process_group_can_be_chosen_over_a_files() -> None:
+    os.environ["SHARD_TIMEOUT"] = "none"
+    plugin = launch_plugin()
+    assert plugin is not None and plugin.timeout is None
+
+
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.field)
 def test_each_variable_sets_its_field(setting: Any, tmp_path: Path) -> None:
     text, value = EXAMPLES.get(setting.field, ("2", 2))
