@@ -111,31 +111,25 @@ def _told(model: nn.Module, weights: Mapping[str, torch.Tensor], is_first: bool)
                 module.__dict__["state_dict"] = own
 
 
-def _state_dict(
-    module: nn.Module,
-    stock: Callable[..., Any],
-    *args: Any,
-    destination: Any = None,
-    prefix: str = "",
-    keep_vars: bool = False,
-) -> Any:
+def _state_dict(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``Module.state_dict`` with the tensors of the whole model, detached. Not collective."""
     found = known(module)
-    destination, prefix, keep_vars = (*args, *(destination, prefix, keep_vars)[len(args) :])
     if found is None:  # a copy that a hook has made
-        return stock(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return stock(*args, **kwargs)
+    given: dict[str, Any] = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **kwargs}
+    destination, prefix = given.get("destination"), given.get("prefix", "")
     own: Any = found.state()
     if not own and next(module.parameters(), None) is not None:
         raise StateDictError(
             f"state_dict() of the part {found.path[:-1]!r} of a sharded model: the model's own state dict has no entries of that "
             "name. In a hook of save_state ask the whole model: accelerator.get_state_dict(model)."
         )
+    target: Any = OrderedDict() if destination is None else destination
     if destination is None:
-        destination = OrderedDict()
-        destination._metadata = OrderedDict()
+        target._metadata = OrderedDict()
     for name, value in own.items():
-        destination[prefix + name] = value
-    if hasattr(destination, "_metadata"):
+        target[prefix + name] = value
+    if hasattr(target, "_metadata"):
         for name, value in own._metadata.items():
-            destination._metadata[f"{prefix}{name}" if name else prefix[:-1]] = value
-    return destination
+            target._metadata[f"{prefix}{name}" if name else prefix[:-1]] = value
+    return target

@@ -87,7 +87,8 @@ class StateMixin(_Base):  # type: ignore[misc]
         may save models on the main process alone, as under DDP: where there are any, all sharded models are gathered before, so
         that until the last has returned rank 0's CPU holds them whole. In hooks ``save_pretrained``, ``save_model``,
         ``get_state_dict`` and, on rank 0, the models' ``state_dict()`` have these weights, and none of them is collective; on the
-        other ranks they write nothing and ``get_state_dict`` is empty.
+        other ranks they write nothing and ``get_state_dict`` is empty. Slices among the weights can't be written by themselves;
+        ask ``get_state_dict``.
 
         Args:
             output_dir: the folder, on a file system that all ranks share, or a link to it.
