@@ -8,6 +8,8 @@ The rest is in :mod:`._private`, which has the versions that are tested.
 - ``<parameter>._is_hf_initialized``: it has been loaded and is not to be initialised;
 - ``_BaseAutoModelClass``: the base of the Auto classes;
 - ``BaseTunerLayer._get_base_layer_device_and_dtype``: where PEFT moves a new adapter to;
+- ``<model>.hf_device_map``: where ``PreTrainedModel.load_adapter`` puts the adapter's values;
+- ``ModulesToSaveWrapper.update(adapter)`` copies ``original_module`` to ``modules_to_save[adapter]``;
 - ``BaseTuner._replace_module`` and ``LoraModel._replace_module``: put a layer with adapters in a layer's place, and move them.
 """
 
@@ -26,6 +28,7 @@ from torch import nn
 from torch_shard.errors import ConfigError
 
 __all__ = [
+    "adapters_on_cpu",
     "as_loaded",
     "forget_tie",
     "is_pretrained_class",
@@ -134,17 +137,24 @@ def forget_tie(model: Any, target: str) -> None:
     model.all_tied_weights_keys.pop(target, None)
 
 
-def keep_adapters_off_meta(waits: Callable[[torch.Tensor], object]) -> None:
-    """Have PEFT leave adapters on the CPU where the layer's own parameters wait for values: on meta they would lose their own."""
+def keep_adapters_off_meta(
+    waits: Callable[[torch.Tensor], object], values_of: Callable[[torch.Tensor], torch.Tensor | None]
+) -> None:
+    """Have PEFT leave adapters on the CPU where the layer's own parameters wait for values: on meta they would lose their own.
+
+    And have it give memory and values, those that `values_of` gives, to the copies of modules that it makes.
+    """
     if importlib.util.find_spec("peft") is None:
         return
     from peft.tuners.lora import LoraModel
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper
 
     # Where a release has no such method, adapters end on meta, and are refused when the model is sharded.
     _wrap(BaseTunerLayer, "_get_base_layer_device_and_dtype", functools.partial(_off_meta, waits))
     for tuner in (BaseTuner, LoraModel):
         _wrap(tuner, "_replace_module", functools.partial(_put_back, waits))
+    _wrap(ModulesToSaveWrapper, "update", functools.partial(_copy_filled, values_of))
 
 
 def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
@@ -166,6 +176,43 @@ def _off_meta(waits: Callable[[torch.Tensor], object], stock: Any, layer: Any, b
     if device is not None and device.type == "meta" and any(map(waits, base_layer.parameters())):
         device = torch.device("cpu")
     return device, dtype
+
+
+def _copy_filled(
+    values_of: Callable[[torch.Tensor], torch.Tensor | None],
+    stock: Any,
+    wrapper: Any,
+    adapter: str,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The copies that are trained in place of the model's own modules have memory and values at once."""
+    if adapter in wrapper.modules_to_save:
+        return stock(wrapper, adapter, *args, **kwargs)
+    result = stock(wrapper, adapter, *args, **kwargs)
+    copied = wrapper.modules_to_save[adapter]
+    for name, own in wrapper.original_module.named_parameters():
+        values = values_of(own)
+        parent, _, key = name.rpartition(".")
+        place = copied.get_submodule(parent)._parameters
+        if values is not None and place[key].device.type == "meta":
+            place[key] = nn.Parameter(values, requires_grad=place[key].requires_grad)
+    return result
+
+
+@contextlib.contextmanager
+def adapters_on_cpu(model: nn.Module) -> Iterator[None]:
+    """Inside, ``model.load_adapter`` of transformers reads adapters to the CPU, whatever device the model is on."""
+    missing = object()
+    before = model.__dict__.get("hf_device_map", missing)
+    model.__dict__["hf_device_map"] = {"": torch.device("cpu")}
+    try:
+        yield
+    finally:
+        if before is missing:
+            del model.__dict__["hf_device_map"]
+        else:
+            model.__dict__["hf_device_map"] = before
 
 
 def _put_back(

@@ -7,8 +7,9 @@ parameters (:mod:`torch_shard.deferred`).
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch_shard.log import logger
 
 from . import _private_loading as _private
 from .recorded import Entry, Recorded, deferred_from
+from .unfilled import guard
 
 __all__ = ["from_pretrained"]
 
@@ -47,7 +49,10 @@ def from_pretrained(cls: Any, path: str | os.PathLike[str], *args: Any, **kwargs
 
     The model is built on the meta device, is in evaluation mode as transformers leaves it, and gets its values in
     ``Accelerator.prepare`` or :func:`torch_shard.shard`, in the same parameter objects: optimizers may be built before. Until
-    then it can't compute. Everything else is as transformers has it: names and conversions, ``dtype`` (also ``torch_dtype`` and
+    then its ``forward``, ``generate`` and ``save_pretrained``, and a Trainer's ``save_model``, are a
+    :class:`~torch_shard.errors.SetupError`, on each rank that calls them.
+
+    Everything else is as transformers has it: names and conversions, ``dtype`` (also ``torch_dtype`` and
     ``"auto"``), tied weights, the report on missing, unexpected and mismatched entries, ``ignore_mismatched_sizes``, the
     generation configuration, ``config=``, ``attn_implementation``, ``output_loading_info``. Buffers, and what the files lack,
     have memory and values at once, initialised as transformers does; where they differ between the ranks, rank 0's count.
@@ -55,8 +60,10 @@ def from_pretrained(cls: Any, path: str | os.PathLike[str], *args: Any, **kwargs
     On the host a rank never has more of the parameters than its shard, and beside it a single parameter that transformers
     computes from several entries (the fused weights of experts); what the files lack is whole until the model is sharded.
 
-    Adapters may be put on it: ``get_peft_model`` and ``PeftModel.from_pretrained`` fill them as on any model. What replaces or
-    copies parameters (``resize_token_embeddings``, ``copy.deepcopy``) is refused by ``prepare``: do it with the class's own
+    Adapters may be put on it: ``get_peft_model``, ``PeftModel.from_pretrained``, ``model.add_adapter`` and ``model.load_adapter``
+    fill them as on any model. Modules that PEFT copies to train them (``modules_to_save``) are whole on each rank until the model
+    is sharded. Adapters can be saved before that. What else replaces or copies parameters
+    (``resize_token_embeddings``, ``copy.deepcopy``) is refused by ``prepare``: do it with the class's own
     ``from_pretrained``, or save the resized model once.
 
     Args:
@@ -89,7 +96,7 @@ def from_pretrained(cls: Any, path: str | os.PathLike[str], *args: Any, **kwargs
         if kwargs.get(name):
             raise ConfigError(f"from_pretrained: {name}={kwargs[name]!r} is not supported. {remedy}")
     _refuse_quantized(path, kwargs)
-    _private.keep_adapters_off_meta(deferred_of)
+    _private.keep_adapters_off_meta(deferred_of, _values_of)
     with _private.weights_from(_entries, _settle) as loaded:
         result = cls.from_pretrained(path, *args, **kwargs)
     model = result[0] if isinstance(result, tuple) else result
@@ -129,28 +136,35 @@ def _entries(files: Sequence[str] | None) -> dict[str, Entry]:
 def _settle(model: nn.Module) -> None:
     """Plain meta parameters in place of recorded ones, and the values of buffers."""
     plain: dict[int, nn.Parameter] = {}
+    filled = guard(model)
     for module in model.modules():
         for name, param in module._parameters.items():
             if isinstance(param, Recorded):
                 if id(param) not in plain:
-                    plain[id(param)] = _meta_parameter(param)
+                    plain[id(param)] = _meta_parameter(param, filled)
                 module._parameters[name] = plain[id(param)]
         for name, buffer in module._buffers.items():
             if isinstance(buffer, Recorded):
                 module._buffers[name] = _private.as_loaded(_whole(buffer))
 
 
-def _meta_parameter(recorded: Recorded) -> nn.Parameter:
+def _meta_parameter(recorded: Recorded, filled: Callable[[], None]) -> nn.Parameter:
     with torch._C.DisableTorchFunctionSubclass():
         meta = torch.empty(recorded.shape, dtype=recorded.dtype, device="meta")  # contiguous, as read from a file
         param = nn.Parameter(meta, requires_grad=recorded.requires_grad)
-    defer(param, deferred_from(recorded))
+    defer(param, dataclasses.replace(deferred_from(recorded), filled=filled))
     return _private.as_loaded(param)
 
 
 def _whole(recorded: Recorded) -> torch.Tensor:
     values = deferred_from(recorded)
     return values.rounded(values.whole()).clone()
+
+
+def _values_of(param: torch.Tensor) -> torch.Tensor | None:
+    """In memory, what `param` waits for; None where it waits for nothing."""
+    values = deferred_of(param)
+    return None if values is None else values.rounded(values.whole()).to(param.dtype, copy=True)
 
 
 def _tie(model: Any, target: str, source: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from . import _private, adapters, generation, pretrained
+from . import _private, adapters, generation, pretrained, unfilled
 from .shadowed import shadow
 
 __all__ = ["install"]
@@ -16,6 +16,7 @@ def install(model: nn.Module) -> None:
     Models of other origin are left alone, and neither library is imported.
     """
     for module in model.modules():
+        unfilled.unguard(module)
         shadow(module, "save_pretrained", pretrained.save_pretrained)
         if _private.generates(module):
             shadow(module, "generate", generation.generate)

@@ -16,7 +16,7 @@ from torch import nn
 from torch_shard import ShardTensor
 from torch_shard.runtime import Runtime
 
-__all__ = ["Shadow", "runtime_of", "shadow"]
+__all__ = ["Shadow", "runtime_of", "shadow", "unshadow"]
 
 
 class Shadow:
@@ -28,6 +28,10 @@ class Shadow:
         self._function = function
         self._previous = previous
         self.__doc__ = getattr(type(module), name).__doc__
+
+    def calls(self, function: Callable[..., Any]) -> bool:
+        """Whether `function` is what it calls."""
+        return self._function is function
 
     @property
     def stock(self) -> Callable[..., Any]:
@@ -76,8 +80,20 @@ def shadow(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
     module.__dict__[name] = Shadow(module, name, function, previous)
 
 
+def unshadow(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+    """Take away what :func:`shadow` has put there, if it is still there. Not collective."""
+    found = module.__dict__.get(name)
+    if isinstance(found, Shadow) and found.calls(function):
+        if found._previous is None:
+            del module.__dict__[name]
+        else:
+            module.__dict__[name] = found._previous
+
+
 def runtime_of(module: nn.Module) -> Runtime | None:
     """The engine's runtime whose slices `module`, or a part of it, holds now. Not collective.
+
+    The one way to ask whether something has to be gathered: `module` may be the sharded model, a part of it, or around it.
 
     None where it is not sharded, and inside ``engine.gathered()``, where parameters are whole.
     """

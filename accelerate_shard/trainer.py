@@ -103,7 +103,7 @@ def apply_to_trainer() -> None:
 
     for name, function in STEPS.items():
         own = Trainer.__dict__[name]
-        if not isinstance(getattr(own, "_torch_shard_own", None), Callable):  # type: ignore[arg-type]
+        if not hasattr(own, "_torch_shard_own"):
             setattr(Trainer, name, _applied(own, function))
 
 

@@ -11,24 +11,30 @@ import functools
 import os
 import secrets
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from torch_shard import Engine, ShardTensor, optim_state
+from torch_shard import ShardTensor, full_state, named_state
 from torch_shard.checkpoint.phases import broadcast, each
 from torch_shard.errors import DivergenceError, MissingRankError, StateDictError
+from torch_shard.runtime import Runtime
 from torch_shard.whole import agree
 
+from . import unfilled
 from .accelerator import Accelerator
-from .wrapped import engine_of
+from .shadowed import runtime_of
+from .wrapped import plain_optimizer
 
 __all__ = ["all_ranks", "load_optimizer", "load_weights", "save_optimizer", "save_weights"]
 
 T = TypeVar("T")
 
 _SAVING = "saving a model by the Trainer"
+_TRAINER_FIRST = (
+    "call trainer.train() or trainer.evaluate() before, or trainer.accelerator.prepare_model(trainer.model)"
+)
 _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
 
 
@@ -41,17 +47,20 @@ def save_weights(
     Raises:
         MissingRankError, DivergenceError: only some ranks came, as under ``if trainer.is_world_process_zero():``.
         StateDictError: `state_dict` holds slices.
+        SetupError: the model has no values before it is sharded. Nothing has been written.
     """
-    engine = engine_of(trainer.model)
+    runtime = runtime_of(trainer.model)  # of a part of the sharded model, too: what merge_and_unload returns is one
     if state_dict is not None:
         _refuse_slices(state_dict)
-    if engine is None or state_dict is not None:
+    elif runtime is None:
+        unfilled.refuse(trainer.model, "trainer.save_model()", _TRAINER_FIRST)
+    if runtime is None or state_dict is not None:
         own(output_dir, state_dict=state_dict)
         return
     writes = bool(trainer.args.should_save)
     target = trainer.args.output_dir if output_dir is None else output_dir
     with all_ranks("trainer.save_model()"):
-        _together(engine, _SAVING, lambda: os.makedirs(target, exist_ok=True) if writes else None)
+        _together(runtime, _SAVING, lambda: os.makedirs(target, exist_ok=True) if writes else None)
         if hasattr(trainer.model, "save_pretrained"):
             # Which gathers what it writes, of adapters little. The Trainer calls it on ranks that write.
             own_part = (
@@ -64,31 +73,33 @@ def save_weights(
                 own_part()
             except Exception as problem:  # the other ranks must hear of it
                 error = problem
-            agree(engine._runtime, _SAVING, None, error)
+            agree(runtime, _SAVING, None, error)
         else:
-            whole = engine.state_dict(rank0_only=not trainer.args.save_on_each_node)
-            _together(engine, _SAVING, lambda: own(output_dir, state_dict=whole))
+            whole = full_state.state_dict(trainer.model, runtime, not trainer.args.save_on_each_node)
+            _together(runtime, _SAVING, lambda: own(output_dir, state_dict=whole))
 
 
 def save_optimizer(trainer: Any, own: Callable[[str], None], output_dir: str) -> None:
     """Write ``optimizer.pt``, with whole state by number as a plain optimizer has it, and ``scheduler.pt``. Collective."""
-    engine = engine_of(trainer.model)
-    if engine is None:
+    runtime = runtime_of(trainer.model)
+    if runtime is None:
         own(output_dir)
         return
-    optimizer = _plain(trainer.optimizer)
-    state = engine.optim_state_dict(optimizer, rank0_only=not trainer.args.save_on_each_node)
-    if state:
-        state = optim_state.rekey_optim_state_dict(
-            state, optim_state.OptimStateKeyType.PARAM_ID, engine.model, optim=optimizer
+    optimizer = plain_optimizer(trainer.optimizer)
+    with all_ranks("saving a Trainer's checkpoint"):
+        state = named_state.optim_state_dict(
+            runtime, optimizer, not trainer.args.save_on_each_node, model=trainer.model
         )
-        state["state"] = dict(sorted(state["state"].items(), key=_number_first))
+        if state:
+            names = _names(runtime, optimizer, trainer.model)
+            state = _renamed(state, {name: number for number, name in enumerate(names)})
+            state["state"] = dict(sorted(state["state"].items(), key=_number_first))
 
-    def write() -> None:
-        with _in_place(trainer, "optimizer", _Saved(state)):
-            own(output_dir)
+        def write() -> None:
+            with _in_place(trainer, "optimizer", _Saved(state)):
+                own(output_dir)
 
-    _together(engine, "Trainer: saving the optimizer", write)
+        _together(runtime, "Trainer: saving the optimizer", write)
 
 
 def _number_first(item: tuple[Any, Any]) -> tuple[bool, Any]:
@@ -134,12 +145,12 @@ def load_optimizer(trainer: Any, own: Callable[[str | None], None], checkpoint: 
     Raises:
         StateDictError: on all ranks, with everything that does not fit; nothing was loaded.
     """
-    engine = engine_of(trainer.model)
+    runtime = runtime_of(trainer.model)
     paths = [os.path.join(checkpoint or "", name) for name in (_OPTIMIZER, _SCHEDULER)]
-    if checkpoint is None or engine is None or not all(map(os.path.isfile, paths)):
+    if checkpoint is None or runtime is None or not all(map(os.path.isfile, paths)):
         own(checkpoint)
         return
-    optimizer = _plain(trainer.optimizer)
+    optimizer = plain_optimizer(trainer.optimizer)
 
     def read() -> tuple[Any, Any]:
         state = torch.load(paths[0], map_location="cpu", mmap=True, weights_only=True)
@@ -147,39 +158,51 @@ def load_optimizer(trainer: Any, own: Callable[[str | None], None], checkpoint: 
             # What torch says about saving and loading schedulers is not for the user here.
             warnings.simplefilter("ignore")
             schedule = torch.load(paths[1], map_location="cpu", weights_only=True)
-        by_name = optim_state.OptimStateKeyType.PARAM_NAME
-        _check_groups(engine, optimizer, state)
-        return optim_state.rekey_optim_state_dict(state, by_name, engine.model, optim=optimizer), schedule
+        _check_groups(runtime, optimizer, state)
+        return _renamed(state, dict(enumerate(_names(runtime, optimizer, trainer.model)))), schedule
 
-    state, schedule = _together(engine, "Trainer: loading the optimizer", read)
+    state, schedule = _together(runtime, "Trainer: loading the optimizer", read)
     known = {name for group in state["param_groups"] for name in group["params"]}
     for name in sorted(known - set(state["state"])) if state["state"] else ():
         state["state"][name] = {}  # it never had a gradient
-    engine.load_optim_state_dict(optimizer, state)
+    named_state.load_optim_state_dict(runtime, optimizer, state, trainer.model)
     trainer.lr_scheduler.load_state_dict(schedule)
 
 
-def _check_groups(engine: Engine, optimizer: Any, state: dict[str, Any]) -> None:
+def _check_groups(runtime: Runtime, optimizer: Any, state: dict[str, Any]) -> None:
     saved = [len(group["params"]) for group in state["param_groups"]]
     here = [len(group["params"]) for group in optimizer.param_groups]
     if saved != here:
         raise StateDictError(
-            f"rank {engine.rank}: the checkpoint's optimizer has groups of {saved} parameters, this one of {here}; resume with "
-            "the model and the arguments that it was saved with."
+            f"rank {runtime.collectives.world_rank}: the checkpoint's optimizer has groups of {saved} parameters, this one of "
+            f"{here}; resume with the model and the arguments that it was saved with."
         )
 
 
+# -- names and numbers --------------------------------------------------------------------------------------------------
+def _names(runtime: Runtime, optimizer: Any, model: Any) -> list[str]:
+    """Of the optimizer's parameters, in the order in which torch numbers them."""
+    names = named_state.names_of(runtime, optimizer, model)
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def _renamed(state: Mapping[str, Any], mapping: Mapping[Any, Any]) -> dict[str, Any]:
+    """The same with other keys of parameters. State of no parameter keeps its key, and is listed as the engine lists it."""
+    listed = {key for group in state["param_groups"] for key in group["params"]}
+    other = [key for key in state["state"] if key not in listed]
+    return {
+        "state": {mapping[key] if key in listed else key: value for key, value in state["state"].items()},
+        "param_groups": [{**group, "params": [mapping[k] for k in group["params"]]} for group in state["param_groups"]],
+        **({named_state.OTHER: other} if other else {}),
+    }
+
+
 # -- together -----------------------------------------------------------------------------------------------------------
-def _plain(optimizer: Any) -> Any:
-    """The optimizer within Accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)
-
-
-def _together(engine: Engine, what: str, function: Callable[[], T]) -> T:
+def _together(runtime: Runtime, what: str, function: Callable[[], T]) -> T:
     """Run it on every rank, however long it takes; all return, or all raise. Collective."""
-    agree(engine._runtime, what)  # of which a rank that does something else hears at once; a broadcast would wait
-    nonce = broadcast(engine._runtime, secrets.token_hex(8), what)
-    return each(engine._runtime, what, function, nonce=nonce)
+    agree(runtime, what)  # of which a rank that does something else hears at once; a broadcast would wait
+    nonce = broadcast(runtime, secrets.token_hex(8), what)
+    return each(runtime, what, function, nonce=nonce)
 
 
 @contextlib.contextmanager

@@ -16,8 +16,8 @@ from torch_shard.whole import agree
 
 from . import _private
 from .accelerator import Accelerator
+from .shadowed import runtime_of
 from .trainer_checkpoint import all_ranks
-from .wrapped import engine_of
 
 __all__ = ["create_accelerator", "evaluation_loop", "move_model"]
 
@@ -75,14 +75,23 @@ def move_model(trainer: Any, own: Callable[..., None], model: Any, device: Any) 
 
 
 def evaluation_loop(trainer: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Evaluate or predict. Collective.
+    """Evaluate or predict; a model that is not sharded yet is sharded. Collective: call it on all ranks.
+
+    Args:
+        own: the Trainer's own loop.
+        args, kwargs: its arguments.
+
+    Returns:
+        What the Trainer's own returns.
 
     Raises:
         ConfigError: ``bf16_full_eval`` or ``fp16_full_eval`` of a model that is sharded in another dtype.
+        MissingRankError, DivergenceError: only some ranks came; where the model is sharded already, before anything is computed.
     """
+    runtime = runtime_of(trainer.model)
     dtype = _full_eval_dtype(trainer)
     if dtype is not None and isinstance(trainer.accelerator, Accelerator):
-        sharded = engine_of(trainer.model) is not None
+        sharded = runtime is not None
         if sharded and any(p.is_floating_point() and p.dtype != dtype for p in trainer.model.parameters()):
             name = "fp16_full_eval" if dtype == torch.float16 else "bf16_full_eval"
             raise ConfigError(
@@ -91,11 +100,10 @@ def evaluation_loop(trainer: Any, own: Callable[..., Any], *args: Any, **kwargs:
             )
         if not sharded:
             trainer.model.to(dtype)  # now; the Trainer does it when the model is sharded
-    engine = engine_of(trainer.model)
-    if engine is not None:
+    if runtime is not None:
         # A rank that is elsewhere, in a trainer.save_model() of its own perhaps, hears of it here, and not after a timeout.
         with all_ranks("evaluation by the Trainer"):
-            agree(engine._runtime, "evaluation by the Trainer")
+            agree(runtime, "evaluation by the Trainer")
     return own(*args, **kwargs)
 
 

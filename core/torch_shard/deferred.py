@@ -36,11 +36,13 @@ class Deferred:
         whole: gives all of them; a view of a mapped file where nothing has to be computed.
         origin: what they are and where they come from: equal on all ranks that read the same.
         casts: dtypes that they are rounded to, one after the other, before the parameter's own.
+        filled: called once the parameters of the model have their values; once where several parameters have the same.
     """
 
     whole: Callable[[], torch.Tensor]
     origin: str
     casts: tuple[torch.dtype, ...] = field(default=())
+    filled: Callable[[], None] | None = None
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
         """`values`, some or all of them, after the casts."""
@@ -133,6 +135,8 @@ class Filler:
                 with torch.no_grad(), _reading(values):
                     # Through the parameter's dtype, where it is stored in a finer one.
                     local.copy_(values.rounded(slice_full(values.whole(), spec)).to(dtype))
+        for filled in dict.fromkeys(values.filled for _, _, values in self._waiting if values.filled is not None):
+            filled()
         self._waiting.clear()
 
     @staticmethod

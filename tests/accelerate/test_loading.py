@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import logging
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,106 @@ def test_adapters_are_what_they_are_on_the_model_that_transformers_loads(rank, t
     found = torch_shard.engine_of(again).state_dict(rank0_only=False)
     assert any(torch.count_nonzero(value) for key, value in adapter.items() if "lora_B" in key)
     assert all(torch.equal(found[key], value) for key, value in adapter.items())
+
+
+@ranks(2)
+def test_an_adapter_with_modules_that_it_replaces_is_put_on_as_on_any_model(rank, tmp_path):
+    peft = pytest.importorskip("peft")
+    cls = saved("llama", tmp_path / "base", torch.bfloat16)
+    config = peft.LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False, modules_to_save=["lm_head"])
+    if rank == 0:
+        tuned = peft.get_peft_model(cls.from_pretrained(tmp_path / "base"), config)
+        with torch.no_grad():
+            tuned.base_model.model.lm_head.modules_to_save["default"].weight.add_(1)
+        tuned.save_pretrained(tmp_path / "adapter")
+    dist.barrier()
+
+    def fresh(load: Any) -> Any:
+        torch.manual_seed(3)
+        return peft.get_peft_model(load(cls, tmp_path / "base", dtype=torch.float32), config)
+
+    def tuned_(load: Any) -> Any:
+        return peft.PeftModel.from_pretrained(load(cls, tmp_path / "base"), tmp_path / "adapter", is_trainable=True)
+
+    for make in (fresh, tuned_):
+        reference, model = make(cls.from_pretrained.__func__), make(from_pretrained)
+        assert sum(p.device.type != "meta" for p in model.parameters()) == 7  # adapters of three layers, and the copy
+        torch_shard.shard(model)
+        assert_equal(model, reference)
+
+
+@pytest.mark.parametrize("modules", [None, ["lm_head"]])
+@ranks(2)
+def test_transformers_own_adapters_are_loaded_saved_and_added_before_it_is_sharded(rank, modules, tmp_path):
+    peft = pytest.importorskip("peft")
+    cls = saved("llama", tmp_path / "base")
+    config = peft.LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False, modules_to_save=modules)
+    if rank == 0:
+        peft.get_peft_model(cls.from_pretrained(tmp_path / "base"), config).save_pretrained(tmp_path / "adapter")
+    dist.barrier()
+    reference, model = cls.from_pretrained(tmp_path / "base"), loaded(cls, tmp_path / "base")
+    for each in (reference, model):
+        each.load_adapter(tmp_path / "adapter")
+        if modules is None:
+            torch.manual_seed(4)
+            each.add_adapter(peft.LoraConfig(target_modules=["v_proj"], r=2), adapter_name="other")
+            each.set_adapter("default")
+    assert "hf_device_map" not in vars(model)
+    model.save_pretrained(tmp_path / "again", is_main_process=rank == 0)  # the adapter, which has values
+    dist.barrier()
+    found, wanted = (tmp_path / name / "adapter_model.safetensors" for name in ("again", "adapter"))
+    assert found.read_bytes() == wanted.read_bytes()
+    torch_shard.shard(model)
+    assert_equal(model, reference)
+
+
+# -- before it is sharded ---------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_before_it_is_sharded_a_model_says_that_it_has_no_values_and_nothing_is_written(rank, tmp_path):
+    cls = saved("gpt2", tmp_path / "base")
+    model = loaded(cls, tmp_path / "base")
+    ids = torch.tensor([[5, 6, 7]])
+    target = tmp_path / f"early{rank}"
+    uses = {
+        "forward": lambda own: own(input_ids=ids),
+        "generate": lambda own: own.generate(ids, max_new_tokens=2, do_sample=False),
+        "save_pretrained": lambda own: own.save_pretrained(target, is_main_process=rank == 0),
+    }
+    copied = copy.deepcopy(model)
+    for own in (model, copied):
+        for name, use in uses.items():
+            with pytest.raises(SetupError, match=rf"{cls.__name__}\.{name}: .*prepare\(model\)"):
+                use(own)
+    assert not target.exists()
+    assert inspect.signature(model.forward) == inspect.signature(cls.forward.__get__(model))
+    compiled = torch.compile(model, backend="eager")
+    reference = cls.from_pretrained(tmp_path / "base")
+    model.save_pretrained(target, state_dict=reference.state_dict())  # values of the user's
+    assert rank != 0 or (target / "model.safetensors").is_file()
+    torch_shard.shard(model)
+    assert not {"forward", "generate", "save_pretrained", "load_adapter"} & vars(model).keys()
+    assert torch.equal(model(input_ids=ids).logits, reference(input_ids=ids).logits)
+    torch.testing.assert_close(compiled(input_ids=ids).logits, reference(input_ids=ids).logits)
+
+
+@ranks(2)
+def test_a_copy_that_gets_values_in_another_way_is_an_ordinary_model(tmp_path):
+    cls = saved("gpt2", tmp_path / "base")
+    reference = cls.from_pretrained(tmp_path / "base")
+    ids = torch.tensor([[5, 6, 7]])
+    twins = [copy.deepcopy(loaded(cls, tmp_path / "base")) for _ in range(2)]
+    for twin in twins:
+        twin.load_state_dict(reference.state_dict(), assign=True)
+        twin.tie_weights()
+    assert torch.equal(twins[0](input_ids=ids).logits, reference(input_ids=ids).logits)
+    assert "forward" not in vars(twins[0])
+    with accelerator(OURS) as acc:
+        twin = acc.prepare(twins[1])
+        twin.save_pretrained(tmp_path / "whole")
+    saved_again = cls.from_pretrained(tmp_path / "whole").state_dict()
+    assert all(torch.equal(saved_again[key], value) for key, value in reference.state_dict().items())
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
