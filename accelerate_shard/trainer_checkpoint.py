@@ -23,9 +23,9 @@ from torch_shard.runtime import Runtime
 from torch_shard.whole import agree
 
 from . import unfilled
+from ._private import plain_optimizer
 from .accelerator import Accelerator
 from .shadowed import runtime_of
-from .wrapped import plain_optimizer
 
 __all__ = ["all_ranks", "load_optimizer", "load_weights", "save_optimizer", "save_weights"]
 
