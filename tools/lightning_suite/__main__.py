@@ -28,6 +28,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from excluded import EXCLUDED
 from rewrite import functions_that_change, renamed, rewritten
 
@@ -119,20 +120,19 @@ def _pytest(root: Path, cases: list[str], timeout: int, **environment: str) -> d
     }
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
     files = sorted({str(root / case.partition("::")[0]) for case in cases})
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        *files,
-        "-p",
-        "suite_plugin",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        "--no-header",
-    ]
+    # Without --doctest-modules of Lightning's settings: no doctest names DDP.
+    settings = ["-o", "addopts=--continue-on-collection-errors", "-p", "suite_plugin", "-p", "no:cacheprovider", "-q"]
     folder = root / "tests" / _key(cases[0]).partition("/")[0]  # as Lightning's own CI
-    subprocess.run(command, cwd=folder, env=os.environ | environment, check=False, stdout=subprocess.DEVNULL)
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *files, *settings],
+        cwd=folder,
+        env=os.environ | environment,
+        check=False,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    if run.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        print(run.stdout, file=sys.stderr)  # a file that cannot be imported; tests report to the plugin
     endings = [Ending(**json.loads(line)) for line in results.read_text().splitlines()]
     return {ending.case: ending for ending in endings}
 

@@ -1,8 +1,8 @@
 """Lightning's tests under another strategy: which of them name DDP, and their text with ours named instead.
 
-Only whole string literals change (``"ddp_spawn"``, also as a parameter of a parametrized test or on one side of a comparison);
-names of functions, docstrings, messages and the class ``DDPStrategy`` stay. Hence a test that asserts that class does so
-still, and fails.
+Two things change: whole string literals (``"ddp_spawn"``, also as a parameter of a parametrized test or on one side of a
+comparison), and what the imported name ``DDPStrategy`` stands for, so that ``isinstance(trainer.strategy, DDPStrategy)``
+asks for ours. Names of functions, docstrings, messages and patched paths stay.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ast
 import io
 import re
 import tokenize
+from collections.abc import Iterator
 
 __all__ = ["functions_that_change", "renamed", "rewritten"]
 
@@ -35,7 +36,7 @@ def renamed(name: str, family: str = "shard", start: str = "fork") -> str | None
 
 
 def rewritten(source: str, family: str = "shard", start: str = "fork") -> str:
-    """The text of a test file with the names replaced, everything else in place."""
+    """The text of a test file with the names and the class replaced, every line else in its place."""
     lines = source.splitlines(keepends=True)
     tokens = [
         token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type == tokenize.STRING
@@ -45,7 +46,20 @@ def rewritten(source: str, family: str = "shard", start: str = "fork") -> str:
         if name is not None:
             (row, begin), (_, end) = token.start, token.end
             lines[row - 1] = f'{lines[row - 1][:begin]}"{name}"{lines[row - 1][end:]}'
+    if family == "shard":
+        for row, line in _imports_of_class(source):
+            lines[row - 1] += line
     return "".join(lines)
+
+
+def _imports_of_class(source: str) -> Iterator[tuple[int, str]]:
+    """Lines to put after the row in which an import of ``DDPStrategy`` ends."""
+    for statement in ast.parse(source).body:
+        if isinstance(statement, ast.ImportFrom) and any(alias.name == "DDPStrategy" for alias in statement.names):
+            ours = "fabric.for_lightning import ShardFabricStrategy"
+            if (statement.module or "").startswith("lightning.pytorch"):
+                ours = "for_lightning import ShardStrategy"
+            yield statement.end_lineno or statement.lineno, f"from lightning_shard.{ours} as DDPStrategy\n"
 
 
 def _value(literal: str) -> str:
