@@ -20,6 +20,7 @@ from torch_shard import Engine, ShardConfig
 from torch_shard.errors import UnitStateError
 from torch_shard.log import logger
 
+from . import averaging
 from . import precision as _precision
 from ._private import Private, run_as_forward
 from .checkpoint import CheckpointMixin, StateDictType
@@ -150,7 +151,7 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
         assert self.model is not None
         self._failed = False
         self.accelerator.setup(trainer)
-        self._refuse(trainer)
+        averaging.check(trainer.callbacks, self.model, self._private)
         fitting = trainer.state.fn == self._private.TrainerFn.FITTING
         config = _precision.config_for(self.precision_plugin, self._config, self.model, self._private)
         if config.is_hybrid and config.shard_size is None:
@@ -164,6 +165,7 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
             self.model = self.precision_plugin.convert_module(self.model)
             torch_shard.shard(self.model, config, mesh=mesh_on(self.root_device))
         self.model_to_device()
+        averaging.shard(trainer.callbacks, self.engine, self._private)
         if fitting:
             # Only then: the optimizers of an earlier fit stay through validate, test and predict.
             self.setup_optimizers(trainer)
@@ -171,16 +173,6 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
                 self.engine.attach(self._unwrapped(optimizer))
         self.setup_precision_plugin()
         self._show_pending(trainer.callbacks)
-
-    def _refuse(self, trainer: Any) -> None:
-        for callback in trainer.callbacks:
-            if isinstance(callback, self._private.refused_callbacks):
-                raise self._private.MisconfigurationException(
-                    f"{type(callback).__name__} does not work with ShardStrategy yet: it copies the parameters of the "
-                    "module one by one and would average this rank's slices with whole copies. Average saved "
-                    "checkpoints instead, or keep a torch.optim.swa_utils.AveragedModel of your own inside "
-                    "engine.gathered()."
-                )
 
     def _reusable_engine(self, fitting: bool, config: ShardConfig) -> Engine | None:
         """The engine that an earlier run left on this model; closed and forgotten where it does not fit this run."""
@@ -293,7 +285,8 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
             return True
         if self._unshard_at_end is not None:
             return self._unshard_at_end
-        if fits_on_every_rank(engine, self.optimizers, self.num_processes, self.reduce):
+        averages = averaging.parameters(self._callbacks(), self._private)
+        if fits_on_every_rank(engine, self.optimizers, self.num_processes, self.reduce, averages):
             return True
         logger.warning(
             "the model stays sharded after this run: whole copies of it and its optimizer state on every rank would "
@@ -306,6 +299,7 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
         optimizers = [self._unwrapped(optimizer) for optimizer in self.optimizers]
         try:
             engine.close(*filter(is_sharded, optimizers))
+            averaging.unshard(self._callbacks(), engine.model, self._private, engine.device)
         except UnitStateError as error:
             logger.warning("the model stays sharded after this run: %s", error)
 

@@ -14,7 +14,7 @@ import torch
 from .. import full_state
 from ..runtime import Runtime
 from ..shard_tensor import ShardTensor
-from .contents import EXTRA, MODEL, OPTIMIZER, Source, param_names, sources_of
+from .contents import EXTRA, MODEL, OPTIMIZER, SLICED, Source, param_names, sources_of
 from .load_optimizer import unwrapped
 from .phases import broadcast, each
 from .saved import SavedOptimizer, extra_of, model_entries, optimizer_entries, place
@@ -33,11 +33,13 @@ class Contents:
         optimizers: for each that was saved ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``, with
             ShardTensors likewise; numbers for names where the checkpoint has numbers.
         extra: the object beside them; None where there is none.
+        sliced: by number, what was saved beside them in ShardTensors; read as entries of `model` are.
     """
 
     model: dict[str, Any]
     optimizers: list[dict[str, Any]] = field(default_factory=list)
     extra: Any = None
+    sliced: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def read_contents(
@@ -106,6 +108,10 @@ class _Reading:
             for own in self.optimizers if self.with_state else ():
                 tensors.update(self._state_tensors(own.state(settings)))
                 objects += [full for entries in own.saved.state.values() for full in entries.values()]
+            sliced = self._sliced()
+            for full, param in sliced.values():
+                tensors.update(self._slice(full, param) if isinstance(param, ShardTensor) else {})
+                objects.append(full)
             if extra_of(self.checkpoint.metadata):
                 objects.append(EXTRA)
             found = {**settings, **self._read(objects, tensors)}
@@ -118,7 +124,7 @@ class _Reading:
             for path, full in parts.items():
                 place(model, (key, *path), found[full])
         states = [own.build(found, self.with_state) for own in self.optimizers]
-        return Contents(model, states, found.get(EXTRA))
+        return Contents(model, states, found.get(EXTRA), {n: found[full] for n, (full, _) in sliced.items()})
 
     def _read(self, names: Sequence[str], into: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Entries by full name: tensors into those of `into`, or whole."""
@@ -137,6 +143,16 @@ class _Reading:
         shared = {full: once[where if where[0] else full] for full, where in places.items()}
         own = {full: tensor for full, tensor in into.items() if shared[full] is tensor}
         return {**self.checkpoint.read(own, objects, self.unpickle), **shared}
+
+    def _sliced(self) -> dict[str, tuple[str, Any]]:
+        """By number: the entry's full name, and the live parameter that it is cut as, if there is one."""
+        found = {}
+        for full in self.checkpoint.metadata.state_dict_metadata:
+            head, _, rest = full.partition(".")
+            number, _, name = rest.partition(".")
+            if head == SLICED and number.isdecimal():
+                found[number] = (full, self.params.get(name))
+        return found
 
     def _model_tensors(self) -> dict[str, torch.Tensor]:
         found = {}
