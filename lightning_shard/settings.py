@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
+
+from torch import nn
 
 from torch_shard import Precision, ShardConfig
+from torch_shard.activation_checkpointing import Layers, checked_layers
 from torch_shard.errors import ConfigError
 
-__all__ = ["same_config", "with_overrides"]
+__all__ = ["LayersOrOne", "chosen_layers", "same_config", "with_overrides"]
+
+LayersOrOne: TypeAlias = Layers | type[nn.Module] | str | None
+"""What strategies take as ``activation_checkpointing``."""
+
+
+def chosen_layers(chosen: LayersOrOne) -> Layers:
+    """``activation_checkpointing`` as the engine takes it: a single class or name stands for a sequence of one.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    return checked_layers((chosen,) if isinstance(chosen, (str, type)) else False if chosen is None else chosen)
 
 
 def with_overrides(config: ShardConfig | None, overrides: Mapping[str, Any], strategy: str) -> ShardConfig:

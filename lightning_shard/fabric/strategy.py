@@ -13,12 +13,13 @@ from torch import nn
 
 import torch_shard
 from torch_shard import Engine, ShardConfig, ShardTensor
+from torch_shard.activation_checkpointing import checkpointed_layers
 from torch_shard.errors import ConfigError
 
 from .. import precision as _precision
 from ..ranks import RanksMixin, StartMethod, mesh_on
 from ..saving import StateDictType, check_form
-from ..settings import same_config, with_overrides
+from ..settings import LayersOrOne, chosen_layers, same_config, with_overrides
 from .checkpoint import FabricCheckpointMixin
 from .forward_module import ForwardModule, inner
 
@@ -43,6 +44,9 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin):
         start_method: ``"popen"`` runs the script once per rank; ``"spawn"`` and ``"fork"`` are for notebooks and tests.
         defer_gradient_sync: ``no_backward_sync`` sends nothing, and holds whole gradients on every rank, as DDP does. With
             False it has no effect: each backward reduces, and gradients accumulate in slices.
+        activation_checkpointing: layers that keep their inputs alone and compute the rest again in backward: a class or the name
+            of one, or several. True: of the modules that are units by `config`, else of those that repeat. Names in state
+            dicts stay.
         state_dict_type: ``"full"`` checkpoints are one file each, gathered and written by rank 0, as ``ddp`` writes them;
             ``"sharded"`` ones a folder each, to which every rank writes its slices. Both are loaded whatever this is.
         async_save: write sharded checkpoints while training goes on. The next save or load waits, and raises a failure.
@@ -66,12 +70,14 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin):
         timeout: timedelta | None = None,
         start_method: StartMethod = "popen",
         defer_gradient_sync: bool = True,
+        activation_checkpointing: LayersOrOne = None,
         state_dict_type: StateDictType = "full",
         async_save: bool = False,
         weights_only: bool | None = None,
         **overrides: Any,
     ) -> None:
         self._config = with_overrides(config, overrides, "ShardFabricStrategy")
+        self._checkpointed = chosen_layers(activation_checkpointing)
         check_form(state_dict_type)
         if async_save and state_dict_type == "full":
             raise ConfigError("async_save=True is for state_dict_type='sharded'.")
@@ -138,7 +144,8 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin):
             config = dataclasses.replace(config, shard_size=self.num_processes)  # the ranks of a node
         engine = torch_shard.engine_of(module)
         if engine is None:
-            torch_shard.shard(module, config, mesh=mesh_on(self.root_device))
+            with checkpointed_layers(module, self._checkpointed, config.units):
+                torch_shard.shard(module, config, mesh=mesh_on(self.root_device))
         elif not same_config(engine.config, config) or engine.device != self.root_device:
             raise ConfigError(
                 "fabric.setup: the module is sharded already, with other settings. Give back the plain module first: "
