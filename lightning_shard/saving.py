@@ -31,10 +31,15 @@ StateDictType = Literal["full", "sharded"]
 T = TypeVar("T")
 
 
-def check_form(state_dict_type: str) -> None:
-    """Raise ConfigError where there is no such form of checkpoints."""
+def check_form(state_dict_type: str, async_save: bool) -> None:
+    """Raise ConfigError where there is no such form of checkpoints, or it is not written in the background."""
     if state_dict_type not in ("full", "sharded"):
         raise ConfigError(f"state_dict_type must be 'full' or 'sharded', not {state_dict_type!r}.")
+    if async_save and state_dict_type == "full":
+        raise ConfigError(
+            "async_save=True is for state_dict_type='sharded'. Under the Trainer one file is written in the background with "
+            "Lightning's plugin: Trainer(plugins=[AsyncCheckpointIO()])."
+        )
 
 
 class SavingMixin(_Base):  # type: ignore[misc]

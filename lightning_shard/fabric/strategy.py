@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -17,15 +16,15 @@ from torch_shard.errors import ConfigError
 
 from .. import precision as _precision
 from ..ranks import RanksMixin, StartMethod, mesh_on
-from ..saving import StateDictType, check_form
-from ..settings import same_config, with_overrides
+from ..saving import StateDictType
+from ..settings import SettingsMixin, same_config
 from .checkpoint import FabricCheckpointMixin
 from .forward_module import ForwardModule, inner
 
 __all__ = ["FabricStrategyMixin"]
 
 
-class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin):
+class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
     """Fabric with parameters, gradients and optimizer state sharded over the ranks; otherwise as with DDP.
 
     Args:
@@ -38,8 +37,9 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin):
         precision: likewise a plugin. With ``bf16-mixed`` and ``16-mixed`` parameters are gathered in that dtype, norms excepted,
             and autocast is on, unless `config` has a ``precision`` of its own (``Precision()``: autocast alone).
         process_group_backend: ``"nccl"`` or ``"gloo"``; by default the device's own.
-        timeout: of the process group. (The time until a missing partner is reported is ``ShardConfig.timeout``, set
-            through `config`.)
+        timeout: of the process group, and so how long a rank waits for a missing partner before it raises
+            :class:`~torch_shard.errors.MissingRankError`; after half a minute a warning says what is waited for. `config` with a
+            ``timeout`` of its own, not the default, fails sooner.
         start_method: ``"popen"`` runs the script once per rank; ``"spawn"`` and ``"fork"`` are for notebooks and tests.
         defer_gradient_sync: ``no_backward_sync`` sends nothing, and holds whole gradients on every rank, as DDP does. With
             False it has no effect: each backward reduces, and gradients accumulate in slices.
@@ -71,10 +71,17 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin):
         weights_only: bool | None = None,
         **overrides: Any,
     ) -> None:
-        self._config = with_overrides(config, overrides, "ShardFabricStrategy")
-        check_form(state_dict_type)
-        if async_save and state_dict_type == "full":
-            raise ConfigError("async_save=True is for state_dict_type='sharded'.")
+        self._keep_settings(
+            config,
+            overrides,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            defer_gradient_sync=defer_gradient_sync,
+            state_dict_type=state_dict_type,
+            async_save=async_save,
+            weights_only=weights_only,
+        )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -82,13 +89,6 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin):
             checkpoint_io=checkpoint_io,
             precision=precision,
         )
-        self._num_nodes = 1
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout or self._private.default_pg_timeout
-        self._start_method = start_method
-        self._state_dict_type = state_dict_type
-        self._async_save = async_save
-        self._weights_only = weights_only
         self._backward_sync_control = _BackwardSync(defer_gradient_sync)
         self._modules: list[weakref.ref[nn.Module]] = []  # that this strategy has sharded, in that order
 
@@ -133,9 +133,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin):
             SetupError: see :func:`torch_shard.shard`.
         """
         module = inner(module)
-        config = _precision.config_for(self.precision, self._config, module, self._private)
-        if config.is_hybrid and config.shard_size is None:
-            config = dataclasses.replace(config, shard_size=self.num_processes)  # the ranks of a node
+        config = self._engine_config(self.precision, module)
         engine = torch_shard.engine_of(module)
         if engine is None:
             torch_shard.shard(module, config, mesh=mesh_on(self.root_device))
@@ -216,11 +214,6 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin):
         if engine is None:
             raise ConfigError(f"engine_of: {type(module).__name__} is not sharded; give it to fabric.setup first.")
         return engine
-
-    @property
-    def config(self) -> ShardConfig:
-        """What modules are sharded with, but for what ``Fabric(precision=...)`` adds: that is in ``engine.config``."""
-        return self._config
 
     # -- engines ------------------------------------------------------------------------------------------------------
     @property
