@@ -12,6 +12,7 @@ from torch import nn
 
 import torch_shard
 from torch_shard import Engine, ShardConfig, ShardTensor
+from torch_shard.clip_together import clip_norm, engines_over, limit_values
 from torch_shard.errors import ConfigError
 
 from .. import precision as _precision
@@ -149,18 +150,11 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
         return ForwardModule(module)
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Have the engine see the steps of an optimizer, of whatever class. It is not wrapped.
+        """Have the engines see the steps of an optimizer, of whatever class. It is not wrapped.
 
-        Raises:
-            ConfigError: it holds parameters of several modules that were set up one by one.
+        It may hold parameters of several modules that were set up one by one: its step is one step over all of them.
         """
-        engines = self._engines_of(optimizer)
-        if len(engines) > 1:
-            raise ConfigError(
-                f"fabric.setup: {type(optimizer).__name__} holds parameters of {len(engines)} modules that were set up one by "
-                "one, each with an engine of its own. Make an optimizer for each, or set up one nn.Module that holds them all."
-            )
-        for engine in engines:
+        for engine in self._engines_of(optimizer):
             engine.attach(optimizer)
         return optimizer
 
@@ -173,7 +167,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Scale the gradients of this optimizer's parameters to a global norm of at most `max_norm`. Collective.
+        """Scale the gradients of this optimizer's parameters, of any modules, to one norm of at most `max_norm`. Collective.
 
         Raises:
             NonFiniteError: a RuntimeError, on all ranks, with `error_if_nonfinite`, before anything has changed.
@@ -181,22 +175,12 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
         """
         self.precision.unscale_gradients(optimizer)
         parameters = list(self.precision.main_params(optimizer))
-        engines = self._engines_of(optimizer)
-        if engines:
-            return engines[0].clip_grad_norm_(
-                float(max_norm), float(norm_type), parameters=parameters, error_if_nonfinite=error_if_nonfinite
-            )
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return clip_norm(self._engines(), parameters, float(max_norm), float(norm_type), error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
         """Limit each element of the gradients of this optimizer's parameters to ``[-clip_val, clip_val]``."""
         self.precision.unscale_gradients(optimizer)
-        parameters = list(self.precision.main_params(optimizer))
-        engines = self._engines_of(optimizer)
-        if engines:
-            engines[0].clip_grad_value_(float(clip_val), parameters=parameters)
-        else:
-            torch.nn.utils.clip_grad_value_(parameters, clip_val)
+        limit_values(self._engines(), list(self.precision.main_params(optimizer)), float(clip_val))
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks; anything else is returned as it is. Collective."""
@@ -231,11 +215,9 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
         return [engine for engine in found if engine is not None]
 
     def _engines_of(self, optimizer: Any) -> list[Engine]:
-        """The engines whose parameters an optimizer holds."""
-        held = {id(p) for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardTensor)}
-        if not held:
-            return []
-        return [e for e in self._engines() if any(id(p) in held for unit in e.units for p in unit.params)]
+        """The engines whose parameters an optimizer holds, in the order of their set-up."""
+        held = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardTensor)]
+        return engines_over(self._engines(), held) if held else []
 
 
 class _BackwardSync:
