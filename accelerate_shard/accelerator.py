@@ -27,10 +27,9 @@ from torch_shard.precision import for_autocast, precision_of
 
 from . import model_methods, outside_autocast
 from ._private import refuse_local_sgd
-from .activation_checkpointing import checkpointed_layers
 from .clipping import clip_norm, limit_values, refuse_between_syncs
 from .ddp_kwargs import config_with, register_hook
-from .layers import with_layer_units
+from .layers import checkpointed_layers, with_layer_units
 from .model_checks import check_model, check_optimizer, not_for_local_sgd
 from .placement import before_sharding, left_behind
 from .plugin import ShardPlugin

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import nn
 
 from torch_shard import Precision, ShardConfig
+from torch_shard.activation_checkpointing import Layers, checked_layers
 from torch_shard.errors import ConfigError
 from torch_shard.group_timeout import group_timeout
 
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["SettingsMixin", "same_config", "with_overrides"]
+__all__ = ["LayersOrOne", "SettingsMixin", "same_config", "with_overrides"]
+
+LayersOrOne: TypeAlias = Layers | type[nn.Module] | str | None
+"""What strategies take as ``activation_checkpointing``."""
 
 
 class SettingsMixin(_Base):  # type: ignore[misc]
@@ -40,12 +44,14 @@ class SettingsMixin(_Base):  # type: ignore[misc]
         timeout: timedelta | None,
         start_method: StartMethod,
         defer_gradient_sync: bool,
+        activation_checkpointing: LayersOrOne,
         state_dict_type: StateDictType,
         async_save: bool,
         weights_only: bool | None,
     ) -> None:
         """Check and keep the arguments that both strategies take."""
         self._config = with_overrides(config, overrides, type(self).__name__)
+        self._checkpointed = chosen_layers(activation_checkpointing)
         check_form(state_dict_type, async_save)
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
@@ -72,6 +78,15 @@ class SettingsMixin(_Base):  # type: ignore[misc]
             # Ranks may be as far apart as under DDP: one may validate, upload or tokenise for minutes.
             changes["timeout"] = group_timeout(self.root_device)
         return dataclasses.replace(config, **changes) if changes else config
+
+
+def chosen_layers(chosen: LayersOrOne) -> Layers:
+    """``activation_checkpointing`` as the engine takes it: a single class or name stands for a sequence of one.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    return checked_layers((chosen,) if isinstance(chosen, (str, type)) else False if chosen is None else chosen)
 
 
 def with_overrides(config: ShardConfig | None, overrides: Mapping[str, Any], strategy: str) -> ShardConfig:

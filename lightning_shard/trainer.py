@@ -16,6 +16,7 @@ from torch import nn
 
 import torch_shard
 from torch_shard import Engine, ShardConfig
+from torch_shard.activation_checkpointing import checkpointed_layers, keep_activations
 from torch_shard.errors import UnitStateError
 from torch_shard.log import logger
 
@@ -25,7 +26,7 @@ from .checkpoint import CheckpointMixin, StateDictType
 from .full_checkpoint import is_sharded
 from .memory import fits_on_every_rank
 from .ranks import LauncherMixin, RanksMixin, StartMethod, mesh_on
-from .settings import SettingsMixin, same_config
+from .settings import LayersOrOne, SettingsMixin, same_config
 
 __all__ = ["LauncherMixin", "StartMethod", "TrainerStrategyMixin"]
 
@@ -51,6 +52,9 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin, SettingsMixin):
             whole gradients on every rank meanwhile. By default each micro-batch is reduced.
         unshard_at_end: give the whole, plain module (and optimizer state) back on every rank when a run ends, as DDP
             does. By default where it fits in memory; else the module stays sharded and the log says so.
+        activation_checkpointing: layers that keep their inputs alone and compute the rest again in backward: a class or the name
+            of one, or several. True: of the modules that are units by `config`, else of those that repeat. State dicts keep
+            their names, and the layers are as they were when the run gives the plain module back.
         state_dict_type: ``"full"`` checkpoints are one file each, gathered and written by rank 0, as a single device has
             them; ``"sharded"`` ones a folder each, to which every rank writes its slices. Both, and those of Lightning's
             other strategies, are loaded whatever this is. After a run that gave the plain module back (`unshard_at_end`)
@@ -81,6 +85,7 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin, SettingsMixin):
         start_method: StartMethod = "popen",
         defer_gradient_sync: bool = False,
         unshard_at_end: bool | None = None,
+        activation_checkpointing: LayersOrOne = None,
         state_dict_type: StateDictType = "full",
         async_save: bool = False,
         weights_only: bool | None = None,
@@ -93,6 +98,7 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin, SettingsMixin):
             timeout=timeout,
             start_method=start_method,
             defer_gradient_sync=defer_gradient_sync,
+            activation_checkpointing=activation_checkpointing,
             state_dict_type=state_dict_type,
             async_save=async_save,
             weights_only=weights_only,
@@ -154,13 +160,10 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin, SettingsMixin):
         fitting = trainer.state.fn == self._private.TrainerFn.FITTING
         config = self._engine_config(self.precision_plugin, self.model)
         engine = self._reusable_engine(fitting, config)
-        if engine is None:
-            if fitting and self._layer_sync is not None:
-                self.model = self._layer_sync.apply(self.model)
-                self._layers_synced = True
-            # Before sharding: afterwards the dtype of a parameter is fixed.
-            self.model = self.precision_plugin.convert_module(self.model)
-            torch_shard.shard(self.model, config, mesh=mesh_on(self.root_device))
+        keep_activations(self.model)  # an earlier run may have chosen others
+        with checkpointed_layers(self.model, self._checkpointed, config.units):
+            if engine is None:
+                self._shard(config, fitting)
         self.model_to_device()
         if fitting:
             # Only then: the optimizers of an earlier fit stay through validate, test and predict.
@@ -169,6 +172,15 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin, SettingsMixin):
                 self.engine.attach(self._unwrapped(optimizer))
         self.setup_precision_plugin()
         self._show_pending(trainer.callbacks)
+
+    def _shard(self, config: ShardConfig, fitting: bool) -> None:
+        assert self.model is not None
+        if fitting and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.model)
+            self._layers_synced = True
+        # Before sharding: afterwards the dtype of a parameter is fixed.
+        self.model = self.precision_plugin.convert_module(self.model)
+        torch_shard.shard(self.model, config, mesh=mesh_on(self.root_device))
 
     def _refuse(self, trainer: Any) -> None:
         for callback in trainer.callbacks:
@@ -259,6 +271,7 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin, SettingsMixin):
                 self._private.optimizers_to_device(self.optimizers, torch.device("cpu"))
             with self._cleaning_up():
                 if self.lightning_module is not None:
+                    keep_activations(self.lightning_module)
                     self.lightning_module.cpu()
         # Not super().teardown(): it moves parameters off their device whatever they are.
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator):

@@ -12,13 +12,14 @@ from torch import nn
 
 import torch_shard
 from torch_shard import Engine, ShardConfig, ShardTensor
+from torch_shard.activation_checkpointing import checkpointed_layers
 from torch_shard.clip_together import clip_norm, engines_over, limit_values
 from torch_shard.errors import ConfigError
 
 from .. import precision as _precision
 from ..ranks import RanksMixin, StartMethod, mesh_on
 from ..saving import StateDictType
-from ..settings import SettingsMixin, same_config
+from ..settings import LayersOrOne, SettingsMixin, same_config
 from .checkpoint import FabricCheckpointMixin
 from .forward_module import ForwardModule, inner
 
@@ -44,6 +45,9 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
         start_method: ``"popen"`` runs the script once per rank; ``"spawn"`` and ``"fork"`` are for notebooks and tests.
         defer_gradient_sync: ``no_backward_sync`` sends nothing, and holds whole gradients on every rank, as DDP does. With
             False it has no effect: each backward reduces, and gradients accumulate in slices.
+        activation_checkpointing: layers that keep their inputs alone and compute the rest again in backward: a class or the name
+            of one, or several. True: of the modules that are units by `config`, else of those that repeat. Names in state
+            dicts stay.
         state_dict_type: ``"full"`` checkpoints are one file each, gathered and written by rank 0, as ``ddp`` writes them;
             ``"sharded"`` ones a folder each, to which every rank writes its slices. Both are loaded whatever this is.
         async_save: write sharded checkpoints while training goes on. The next save or load waits, and raises a failure.
@@ -67,6 +71,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
         timeout: timedelta | None = None,
         start_method: StartMethod = "popen",
         defer_gradient_sync: bool = True,
+        activation_checkpointing: LayersOrOne = None,
         state_dict_type: StateDictType = "full",
         async_save: bool = False,
         weights_only: bool | None = None,
@@ -79,6 +84,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
             timeout=timeout,
             start_method=start_method,
             defer_gradient_sync=defer_gradient_sync,
+            activation_checkpointing=activation_checkpointing,
             state_dict_type=state_dict_type,
             async_save=async_save,
             weights_only=weights_only,
@@ -137,7 +143,8 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
         config = self._engine_config(self.precision, module)
         engine = torch_shard.engine_of(module)
         if engine is None:
-            torch_shard.shard(module, config, mesh=mesh_on(self.root_device))
+            with checkpointed_layers(module, self._checkpointed, config.units):
+                torch_shard.shard(module, config, mesh=mesh_on(self.root_device))
         elif not same_config(engine.config, config) or engine.device != self.root_device:
             raise ConfigError(
                 "fabric.setup: the module is sharded already, with other settings. Give back the plain module first: "
