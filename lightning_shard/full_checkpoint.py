@@ -24,6 +24,7 @@ __all__ = [
     "load_optimizer",
     "model_state",
     "names_of",
+    "on_meta",
     "optimizer_state",
     "read_file",
     "read_plain",
@@ -40,7 +41,7 @@ def model_state(engine: Engine, model: nn.Module) -> dict[str, Any]:
     whole = engine.state_dict(rank0_only=True, offload_to_cpu=True)
     if engine.rank == 0:
         return whole
-    return {name: _on_meta(value) for name, value in engine.state_dict(form="sharded", offload_to_cpu=False).items()}
+    return {name: on_meta(value) for name, value in engine.state_dict(form="sharded", offload_to_cpu=False).items()}
 
 
 def load_model(engine: Engine, state_dict: Mapping[str, Any], strict: bool) -> Any:
@@ -54,7 +55,8 @@ def load_model(engine: Engine, state_dict: Mapping[str, Any], strict: bool) -> A
     return engine.load_state_dict(state, strict=strict)
 
 
-def _on_meta(value: Any) -> Any:
+def on_meta(value: Any) -> Any:
+    """The entry without memory that stands for one of rank 0; what is no tensor is kept."""
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty(value.shape, dtype=value.dtype, device="meta").as_subclass(_OnRankZero)
@@ -162,6 +164,9 @@ def _numbers(names: list[list[str]]) -> dict[str, int]:
     return {name: number for number, name in enumerate(flat)}
 
 
+# What is loaded into slices. The last is WeightAveraging's, which puts the average into the first.
+_MAPPED = ("state_dict", "optimizer_states", "current_model_state")
+
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
@@ -181,7 +186,7 @@ def read_file(path: Any, checkpoint_io: Any, maps: bool, weights_only: bool | No
     found, mapped = read_plain(path, checkpoint_io, maps, weights_only)
     if mapped and isinstance(found, dict):
         # Of these others take slices or copies. Hooks and callbacks may keep the rest for as long as they like.
-        rest = {key: value for key, value in found.items() if key not in ("state_dict", "optimizer_states")}
+        rest = {key: value for key, value in found.items() if key not in _MAPPED}
         found.update(copy.deepcopy(rest))
     if not mapped:
         logger.info("%s can't be mapped into memory, so each rank has read all of it", path)

@@ -4,7 +4,7 @@
 
     checkpoint["state_dict"]           model.<name>
     checkpoint["optimizer_states"]     optimizer.state..., of several optimizer.<number>.state...
-    everything else                    extra, one object
+    everything else                    extra, one object; ShardTensors in it sliced.<number>.<name of the parameter>
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from torch_shard import Engine, ShardTensor
-from torch_shard.checkpoint.contents import EXTRA, MODEL, OPTIMIZER, Source, param_names, sources_of
+from torch_shard.checkpoint.contents import EXTRA, MODEL, OPTIMIZER, SLICED, Source, param_names, sources_of
 from torch_shard.checkpoint.contents import optimizer_state as named_state
 from torch_shard.checkpoint.phases import each
 from torch_shard.checkpoint.read_contents import Contents, read_contents
@@ -28,6 +28,7 @@ from . import full_checkpoint as _full
 from .files import is_local
 from .full_checkpoint import names_of
 from .safe_load import load_safely
+from .slices import joined, split
 
 __all__ = [
     "check_names",
@@ -69,7 +70,9 @@ def contents_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     if states:  # an empty list stays: it says that there was no optimizer, and not that its state is missing
         del rest["optimizer_states"]
         contents[OPTIMIZER] = states[0] if len(states) == 1 else {str(n): state for n, state in enumerate(states)}
-    contents[EXTRA] = rest
+    contents[EXTRA], sliced = split(rest)
+    if sliced:
+        contents[SLICED] = sliced
     return contents
 
 
@@ -154,6 +157,7 @@ def read_parts(
     meta = each(engine._runtime, "loading a checkpoint", beside)
     found = read_contents(engine, folder, optimizers, models=models, unpickle=unpickle)
     rest = meta if isinstance(meta, dict) else found.extra if isinstance(found.extra, dict) else {}
+    rest = joined(rest, found.sliced)
     return found, rest
 
 

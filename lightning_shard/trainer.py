@@ -20,6 +20,7 @@ from torch_shard.activation_checkpointing import checkpointed_layers, keep_activ
 from torch_shard.errors import UnitStateError
 from torch_shard.log import logger
 
+from . import averaging
 from . import precision as _precision
 from ._private import Private, run_as_forward
 from .checkpoint import CheckpointMixin, StateDictType
@@ -156,7 +157,7 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin, SettingsMixin):
         assert self.model is not None
         self._failed = False
         self.accelerator.setup(trainer)
-        self._refuse(trainer)
+        averaging.check(trainer.callbacks, self.model, self._private)
         fitting = trainer.state.fn == self._private.TrainerFn.FITTING
         config = self._engine_config(self.precision_plugin, self.model)
         engine = self._reusable_engine(fitting, config)
@@ -165,6 +166,7 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin, SettingsMixin):
             if engine is None:
                 self._shard(config, fitting)
         self.model_to_device()
+        averaging.shard(trainer.callbacks, self.engine, self._private)
         if fitting:
             # Only then: the optimizers of an earlier fit stay through validate, test and predict.
             self.setup_optimizers(trainer)
@@ -181,16 +183,6 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin, SettingsMixin):
         # Before sharding: afterwards the dtype of a parameter is fixed.
         self.model = self.precision_plugin.convert_module(self.model)
         torch_shard.shard(self.model, config, mesh=mesh_on(self.root_device))
-
-    def _refuse(self, trainer: Any) -> None:
-        for callback in trainer.callbacks:
-            if isinstance(callback, self._private.refused_callbacks):
-                raise self._private.MisconfigurationException(
-                    f"{type(callback).__name__} does not work with ShardStrategy yet: it copies the parameters of the "
-                    "module one by one and would average this rank's slices with whole copies. Average saved "
-                    "checkpoints instead, or keep a torch.optim.swa_utils.AveragedModel of your own inside "
-                    "engine.gathered()."
-                )
 
     def _reusable_engine(self, fitting: bool, config: ShardConfig) -> Engine | None:
         """The engine that an earlier run left on this model; closed and forgotten where it does not fit this run."""
@@ -304,7 +296,8 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin, SettingsMixin):
             return True
         if self._unshard_at_end is not None:
             return self._unshard_at_end
-        if fits_on_every_rank(engine, self.optimizers, self.num_processes, self.reduce):
+        averages = averaging.parameters(self._callbacks(), self._private)
+        if fits_on_every_rank(engine, self.optimizers, self.num_processes, self.reduce, averages):
             return True
         logger.warning(
             "the model stays sharded after this run: whole copies of it and its optimizer state on every rank would "
@@ -317,6 +310,7 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin, SettingsMixin):
         optimizers = [self._unwrapped(optimizer) for optimizer in self.optimizers]
         try:
             engine.close(*filter(is_sharded, optimizers))
+            averaging.unshard(self._callbacks(), engine.model, self._private, engine.device)
         except UnitStateError as error:
             logger.warning("the model stays sharded after this run: %s", error)
 

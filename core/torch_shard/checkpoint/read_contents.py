@@ -14,7 +14,7 @@ import torch
 from .. import full_state
 from ..errors import StateDictError
 from ..shard_tensor import ShardTensor
-from .contents import EXTRA, MODEL, MODELS, OPTIMIZER, Source, param_names, sources_of
+from .contents import EXTRA, MODEL, MODELS, OPTIMIZER, SLICED, Source, param_names, sources_of
 from .load_optimizer import unwrapped
 from .phases import broadcast, each
 from .saved import SavedOptimizer, extra_of, model_entries, optimizer_entries, place
@@ -35,6 +35,7 @@ class Contents:
         extra: the object beside them; None where there is none.
         models: state dicts of further models, by name.
         sources: the live models as the checkpoint knows them, after which parameters in `optimizers` are named.
+        sliced: by number, what was saved beside them in ShardTensors; read as entries of `model` are.
     """
 
     model: dict[str, Any]
@@ -42,6 +43,7 @@ class Contents:
     extra: Any = None
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     sources: Sequence[Source] = ()
+    sliced: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def read_contents(
@@ -122,13 +124,18 @@ class _Reading:
             for own in self.optimizers if self.with_state else ():
                 tensors.update(self._state_tensors(own.state(settings)))
                 objects += [full for entries in own.saved.state.values() for full in entries.values()]
+            sliced = self._sliced()
+            for full, param in sliced.values():
+                tensors.update(self._slice(full, param) if isinstance(param, ShardTensor) else {})
+                objects.append(full)
             if extra_of(self.checkpoint.metadata):
                 objects.append(EXTRA)
             found = {**settings, **self._read(objects, tensors)}
         built = {model.source.path: model.build(found) for model in self.models}
         further = {path[1]: state for path, state in built.items() if path != (MODEL,)}
         states = [own.build(found, self.with_state) for own in self.optimizers]
-        return Contents(built.get((MODEL,), {}), states, found.get(EXTRA), further, self.sources)
+        of_number = {n: found[full] for n, (full, _) in sliced.items()}
+        return Contents(built.get((MODEL,), {}), states, found.get(EXTRA), further, self.sources, of_number)
 
     def _read(self, names: Sequence[str], into: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Entries by full name: tensors into those of `into`, or whole."""
@@ -147,6 +154,16 @@ class _Reading:
         shared = {full: once[where if where[0] else full] for full, where in places.items()}
         own = {full: tensor for full, tensor in into.items() if shared[full] is tensor}
         return {**self.checkpoint.read(own, objects, self.unpickle), **shared}
+
+    def _sliced(self) -> dict[str, tuple[str, Any]]:
+        """By number: the entry's full name, and the live parameter that it is cut as, if there is one."""
+        found = {}
+        for full in self.checkpoint.metadata.state_dict_metadata:
+            head, _, rest = full.partition(".")
+            number, _, name = rest.partition(".")
+            if head == SLICED and number.isdecimal():
+                found[number] = (full, self.params.get(name))
+        return found
 
     def _state_tensors(self, state: Mapping[str, dict[tuple[Any, ...], str]]) -> dict[str, torch.Tensor]:
         found = {}
