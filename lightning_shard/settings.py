@@ -16,6 +16,7 @@ from torch_shard.group_timeout import group_timeout
 
 from . import precision as _precision
 from ._private import Shared
+from .foreign_arguments import advice
 from .ranks import StartMethod
 from .saving import StateDictType, check_form
 
@@ -98,7 +99,9 @@ def with_overrides(config: ShardConfig | None, overrides: Mapping[str, Any], str
     known = [field.name for field in dataclasses.fields(ShardConfig)]
     unknown = [name for name in overrides if name not in known]
     if unknown:
-        raise ConfigError(f"{unknown[0]}: no such setting; {strategy} and ShardConfig have none of that name.")
+        raise ConfigError(
+            f"{unknown[0]}: no such setting; {strategy} and ShardConfig have none of that name.{advice(unknown[0], known)}"
+        )
     return dataclasses.replace(config or ShardConfig(), **overrides)
 
 
