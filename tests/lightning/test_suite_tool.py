@@ -33,7 +33,8 @@ class TestTraining:
 
 
 def test_something_else():
-    Trainer(strategy="fsdp", name="addp")
+    with pytest.raises(ValueError, match=r"strategy='ddp_notebook'\\)"):
+        Trainer(strategy="fsdp", name="addp")
 '''
 
 
@@ -52,6 +53,7 @@ def test_tests_that_name_ddp_themselves_or_by_a_helper_are_found():
 def test_names_and_the_class_are_replaced_and_nothing_else(start):
     expected = SOURCE.replace('"ddp_spawn"', f'"shard_{start}"').replace('"ddp"', '"shard"')
     expected = expected.replace('"ddp_fork_find_unused_parameters_true"', '"shard_fork"')
+    expected = expected.replace("'ddp_notebook'", "'shard_fork'")
     imported = "import DDPStrategy\n"
     ours = "from lightning_shard.for_lightning import ShardStrategy as DDPStrategy\n"
     assert rewrite().rewritten(SOURCE, "shard", start) == expected.replace(imported, imported + ours)

@@ -154,8 +154,8 @@ def compare(ddp: dict[str, Ending], shard: dict[str, Ending]) -> dict[str, list[
         second = shard.get(case, Ending(first.id, "failed", "was not collected", [], 0.0, case))
         if first.outcome == "skipped" and not first.asked:
             group, reason = "skipped", first.reason
-        elif first.outcome == "passed" and not any(map(renamed, first.asked)):
-            continue  # this set of parameters has nothing to do with DDP
+        elif first.outcome == "passed" and not any(map(renamed, first.asked)) or any(map(renamed, second.asked)):
+            continue  # with this set of parameters DDP is not asked for, or chosen by the Trainer itself
         elif first.outcome == second.outcome != "failed":
             group, reason = "with both", ""
         elif first.outcome == "failed":
