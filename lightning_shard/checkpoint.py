@@ -26,7 +26,7 @@ from . import restoring
 from . import sharded_checkpoint as _sharded
 from . import slices as _slices
 from ._private import Private
-from .saving import SavingMixin, StateDictType, check_form, existing
+from .saving import SavingMixin, StateDictType, existing
 
 __all__ = ["CheckpointMixin", "StateDictType"]
 
@@ -46,14 +46,6 @@ class CheckpointMixin(SavingMixin):
     _files_given: int  # single files that rank 0 has handed to the plugin
     _shown_to: list[Any]  # callbacks that ask us which names are taken
     _removals: list[tuple[Any, int]]  # on rank 0: older checkpoints, and how many files had been handed over
-
-    def _check_checkpoint_settings(self) -> None:
-        check_form(self._state_dict_type)
-        if self._async_save and self._state_dict_type == "full":
-            raise ConfigError(
-                "async_save=True is for state_dict_type='sharded'. One file is written in the background with "
-                "Lightning's plugin: Trainer(plugins=[AsyncCheckpointIO()])."
-            )
 
     # -- a checkpoint is restored -------------------------------------------------------------------------------------
     @property

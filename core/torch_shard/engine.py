@@ -15,19 +15,18 @@ from . import autograd_bridge, clip, comm_hook, restore, setup
 from . import gathered as _gathered
 from .config import ShardConfig
 from .engine_state import EngineState
+from .engine_statistics import EngineStatistics
 from .errors import ConfigError, ShardError
 from .hooks import unregister
 from .optim_step import StepWatch
-from .owned_state import tensors_of
 from .plan import Plan
 from .runtime import Runtime
-from .shard_tensor import ShardTensor
 from .unit import Unit
 
 _ATTRIBUTE = "_torch_shard_engine"
 
 
-class Engine(EngineState):
+class Engine(EngineState, EngineStatistics):
     """What :func:`shard` returns: the model stays a plain module, everything else is reached from here.
 
     Properties are not collective. A collective method must be called on all ranks of the mesh, in the same order; a
@@ -77,19 +76,6 @@ class Engine(EngineState):
     def device(self) -> torch.device:
         """Where this rank's shards live."""
         return self._runtime.collectives.device
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes this rank has sent for parameters and gradients since set-up, counted at the collectives.
-
-        It grows with every gather and reduction. Deep copies of the model count together with it.
-        """
-        return self._runtime.collectives.bytes_sent
-
-    @property
-    def bytes_sent_across(self) -> int:
-        """Of :attr:`bytes_sent`, those between copies of the parameters, under the hybrid strategies."""
-        return self._runtime.collectives.bytes_sent_across
 
     @property
     def shard_group(self) -> Any:
@@ -289,37 +275,6 @@ class Engine(EngineState):
         `fn` runs on every rank, with the generators of that rank. Raises as :meth:`gathered` does.
         """
         _gathered.apply(self.model, self._runtime, fn)
-
-    # -- memory -------------------------------------------------------------------------------------------------
-    def memory_summary(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
-        """Bytes this rank holds now. Not collective.
-
-        Args:
-            optimizer: whose state is counted; without it ``optimizer`` is 0.
-
-        Returns:
-            Bytes under ``parameters`` (this rank's shards), ``gradients`` (with what error feedback keeps of quantized
-            ones), ``optimizer`` and ``gathered`` (units that are whole now, and what ``reshard_after_forward`` keeps of others).
-        """
-        parameters = gradients = state = 0
-        for unit in self.units:
-            for flat in unit.flats:
-                parameters += flat.shard.numel() * flat.shard.element_size()
-                held, quantized = flat.gradients.flat, flat.gradients.quantized
-                gradients += held.nbytes if held is not None else 0
-                gradients += quantized.nbytes if quantized is not None else 0
-                with torch._C.DisableTorchFunctionSubclass():
-                    for p in flat.params:
-                        local = getattr(p.grad, "_local", None)
-                        gradients += local.numel() * local.element_size() if local is not None else 0
-        if optimizer is not None:
-            for entries in optimizer.state.values():
-                for value in tensors_of(entries):
-                    mine = value._local if isinstance(value, ShardTensor) else value
-                    state += mine.numel() * mine.element_size()
-        full = sum(u.full_bytes for u in self._runtime.schedule.gathered.values())
-        full += sum(f.part.untyped_storage().nbytes() for u in self.units for f in u.flats if f.part is not None)
-        return {"parameters": parameters, "gradients": gradients, "optimizer": state, "gathered": full}
 
     # -- the end ------------------------------------------------------------------------------------------------
     def close(self, *optimizers: torch.optim.Optimizer) -> None:
