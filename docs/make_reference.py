@@ -219,6 +219,7 @@ def pages() -> tuple[Page, ...]:
                     "lightning_shard.ShardStrategy",
                     ("engine", "engine_or_none", "config"),
                     constructor=True,
+                    bases=(("lightning_shard/settings.py", "SettingsMixin"),),
                 ),
                 Entry(
                     "lightning_shard/monitor.py", "MonitorMixin", "lightning_shard.ShardMonitor", (), constructor=True
@@ -229,6 +230,7 @@ def pages() -> tuple[Page, ...]:
                     "lightning_shard.ShardFabricStrategy",
                     ("engine_of", "config"),
                     constructor=True,
+                    bases=(("lightning_shard/settings.py", "SettingsMixin"),),
                 ),
             ),
         ),

@@ -295,10 +295,19 @@ class Engine(EngineState, EngineStatistics):
             each(self._runtime, "engine.close", self.finish_saving)
         units = list(self.units)
         restore.close_units(self._runtime, optimizers, self.model)
-        unregister(self.model, units)  # last: a close that is refused must leave the hooks
-        self._watch.close()
+        self._let_go(units)  # last: a close that is refused must leave the hooks
         self._runtime.collectives.close()
         self._staging = None
+
+    def abandon(self) -> None:
+        """Leave the model as it is: its parameters stay this rank's slices, to which the engine does nothing any more, so that it
+        can't be computed with. For deep copies that only hold values, as averages of the weights do. Not collective.
+        """
+        self._let_go(list(self.units))
+
+    def _let_go(self, units: list[Unit]) -> None:
+        unregister(self.model, units)
+        self._watch.close()
         self.model.__dict__.pop(_ATTRIBUTE, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -371,7 +371,7 @@ class Watch:
             f"rank {self.rank} waited {self.timeout:g} s in {pending.what} at {caller_line()}; {self._elsewhere(posts)}. "
             "The operation is collective: call it on every rank (look for code under `if rank == ...`). Work that one rank "
             "does alone for longer, such as writing a checkpoint, needs a torch.distributed.barrier() behind it, on every "
-            "rank; or raise ShardConfig(timeout=...) (of ShardPlugin under Accelerate)."
+            "rank; or raise ShardConfig(timeout=...) (of ShardPlugin under Accelerate, of the strategy under Lightning)."
         )
 
 
