@@ -19,6 +19,8 @@ Attributes of Lightning's own objects that the strategy reads or writes, and why
 - ``Strategy._precision``, ``_backward_sync_control`` of Fabric: the base class's, the latter read by ``no_backward_sync``;
 - ``_FabricModule`` calls a marked method by shadowing ``forward`` of the module with a function ``wrapped_forward``
   (see :func:`is_redirected`), and only where the strategy's module is another object than the user's;
+- ``Trainer.fit_loop._should_accumulate`` and ``fit_loop.epoch_loop._batches_that_stepped``: as the built-in monitors read them
+  (see :func:`accumulates` and :func:`logged_step`);
 - ``LightningModule.forward`` may be shadowed in the instance for the time of one call (as Lightning's own redirection
   for DDP does).
 """
@@ -38,10 +40,13 @@ __all__ = [
     "TESTED",
     "Private",
     "Shared",
+    "accumulates",
     "asked_weights_only",
     "average_of",
     "fabric_private",
     "is_redirected",
+    "logged_step",
+    "logs_this_step",
     "private",
     "run_as_forward",
 ]
@@ -229,3 +234,20 @@ def run_as_forward(module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
 def is_redirected(module: nn.Module) -> bool:
     """Whether the next call of ``forward`` is one of a method that the user marked with Fabric's ``mark_forward_method``."""
     return getattr(module.__dict__.get("forward"), "__name__", "") == "wrapped_forward"
+
+
+def accumulates(trainer: Any) -> bool:
+    """Whether the micro-batch that runs, or has just run, is one of a step that ends later."""
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def logged_step(trainer: Any) -> int:
+    """The number under which Lightning logs what belongs to the step that runs."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def logs_this_step(trainer: Any) -> bool:
+    """Whether ``log_every_n_steps`` chooses the step that runs. The same on all ranks, other than Lightning's own answer, which
+    is yes on a rank that was asked to stop, too."""
+    every = trainer.log_every_n_steps
+    return bool(every) and (logged_step(trainer) + 1) % every == 0
