@@ -13,7 +13,7 @@ __all__ = ["same_config", "with_overrides"]
 
 
 def with_overrides(config: ShardConfig | None, overrides: Mapping[str, Any], strategy: str) -> ShardConfig:
-    """`config`, or the default, with some fields changed.
+    """`config`, or the default, with some fields changed; None leaves a field as it is.
 
     Raises:
         ConfigError: there is no such field, or its value is bad.
@@ -22,7 +22,8 @@ def with_overrides(config: ShardConfig | None, overrides: Mapping[str, Any], str
     unknown = [name for name in overrides if name not in known]
     if unknown:
         raise ConfigError(f"{unknown[0]}: no such setting; {strategy} and ShardConfig have none of that name.")
-    return dataclasses.replace(config or ShardConfig(), **overrides)
+    chosen = {name: value for name, value in overrides.items() if value is not None}
+    return dataclasses.replace(config or ShardConfig(), **chosen)
 
 
 def same_config(a: ShardConfig, b: ShardConfig) -> bool:

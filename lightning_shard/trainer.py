@@ -25,13 +25,16 @@ from ._private import Private, run_as_forward
 from .checkpoint import CheckpointMixin, StateDictType
 from .full_checkpoint import is_sharded
 from .memory import fits_on_every_rank
+from .one_run import one_run_at_a_time, run_has_ended
 from .ranks import LauncherMixin, RanksMixin, StartMethod, mesh_on
+from .requeue import RequeueMixin
 from .settings import same_config, with_overrides
+from .signature import show_config_fields
 
 __all__ = ["LauncherMixin", "StartMethod", "TrainerStrategyMixin"]
 
 
-class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
+class TrainerStrategyMixin(CheckpointMixin, RequeueMixin, RanksMixin):
     """Trains with parameters, gradients and optimizer state sharded over the ranks; otherwise as DDP does.
 
     Args:
@@ -151,6 +154,8 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
         self._failed = False
         self.accelerator.setup(trainer)
         self._refuse(trainer)
+        one_run_at_a_time(self.lightning_module, self)
+        self._defer_requeue(trainer)
         fitting = trainer.state.fn == self._private.TrainerFn.FITTING
         config = _precision.config_for(self.precision_plugin, self._config, self.model, self._private)
         if config.is_hybrid and config.shard_size is None:
@@ -215,6 +220,7 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """``LightningModule.validation_step`` as a forward of the module."""
+        self._answer_requeue()
         with self.precision_plugin.val_step_context():
             return run_as_forward(self.lightning_module, "validation_step", args, kwargs)
 
@@ -250,6 +256,8 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
         It stays sharded after an exception, with ``unshard_at_end=False``, and where it would not fit in memory.
         """
         self._hide_pending()
+        self._forget_requeue()
+        run_has_ended(self.lightning_module, self)
         unsaved = self._finish_saves_at_end()
         engine = self.engine_or_none
         if engine is not None and not self._failed and self._wants_plain(engine):
@@ -338,3 +346,6 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
     def config(self) -> ShardConfig:
         """What the model is sharded with, but for what ``Trainer(precision=...)`` adds: that is in ``engine.config``."""
         return self._config
+
+
+show_config_fields(TrainerStrategyMixin)

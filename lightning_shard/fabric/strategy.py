@@ -19,6 +19,7 @@ from .. import precision as _precision
 from ..ranks import RanksMixin, StartMethod, mesh_on
 from ..saving import StateDictType, check_form
 from ..settings import same_config, with_overrides
+from ..signature import show_config_fields
 from .checkpoint import FabricCheckpointMixin
 from .forward_module import ForwardModule, inner
 
@@ -243,6 +244,9 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin):
         if not held:
             return []
         return [e for e in self._engines() if any(id(p) in held for unit in e.units for p in unit.params)]
+
+
+show_config_fields(FabricStrategyMixin)
 
 
 class _BackwardSync:
