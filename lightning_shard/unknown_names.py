@@ -18,7 +18,7 @@ __all__ = ["answer"]
 
 def answer(namespace: str, registry: Any) -> None:
     """Have `registry` return a list of names that refuses, with advice, what is meant for us but is no strategy there."""
-    available = getattr(registry, "available_strategies", None)  # its public method; shadowed in this one object
+    available: Any = getattr(registry, "available_strategies", None)  # its public method; shadowed in this one object
     if not isinstance(getattr(available, "__self__", None), type(registry)):
         return  # shadowed already: the names were registered again
 
