@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from torch import nn
-
 from torch_shard import ShardConfig
+from torch_shard.activation_checkpointing import Layers, checked_layers
 from torch_shard.errors import ConfigError
 
 __all__ = ["ShardPlugin", "StateDictType", "plugin_of"]
@@ -51,7 +50,7 @@ class ShardPlugin(ShardConfig):
 
     timeout: float | None = None  # type: ignore[assignment]
     layer_classes: Sequence[str] = ()
-    activation_checkpointing: bool | Sequence[type[nn.Module] | str] = False
+    activation_checkpointing: Layers = False
     state_dict_type: StateDictType = "sharded"
     async_save: bool = False
     defer_gradient_sync: bool = False
@@ -66,17 +65,7 @@ class ShardPlugin(ShardConfig):
         object.__setattr__(self, "layer_classes", tuple(names))
         if names and self.units is not None:
             raise ConfigError("layer_classes and units both say what is gathered together; give one of them.")
-        chosen = self.activation_checkpointing
-        if not isinstance(chosen, bool):
-            if isinstance(chosen, (str, type)) or not all(
-                (isinstance(entry, str) and entry) or (isinstance(entry, type) and issubclass(entry, nn.Module))
-                for entry in chosen
-            ):
-                raise ConfigError(
-                    "activation_checkpointing must be True, False, or a sequence of module classes and names of such, "
-                    f"not {chosen!r}."
-                )
-            object.__setattr__(self, "activation_checkpointing", tuple(chosen))
+        object.__setattr__(self, "activation_checkpointing", checked_layers(self.activation_checkpointing))
         if self.state_dict_type not in get_args(StateDictType):
             raise ConfigError(f"state_dict_type must be 'sharded' or 'full', not {self.state_dict_type!r}.")
         for field in ("async_save", "defer_gradient_sync", "weights_only", "fp32_masters"):

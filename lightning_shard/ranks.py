@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ._private import Shared, asked_weights_only
-from .environment import check_devices, check_ranks, check_start_settings, refuse_interactive
+from .environment import check_devices, check_ranks, refuse_interactive
 
 if TYPE_CHECKING:
     _Base: TypeAlias = Any
@@ -79,7 +79,6 @@ class RanksMixin(_Base):  # type: ignore[misc]
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        check_start_settings(self._start_method, self._timeout, self._process_group_backend)
         check_devices(self.parallel_devices, self._process_group_backend, self._private)
         by_script, by_multiprocessing = self._launchers
         if self._start_method == "popen":

@@ -10,33 +10,57 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torch_shard import ShardConfig
-from torch_shard.errors import ConfigError
-from torch_shard.log import logger
+from .config import Units
+from .errors import ConfigError
+from .layer_classes import classes_named, repeated_layers
+from .log import logger
 
-from .layers import classes_named, layers_of
-from .plugin import ShardPlugin
+__all__ = ["Layers", "checked_layers", "checkpointed_layers", "keep_activations"]
 
-__all__ = ["checkpointed_layers"]
+Layers = bool | Sequence[type[nn.Module] | str]
+"""Which layers compute their activations again: classes and names of classes; True: of the units, else those that repeat."""
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
+def checked_layers(chosen: Any) -> bool | tuple[type[nn.Module] | str, ...]:
+    """A user's choice, as a bool or a tuple.
+
+    Raises:
+        ConfigError: it is something else than :data:`Layers`.
+    """
+    if isinstance(chosen, bool):
+        return chosen
+    entries = None if isinstance(chosen, (str, nn.Module)) or not isinstance(chosen, Iterable) else tuple(chosen)
+    if entries is None or not all(
+        (isinstance(entry, str) and entry) or (isinstance(entry, type) and issubclass(entry, nn.Module))
+        for entry in entries
+    ):
+        raise ConfigError(
+            "activation_checkpointing must be True, False, or a sequence of module classes and names of such, "
+            f"not {chosen!r}."
+        )
+    return entries
+
+
 @contextlib.contextmanager
-def checkpointed_layers(model: nn.Module, plugin: ShardPlugin, config: ShardConfig) -> Iterator[int]:
-    """Around the sharding of `model`: the layers that `plugin` chooses recompute their activations from now on.
+def checkpointed_layers(model: nn.Module, chosen: Layers, units: Units) -> Iterator[int]:
+    """Around the sharding of `model`: the chosen layers compute their activations again from now on.
 
     Where the body raises they are as they were. Not collective.
 
     Args:
-        config: the engine's settings for this model, whose units ``True`` may mean.
+        model: whose layers; those inside of a chosen one are computed again with it.
+        chosen: classes and names of classes. True: the modules that `units` chooses, else those of the classes that a
+            transformers model names itself, else those that repeat in a list.
+        units: the engine's setting for this model.
 
     Yields:
         how many layers.
@@ -44,29 +68,30 @@ def checkpointed_layers(model: nn.Module, plugin: ShardPlugin, config: ShardConf
     Raises:
         ConfigError: the model has no such layers, or one of them has no ``forward``.
     """
-    chosen = plugin.activation_checkpointing
-    layers = _chosen_layers(model, plugin, config) if chosen else []
+    layers = _chosen_layers(model, chosen, units) if chosen else []
     changed = [layer for layer in layers if not isinstance(layer.__dict__.get("forward"), _Recomputed)]
-    before = [layer.__dict__.get("forward") for layer in changed]
     for layer in changed:
         layer.forward = _Recomputed(layer, layer.forward)
     try:
         yield len(layers)
     except BaseException:
-        for layer, own in zip(changed, before, strict=True):
-            if own is None:
-                del layer.forward
-            else:
-                layer.forward = own
+        for layer in changed:
+            layer.forward.undo()
         raise
 
 
-def _chosen_layers(model: nn.Module, plugin: ShardPlugin, config: ShardConfig) -> list[nn.Module]:
-    chosen = plugin.activation_checkpointing
-    if chosen is True:
-        layers = layers_of(model, config, plugin.layer_classes)
+def keep_activations(model: nn.Module) -> None:
+    """Undo :func:`checkpointed_layers` in all of `model`. Not collective."""
+    for layer in model.modules():
+        found = layer.__dict__.get("forward")
+        if isinstance(found, _Recomputed):
+            found.undo()
+
+
+def _chosen_layers(model: nn.Module, chosen: Layers, units: Units) -> list[nn.Module]:
+    if isinstance(chosen, bool):
+        layers = repeated_layers("activation_checkpointing", model, units)
     else:
-        assert not isinstance(chosen, bool)
         kinds = [entry for entry in chosen if isinstance(entry, type)]
         names = [entry for entry in chosen if isinstance(entry, str)]
         kinds += classes_named("activation_checkpointing", names, model)
@@ -96,6 +121,7 @@ class _Recomputed:
 
     def __init__(self, layer: nn.Module, forward: Any) -> None:
         self.layer, self.forward = layer, forward
+        self.own = "forward" in layer.__dict__  # rather than its class's
         functools.update_wrapper(self, forward)  # its signature, for who asks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,6 +129,12 @@ class _Recomputed:
         if not (layer.training and torch.is_grad_enabled()) or getattr(layer, "gradient_checkpointing", False):
             return self.forward(*args, **kwargs)
         return checkpoint(functools.partial(self.forward, **_without_cache(kwargs)), *args, use_reentrant=False)
+
+    def undo(self) -> None:
+        if self.own:
+            self.layer.forward = self.forward
+        else:
+            del self.layer.forward
 
 
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
