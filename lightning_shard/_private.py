@@ -43,12 +43,16 @@ __all__ = [
     "accumulates",
     "asked_weights_only",
     "average_of",
+    "call_requeue_handler",
     "fabric_private",
     "is_redirected",
     "logged_step",
     "logs_this_step",
     "private",
+    "requeue_signal_of",
+    "restore_requeue_handler",
     "run_as_forward",
+    "shadow_requeue_handler",
 ]
 
 TESTED = ("2.6.6",)
@@ -191,6 +195,32 @@ def asked_weights_only(function: Callable[..., Any], args: Any, kwargs: Any) -> 
         return inspect.signature(function).bind_partial(*args, **kwargs).arguments.get("weights_only")
     except (TypeError, ValueError):
         return None
+
+
+# The Trainer registers ``_signal_connector._slurm_sigusr_handler_fn`` when a run has been set up, and unregisters what it has
+# registered by itself; so the method is shadowed in the instance before, and called through its class.
+_REQUEUE_HANDLER = "_slurm_sigusr_handler_fn"
+
+
+def requeue_signal_of(environment: Any) -> Any:
+    """The signal at which SLURM wants a job saved and requeued; None where it will not."""
+    return environment.requeue_signal if getattr(environment, "auto_requeue", False) else None
+
+
+def shadow_requeue_handler(trainer: Any, handler: Callable[[int, Any], None]) -> None:
+    """Have `handler` called in place of the Trainer's own, in the next run."""
+    vars(trainer._signal_connector)[_REQUEUE_HANDLER] = handler
+
+
+def restore_requeue_handler(trainer: Any) -> None:
+    """Undo :func:`shadow_requeue_handler`."""
+    vars(trainer._signal_connector).pop(_REQUEUE_HANDLER, None)
+
+
+def call_requeue_handler(trainer: Any, signum: int) -> None:
+    """Save a checkpoint where the next job looks for it (collective), and requeue the job from rank 0."""
+    connector = trainer._signal_connector
+    getattr(type(connector), _REQUEUE_HANDLER)(connector, signum, None)
 
 
 def average_of(callback: Any, private: Private) -> nn.Module | None:
