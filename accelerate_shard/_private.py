@@ -17,11 +17,6 @@ Attributes of Accelerate's own objects that the front end reads or writes, and w
   methods of the tuner within, to which ``PeftModel`` passes them on;
 - ``GenerationMixin.generate`` runs under ``no_grad`` and takes ``synced_gpus``.
 
-Of torch:
-
-- ``ProcessGroup._get_backend(device).options._timeout`` and ``_get_default_timeout(backend)``: how long a process group waits;
-  see :func:`group_timeout`.
-
 Of transformers' Trainer, besides the names of the methods in :data:`accelerate_shard.trainer.STEPS`:
 
 - ``transformers.trainer.Accelerator``: the global name that ``create_accelerator_and_postprocess`` calls;
@@ -38,8 +33,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 __all__ = [
@@ -50,7 +43,6 @@ __all__ = [
     "adapter_state",
     "compiled_inner",
     "generates",
-    "group_timeout",
     "is_peft_model",
     "is_tuner",
     "plain_optimizer",
@@ -84,19 +76,6 @@ def plain_optimizer(optimizer: Any) -> Any:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def group_timeout(device: torch.device) -> float:
-    """Seconds that collectives on `device` wait in the default process group; torch's default where it does not say."""
-    c10d: Any = dist.distributed_c10d
-    if not (dist.is_available() and dist.is_initialized()):
-        return float(c10d.default_pg_timeout.total_seconds())
-    group: Any = dist.group.WORLD
-    try:
-        timeout = group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):  # of a backend that has no such options, or none for this device
-        timeout = c10d._get_default_timeout(c10d.Backend(dist.get_backend(group)))
-    return float(timeout.total_seconds())
 
 
 def shared_state() -> dict[str, Any]:

@@ -22,10 +22,11 @@ import torch_shard
 from torch_shard import Engine, ShardConfig
 from torch_shard.by_object import ByObject
 from torch_shard.errors import ConfigError
+from torch_shard.group_timeout import group_timeout
 from torch_shard.precision import for_autocast, precision_of
 
 from . import model_methods, outside_autocast
-from ._private import group_timeout, refuse_local_sgd
+from ._private import refuse_local_sgd
 from .clipping import clip_norm, limit_values, refuse_between_syncs
 from .ddp_kwargs import config_with, register_hook
 from .layers import checkpointed_layers, with_layer_units

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_shard import Engine
-from torch_shard.errors import ConfigError, ShardError
+from torch_shard import Engine, clip_together
+from torch_shard.errors import ShardError
 
 from .wrapped import engine_of
 
@@ -29,27 +29,12 @@ def clip_norm(models: Iterable[nn.Module], parameters: Any, max_norm: float, nor
     Raises:
         ConfigError: parameters of several sharded models, with some that ``ShardPlugin.ignore`` leaves out.
     """
-    chosen = _listed(parameters)
-    engines = _engines_of(models, chosen)
-    if len(engines) == 1:
-        # Parameters that are not sharded go along: they count with rank 0's gradients, so that all ranks scale alike.
-        return engines[0].clip_grad_norm_(max_norm, norm_type, chosen)
-    if any(id(p) in ids for ids in map(_ignored, engines) for p in chosen):
-        raise ConfigError(
-            "clip_grad_norm_: parameters of several models, of which some are left out of sharding (ShardPlugin.ignore). Their "
-            "gradients differ between the ranks, which would scale by different factors; clip each model on its own."
-        )
-    return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type=norm_type)
+    return clip_together.clip_norm(_engines(models), _listed(parameters), max_norm, norm_type)
 
 
 def limit_values(models: Iterable[nn.Module], parameters: Any, value: float) -> None:
     """Limit each element of the gradients to ``[-value, value]``. Not collective."""
-    chosen = _listed(parameters)
-    engines = _engines_of(models, chosen)
-    if len(engines) == 1:
-        engines[0].clip_grad_value_(value, chosen)
-    else:
-        torch.nn.utils.clip_grad_value_(chosen, value)
+    clip_together.limit_values(_engines(models), _listed(parameters), value)
 
 
 def refuse_between_syncs(accelerator: Any, name: str) -> None:
@@ -74,17 +59,5 @@ def _listed(parameters: Any) -> list[torch.Tensor]:
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
-def _engines_of(models: Iterable[nn.Module], parameters: Sequence[torch.Tensor]) -> list[Engine]:
-    """The engines that shard at least one of `parameters`."""
-    engines = {id(e): e for e in map(engine_of, models) if e is not None}
-    ids = set(map(id, parameters))
-    found: list[Engine] = []
-    for engine in engines.values():
-        if any(id(p) in ids for unit in engine.units for flat in unit.flats for p in flat.params):
-            found.append(engine)
-    return found
-
-
-def _ignored(engine: Engine) -> set[int]:
-    names = set(engine.plan.ignored)
-    return {id(p) for name, p in engine.model.named_parameters() if name in names} if names else set()
+def _engines(models: Iterable[nn.Module]) -> list[Engine]:
+    return [engine for engine in map(engine_of, models) if engine is not None]

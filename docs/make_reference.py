@@ -215,6 +215,7 @@ def pages() -> tuple[Page, ...]:
                     "lightning_shard.ShardStrategy",
                     ("engine", "engine_or_none", "config"),
                     constructor=True,
+                    bases=(("lightning_shard/settings.py", "SettingsMixin"),),
                 ),
                 Entry(
                     "lightning_shard/fabric/strategy.py",
@@ -222,6 +223,7 @@ def pages() -> tuple[Page, ...]:
                     "lightning_shard.ShardFabricStrategy",
                     ("engine_of", "config"),
                     constructor=True,
+                    bases=(("lightning_shard/settings.py", "SettingsMixin"),),
                 ),
             ),
         ),

@@ -9,6 +9,9 @@ Attributes of Lightning's own objects that the strategy reads or writes, and why
 - ``Strategy._checkpoint_io``: what the user gave, or None; a wrapping plugin takes a base from us in its property
   ``checkpoint_io`` unless it has one;
 - ``ModelCheckpoint.file_exists``: shadowed in the instance during a run that saves in the background;
+- ``StochasticWeightAveraging._average_model``, ``WeightAveraging._average_model``: the copies that they average in (see
+  :func:`average_of`); of the former also ``_scheduler_state``, not None where a checkpoint from within the averaging was
+  loaded, and ``_clear_schedulers``, which makes way for it;
 - ``LightningModule._trainer``: None where there is no Trainer;
 - ``Strategy._layer_sync``: where the Trainer leaves the plugin of ``sync_batchnorm=True``;
 - ``Trainer.fit`` passes ``weights_only`` to the launcher, by that name (see :func:`asked_weights_only`);
@@ -35,6 +38,7 @@ __all__ = [
     "Private",
     "Shared",
     "asked_weights_only",
+    "average_of",
     "fabric_private",
     "is_redirected",
     "private",
@@ -82,7 +86,9 @@ class Private(Shared):
     LightningOptimizer: Any
     TrainerFn: Any
     ModelCheckpoint: Any
-    refused_callbacks: tuple[Any, ...]
+    ModelPruning: Any
+    StochasticWeightAveraging: Any
+    WeightAveraging: Any
 
 
 _REFUSED_PRECISION = (
@@ -135,7 +141,9 @@ def private(namespace: str) -> Private:
         Precision=pl("plugins.precision.Precision"),
         MixedPrecision=pl("plugins.precision.MixedPrecision"),
         refused_precision=tuple(pl(f"plugins.precision.{name}") for name in _REFUSED_PRECISION),
-        refused_callbacks=tuple(pl(f"callbacks.{name}") for name in ("StochasticWeightAveraging", "WeightAveraging")),
+        ModelPruning=pl("callbacks.ModelPruning"),
+        StochasticWeightAveraging=pl("callbacks.StochasticWeightAveraging"),
+        WeightAveraging=pl("callbacks.WeightAveraging"),
     )
 
 
@@ -175,6 +183,16 @@ def asked_weights_only(function: Callable[..., Any], args: Any, kwargs: Any) -> 
         return inspect.signature(function).bind_partial(*args, **kwargs).arguments.get("weights_only")
     except (TypeError, ValueError):
         return None
+
+
+def average_of(callback: Any, private: Private) -> nn.Module | None:
+    """The deep copy of the module in which a callback keeps its average; None where it keeps none, or has none yet."""
+    if not isinstance(callback, (private.StochasticWeightAveraging, private.WeightAveraging)):
+        return None
+    held: nn.Module | None = callback._average_model
+    if held is not None and isinstance(callback, private.WeightAveraging):
+        return held.get_submodule("module")  # it is a torch.optim.swa_utils.AveragedModel
+    return held
 
 
 def run_as_forward(module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:

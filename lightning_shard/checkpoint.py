@@ -18,12 +18,15 @@ from torch_shard import Engine
 from torch_shard.errors import CheckpointError, ConfigError, StateDictError, UnitStateError
 from torch_shard.full_state import refuse_inside
 from torch_shard.log import logger
+from torch_shard.whole import agree
 
+from . import averaging
 from . import files as _files
 from . import full_checkpoint as _full
 from . import sharded_checkpoint as _sharded
+from . import slices as _slices
 from ._private import Private
-from .saving import SavingMixin, StateDictType, check_form, existing
+from .saving import SavingMixin, StateDictType, existing
 
 __all__ = ["CheckpointMixin", "StateDictType"]
 
@@ -43,14 +46,6 @@ class CheckpointMixin(SavingMixin):
     _files_given: int  # single files that rank 0 has handed to the plugin
     _shown_to: list[Any]  # callbacks that ask us which names are taken
     _removals: list[tuple[Any, int]]  # on rank 0: older checkpoints, and how many files had been handed over
-
-    def _check_checkpoint_settings(self) -> None:
-        check_form(self._state_dict_type)
-        if self._async_save and self._state_dict_type == "full":
-            raise ConfigError(
-                "async_save=True is for state_dict_type='sharded'. One file is written in the background with "
-                "Lightning's plugin: Trainer(plugins=[AsyncCheckpointIO()])."
-            )
 
     # -- a checkpoint is restored -------------------------------------------------------------------------------------
     @property
@@ -103,6 +98,7 @@ class CheckpointMixin(SavingMixin):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer states of either form, written on any number of ranks. Collective."""
         engine = self.engine_or_none
+        averaging.forget_schedulers(self._callbacks(), self.lightning_module.trainer, self._private)
         states = checkpoint["optimizer_states"]
         if states and len(states) != len(self.optimizers):
             raise StateDictError(
@@ -153,6 +149,8 @@ class CheckpointMixin(SavingMixin):
         engine = self.engine_or_none
         state = checkpoint.get("state_dict")
         names = list(state) if isinstance(state, Mapping) else []
+        if engine is not None and self._state_dict_type == "full":
+            checkpoint = _slices.whole(engine, checkpoint)
         filepath, of_first = self._told((filepath, names), "trainer.save_checkpoint")
         if self._state_dict_type == "sharded" and engine is not None:
             if storage_options is not None:
@@ -160,6 +158,7 @@ class CheckpointMixin(SavingMixin):
                     "storage_options is for plugins, which write single files; this checkpoint is a folder."
                 )
             self._together(lambda: _sharded.check_names(engine.rank, names, of_first))
+            agree(engine._runtime, "saving a checkpoint", _slices.names(checkpoint))
             self._save_folder(engine, checkpoint, _sharded.local_path(filepath))
         else:
             self._finish_save()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torch_shard import Engine, ShardTensor
+from torch_shard import Engine, ShardTensor, named_state
 from torch_shard.errors import CheckpointError, StateDictError
 from torch_shard.log import logger
 
@@ -24,6 +24,7 @@ __all__ = [
     "load_optimizer",
     "model_state",
     "names_of",
+    "on_meta",
     "optimizer_state",
     "read_file",
     "read_plain",
@@ -40,7 +41,7 @@ def model_state(engine: Engine, model: nn.Module) -> dict[str, Any]:
     whole = engine.state_dict(rank0_only=True, offload_to_cpu=True)
     if engine.rank == 0:
         return whole
-    return {name: _on_meta(value) for name, value in engine.state_dict(form="sharded", offload_to_cpu=False).items()}
+    return {name: on_meta(value) for name, value in engine.state_dict(form="sharded", offload_to_cpu=False).items()}
 
 
 def load_model(engine: Engine, state_dict: Mapping[str, Any], strict: bool) -> Any:
@@ -54,7 +55,8 @@ def load_model(engine: Engine, state_dict: Mapping[str, Any], strict: bool) -> A
     return engine.load_state_dict(state, strict=strict)
 
 
-def _on_meta(value: Any) -> Any:
+def on_meta(value: Any) -> Any:
+    """The entry without memory that stands for one of rank 0; what is no tensor is kept."""
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty(value.shape, dtype=value.dtype, device="meta").as_subclass(_OnRankZero)
@@ -84,15 +86,18 @@ class _OnRankZero(torch.Tensor):
 # -- optimizers -------------------------------------------------------------------------------------------------------
 
 
-def optimizer_state(engine: Engine, optimizer: Any, *, rank0_only: bool = True) -> dict[str, Any]:
+def optimizer_state(
+    engine: Engine, optimizer: Any, *, rank0_only: bool = True, parameters: nn.Module | None = None
+) -> dict[str, Any]:
     """Whole optimizer state as ``optimizer.state_dict()`` of a single device gives it, by number. Collective.
 
-    With `rank0_only` the other ranks get the groups without any state.
+    With `rank0_only` the other ranks get the groups without any state. `parameters` has names for those that the optimizer holds;
+    by default the engine's model.
     """
     if not is_sharded(optimizer):
         return optimizer.state_dict()
-    named = engine.optim_state_dict(optimizer, rank0_only=rank0_only)
-    names = names_of(engine, optimizer)
+    named = named_state.optim_state_dict(engine._runtime, optimizer, rank0_only, parameters or engine.model)
+    names = names_of(engine, optimizer, parameters)
     numbers = _numbers(names)
     groups = [
         {**{k: v for k, v in group.items() if k != "params"}, "params": [numbers[name] for name in group_names]}
@@ -106,12 +111,17 @@ def optimizer_state(engine: Engine, optimizer: Any, *, rank0_only: bool = True) 
     return {"state": state, "param_groups": groups}
 
 
-def load_optimizer(engine: Engine, optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Load what a Trainer saved for this optimizer, sharded or not. Collective; all ranks give the same state."""
+def load_optimizer(
+    engine: Engine, optimizer: Any, state: Mapping[str, Any], parameters: nn.Module | None = None
+) -> None:
+    """Load what a Trainer saved for this optimizer, sharded or not. Collective; all ranks give the same state.
+
+    `parameters`: as for :func:`optimizer_state`.
+    """
     if not is_sharded(optimizer):
         optimizer.load_state_dict(copy.deepcopy(state))  # which keeps what it is given: views of the file
         return
-    names = [name for group in names_of(engine, optimizer) for name in group]
+    names = [name for group in names_of(engine, optimizer, parameters) for name in group]
     saved_order = [number for group in state["param_groups"] for number in group["params"]]
     if len(saved_order) != len(names):
         raise StateDictError(
@@ -130,30 +140,32 @@ def load_optimizer(engine: Engine, optimizer: Any, state: Mapping[str, Any]) -> 
             for group in state["param_groups"]
         ],
     }
-    engine.load_optim_state_dict(optimizer, named)
+    named_state.load_optim_state_dict(engine._runtime, optimizer, named, parameters or engine.model)
 
 
 def is_sharded(optimizer: Any) -> bool:
     return any(isinstance(p, ShardTensor) for group in optimizer.param_groups for p in group["params"])
 
 
-def names_of(engine: Engine, optimizer: Any) -> list[list[str]]:
-    """The names of an optimizer's parameters, by group. Not collective."""
-    known = {id(p): name for name, p in engine.model.named_parameters()}
-    known.update({id(p): name for unit in engine.units for name, p in zip(unit.names, unit.params, strict=True)})
+def names_of(engine: Engine, optimizer: Any, parameters: nn.Module | None = None) -> list[list[str]]:
+    """The names of an optimizer's parameters, by group, as :mod:`torch_shard.named_state` has them. Not collective."""
     try:
-        return [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    except KeyError:
+        known = named_state.names_of(engine._runtime, optimizer, parameters or engine.model)
+    except StateDictError:
         raise StateDictError(
             f"rank {engine.rank}: {type(optimizer).__name__} mixes parameters of the LightningModule with others, so "
             "its state can't be saved by name; register the others in the module."
         ) from None
+    return [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def _numbers(names: list[list[str]]) -> dict[str, int]:
     flat = [name for group in names for name in group]
     return {name: number for number, name in enumerate(flat)}
 
+
+# What is loaded into slices. The last is WeightAveraging's, which puts the average into the first.
+_MAPPED = ("state_dict", "optimizer_states", "current_model_state")
 
 # -- the file ---------------------------------------------------------------------------------------------------------
 
@@ -174,7 +186,7 @@ def read_file(path: Any, checkpoint_io: Any, maps: bool, weights_only: bool | No
     found, mapped = read_plain(path, checkpoint_io, maps, weights_only)
     if mapped and isinstance(found, dict):
         # Of these others take slices or copies. Hooks and callbacks may keep the rest for as long as they like.
-        rest = {key: value for key, value in found.items() if key not in ("state_dict", "optimizer_states")}
+        rest = {key: value for key, value in found.items() if key not in _MAPPED}
         found.update(copy.deepcopy(rest))
     if not mapped:
         logger.info("%s can't be mapped into memory, so each rank has read all of it", path)

@@ -18,18 +18,23 @@ _SHARE = 0.5
 
 
 def fits_on_every_rank(
-    engine: Engine, optimizers: Iterable[Any], ranks_here: int, reduce: Callable[..., torch.Tensor]
+    engine: Engine,
+    optimizers: Iterable[Any],
+    ranks_here: int,
+    reduce: Callable[..., torch.Tensor],
+    averages: Iterable[torch.Tensor] = (),
 ) -> bool:
-    """Whether each rank can hold whole parameters and optimizer state. Collective; the same answer on all.
+    """Whether each rank can hold whole parameters, optimizer state and averages. Collective; the same answer on all.
 
     Args:
         engine: of the model.
         optimizers: whose state is gathered too.
         ranks_here: ranks that share this machine's memory.
         reduce: sums a tensor over the ranks.
+        averages: of the parameters.
     """
     parameters = whole_bytes(p for p in engine.model.parameters())
-    states = whole_bytes(
+    states = whole_bytes(averages) + whole_bytes(
         v for o in optimizers for entries in o.state.values() for v in entries.values() if isinstance(v, torch.Tensor)
     )
     free = available_bytes()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
 
 from torch_shard import Engine
+from torch_shard.checkpoint.contents import Source
 from torch_shard.checkpoint.folder import find
 from torch_shard.checkpoint.phases import broadcast, each
 from torch_shard.checkpoint.sharded_save import save_contents
@@ -31,10 +32,15 @@ StateDictType = Literal["full", "sharded"]
 T = TypeVar("T")
 
 
-def check_form(state_dict_type: str) -> None:
-    """Raise ConfigError where there is no such form of checkpoints."""
+def check_form(state_dict_type: str, async_save: bool) -> None:
+    """Raise ConfigError where there is no such form of checkpoints, or it is not written in the background."""
     if state_dict_type not in ("full", "sharded"):
         raise ConfigError(f"state_dict_type must be 'full' or 'sharded', not {state_dict_type!r}.")
+    if async_save and state_dict_type == "full":
+        raise ConfigError(
+            "async_save=True is for state_dict_type='sharded'. Under the Trainer one file is written in the background with "
+            "Lightning's plugin: Trainer(plugins=[AsyncCheckpointIO()])."
+        )
 
 
 class SavingMixin(_Base):  # type: ignore[misc]
@@ -76,17 +82,27 @@ class SavingMixin(_Base):  # type: ignore[misc]
         return io
 
     # -- folders ------------------------------------------------------------------------------------------------------
-    def _write_folder(self, engine: Engine, contents: Mapping[str, Any], target: Path, asynchronous: bool) -> Any:
-        """Write a folder by all ranks, also where a file is now; what is returned is a save that goes on, or None. Collective."""
+    def _write_folder(
+        self,
+        engine: Engine,
+        contents: Mapping[str, Any],
+        target: Path,
+        asynchronous: bool,
+        sources: Sequence[Source] | None = None,
+    ) -> Any:
+        """Write a folder by all ranks, also where a file is now; what is returned is a save that goes on, or None. Collective.
+
+        `sources`: the models that are in it, by default the engine's.
+        """
         extra = contents["extra"] if self.is_global_zero else {}
         allowed = self._together(lambda: classes_to_allow(extra))
         # Rank 0's view for all. Replacing a file is rare, so that nothing is gained by doing it in the background.
         is_file, nonce = self.broadcast((target.is_file() and not target.is_symlink(), secrets.token_hex(8)))
         with torch.serialization.safe_globals(allowed):
             if not is_file:
-                return save_contents(engine, target, contents, asynchronous=asynchronous)
+                return save_contents(engine, target, contents, sources=sources, asynchronous=asynchronous)
             beside = _files.hidden(target, nonce)
-            save_contents(engine, beside, contents)
+            save_contents(engine, beside, contents, sources=sources)
             self._on_first(f"replace {target}", lambda: _files.swap(beside, target))
             self._on_first(f"delete what was {target}", lambda: _files.delete(beside))
             return None

@@ -1,21 +1,84 @@
-"""A strategy's ShardConfig: made from keyword arguments, and compared."""
+"""The settings that the strategies of the Trainer and of Fabric have in common."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
 from torch_shard import Precision, ShardConfig
 from torch_shard.activation_checkpointing import Layers, checked_layers
 from torch_shard.errors import ConfigError
+from torch_shard.group_timeout import group_timeout
 
-__all__ = ["LayersOrOne", "chosen_layers", "same_config", "with_overrides"]
+from . import precision as _precision
+from ._private import Shared
+from .foreign_arguments import advice
+from .ranks import StartMethod
+from .saving import StateDictType, check_form
+
+if TYPE_CHECKING:
+    _Base: TypeAlias = Any
+else:
+    _Base = object
+
+__all__ = ["LayersOrOne", "SettingsMixin", "same_config", "with_overrides"]
 
 LayersOrOne: TypeAlias = Layers | type[nn.Module] | str | None
 """What strategies take as ``activation_checkpointing``."""
+
+
+class SettingsMixin(_Base):  # type: ignore[misc]
+    """Keeps what the user has chosen, and makes of it what an engine gets."""
+
+    _private: Shared
+
+    def _keep_settings(
+        self,
+        config: ShardConfig | None,
+        overrides: Mapping[str, Any],
+        *,
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+        start_method: StartMethod,
+        defer_gradient_sync: bool,
+        activation_checkpointing: LayersOrOne,
+        state_dict_type: StateDictType,
+        async_save: bool,
+        weights_only: bool | None,
+    ) -> None:
+        """Check and keep the arguments that both strategies take."""
+        self._config = with_overrides(config, overrides, type(self).__name__)
+        self._checkpointed = chosen_layers(activation_checkpointing)
+        check_form(state_dict_type, async_save)
+        self._num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout or self._private.default_pg_timeout
+        self._start_method = start_method
+        self._defer_gradient_sync = defer_gradient_sync
+        self._state_dict_type = state_dict_type
+        self._async_save = async_save
+        self._weights_only = weights_only
+
+    @property
+    def config(self) -> ShardConfig:
+        """What modules are sharded with, but for what Lightning says: its precision, the ranks of a node and the timeout of the
+        process group are in ``engine.config``."""
+        return self._config
+
+    def _engine_config(self, plugin: Any, module: nn.Module) -> ShardConfig:
+        """The settings of a module's engine under a precision plugin, in the process group that there is. Not collective."""
+        config = _precision.config_for(plugin, self._config, module, self._private)
+        changes: dict[str, Any] = {}
+        if config.is_hybrid and config.shard_size is None:
+            changes["shard_size"] = self.num_processes  # the ranks of a node
+        if config.timeout == ShardConfig.timeout:  # not chosen
+            # Ranks may be as far apart as under DDP: one may validate, upload or tokenise for minutes.
+            changes["timeout"] = group_timeout(self.root_device)
+        return dataclasses.replace(config, **changes) if changes else config
 
 
 def chosen_layers(chosen: LayersOrOne) -> Layers:
@@ -36,7 +99,9 @@ def with_overrides(config: ShardConfig | None, overrides: Mapping[str, Any], str
     known = [field.name for field in dataclasses.fields(ShardConfig)]
     unknown = [name for name in overrides if name not in known]
     if unknown:
-        raise ConfigError(f"{unknown[0]}: no such setting; {strategy} and ShardConfig have none of that name.")
+        raise ConfigError(
+            f"{unknown[0]}: no such setting; {strategy} and ShardConfig have none of that name.{advice(unknown[0], known)}"
+        )
     return dataclasses.replace(config or ShardConfig(), **overrides)
 
 

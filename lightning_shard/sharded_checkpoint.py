@@ -4,7 +4,7 @@
 
     checkpoint["state_dict"]           model.<name>
     checkpoint["optimizer_states"]     optimizer.state..., of several optimizer.<number>.state...
-    everything else                    extra, one object
+    everything else                    extra, one object; ShardTensors in it sliced.<number>.<name of the parameter>
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from torch_shard import Engine, ShardTensor
-from torch_shard.checkpoint.contents import EXTRA, MODEL, OPTIMIZER, sources_of
+from torch_shard.checkpoint.contents import EXTRA, MODEL, OPTIMIZER, SLICED, Source, param_names, sources_of
 from torch_shard.checkpoint.contents import optimizer_state as named_state
 from torch_shard.checkpoint.phases import each
 from torch_shard.checkpoint.read_contents import Contents, read_contents
 from torch_shard.errors import CheckpointError, ConfigError, StateDictError
+from torch_shard.named_state import load_optim_state_dict as named_load
 
 from . import full_checkpoint as _full
 from .files import is_local
 from .full_checkpoint import names_of
 from .safe_load import load_safely
+from .slices import joined, split
 
 __all__ = [
     "check_names",
@@ -38,6 +41,7 @@ __all__ = [
     "optimizer_state",
     "read_folder",
     "read_parts",
+    "renamed",
 ]
 
 _META = "meta.pt"  # where Lightning's own strategies keep everything but model and optimizers
@@ -50,9 +54,12 @@ def model_state(engine: Engine) -> dict[str, Any]:
     return engine.state_dict(form="sharded", offload_to_cpu=False)
 
 
-def optimizer_state(engine: Engine, optimizer: Any) -> dict[str, Any]:
-    """State and groups of one optimizer by parameter name, sharded as they are. Not collective."""
-    return named_state(sources_of(engine, None), [optimizer])
+def optimizer_state(engine: Engine, optimizer: Any, sources: Sequence[Source] | None = None) -> dict[str, Any]:
+    """State and groups of one optimizer by parameter name, sharded as they are. Not collective.
+
+    `sources`: the models that its parameters are of, by default the engine's.
+    """
+    return named_state(sources or sources_of(engine, None), [optimizer])
 
 
 def contents_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,7 +70,9 @@ def contents_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     if states:  # an empty list stays: it says that there was no optimizer, and not that its state is missing
         del rest["optimizer_states"]
         contents[OPTIMIZER] = states[0] if len(states) == 1 else {str(n): state for n, state in enumerate(states)}
-    contents[EXTRA] = rest
+    contents[EXTRA], sliced = split(rest)
+    if sliced:
+        contents[SLICED] = sliced
     return contents
 
 
@@ -120,9 +129,16 @@ def read_folder(
 
 
 def read_parts(
-    engine: Engine, folder: Path, optimizers: Sequence[Any], weights_only: bool | None
+    engine: Engine,
+    folder: Path,
+    optimizers: Sequence[Any],
+    weights_only: bool | None,
+    models: Mapping[str, Engine] | None = None,
 ) -> tuple[Contents, dict[str, Any]]:
-    """Read a folder as :func:`read_folder` does: model and optimizers, and what else was saved. Collective."""
+    """Read a folder as :func:`read_folder` does: models and optimizers, and what else was saved. Collective.
+
+    `models`: see :func:`torch_shard.checkpoint.read_contents.read_contents`.
+    """
 
     def unpickle(name: str, file: Any) -> Any:
         return load_safely(
@@ -139,8 +155,9 @@ def read_parts(
         )
 
     meta = each(engine._runtime, "loading a checkpoint", beside)
-    found = read_contents(engine, folder, optimizers, unpickle=unpickle)
+    found = read_contents(engine, folder, optimizers, models=models, unpickle=unpickle)
     rest = meta if isinstance(meta, dict) else found.extra if isinstance(found.extra, dict) else {}
+    rest = joined(rest, found.sliced)
     return found, rest
 
 
@@ -161,24 +178,40 @@ def is_named(state: Any) -> bool:
     return any(isinstance(name, str) for group in state.get("param_groups", ()) for name in group["params"])
 
 
-def load_optimizer(engine: Engine, optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Load state by parameter name. Collective."""
+def load_optimizer(
+    engine: Engine, optimizer: Any, state: Mapping[str, Any], parameters: nn.Module | None = None
+) -> None:
+    """Load state by parameter name. Collective. `parameters`: as for :func:`.full_checkpoint.optimizer_state`."""
     devices: dict[Any, torch.device] = {}
-    for group, names in zip(optimizer.param_groups, names_of(engine, optimizer), strict=True):
+    for group, names in zip(optimizer.param_groups, names_of(engine, optimizer, parameters), strict=True):
         devices.update((name, p.device) for name, p in zip(names, group["params"], strict=True))
     placed = {
         name: {key: _on(value, devices[name]) for key, value in own.items()} if name in devices else own
         for name, own in state["state"].items()
     }
-    engine.load_optim_state_dict(optimizer, {**state, "state": placed})
+    named_load(engine._runtime, optimizer, {**state, "state": placed}, parameters or engine.model)
 
 
-def load_either(engine: Engine, optimizer: Any, state: Mapping[str, Any]) -> None:
+def load_either(engine: Engine, optimizer: Any, state: Mapping[str, Any], parameters: nn.Module | None = None) -> None:
     """Load state by parameter name, or by number as a single device has it. Collective."""
     if is_named(state):
-        load_optimizer(engine, optimizer, state)
+        load_optimizer(engine, optimizer, state, parameters)
     else:
-        _full.load_optimizer(engine, optimizer, state)
+        _full.load_optimizer(engine, optimizer, state, parameters)
+
+
+def renamed(
+    state: dict[str, Any], engine: Engine, optimizer: Any, sources: Sequence[Source], parameters: nn.Module
+) -> dict[str, Any]:
+    """State by the names of `sources`, as a folder has it, with those that `parameters` has. Not collective."""
+    if not is_named(state):
+        return state
+    saved = param_names(sources, optimizer)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    flat = [name for group in names_of(engine, optimizer, parameters) for name in group]
+    new = {saved[id(p)]: name for p, name in zip(held, flat, strict=True)}
+    groups = [{**group, "params": [new.get(name, name) for name in group["params"]]} for group in state["param_groups"]]
+    return {**state, "state": {new.get(n, n): own for n, own in state["state"].items()}, "param_groups": groups}
 
 
 def _on(value: Any, device: torch.device) -> Any:

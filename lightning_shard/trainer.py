@@ -6,7 +6,6 @@ Methods stand in the order in which the Trainer calls them.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
@@ -21,18 +20,19 @@ from torch_shard.activation_checkpointing import checkpointed_layers, keep_activ
 from torch_shard.errors import UnitStateError
 from torch_shard.log import logger
 
+from . import averaging
 from . import precision as _precision
 from ._private import Private, run_as_forward
 from .checkpoint import CheckpointMixin, StateDictType
 from .full_checkpoint import is_sharded
 from .memory import fits_on_every_rank
 from .ranks import LauncherMixin, RanksMixin, StartMethod, mesh_on
-from .settings import LayersOrOne, chosen_layers, same_config, with_overrides
+from .settings import LayersOrOne, SettingsMixin, same_config
 
 __all__ = ["LauncherMixin", "StartMethod", "TrainerStrategyMixin"]
 
 
-class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
+class TrainerStrategyMixin(CheckpointMixin, RanksMixin, SettingsMixin):
     """Trains with parameters, gradients and optimizer state sharded over the ranks; otherwise as DDP does.
 
     Args:
@@ -45,8 +45,9 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
         precision_plugin: likewise. With ``bf16-mixed`` and ``16-mixed`` parameters are gathered in that dtype, norms excepted,
             and autocast is on, unless `config` has a ``precision`` of its own (``Precision()``: autocast alone).
         process_group_backend: ``"nccl"`` or ``"gloo"``; by default the device's own.
-        timeout: of the process group. (The time until a missing partner is reported is ``ShardConfig.timeout``, set
-            through `config`.)
+        timeout: of the process group, and so how long a rank waits for a missing partner before it raises
+            :class:`~torch_shard.errors.MissingRankError`; after half a minute a warning says what is waited for. `config` with a
+            ``timeout`` of its own, not the default, fails sooner.
         start_method: ``"popen"`` runs the script once per rank; ``"spawn"`` and ``"fork"`` are for notebooks and tests.
         defer_gradient_sync: while gradients accumulate, reduce them once at the end. Sends less, but holds the
             whole gradients on every rank meanwhile. By default each micro-batch is reduced.
@@ -91,9 +92,18 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
         weights_only: bool | None = None,
         **overrides: Any,
     ) -> None:
-        config = with_overrides(config, overrides, "ShardStrategy")
-        self._config = config
-        self._checkpointed = chosen_layers(activation_checkpointing)
+        self._keep_settings(
+            config,
+            overrides,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            defer_gradient_sync=defer_gradient_sync,
+            activation_checkpointing=activation_checkpointing,
+            state_dict_type=state_dict_type,
+            async_save=async_save,
+            weights_only=weights_only,
+        )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -101,16 +111,7 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._num_nodes = 1
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout or self._private.default_pg_timeout
-        self._start_method = start_method
-        self._defer_gradient_sync = defer_gradient_sync
         self._unshard_at_end = unshard_at_end
-        self._state_dict_type = state_dict_type
-        self._async_save = async_save
-        self._weights_only = weights_only
-        self._check_checkpoint_settings()
         self._pending = self._pending_occasion = None
         self._shared = Counter()
         self._files_given = 0
@@ -156,17 +157,16 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
         assert self.model is not None
         self._failed = False
         self.accelerator.setup(trainer)
-        self._refuse(trainer)
+        averaging.check(trainer.callbacks, self.model, self._private)
         fitting = trainer.state.fn == self._private.TrainerFn.FITTING
-        config = _precision.config_for(self.precision_plugin, self._config, self.model, self._private)
-        if config.is_hybrid and config.shard_size is None:
-            config = dataclasses.replace(config, shard_size=self.num_processes)  # the ranks of a node
+        config = self._engine_config(self.precision_plugin, self.model)
         engine = self._reusable_engine(fitting, config)
         keep_activations(self.model)  # an earlier run may have chosen others
         with checkpointed_layers(self.model, self._checkpointed, config.units):
             if engine is None:
                 self._shard(config, fitting)
         self.model_to_device()
+        averaging.shard(trainer.callbacks, self.engine, self._private)
         if fitting:
             # Only then: the optimizers of an earlier fit stay through validate, test and predict.
             self.setup_optimizers(trainer)
@@ -183,16 +183,6 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
         # Before sharding: afterwards the dtype of a parameter is fixed.
         self.model = self.precision_plugin.convert_module(self.model)
         torch_shard.shard(self.model, config, mesh=mesh_on(self.root_device))
-
-    def _refuse(self, trainer: Any) -> None:
-        for callback in trainer.callbacks:
-            if isinstance(callback, self._private.refused_callbacks):
-                raise self._private.MisconfigurationException(
-                    f"{type(callback).__name__} does not work with ShardStrategy yet: it copies the parameters of the "
-                    "module one by one and would average this rank's slices with whole copies. Average saved "
-                    "checkpoints instead, or keep a torch.optim.swa_utils.AveragedModel of your own inside "
-                    "engine.gathered()."
-                )
 
     def _reusable_engine(self, fitting: bool, config: ShardConfig) -> Engine | None:
         """The engine that an earlier run left on this model; closed and forgotten where it does not fit this run."""
@@ -306,7 +296,8 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
             return True
         if self._unshard_at_end is not None:
             return self._unshard_at_end
-        if fits_on_every_rank(engine, self.optimizers, self.num_processes, self.reduce):
+        averages = averaging.parameters(self._callbacks(), self._private)
+        if fits_on_every_rank(engine, self.optimizers, self.num_processes, self.reduce, averages):
             return True
         logger.warning(
             "the model stays sharded after this run: whole copies of it and its optimizer state on every rank would "
@@ -319,6 +310,7 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
         optimizers = [self._unwrapped(optimizer) for optimizer in self.optimizers]
         try:
             engine.close(*filter(is_sharded, optimizers))
+            averaging.unshard(self._callbacks(), engine.model, self._private, engine.device)
         except UnitStateError as error:
             logger.warning("the model stays sharded after this run: %s", error)
 
@@ -346,8 +338,3 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin):
         """The engine, or None where nothing is sharded."""
         module = self._lightning_module
         return torch_shard.engine_of(module) if module is not None else None
-
-    @property
-    def config(self) -> ShardConfig:
-        """What the model is sharded with, but for what ``Trainer(precision=...)`` adds: that is in ``engine.config``."""
-        return self._config

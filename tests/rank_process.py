@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 START_TIMEOUT = 120.0  # seconds until processes and process group exist, on a busy machine
+_MOST_THREADS = 60  # an engine over several copies has about half as many
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Outcome:
     kind: str  # "done", "skipped", "died", "hung", or the name of the exception's class
     text: str = ""
     result: bytes = b""
+    worn: bool = False  # the process should be replaced
 
     @property
     def failed(self) -> bool:
@@ -140,7 +142,7 @@ def _run_job(data: bytes, rank: int, world_size: int, number: int) -> Outcome:
         torch.manual_seed(0)
         with contextlib.nullcontext() if job.within is None else job.within():
             result = job.function(rank, world_size, *job.args)
-        outcome = Outcome("done", result=pickle.dumps(result))
+        outcome = Outcome("done", result=pickle.dumps(result), worn=_is_worn())
         del result
         if job.check_group:
             _check_group(number, world_size)
@@ -153,6 +155,18 @@ def _run_job(data: bytes, rank: int, world_size: int, number: int) -> Outcome:
     except BaseException as error:
         return _report(error)
     return outcome
+
+
+def _is_worn() -> bool:
+    """Whether this process has become slow, and makes others slow.
+
+    Groups in which a body left a collective without its partner live as long as the process, and each has a thread of Gloo's that
+    wakes up a hundred times a second.
+    """
+    try:
+        return len(os.listdir("/proc/self/task")) > _MOST_THREADS
+    except OSError:  # not on Linux
+        return False
 
 
 def _check_group(number: int, world_size: int) -> None:

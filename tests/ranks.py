@@ -43,7 +43,8 @@ the pool checks that the default group still works, and fails the test if it doe
 **When it goes wrong.** A failing rank's own traceback and output become the message of
 :class:`RankFailure` (``.rank``, ``.kind`` = name of the exception class). Ranks that hang are shown
 with the stack of each of their threads. ``pytest.skip`` in a body skips the test. After a failure,
-a timeout or a dead rank, the processes are replaced before the next test.
+a timeout or a dead rank, the processes are replaced before the next test, and now and then after
+bodies that leave much behind.
 
 This file is what runs in the test process; what runs in the ranks is in rank_process.py.
 """
@@ -287,9 +288,10 @@ def run(
     finally:
         # An interrupted job (no outcomes) leaves ranks in the middle of something, too.
         all_good = bool(outcomes) and all(outcome.kind == "done" for outcome in outcomes.values())
-        if not fresh and not all_good:
+        worn = any(outcome.worn for outcome in outcomes.values())
+        if not fresh and (worn or not all_good):
             del _pools[key]
-        if fresh or not all_good:
+        if fresh or worn or not all_good:
             pool.close(kill=not all_good)
     if failures:
         rank, outcome = next(iter(failures.items()))

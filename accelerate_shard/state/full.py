@@ -13,10 +13,11 @@ from torch_shard import Engine, named_state, owned_state
 from torch_shard.checkpoint.contents import Optimizers, Source, param_names
 from torch_shard.checkpoint.full_files import open_full
 from torch_shard.checkpoint.full_load import FullLoad, by_name
+from torch_shard.checkpoint.others import all_parameters
 from torch_shard.errors import CheckpointError, StateDictError
 
 from .files import OPTIMIZER_NAME, numbered, read, safely
-from .prepared import Prepared, all_parameters
+from .prepared import Prepared
 
 __all__ = ["FullModel", "FullOptimizer", "PlainModel", "optimizer_state"]
 

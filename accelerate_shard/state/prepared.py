@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import nn
 
 from torch_shard import Engine
 from torch_shard.checkpoint.contents import MODEL, MODELS, Source
+from torch_shard.checkpoint.others import plain_source
 
 from .._private import plain_optimizer
 from ..wrapped import engine_of, inner
@@ -55,14 +53,14 @@ class Prepared:
         known.update(id(p) for engine in self.sharded for unit in engine.units for p in unit.params)
         for number, engine in enumerate(self.engines):
             if engine is None:
-                found.append(_source(f"{number}.", dict(self.models[number].named_parameters())))
+                found.append(plain_source(f"{number}.", dict(self.models[number].named_parameters())))
         others = {
             f"{number}.{place}": p
             for number, optimizer in enumerate(self.optimizers)
             for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
             if id(p) not in known
         }
-        return [*found, _source("not_prepared.", others)] if others else found
+        return [*found, plain_source("not_prepared.", others)] if others else found
 
     def engine_for(self, optimizer: Any) -> Engine | None:
         """That of the model whose parameters an optimizer holds, the first of several; None where it holds no sharded ones."""
@@ -71,30 +69,3 @@ class Prepared:
             if any(id(p) in held for unit in engine.units for p in unit.params):
                 return engine
         return None
-
-
-class _Others(nn.Module):
-    """Parameters that belong to no sharded model, by name; stands for a model where only names are asked for."""
-
-    def __init__(self, named: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.__dict__["named"] = named  # not registered: the module is no owner of them
-
-    def named_parameters(  # type: ignore[override]
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.__dict__["named"].items()
-
-
-def _source(prefix: str, named: dict[str, torch.Tensor]) -> Source:
-    without_units: Any = SimpleNamespace(units=())
-    return Source((), prefix, _Others(named), without_units)
-
-
-def all_parameters(sources: Sequence[Source]) -> nn.Module:
-    """The parameters of all sources under names that differ."""
-    found: dict[str, torch.Tensor] = {}
-    for number, source in enumerate(sources):
-        for name, p in source.model.named_parameters():
-            found.setdefault(f"source {number}: {name}", p)
-    return _Others(found)

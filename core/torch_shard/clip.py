@@ -60,7 +60,7 @@ class _Gradients:
                     continue
                 comm = flat.params[0]._spec.comm
                 self._open(comm)  # in one order on all ranks
-                base = _one_piece(flat) if padding else None
+                base = one_piece(flat) if padding else None
                 if base is not None:
                     self.slices[id(comm)].append(base)
                     self.dtypes[base.dtype] = None
@@ -111,7 +111,7 @@ class _Gradients:
         return [s for slices in self.slices.values() for s in slices] + self.plain
 
 
-def _one_piece(flat: FlatBuffer) -> torch.Tensor | None:
+def one_piece(flat: FlatBuffer) -> torch.Tensor | None:
     """The 1-D tensor that all gradients of `flat` are slices of, as the reduction left them."""
     try:
         grads = list(map(grad_of, flat.params))
@@ -177,16 +177,16 @@ def _total_norm(runtime: Runtime, grads: _Gradients, p: float) -> torch.Tensor:
     compute = torch.float64 if torch.float64 in grads.dtypes or torch.complex128 in grads.dtypes else torch.float32
     plain = None
     if grads.may_be_plain:
-        plain = (_count if p == 0 else _norm)(grads.plain, p, compute, c.device).double().view(1)
+        plain = (_count if p == 0 else local_norm)(grads.plain, p, compute, c.device).double().view(1)
     parts: list[torch.Tensor] = []
     for key, comm in grads.comms.items():
         with_plain = plain if comm.size == c.world > 1 else None
         if p == 0:
-            parts.append(_counts(grads.tensors[key], with_plain, _members(comm, c)[0], c.device))
+            parts.append(_counts(grads.tensors[key], with_plain, members(comm, c)[0], c.device))
         else:
-            own = _norm(grads.slices[key], p, compute, c.device).double().view(1)
+            own = local_norm(grads.slices[key], p, compute, c.device).double().view(1)
             # Norms of ranks combine as norms of tensors do, for every p and without powers that overflow.
-            among, counted = _members(comm, c)
+            among, counted = members(comm, c)
             if among.size == 1:
                 parts.append(own)
                 continue
@@ -210,7 +210,7 @@ def _total_norm(runtime: Runtime, grads: _Gradients, p: float) -> torch.Tensor:
     return torch.where(total == math.inf, 0.0, total)  # of no gradients at all, as torch has it
 
 
-def _members(comm: Any, c: Collectives) -> tuple[Any, list[int] | None]:
+def members(comm: Any, c: Collectives) -> tuple[Any, list[int] | None]:
     """Whom norms are collected from, and which of those count (None: all). Of what tensor parallelism does not cut every plane
     has its own gradients, equal but for rounding; the first plane's count, since all ranks must scale by one factor."""
     if c.topology.planes == 1 or comm is c.whole:
@@ -226,7 +226,7 @@ def _of_rank_0(runtime: Runtime, value: torch.Tensor) -> torch.Tensor:
     return c.everyone.all_gather(value, "clip_grad_norm_")[0]
 
 
-def _norm(tensors: Sequence[torch.Tensor], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def local_norm(tensors: Sequence[torch.Tensor], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     tensors = [part for t in tensors if t.numel() for part in _pieces(t)]
     if not tensors:  # what does not change a norm of norms
         return torch.full((), math.inf if p < 0 else 0.0, dtype=dtype, device=device)

@@ -15,19 +15,18 @@ from . import autograd_bridge, clip, comm_hook, restore, setup
 from . import gathered as _gathered
 from .config import ShardConfig
 from .engine_state import EngineState
+from .engine_statistics import EngineStatistics
 from .errors import ConfigError, ShardError
 from .hooks import unregister
 from .optim_step import StepWatch
-from .owned_state import tensors_of
 from .plan import Plan
 from .runtime import Runtime
-from .shard_tensor import ShardTensor
 from .unit import Unit
 
 _ATTRIBUTE = "_torch_shard_engine"
 
 
-class Engine(EngineState):
+class Engine(EngineState, EngineStatistics):
     """What :func:`shard` returns: the model stays a plain module, everything else is reached from here.
 
     Properties are not collective. A collective method must be called on all ranks of the mesh, in the same order; a
@@ -77,19 +76,6 @@ class Engine(EngineState):
     def device(self) -> torch.device:
         """Where this rank's shards live."""
         return self._runtime.collectives.device
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes this rank has sent for parameters and gradients since set-up, counted at the collectives.
-
-        It grows with every gather and reduction. Deep copies of the model count together with it.
-        """
-        return self._runtime.collectives.bytes_sent
-
-    @property
-    def bytes_sent_across(self) -> int:
-        """Of :attr:`bytes_sent`, those between copies of the parameters, under the hybrid strategies."""
-        return self._runtime.collectives.bytes_sent_across
 
     @property
     def shard_group(self) -> Any:
@@ -290,37 +276,6 @@ class Engine(EngineState):
         """
         _gathered.apply(self.model, self._runtime, fn)
 
-    # -- memory -------------------------------------------------------------------------------------------------
-    def memory_summary(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
-        """Bytes this rank holds now. Not collective.
-
-        Args:
-            optimizer: whose state is counted; without it ``optimizer`` is 0.
-
-        Returns:
-            Bytes under ``parameters`` (this rank's shards), ``gradients`` (with what error feedback keeps of quantized
-            ones), ``optimizer`` and ``gathered`` (units that are whole now, and what ``reshard_after_forward`` keeps of others).
-        """
-        parameters = gradients = state = 0
-        for unit in self.units:
-            for flat in unit.flats:
-                parameters += flat.shard.numel() * flat.shard.element_size()
-                held, quantized = flat.gradients.flat, flat.gradients.quantized
-                gradients += held.nbytes if held is not None else 0
-                gradients += quantized.nbytes if quantized is not None else 0
-                with torch._C.DisableTorchFunctionSubclass():
-                    for p in flat.params:
-                        local = getattr(p.grad, "_local", None)
-                        gradients += local.numel() * local.element_size() if local is not None else 0
-        if optimizer is not None:
-            for entries in optimizer.state.values():
-                for value in tensors_of(entries):
-                    mine = value._local if isinstance(value, ShardTensor) else value
-                    state += mine.numel() * mine.element_size()
-        full = sum(u.full_bytes for u in self._runtime.schedule.gathered.values())
-        full += sum(f.part.untyped_storage().nbytes() for u in self.units for f in u.flats if f.part is not None)
-        return {"parameters": parameters, "gradients": gradients, "optimizer": state, "gathered": full}
-
     # -- the end ------------------------------------------------------------------------------------------------
     def close(self, *optimizers: torch.optim.Optimizer) -> None:
         """Give the plain model back: whole parameters in the same objects, no hooks of the engine. Collective.
@@ -340,10 +295,19 @@ class Engine(EngineState):
             each(self._runtime, "engine.close", self.finish_saving)
         units = list(self.units)
         restore.close_units(self._runtime, optimizers, self.model)
-        unregister(self.model, units)  # last: a close that is refused must leave the hooks
-        self._watch.close()
+        self._let_go(units)  # last: a close that is refused must leave the hooks
         self._runtime.collectives.close()
         self._staging = None
+
+    def abandon(self) -> None:
+        """Leave the model as it is: its parameters stay this rank's slices, to which the engine does nothing any more, so that it
+        can't be computed with. For deep copies that only hold values, as averages of the weights do. Not collective.
+        """
+        self._let_go(list(self.units))
+
+    def _let_go(self, units: list[Unit]) -> None:
+        unregister(self.model, units)
+        self._watch.close()
         self.model.__dict__.pop(_ATTRIBUTE, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -197,6 +197,12 @@ class FlatBuffer:
         """What the own slot holds now is what an edit will show against."""
         self._edited = self.own.clone()
 
+    @property
+    def gathered_bytes(self) -> int:
+        """What it holds of gathered memory, with the part that this rank keeps for backward."""
+        held = self.full.untyped_storage().nbytes()
+        return held if self.part is None else held + self.part.untyped_storage().nbytes()
+
     def is_stale(self) -> bool:
         """Whether a parameter was edited since it was gathered."""
         return self.gathers and self.fresh_version != self.shard._version

@@ -291,6 +291,9 @@ class InBackward:
     def refuse_clipping(self) -> None:
         raise self._refused("clipping gradients (engine.clip_grad_norm_, clip_grad_value_)")
 
+    def refuse_norms(self) -> None:
+        raise self._refused("norms of gradients (engine.grad_norms)")
+
 
 def _storage_uses(flat: FlatBuffer) -> int:
     storage: int = torch._C._storage_Use_Count(flat.full.untyped_storage()._cdata)

@@ -36,6 +36,7 @@ from .precision import precision_of
 from .reductions import PAUSE, Reductions
 from .registrations import Registrations
 from .schedule import Schedule
+from .statistics import GatheredBytes
 from .together import over
 from .unit import State, Unit
 from .use import Check, EndOfBackward, EndOfNested, Trigger, Use, graph_task, sequence_number
@@ -52,6 +53,7 @@ class Runtime:
         self.config, self.collectives = config, collectives
         self.units: list[Unit] = []
         self.by_index: dict[int, Unit] = {}  # a copy of a submodule has some of the indices only
+        self.gathered_bytes = GatheredBytes()
         self.buffers: BufferSync | None = None
         self.agreement: Agreement | None = None
         self.require_sync = True

@@ -82,6 +82,7 @@ class Unit:
         # Under `shard_optim`: whether parameters may have changed since they were gathered, as all ranks agree; and whether the
         # user was given this rank's memory of one, where changes leave no trace.
         self.outdated = self.exposed = False
+        self._held = 0  # bytes of gathered memory, as counted
         self.rounds = 0  # reductions issued in this backward
         self.streams: set[Any] = set()  # CUDA: those that compute with the gathered values
         self.checks = 2  # iterations in which an untracked edit of the gathered values is looked for
@@ -205,6 +206,13 @@ class Unit:
                 if pending is not None:
                     self.pending.append(pending)
         self.state = State.GATHERING
+        self._count_bytes()
+
+    def _count_bytes(self) -> None:
+        """After gathered memory was taken or given back."""
+        held = sum([flat.gathered_bytes for flat in self.flats if flat.gathers])
+        self.runtime.gathered_bytes.add(held - self._held)
+        self._held = held
 
     def _gathering(self) -> contextlib.AbstractContextManager[Any]:
         # What no other rank sends is cast on the stream that computes with it.
@@ -227,6 +235,7 @@ class Unit:
             for flat in self.flats:
                 if flat.gathers:
                     flat.renew()
+            self._count_bytes()
             self.state = State.SHARDED
             raise
         finally:
@@ -255,6 +264,7 @@ class Unit:
             with self._gathering():
                 for flat in self.flats:
                     flat.drop_part()
+            self._count_bytes()
 
     def release(self, for_backward: bool = False) -> None:
         """FULL to SHARDED: give the gathered memory back. `for_backward`: few ranks keep it, if that was asked for."""
@@ -277,8 +287,10 @@ class Unit:
                     continue
                 if keeps and flat.sharded:
                     flat.keep_part()
+                    self._count_bytes()  # both are held for a moment
                 flat.release()
         self.state = State.SHARDED
+        self._count_bytes()
 
     # -- leaves in the modules ----------------------------------------------------------------------------------
     def install(self) -> None:

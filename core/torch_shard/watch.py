@@ -24,6 +24,7 @@ from .log import ANY_RANK, logger
 
 if TYPE_CHECKING:
     from .groups import Groups
+    from .statistics import StreamWaits
 
 # Seconds of silence before a rank says, through the store, what it is waiting in.
 FIRST_TICK = 1.0
@@ -78,6 +79,7 @@ class Channel:
         self.purpose, self.groups = purpose, groups
         self.name = purpose if number is None else f"{purpose} {number}"
         self.group, self.members = group, frozenset(members)
+        self.waited = 0.0  # seconds, for its collectives
         groups.issued.setdefault(self.name, 0)
 
     @property
@@ -126,9 +128,31 @@ class Pending:
 
     def settle(self, seconds: float) -> bool:
         """Wait at most this long; False if it is still going on."""
-        return self.done() or _bounded_wait(self.work, seconds, self, self.watch.rank)
+        if self.done():
+            return True
+        begun = time.perf_counter()
+        try:
+            return _bounded_wait(self.work, seconds, self, self.watch.rank)
+        finally:
+            if self.event is None:  # else the host has time: it is the stream that must not wait
+                self.channel.waited += time.perf_counter() - begun
 
     def wait(self) -> None:
+        if self.event is None and not self.ordered:
+            if self.work is not None:
+                begun = time.perf_counter()
+                self._wait()
+                self.channel.waited += time.perf_counter() - begun
+            return
+        streams = self.watch.stream_waits
+        if streams is None:
+            self._wait()
+        else:
+            reached = streams.begin()
+            self._wait()
+            streams.end(self.channel, reached)
+
+    def _wait(self) -> None:
         work = self.work
         if work is not None:
             groups = self.channel.groups
@@ -159,6 +183,7 @@ class Watch:
         self.channels: dict[str, Channel] = {}  # by name
         self.first_tick = timedelta(seconds=min(FIRST_TICK, timeout))
         self.polls = False  # NCCL: see _bounded_wait and meet
+        self.stream_waits: StreamWaits | None = None  # NCCL: times what streams wait, where that was asked for
 
     @contextlib.contextmanager
     def patient(self, seconds: float) -> Iterator[None]:
@@ -346,7 +371,7 @@ class Watch:
             f"rank {self.rank} waited {self.timeout:g} s in {pending.what} at {caller_line()}; {self._elsewhere(posts)}. "
             "The operation is collective: call it on every rank (look for code under `if rank == ...`). Work that one rank "
             "does alone for longer, such as writing a checkpoint, needs a torch.distributed.barrier() behind it, on every "
-            "rank; or raise ShardConfig(timeout=...) (of ShardPlugin under Accelerate)."
+            "rank; or raise ShardConfig(timeout=...) (of ShardPlugin under Accelerate, of the strategy under Lightning)."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from torch_shard import Engine, engine_of
-from torch_shard.checkpoint.contents import EXTRA, MODEL, OPTIMIZER
+from torch_shard.checkpoint.contents import EXTRA, MODEL, MODELS, OPTIMIZER, Source, sources_of
+from torch_shard.checkpoint.others import all_parameters, plain_source
 from torch_shard.errors import CheckpointError, ConfigError
 from torch_shard.full_state import refuse_inside
 from torch_shard.log import logger
@@ -59,11 +60,11 @@ class FabricCheckpointMixin(SavingMixin):
             path: of the file, or of the folder; rank 0's counts.
             state: by keys of the user's. Without a sharded module in it, it becomes one file in any case.
             storage_options: for the plugin that writes single files.
-            filter: by key, which entries of a state dict are saved. It is asked on rank 0; for a folder on all ranks, about the
-                module's entries only, which are ShardTensors of global shape then.
+            filter: by key, which entries of a state dict are saved. It is asked on rank 0; for a folder on all ranks, about
+                modules' entries only, which are ShardTensors of global shape then.
 
         Raises:
-            ConfigError: several sharded modules, or a filter of an optimizer, for a folder.
+            ConfigError: a filter of an optimizer for a folder, or an optimizer of several modules without them.
             OSError, CheckpointError: on all ranks: it can't be written; what was there is as it was.
         """
         with self._speaking_for(state.values()):
@@ -83,19 +84,14 @@ class FabricCheckpointMixin(SavingMixin):
         """Everything that is not sharded, as it will be saved; refuse what can't be. Not collective."""
         if list(state) != keys:
             raise ConfigError(f"fabric.save: the state has other keys here ({list(state)}) than on rank 0 ({keys}).")
-        sharded_modules, plain = 0, {}
+        is_folder = self._state_dict_type == "sharded" and any(map(_is_sharded_module, state.values()))
+        plain = {}
         for key, obj in state.items():
             engine = engine_of(inner(obj)) if isinstance(obj, nn.Module) else None
             if engine is not None:
                 refuse_inside(engine._runtime, "fabric.save")
-                sharded_modules += 1
             elif isinstance(obj, torch.optim.Optimizer) and self._engines_of(obj):
-                self._engine_of_optimizer(obj)
-                if (
-                    self._state_dict_type == "sharded"
-                    and key in filter
-                    and any(map(_is_sharded_module, state.values()))
-                ):
+                if is_folder and key in filter:
                     raise ConfigError(
                         f"fabric.save(filter=...): {key!r} is an optimizer, of which a folder takes all or nothing. "
                         "Filter the module, or use state_dict_type='full'."
@@ -103,14 +99,8 @@ class FabricCheckpointMixin(SavingMixin):
             else:
                 obj = inner(obj)
                 plain[key] = obj.state_dict() if _is_stateful(obj) else obj
-        if self._state_dict_type == "sharded" and sharded_modules:
-            if storage_options is not None:
-                raise ConfigError("storage_options is for plugins, which write single files; this is a folder.")
-            if sharded_modules > 1:
-                raise ConfigError(
-                    "fabric.save: a folder holds one sharded module, and the state has several. Save each to a path of its "
-                    "own, or all in one file with ShardFabricStrategy(state_dict_type='full')."
-                )
+        if is_folder and storage_options is not None:
+            raise ConfigError("storage_options is for plugins, which write single files; this is a folder.")
         return plain
 
     def _save_file(
@@ -123,7 +113,7 @@ class FabricCheckpointMixin(SavingMixin):
             elif isinstance(obj, nn.Module):
                 whole[key] = self._engine_of_module(obj).state_dict(rank0_only=True)
             else:
-                whole[key] = _full.optimizer_state(self._engine_of_optimizer(obj), obj)
+                whole[key] = _full.optimizer_state(self._engines_of(obj)[0], obj, parameters=self._parameters(obj))
 
         def write() -> None:
             kept: dict[str, Any] = {}
@@ -138,30 +128,40 @@ class FabricCheckpointMixin(SavingMixin):
     def _save_folder(
         self, engine: Engine, path: Any, state: dict[str, Any], plain: dict[str, Any], filter: Filter
     ) -> None:
-        def prepare() -> tuple[Path, dict[str, Any]]:
+        def prepare() -> tuple[Path, dict[str, Any], list[Source]]:
             target = _sharded.local_path(path)
+            sources = _sources_of_modules(state)
+            paths = {id(source.model): source.path for source in sources}
             kept: dict[str, Any] = {}
             states: dict[str, Any] = {}
-            names: dict[str, Any] = {"optimizers": []}
+            names: dict[str, Any] = {"module": None, "optimizers": []}
+            contents: dict[str, Any] = {}
             for key, obj in state.items():
                 if key in plain:
                     _keep(key, plain[key], filter, kept)
                 elif isinstance(obj, nn.Module):
-                    names["module"], entries = key, {key: _sharded.model_state(engine)}
-                    _keep(key, entries.pop(key), filter, entries)
-                    contents: dict[str, Any] = {MODEL: entries.get(key, {})}
+                    entries: dict[str, Any] = {}
+                    _keep(key, _sharded.model_state(self._engine_of_module(obj)), filter, entries)
+                    place = paths[id(inner(obj))]
+                    if place == (MODEL,):
+                        names["module"] = key
+                        contents[MODEL] = entries.get(key, {})
+                    else:
+                        contents.setdefault(MODELS, {})[place[1]] = entries.get(key, {})
                 else:
                     names["optimizers"].append(key)
-                    states[str(len(states))] = _sharded.optimizer_state(self._engine_of_optimizer(obj), obj)
+                    own = _sources_for(key, self._engines_of(obj), sources)
+                    states[str(len(states))] = _sharded.optimizer_state(engine, obj, own)
             if states:
                 contents[OPTIMIZER] = states["0"] if len(states) == 1 else states
-            return target, {**contents, EXTRA: {**kept, _KEYS: names}}
+            return target, {**contents, EXTRA: {**kept, _KEYS: names}}, sources
 
-        target, contents = self._together(prepare)
-        names = list(contents[MODEL])
+        self._together(self._finish_saving)  # of other modules' engines, too
+        target, contents, sources = self._together(prepare)
+        names = [*contents[MODEL], *(f"{m}: {n}" for m, own in contents.get(MODELS, {}).items() for n in own)]
         of_first = self._told(names, "fabric.save")
         self._together(lambda: _sharded.check_names(engine.rank, names, of_first))
-        self._write_folder(engine, contents, target, self._async_save)
+        self._write_folder(engine, contents, target, self._async_save, sources)
 
     # -- loading ------------------------------------------------------------------------------------------------------
     def load_checkpoint(
@@ -219,36 +219,37 @@ class FabricCheckpointMixin(SavingMixin):
 
     def _read_folder(self, path: Path, wanted: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:
         """What is in a folder, by the keys that were saved, or else by those that are wanted. Collective."""
-        modules = [key for key, obj in wanted.items() if _is_sharded_module(obj)]
+        modules = {key: self._engine_of_module(obj) for key, obj in wanted.items() if _is_sharded_module(obj)}
         optimizers = {
             key: obj for key, obj in wanted.items() if isinstance(obj, torch.optim.Optimizer) and self._engines_of(obj)
         }
-        if len(modules) > 1:
-            raise ConfigError(
-                f"fabric.load: the folder {path} holds one sharded module; load it for each of {modules} by itself."
-            )
-        if modules:
-            engine = self._engine_of_module(wanted[modules[0]])
-        elif optimizers:
-            engine = self._engine_of_optimizer(next(iter(optimizers.values())))
-        else:
+        if not modules and not optimizers:
             raise CheckpointError(
                 f"{path} is a sharded checkpoint, which is read into a sharded module: pass that as part of the state, or "
                 "consolidate it to one file (torch-shard consolidate)."
             )
-        parts, rest = _sharded.read_parts(engine, path, list(optimizers.values()), weights_only)
+        engines = list(modules.values()) or self._engines_of(next(iter(optimizers.values())))
+        if not modules and len(engines) > 1:
+            raise ConfigError(
+                f"fabric.load: {next(iter(optimizers))!r} holds parameters of {len(engines)} modules; pass these with it, under "
+                "the keys that they were saved by."
+            )
+        parts, rest = _sharded.read_parts(
+            engines[0], path, list(optimizers.values()), weights_only, models=modules or None
+        )
+        first = next((key for key, own in modules.items() if own.model is _first_model(parts.sources)), None)
         names = rest.pop(_KEYS, None)
         if "" in wanted:  # one object by itself
             names = {"module": "" if modules else None, "optimizers": [""] if optimizers else []}
         elif not isinstance(names, dict):  # not written by Fabric
-            names = {"module": modules[0] if modules else None, "optimizers": list(optimizers)}
-        found = dict(rest)
-        if modules and names["module"] is not None:
+            names = {"module": first, "optimizers": list(optimizers)}
+        found = {**rest, **parts.models}
+        if first is not None and names["module"] in wanted:
             found[names["module"]] = parts.model
-        if optimizers:
-            found.update(zip(names["optimizers"], parts.optimizers, strict=False))
-            # Read only because others of them were wanted.
-            found = {key: v for key, v in found.items() if key not in names["optimizers"] or key in wanted}
+        for key, state in zip(names["optimizers"], parts.optimizers, strict=False):
+            if key in optimizers:  # the others were read only because this one is wanted
+                engine, own = self._engines_of(optimizers[key])[0], optimizers[key]
+                found[key] = _sharded.renamed(state, engine, own, parts.sources, self._parameters(own))
         return found
 
     def _restore(self, path: Any, wanted: dict[str, Any], found: dict[str, Any], strict: bool) -> dict[str, Any]:
@@ -266,7 +267,7 @@ class FabricCheckpointMixin(SavingMixin):
                 self.load_module_state_dict(obj, value, strict=strict)
             elif isinstance(obj, torch.optim.Optimizer):
                 if self._engines_of(obj):
-                    _sharded.load_either(self._engine_of_optimizer(obj), obj, value)
+                    _sharded.load_either(self._engines_of(obj)[0], obj, value, self._parameters(obj))
                 else:
                     obj.load_state_dict(copy.deepcopy(value))
             elif _is_stateful(obj):
@@ -300,13 +301,52 @@ class FabricCheckpointMixin(SavingMixin):
         assert engine is not None
         return engine
 
-    def _engine_of_optimizer(self, optimizer: Any) -> Engine:
+    def _parameters(self, optimizer: Any) -> nn.Module:
+        """Names for everything that an optimizer holds, of whichever modules, or of none."""
         engines: list[Engine] = self._engines_of(optimizer)
-        return engines[0]  # optimizers of several are refused at their set-up
+        sources = [Source((), "", engine.model, engine._runtime) for engine in engines]
+        known = {id(p) for source in sources for p in source.model.parameters()}
+        known.update(id(p) for source in sources for unit in source.runtime.units for p in unit.params)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        others = {str(number): p for number, p in enumerate(held) if id(p) not in known}
+        if len(engines) == 1 and not others:
+            return engines[0].model
+        return all_parameters([*sources, plain_source("", others)])
 
 
 def _is_sharded_module(obj: Any) -> bool:
     return isinstance(obj, nn.Module) and engine_of(inner(obj)) is not None
+
+
+def _first_model(sources: Sequence[Source]) -> nn.Module | None:
+    return next((source.model for source in sources if source.path == (MODEL,)), None)
+
+
+def _sources_of_modules(state: Mapping[str, Any]) -> list[Source]:
+    """The sharded modules of a state, and where each is in a folder: the first as the model, the others by their keys.
+
+    Raises:
+        ConfigError: the key of one of those can't be a name.
+    """
+    found = {key: engine_of(inner(obj)) for key, obj in state.items() if _is_sharded_module(obj)}
+    (_, first), *others = found.items()
+    return sources_of(first, dict(others))
+
+
+def _sources_for(key: str, engines: Sequence[Engine], sources: list[Source]) -> list[Source]:
+    """After which an optimizer's parameters are named, of a state with these modules.
+
+    Raises:
+        ConfigError: it has several modules, of which some are not in the state.
+    """
+    if {id(engine._runtime) for engine in engines} <= {id(source.runtime) for source in sources}:
+        return sources
+    if len(engines) > 1:
+        raise ConfigError(
+            f"fabric.save: {key!r} holds parameters of {len(engines)} modules, and the state has not all of them. Save these "
+            "with it, or one file with ShardFabricStrategy(state_dict_type='full')."
+        )
+    return sources_of(engines[0], None)
 
 
 def _is_stateful(obj: Any) -> bool:

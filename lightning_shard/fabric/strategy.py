@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -14,19 +13,20 @@ from torch import nn
 import torch_shard
 from torch_shard import Engine, ShardConfig, ShardTensor
 from torch_shard.activation_checkpointing import checkpointed_layers
+from torch_shard.clip_together import clip_norm, engines_over, limit_values
 from torch_shard.errors import ConfigError
 
 from .. import precision as _precision
 from ..ranks import RanksMixin, StartMethod, mesh_on
-from ..saving import StateDictType, check_form
-from ..settings import LayersOrOne, chosen_layers, same_config, with_overrides
+from ..saving import StateDictType
+from ..settings import LayersOrOne, SettingsMixin, same_config
 from .checkpoint import FabricCheckpointMixin
 from .forward_module import ForwardModule, inner
 
 __all__ = ["FabricStrategyMixin"]
 
 
-class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin):
+class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
     """Fabric with parameters, gradients and optimizer state sharded over the ranks; otherwise as with DDP.
 
     Args:
@@ -39,8 +39,9 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin):
         precision: likewise a plugin. With ``bf16-mixed`` and ``16-mixed`` parameters are gathered in that dtype, norms excepted,
             and autocast is on, unless `config` has a ``precision`` of its own (``Precision()``: autocast alone).
         process_group_backend: ``"nccl"`` or ``"gloo"``; by default the device's own.
-        timeout: of the process group. (The time until a missing partner is reported is ``ShardConfig.timeout``, set
-            through `config`.)
+        timeout: of the process group, and so how long a rank waits for a missing partner before it raises
+            :class:`~torch_shard.errors.MissingRankError`; after half a minute a warning says what is waited for. `config` with a
+            ``timeout`` of its own, not the default, fails sooner.
         start_method: ``"popen"`` runs the script once per rank; ``"spawn"`` and ``"fork"`` are for notebooks and tests.
         defer_gradient_sync: ``no_backward_sync`` sends nothing, and holds whole gradients on every rank, as DDP does. With
             False it has no effect: each backward reduces, and gradients accumulate in slices.
@@ -76,11 +77,18 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin):
         weights_only: bool | None = None,
         **overrides: Any,
     ) -> None:
-        self._config = with_overrides(config, overrides, "ShardFabricStrategy")
-        self._checkpointed = chosen_layers(activation_checkpointing)
-        check_form(state_dict_type)
-        if async_save and state_dict_type == "full":
-            raise ConfigError("async_save=True is for state_dict_type='sharded'.")
+        self._keep_settings(
+            config,
+            overrides,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            defer_gradient_sync=defer_gradient_sync,
+            activation_checkpointing=activation_checkpointing,
+            state_dict_type=state_dict_type,
+            async_save=async_save,
+            weights_only=weights_only,
+        )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -88,13 +96,6 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin):
             checkpoint_io=checkpoint_io,
             precision=precision,
         )
-        self._num_nodes = 1
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout or self._private.default_pg_timeout
-        self._start_method = start_method
-        self._state_dict_type = state_dict_type
-        self._async_save = async_save
-        self._weights_only = weights_only
         self._backward_sync_control = _BackwardSync(defer_gradient_sync)
         self._modules: list[weakref.ref[nn.Module]] = []  # that this strategy has sharded, in that order
 
@@ -139,9 +140,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin):
             SetupError: see :func:`torch_shard.shard`.
         """
         module = inner(module)
-        config = _precision.config_for(self.precision, self._config, module, self._private)
-        if config.is_hybrid and config.shard_size is None:
-            config = dataclasses.replace(config, shard_size=self.num_processes)  # the ranks of a node
+        config = self._engine_config(self.precision, module)
         engine = torch_shard.engine_of(module)
         if engine is None:
             with checkpointed_layers(module, self._checkpointed, config.units):
@@ -158,18 +157,11 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin):
         return ForwardModule(module)
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Have the engine see the steps of an optimizer, of whatever class. It is not wrapped.
+        """Have the engines see the steps of an optimizer, of whatever class. It is not wrapped.
 
-        Raises:
-            ConfigError: it holds parameters of several modules that were set up one by one.
+        It may hold parameters of several modules that were set up one by one: its step is one step over all of them.
         """
-        engines = self._engines_of(optimizer)
-        if len(engines) > 1:
-            raise ConfigError(
-                f"fabric.setup: {type(optimizer).__name__} holds parameters of {len(engines)} modules that were set up one by "
-                "one, each with an engine of its own. Make an optimizer for each, or set up one nn.Module that holds them all."
-            )
-        for engine in engines:
+        for engine in self._engines_of(optimizer):
             engine.attach(optimizer)
         return optimizer
 
@@ -182,7 +174,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Scale the gradients of this optimizer's parameters to a global norm of at most `max_norm`. Collective.
+        """Scale the gradients of this optimizer's parameters, of any modules, to one norm of at most `max_norm`. Collective.
 
         Raises:
             NonFiniteError: a RuntimeError, on all ranks, with `error_if_nonfinite`, before anything has changed.
@@ -190,22 +182,12 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin):
         """
         self.precision.unscale_gradients(optimizer)
         parameters = list(self.precision.main_params(optimizer))
-        engines = self._engines_of(optimizer)
-        if engines:
-            return engines[0].clip_grad_norm_(
-                float(max_norm), float(norm_type), parameters=parameters, error_if_nonfinite=error_if_nonfinite
-            )
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return clip_norm(self._engines(), parameters, float(max_norm), float(norm_type), error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
         """Limit each element of the gradients of this optimizer's parameters to ``[-clip_val, clip_val]``."""
         self.precision.unscale_gradients(optimizer)
-        parameters = list(self.precision.main_params(optimizer))
-        engines = self._engines_of(optimizer)
-        if engines:
-            engines[0].clip_grad_value_(float(clip_val), parameters=parameters)
-        else:
-            torch.nn.utils.clip_grad_value_(parameters, clip_val)
+        limit_values(self._engines(), list(self.precision.main_params(optimizer)), float(clip_val))
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks; anything else is returned as it is. Collective."""
@@ -224,11 +206,6 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin):
             raise ConfigError(f"engine_of: {type(module).__name__} is not sharded; give it to fabric.setup first.")
         return engine
 
-    @property
-    def config(self) -> ShardConfig:
-        """What modules are sharded with, but for what ``Fabric(precision=...)`` adds: that is in ``engine.config``."""
-        return self._config
-
     # -- engines ------------------------------------------------------------------------------------------------------
     @property
     def engine_or_none(self) -> Engine | None:
@@ -245,11 +222,9 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin):
         return [engine for engine in found if engine is not None]
 
     def _engines_of(self, optimizer: Any) -> list[Engine]:
-        """The engines whose parameters an optimizer holds."""
-        held = {id(p) for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardTensor)}
-        if not held:
-            return []
-        return [e for e in self._engines() if any(id(p) in held for unit in e.units for p in unit.params)]
+        """The engines whose parameters an optimizer holds, in the order of their set-up."""
+        held = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardTensor)]
+        return engines_over(self._engines(), held) if held else []
 
 
 class _BackwardSync:

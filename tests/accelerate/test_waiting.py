@@ -12,12 +12,12 @@ from torch import nn
 
 import torch_shard
 from accelerate_shard import ShardPlugin
-from accelerate_shard._private import group_timeout
 from tests.accelerate.helpers import BOTH, accelerator, engine_of, loader, loss_of, net, sgd
 from tests.logs import captured_log
 from tests.ranks import ranks
 from torch_shard import ShardConfig, groups, watch
 from torch_shard.errors import ConfigError, DivergenceError, MissingRankError
+from torch_shard.group_timeout import group_timeout
 
 CPU = torch.device("cpu")
 

@@ -220,14 +220,6 @@ def test_two_modules_and_their_optimizers_train_like_ddp():
 
 
 @ranks(2)
-def test_an_optimizer_over_modules_that_were_set_up_one_by_one_is_refused():
-    f = fabric()
-    first, second = f.setup_module(net(1)), f.setup_module(net(2))
-    with pytest.raises(ConfigError, match=r"one nn\.Module that holds them all"):
-        f.setup_optimizers(torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1))
-
-
-@ranks(2)
 def test_a_module_made_on_meta_is_sharded_with_values_and_its_optimizer_holds_them():
     f = fabric()
     torch.manual_seed(3)

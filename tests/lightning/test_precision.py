@@ -8,7 +8,6 @@ import pickle
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 import lightning_shard
@@ -147,16 +146,6 @@ def test_the_users_own_plugin_class_is_kept():
 
     t = trainer("lightning", 1, plugins=[Own("bf16-mixed", "cpu")])
     assert isinstance(t.precision_plugin, Own) and isinstance(t.precision_plugin, ShardedClipping)
-
-
-@pytest.mark.parametrize("callback", ["StochasticWeightAveraging", "WeightAveraging"])
-@ranks(2)
-def test_callbacks_that_average_parameters_are_refused(world_size, callback):
-    from lightning.pytorch import callbacks
-
-    made = getattr(callbacks, callback)(*([0.1] if callback.startswith("Stochastic") else []))
-    with pytest.raises(MisconfigurationException, match=f"{callback} does not work with ShardStrategy"):
-        trainer("lightning", world_size, callbacks=[made]).fit(net_class("lightning")(), loader(world_size))
 
 
 REFUSED = [

@@ -8,6 +8,7 @@
     optimizer.other_state                          what the optimizer keeps of no parameter, as one object
     optimizer.<name>.state..., models.<name>....   where there are several
     extra                                          one object
+    sliced.<number>.<parameter>                    what front ends have of such objects that is cut as a parameter is
 
 torch.distributed.checkpoint.load into the state dicts of an unsharded or an FSDP2 model finds the first three.
 """
@@ -30,6 +31,7 @@ __all__ = [
     "MODEL",
     "MODELS",
     "OPTIMIZER",
+    "SLICED",
     "Optimizers",
     "Source",
     "optimizer_state",
@@ -37,7 +39,7 @@ __all__ = [
     "sources_of",
 ]
 
-MODEL, MODELS, OPTIMIZER, EXTRA = "model", "models", "optimizer", "extra"
+MODEL, MODELS, OPTIMIZER, EXTRA, SLICED = "model", "models", "optimizer", "extra", "sliced"
 
 
 @dataclass(frozen=True)

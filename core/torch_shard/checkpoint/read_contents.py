@@ -12,9 +12,9 @@ from typing import IO, Any
 import torch
 
 from .. import full_state
-from ..runtime import Runtime
+from ..errors import StateDictError
 from ..shard_tensor import ShardTensor
-from .contents import EXTRA, MODEL, OPTIMIZER, Source, param_names, sources_of
+from .contents import EXTRA, MODEL, MODELS, OPTIMIZER, SLICED, Source, param_names, sources_of
 from .load_optimizer import unwrapped
 from .phases import broadcast, each
 from .saved import SavedOptimizer, extra_of, model_entries, optimizer_entries, place
@@ -33,11 +33,17 @@ class Contents:
         optimizers: for each that was saved ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``, with
             ShardTensors likewise; numbers for names where the checkpoint has numbers.
         extra: the object beside them; None where there is none.
+        models: state dicts of further models, by name.
+        sources: the live models as the checkpoint knows them, after which parameters in `optimizers` are named.
+        sliced: by number, what was saved beside them in ShardTensors; read as entries of `model` are.
     """
 
     model: dict[str, Any]
     optimizers: list[dict[str, Any]] = field(default_factory=list)
     extra: Any = None
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sources: Sequence[Source] = ()
+    sliced: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def read_contents(
@@ -45,6 +51,7 @@ def read_contents(
     path: str | os.PathLike[str],
     optimizers: Sequence[Any] = (),
     *,
+    models: Mapping[str, Any] | None = None,
     unpickle: Callable[[str, IO[bytes]], Any] | None = None,
 ) -> Contents:
     """Read a checkpoint of any layout that :meth:`torch_shard.Engine.load` reads, or one of Lightning's. Collective.
@@ -56,17 +63,24 @@ def read_contents(
         path: of the directory.
         optimizers: live ones in the order of the saved ones. Without any, saved state of optimizers is not read, and only
             their groups are returned.
+        models: engines by the names that they may have among the checkpoint's further models; the one of them that has none there
+            is the first model. None: `engine` is that, and there are no others.
         unpickle: from a name and bytes to the object; by default torch's loader that runs no code.
 
     Raises:
         CheckpointError: on all ranks: there is no checkpoint, or it is damaged, or holds objects that are refused.
+        StateDictError: on all ranks: several of `models` are not in it by name, or `optimizers` hold parameters of others.
     """
     runtime, what = engine._runtime, "reading a checkpoint"
     first = runtime.collectives.world_rank == 0
 
     def prepare() -> _Reading:
-        source = sources_of(engine, None)[0]
-        return _Reading(Checkpoint.open(path, sizes=first), source, optimizers, unpickle)
+        checkpoint = Checkpoint.open(path, sizes=first)
+        try:
+            return _Reading(checkpoint, _sources(checkpoint, engine, models), optimizers, unpickle)
+        except BaseException:
+            checkpoint.close()
+            raise
 
     work = each(runtime, what, prepare, key=lambda found: found.checkpoint.fingerprint)
     try:
@@ -82,43 +96,46 @@ class _Reading:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        source: Source,
+        sources: Sequence[Source],
         optimizers: Sequence[Any],
         unpickle: Callable[[str, IO[bytes]], Any] | None,
     ) -> None:
-        self.checkpoint, self.unpickle = checkpoint, unpickle
-        self.live = full_state.own_state_dict(source.model, source.runtime)
-        self.model = model_entries(checkpoint.metadata, (MODEL,), self.live, own_prefixes=False)
-        self.params = _params(source.runtime, source.model)
+        self.checkpoint, self.sources, self.unpickle = checkpoint, sources, unpickle
+        self.models = [_Model(checkpoint, source) for source in sources]
+        self.params: dict[str, Any] = {}
+        for source in reversed(sources):  # the first of equal names counts, as in what they were saved from
+            self.params.update(_params(source))
         saved = (optimizer_entries(checkpoint.metadata, where, self.params) for where in _paths(checkpoint))
         self.optimizers = [_Optimizer(found) for found in saved if found is not None]
         self.with_state = bool(optimizers)
         for own, optimizer in zip(self.optimizers, optimizers, strict=False):
-            names = param_names([source], optimizer)
+            names = param_names(sources, optimizer)
             own.names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
     def read(self) -> Contents:
         with torch.inference_mode(False):
             settings = self._read([full for own in self.optimizers for full in own.settings()], {})
-            tensors = self._model_tensors()
-            nested = [full for parts in self.model.nested.values() for full in parts.values()]
-            objects = [*self.model.entries.values(), *nested]
+            tensors: dict[str, torch.Tensor] = {}
+            objects: list[str] = []
+            for model in self.models:
+                for full, live in model.cut():
+                    tensors.update(self._slice(full, live))
+                objects += model.entries()
             for own in self.optimizers if self.with_state else ():
                 tensors.update(self._state_tensors(own.state(settings)))
                 objects += [full for entries in own.saved.state.values() for full in entries.values()]
+            sliced = self._sliced()
+            for full, param in sliced.values():
+                tensors.update(self._slice(full, param) if isinstance(param, ShardTensor) else {})
+                objects.append(full)
             if extra_of(self.checkpoint.metadata):
                 objects.append(EXTRA)
             found = {**settings, **self._read(objects, tensors)}
-        manifest = self.checkpoint.manifest
-        model = full_state.WithMetadata()
-        if manifest is not None:
-            model._metadata = manifest.module_versions.get(MODEL, {})
-        model.update({key: found[full] for key, full in self.model.entries.items()})
-        for key, parts in self.model.nested.items():
-            for path, full in parts.items():
-                place(model, (key, *path), found[full])
+        built = {model.source.path: model.build(found) for model in self.models}
+        further = {path[1]: state for path, state in built.items() if path != (MODEL,)}
         states = [own.build(found, self.with_state) for own in self.optimizers]
-        return Contents(model, states, found.get(EXTRA))
+        of_number = {n: found[full] for n, (full, _) in sliced.items()}
+        return Contents(built.get((MODEL,), {}), states, found.get(EXTRA), further, self.sources, of_number)
 
     def _read(self, names: Sequence[str], into: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Entries by full name: tensors into those of `into`, or whole."""
@@ -138,12 +155,14 @@ class _Reading:
         own = {full: tensor for full, tensor in into.items() if shared[full] is tensor}
         return {**self.checkpoint.read(own, objects, self.unpickle), **shared}
 
-    def _model_tensors(self) -> dict[str, torch.Tensor]:
+    def _sliced(self) -> dict[str, tuple[str, Any]]:
+        """By number: the entry's full name, and the live parameter that it is cut as, if there is one."""
         found = {}
-        for key, full in self.model.entries.items():
-            live = self.live.get(key)
-            if isinstance(live, ShardTensor):
-                found.update(self._slice(full, live))
+        for full in self.checkpoint.metadata.state_dict_metadata:
+            head, _, rest = full.partition(".")
+            number, _, name = rest.partition(".")
+            if head == SLICED and number.isdecimal():
+                found[number] = (full, self.params.get(name))
         return found
 
     def _state_tensors(self, state: Mapping[str, dict[tuple[Any, ...], str]]) -> dict[str, torch.Tensor]:
@@ -161,6 +180,36 @@ class _Reading:
         if saved is None or saved.size != like.shape:
             return {}
         return {full: ShardTensor(torch.empty(like._spec.length, dtype=saved.properties.dtype), like._spec)}
+
+
+class _Model:
+    """One saved model, and the live one that tells which slices are this rank's."""
+
+    def __init__(self, checkpoint: Checkpoint, source: Source) -> None:
+        self.source, self._manifest = source, checkpoint.manifest
+        self._live = full_state.own_state_dict(source.model, source.runtime)
+        self._saved = model_entries(checkpoint.metadata, source.path, self._live, own_prefixes=False)
+
+    def cut(self) -> list[tuple[str, ShardTensor]]:
+        """The entries, by full name, of which the live model has slices, and these."""
+        pairs = ((full, self._live.get(key)) for key, full in self._saved.entries.items())
+        return [(full, live) for full, live in pairs if isinstance(live, ShardTensor)]
+
+    def entries(self) -> list[str]:
+        """All of them by full name."""
+        nested = (full for parts in self._saved.nested.values() for full in parts.values())
+        return [*self._saved.entries.values(), *nested]
+
+    def build(self, known: Mapping[str, Any]) -> dict[str, Any]:
+        """The model's state dict."""
+        state = full_state.WithMetadata()
+        if self._manifest is not None:
+            state._metadata = self._manifest.module_versions.get(".".join(self.source.path), {})
+        state.update({key: known[full] for key, full in self._saved.entries.items()})
+        for key, parts in self._saved.nested.items():
+            for path, full in parts.items():
+                place(state, (key, *path), known[full])
+        return state
 
 
 class _Optimizer:
@@ -244,11 +293,27 @@ def _in_order(path: tuple[str, ...]) -> tuple[int, str]:
     return (int(number[1]) if number else 0, path[-1])
 
 
-def _params(runtime: Runtime, model: Any) -> dict[str, Any]:
-    found = dict(model.named_parameters())
-    for unit in runtime.units:
+def _sources(checkpoint: Checkpoint, engine: Any, models: Mapping[str, Any] | None) -> list[Source]:
+    """The live models, each with its place in the checkpoint."""
+    if models is None:
+        return sources_of(engine, None)
+    saved = checkpoint.metadata.state_dict_metadata
+    further = {name: own for name, own in models.items() if any(key.startswith(f"{MODELS}.{name}.") for key in saved)}
+    rest = {name: own for name, own in models.items() if name not in further}
+    if len(rest) > 1:
+        raise StateDictError(
+            f"rank {engine.rank}: the checkpoint has no models of the names {', '.join(map(repr, rest))}, of which one could be "
+            "its first; load them one by one, or under the names that they were saved by."
+        )
+    first = [source for own in rest.values() for source in sources_of(own, None)]
+    return first + (sources_of(engine, further)[1:] if further else [])
+
+
+def _params(source: Source) -> dict[str, Any]:
+    found = dict(source.model.named_parameters())
+    for unit in source.runtime.units:
         found.update(zip(unit.names, unit.params, strict=True))
-    return found
+    return {source.prefix + name: p for name, p in found.items()}
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
