@@ -11,6 +11,7 @@ from torch import nn
 from tests.lightning.helpers import NAMESPACES, assert_same_state, either_namespace, loader, net_class, single, trainer
 from tests.marks import exhaustive
 from tests.ranks import ranks
+from torch_shard import ShardError
 
 
 def strategy(**options: Any) -> Any:
@@ -164,4 +165,62 @@ def test_an_optimizer_may_be_left_out_of_a_step_and_two_may_share_a_parameter(wo
     expected, module = Shares(), Shares()
     single("lightning").fit(expected, loader(1))
     trainer("lightning", world_size).fit(module, loader(world_size))
+    assert_same_state(module.state_dict(), expected.state_dict())
+
+
+@ranks(2)
+def test_a_step_within_toggle_model_without_sync_is_right_or_refused(world_size):
+    """Under ddp it would step each rank with its own gradients, and the ranks would drift apart."""
+
+    class Steps(net_class("lightning")):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, index):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            with optimizer.toggle_model(sync_grad=False):
+                self.manual_backward(self.loss(batch))
+                optimizer.step()
+
+    expected, module = Steps(), Steps()
+    single("lightning").fit(expected, loader(1))
+    trainer("lightning", world_size).fit(module, loader(world_size))
+    assert_same_state(module.state_dict(), expected.state_dict())
+    with pytest.raises(ShardError, match="no_sync"):
+        trainer("lightning", world_size, strategy(defer_gradient_sync=True)).fit(Steps(), loader(world_size))
+
+
+@ranks(2)
+def test_overridden_hooks_of_automatic_optimization_are_followed(world_size):
+    class Hooks(net_class("lightning")):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.05 * min(1.0, (self.trainer.global_step + 1) / 3)
+            if batch_idx % 3 == 2:
+                optimizer_closure()  # without a step
+            else:
+                optimizer.step(closure=optimizer_closure)
+
+        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+            if batch_idx % 3 == 0:
+                optimizer.zero_grad(set_to_none=False)
+
+        def backward(self, loss):
+            (loss * 0.5).backward()
+
+        def on_after_backward(self):
+            self.seen.append(float(torch.stack([p.grad.norm() for p in self.parameters()]).norm()))
+            for p in self.blocks.parameters():
+                p.grad.mul_(0.9)
+
+        def on_before_zero_grad(self, optimizer):
+            self.seen.append(float(self.head.weight.detach().norm()))
+
+    expected, module = Hooks(), Hooks()
+    options = {"max_epochs": 2, "gradient_clip_val": 0.4}
+    single("lightning", **options).fit(expected, loader(1))
+    trainer("lightning", world_size, **options).fit(module, loader(world_size))
+    assert module.seen == pytest.approx(expected.seen, rel=1e-4)
     assert_same_state(module.state_dict(), expected.state_dict())
