@@ -58,7 +58,8 @@ class TrainerStrategyMixin(CheckpointMixin, RequeueMixin, RanksMixin, SettingsMi
             does. By default where it fits in memory; else the module stays sharded and the log says so.
         activation_checkpointing: layers that keep their inputs alone and compute the rest again in backward: a class or the name
             of one, or several. True: of the modules that are units by `config`, else of those that repeat. State dicts keep
-            their names, and the layers are as they were when the run gives the plain module back.
+            their names, and the layers are as they were when the run gives the plain module back. Batch norms in them count
+            each batch twice in their running statistics, as with any activation checkpointing.
         state_dict_type: ``"full"`` checkpoints are one file each, gathered and written by rank 0, as a single device has
             them; ``"sharded"`` ones a folder each, to which every rank writes its slices. Both, and those of Lightning's
             other strategies, are loaded whatever this is. After a run that gave the plain module back (`unshard_at_end`)
