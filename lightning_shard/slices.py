@@ -19,7 +19,7 @@ from torch_shard.whole import agree
 
 from .full_checkpoint import on_meta
 
-__all__ = ["joined", "names", "split", "whole"]
+__all__ = ["gathered", "joined", "names", "split", "whole"]
 
 _KEY = "torch_shard.slices"
 
@@ -34,17 +34,27 @@ def whole(engine: Engine, tree: Any) -> Any:
     first = engine.rank == 0
 
     def gather(slices: ShardTensor) -> torch.Tensor:
-        # The slices of an average may be elsewhere than where the ranks can send them from.
-        found = slices.detach().to(engine.device).full_tensor()
+        found = gathered(slices, engine.device)
         return found.cpu() if first else on_meta(slices)
 
     return _mapped(tree, gather)
 
 
+def gathered(slices: ShardTensor, device: torch.device) -> torch.Tensor:
+    """The whole, on a device from which the ranks can send: slices of an average may be elsewhere. Collective."""
+    there: Any = slices.detach().to(device)
+    return there.full_tensor()  # type: ignore[no-any-return]
+
+
 def names(tree: Any) -> list[str]:
     """What is sharded in a tree, in order, each by the name of the parameter that it is cut as. Not collective."""
     found: list[str] = []
-    _mapped(tree, lambda slices: found.append(slices._spec.name) or slices)
+
+    def note(slices: ShardTensor) -> ShardTensor:
+        found.append(slices._spec.name)
+        return slices
+
+    _mapped(tree, note)
     return found
 
 

@@ -25,6 +25,7 @@ _OUTSIDE = "a term from outside the forward is added to the mean in float64, and
 ROUNDED = {
     "test_a_gan_with_two_optimizers": _SUMS,
     "test_a_mask_of_each_ranks_own_on_a_parameter_outside_forward_trains_like_plain": _OUTSIDE,
+    "test_a_loss_of_two_forwards_through_running_statistics_trains_as_under_ddp": _SUMS,
     "test_a_method_and_the_forward_in_one_loss_train_like_plain": _SUMS,
     "test_a_method_other_than_forward_trains_like_plain": _SUMS,
     "test_a_model_inside_a_reentrant_checkpoint_beside_another_one_trains_like_plain": _SUMS,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
 
 import torch_shard
 from lightning_shard.for_lightning import ShardStrategy
@@ -191,11 +191,16 @@ def test_running_statistics_are_those_of_ddp(rank, world_size, kind):
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 @ranks(2)
 def test_an_average_keeps_a_higher_precision_than_the_module(world_size, precision):
-    """Compared with one rank: bf16 rounds what ranks add."""
     averages = []
     for strategy in ("ddp", "shard"):
         module = net_class("lightning")()
-        callback = every_epoch(multi_avg_fn=get_ema_multi_avg_fn(0.7))
+        # torch's function for several tensors wants both of one dtype.
+        several = (
+            {"multi_avg_fn": get_ema_multi_avg_fn(0.7)}
+            if precision == "bf16-mixed"
+            else {"avg_fn": get_ema_avg_fn(0.7)}
+        )
+        callback = every_epoch(**several)
         trainer("lightning", world_size, strategy, max_epochs=3, callbacks=[callback], precision=precision).fit(
             module, loader(world_size), loader(world_size, 2)
         )
