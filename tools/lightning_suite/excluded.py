@@ -27,6 +27,9 @@ EXCLUDED: dict[str, str] = {
         "asserts DDP's own options in the registry"
     ),
     "tests_pytorch/trainer/connectors/test_accelerator_connector.py::test_invalid_ddp_strategy_with_mps": _MPS,
+    "tests_pytorch/trainer/connectors/test_accelerator_connector.py::test_unsupported_tpu_choice": (
+        "gives DDPStrategy XLAPrecision, which ours refuses first"
+    ),
 }
 """By file and function: not run, since they assert DDP's own options or messages."""
 
@@ -36,6 +39,9 @@ REFUSED: dict[str, str] = {
     ),
     "tests_pytorch/strategies/launchers/test_multiprocessing.py::test_memory_sharing_disabled": (
         "reads data_ptr() of a sharded parameter, which has no whole memory: NeedsGatherError"
+    ),
+    "tests_pytorch/utilities/test_compile.py::test_trainer_compiled_model_ddp": (
+        "Lightning takes torch.compile(module) for its own strategies only: compile in configure_model"
     ),
 }
 """By file and function: run, and expected to fail here with an error that says what to do."""
