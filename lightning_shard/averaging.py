@@ -74,7 +74,7 @@ def shard(callbacks: Iterable[Any], engine: Engine, private: Private) -> None:
     for _, copy in copies(callbacks, private):
         own = engine_of(copy)
         if own is not None:  # the module had stayed sharded when it was copied
-            own.abandon()
+            own._abandon()
         for p, like in zip(copy.parameters(), engine.model.parameters(), strict=True):
             if isinstance(like, ShardTensor) and not _is_average(p, like):
                 _swap(p, _cut(p, like, engine), False)  # else a transfer of weights would be recorded

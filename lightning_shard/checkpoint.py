@@ -98,7 +98,8 @@ class CheckpointMixin(SavingMixin):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer states of either form, written on any number of ranks. Collective."""
         engine = self.engine_or_none
-        restoring.catch_up(self.lightning_module.trainer, self._private)
+        if self._callbacks():  # none where ranks were other processes, in the one that started them
+            restoring.catch_up(self.lightning_module.trainer, self._private)
         states = checkpoint["optimizer_states"]
         if states and len(states) != len(self.optimizers):
             raise StateDictError(

@@ -25,7 +25,8 @@ def remedies(engine: Engine, step: Window, trainer: Any) -> list[str]:
         step: the figures of a step like those that wait.
         trainer: whose arguments are looked at.
     """
-    config, found = engine.config, []
+    config = engine.config
+    found: list[str] = []
     gathers = step.gather_wait >= step.reduce_wait
     floats = [
         flat.compute for unit in engine.units for flat in unit.flats if flat.gathers and flat.compute.is_floating_point

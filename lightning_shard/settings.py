@@ -96,8 +96,13 @@ def with_overrides(config: ShardConfig | None, overrides: Mapping[str, Any], str
     """`config`, or the default, with some fields changed; None leaves a field as it is.
 
     Raises:
-        ConfigError: there is no such field, or its value is bad.
+        ConfigError: `config` is something else, there is no such field, or its value is bad.
     """
+    if not isinstance(config, ShardConfig | None):
+        raise ConfigError(
+            f"config must be a ShardConfig, not {config!r}: that is the only argument of {strategy} without a name, so write "
+            f"{strategy}(accelerator=...), for example, where DDPStrategy takes the accelerator first."
+        )
     known = [field.name for field in dataclasses.fields(ShardConfig)]
     unknown = [name for name in overrides if name not in known]
     if unknown:

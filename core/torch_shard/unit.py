@@ -166,6 +166,10 @@ class Unit:
                     found += [t for t in tensors_in(value) if t.requires_grad and not t.is_leaf]
         return found
 
+    def holds_gradients(self) -> bool:
+        """Whether some wait for their reduction."""
+        return any([flat.gradients.flat is not None for flat in self.flats])  # noqa: C419 (hot)
+
     def forget_modules(self) -> None:
         """A module may have been added to the triggers since :meth:`kept_tensors` looked for them."""
         self._modules = None

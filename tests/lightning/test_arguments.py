@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.lightning.helpers import BATCH, assert_same_state, loader, net_class, single, trainer
+from tests.marks import exhaustive
 from tests.ranks import ranks
 
 
@@ -135,7 +136,7 @@ def test_combined_loaders_of_a_data_module_are_made_anew_as_often_as_asked(world
     assert made[0].made == made[1].made == 2
 
 
-@pytest.mark.parametrize("use", [True, False])
+@pytest.mark.parametrize("use", [True, *exhaustive(False)])
 @ranks(2)
 def test_samples_are_dealt_out_and_shuffled_as_with_ddp(world_size, use):
     def run(strategy):

@@ -25,6 +25,7 @@ from tests.lightning.helpers import (
 from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard import ShardTensor
+from torch_shard.cli.main import main as command_line
 from torch_shard.errors import NeedsGatherError
 
 
@@ -144,7 +145,13 @@ def test_a_run_that_is_resumed_while_it_averages_ends_as_one_that_was_not_interr
     run(saved)
     if form == "full":
         run(tmp_path / "plain0" / "epoch=2.ckpt")
-        found, wanted = (torch.load(path, weights_only=False) for path in (saved, tmp_path / "plain0" / "epoch=2.ckpt"))
+    if rank == 0:
+        one_file = saved
+        if form == "sharded":
+            one_file = tmp_path / "consolidated.ckpt"
+            assert command_line(["consolidate", str(saved), str(one_file)]) == 0
+        paths = (one_file, tmp_path / "plain0" / "epoch=2.ckpt")
+        found, wanted = (torch.load(path, weights_only=False) for path in paths)
         for key in ("state_dict", "current_model_state", "averaging_state"):
             assert (key in found) == (key in wanted)
             assert_same_state(found.get(key, {}), wanted.get(key, {}))

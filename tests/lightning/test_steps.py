@@ -18,6 +18,7 @@ from tests.ranks import ranks
 from torch_shard import ShardConfig, ShardError, ShardTensor
 
 
+@pytest.mark.exhaustive
 @ranks(2, fresh=True)
 def test_a_step_that_returns_none_on_one_rank_is_an_error_on_all(rank, world_size):
     from lightning_shard.for_lightning import ShardStrategy
@@ -103,7 +104,7 @@ def test_predictions_are_returned_and_written_as_with_ddp(world_size):
         torch.testing.assert_close(run("shard", inference_mode=mode), run("ddp", inference_mode=mode))
 
 
-@pytest.mark.parametrize("how", ["plateau", "one_cycle", "chained"])
+@pytest.mark.parametrize("how", ["plateau", *exhaustive("one_cycle", "chained")])
 @ranks(2)
 def test_schedulers_drive_the_rate_as_on_a_single_device(world_size, how):
     class Scheduled(net_class("lightning")):

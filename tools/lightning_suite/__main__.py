@@ -3,12 +3,14 @@
     python tools/lightning_suite CHECKOUT [--start spawn] [--only REGEX] [--json FILE]
 
 CHECKOUT is a copy of Lightning's repository at the installed version. Its tests are copied twice into a temporary folder;
-in the second copy every name of DDP (``"ddp"``, ``"ddp_spawn"``, ``"ddp_fork"``, ...) is one of ours instead. Of both,
-those tests run that name DDP, each in a process of its own, and those that Lightning marks as standalone each under a
-pytest of their own. A test counts if, in the first copy, it took one of the names from a registry of strategies.
+in the second copy every name of DDP (``"ddp"``, ``"ddp_spawn"``, ``"ddp_fork"``, ...) is one of ours instead, and the class
+``DDPStrategy`` is ours. Of both, those tests run that name DDP, each in a process of its own, and those that Lightning marks
+as standalone each under a pytest of their own. A test counts if, in the first copy, it took one of the names from a registry
+of strategies.
 
-``ddp_spawn`` becomes ``ddp_fork`` and ``shard_fork``; with ``--start spawn`` it stays, and becomes ``shard_spawn``, at the
-cost of an import of everything in each rank of each test.
+``ddp_spawn`` becomes ``ddp_fork`` and ``shard_fork``, which need no import of everything in each rank of each test. The few
+tests that fail so under DDP, since they assert how processes start, run once more with ``ddp_spawn`` and ``shard_spawn``.
+With ``--start spawn`` all tests run like that.
 
 Needs what Lightning's tests need: pytest, cloudpickle, scikit-learn, tensorboard, tensorboardX, psutil and what else its
 ``requirements/{pytorch,fabric}/test.txt`` name. The exit status is 1 if a test passes under DDP only.
@@ -51,13 +53,16 @@ class Ending:
 
 def main() -> int:
     options = _options()
-    with tempfile.TemporaryDirectory(prefix="lightning-suite-") as folder:
-        endings = []
-        for side in ("ddp", "shard"):
-            root = Path(folder, side)
-            functions = _copy(options.checkout, root, options.only, side, options.start)
-            endings.append(_run(root, functions, options.timeout))
-    results = compare(*endings)
+    ddp: dict[str, Ending] = {}
+    shard: dict[str, Ending] = {}
+    wanted = functions_to_run(options.checkout, options.only)
+    for start in ("spawn",) if options.start == "spawn" else ("fork", "spawn"):
+        for family, endings in (("ddp", ddp), ("shard", shard)):
+            with tempfile.TemporaryDirectory(prefix="lightning-suite-") as folder:
+                _copy(options.checkout, Path(folder), family, start)
+                endings |= _run(Path(folder), wanted, options.timeout)
+        wanted = [case for case in ddp if ddp[case].outcome == "failed"]
+    results = compare(ddp, shard)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
     print(table(results))
@@ -78,18 +83,23 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _copy(checkout: Path, root: Path, only: re.Pattern[str], family: str, start: str) -> list[str]:
-    """Copy the tests, with DDP's names replaced by those of a family of strategies. Returns the functions to run."""
-    shutil.copytree(checkout / "tests", root / "tests")
-    shutil.copy(checkout / "pyproject.toml", root)  # pytest's settings
+def functions_to_run(checkout: Path, only: re.Pattern[str]) -> list[str]:
+    """The tests that name DDP, as ``tests/package/path::function``, without those of :data:`EXCLUDED`."""
     functions = []
     for package in PACKAGES:
-        for path in sorted((checkout / "tests" / package).rglob("*.py")):
-            source, relative = path.read_text(), path.relative_to(checkout)
-            if path.name.startswith("test_"):
-                functions += [f"{relative.as_posix()}::{name}" for name in sorted(functions_that_change(source))]
-            (root / relative).write_text(rewritten(source, family, start))
+        for path in sorted((checkout / "tests" / package).rglob("test_*.py")):
+            names = sorted(functions_that_change(path.read_text()))
+            functions += [f"{path.relative_to(checkout).as_posix()}::{name}" for name in names]
     return [function for function in functions if only.search(function) and _key(function) not in EXCLUDED]
+
+
+def _copy(checkout: Path, root: Path, family: str, start: str) -> None:
+    """Copy the tests, with DDP's names replaced by those of a family of strategies."""
+    shutil.copytree(checkout / "tests", root / "tests")
+    shutil.copy(checkout / "pyproject.toml", root)  # pytest's settings
+    for package in PACKAGES:
+        for path in (root / "tests" / package).rglob("*.py"):
+            path.write_text(rewritten(path.read_text(), family, start))
 
 
 def _key(case: str) -> str:
@@ -97,10 +107,10 @@ def _key(case: str) -> str:
     return case.removeprefix("tests/").partition("#")[0]
 
 
-def _run(root: Path, functions: list[str], timeout: int) -> dict[str, Ending]:
+def _run(root: Path, wanted: list[str], timeout: int) -> dict[str, Ending]:
     endings: dict[str, Ending] = {}
     for package in PACKAGES:
-        of_package = [function for function in functions if _key(function).startswith(package)]
+        of_package = [case for case in wanted if _key(case).startswith(package)]
         if of_package:
             endings |= _pytest(root, of_package, timeout)
     for case, ending in list(endings.items()):
@@ -144,8 +154,8 @@ def compare(ddp: dict[str, Ending], shard: dict[str, Ending]) -> dict[str, list[
         second = shard.get(case, Ending(first.id, "failed", "was not collected", [], 0.0, case))
         if first.outcome == "skipped" and not first.asked:
             group, reason = "skipped", first.reason
-        elif first.outcome == "passed" and not any(map(renamed, first.asked)):
-            continue  # this set of parameters has nothing to do with DDP
+        elif first.outcome == "passed" and not any(map(renamed, first.asked)) or any(map(renamed, second.asked)):
+            continue  # with this set of parameters DDP is not asked for, or chosen by the Trainer itself
         elif first.outcome == second.outcome != "failed":
             group, reason = "with both", ""
         elif first.outcome == "failed":

@@ -1,8 +1,8 @@
 """Lightning's tests under another strategy: which of them name DDP, and their text with ours named instead.
 
-Two things change: whole string literals (``"ddp_spawn"``, also as a parameter of a parametrized test or on one side of a
-comparison), and what the imported name ``DDPStrategy`` stands for, so that ``isinstance(trainer.strategy, DDPStrategy)``
-asks for ours. Names of functions, docstrings, messages and patched paths stay.
+Two things change: string literals that are a name (``"ddp_spawn"``, also as a parameter of a parametrized test or on one side
+of a comparison) or quote one (``"strategy='ddp'"``), and what the imported name ``DDPStrategy`` stands for, so that
+``isinstance(trainer.strategy, DDPStrategy)`` asks for ours. Names of functions, docstrings, comments and patched paths stay.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 __all__ = ["functions_that_change", "renamed", "rewritten"]
 
 _NAME = re.compile(r"ddp(?P<how>_spawn|_fork|_notebook)?(_find_unused_parameters_(true|false))?")
+_QUOTED = re.compile(r"(\bstrategy='?)(ddp\w*)")
 
 
 def renamed(name: str, family: str = "shard", start: str = "fork") -> str | None:
@@ -42,14 +43,22 @@ def rewritten(source: str, family: str = "shard", start: str = "fork") -> str:
         token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type == tokenize.STRING
     ]
     for token in reversed(tokens):  # from the end, so that the positions of those before stay
-        name = renamed(_value(token.string), family, start)
-        if name is not None:
-            (row, begin), (_, end) = token.start, token.end
-            lines[row - 1] = f'{lines[row - 1][:begin]}"{name}"{lines[row - 1][end:]}'
+        (row, begin), (last, end) = token.start, token.end
+        if row == last:
+            text = _renamed_literal(token.string, family, start)
+            lines[row - 1] = lines[row - 1][:begin] + text + lines[row - 1][end:]
     if family == "shard":
         for row, line in _imports_of_class(source):
             lines[row - 1] += line
     return "".join(lines)
+
+
+def _renamed_literal(literal: str, family: str, start: str) -> str:
+    name = renamed(_value(literal), family, start)
+    if name is not None:
+        return f'"{name}"'
+    # Messages that a test expects quote the call or the command line.
+    return _QUOTED.sub(lambda match: match[1] + (renamed(match[2], family, start) or match[2]), literal)
 
 
 def _imports_of_class(source: str) -> Iterator[tuple[int, str]]:
