@@ -11,7 +11,7 @@ from torch import nn
 
 from ..plugin import ShardPlugin
 from .loading import load_state
-from .model_files import get_state_dict, save_model
+from .model_files import get_state_dict, refuse_slices, save_model
 from .pending import PendingState
 from .prepared import Prepared
 from .ranks import Ranks
@@ -69,6 +69,15 @@ class StateMixin(_Base):  # type: ignore[misc]
         """
         if not save_model(model, save_directory, max_shard_size, safe_serialization):
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """As Accelerate's: `obj` is written by the main process (of each node). Not collective.
+
+        Raises:
+            ShardPicklingError: on each rank that calls it, before the file is opened: there are slices in `obj`.
+        """
+        refuse_slices(obj)
+        super().save(obj, f, safe_serialization=safe_serialization)
 
     # -- everything -------------------------------------------------------------------------------------------------
     def save_state(
