@@ -28,8 +28,7 @@ def count(what: str) -> int:
 
 
 def all_come(place: str, why: str) -> bool:
-    """Whether all ranks call it for `place`, none of them :data:`SECONDS` later than another. All get the same answer; a rank that
-    does not come gets none.
+    """Whether all ranks call it for `place`, none of them :data:`SECONDS` later than another. All that do get the same answer.
 
     Args:
         place: its name, which is used once.

@@ -24,9 +24,9 @@ from .wrapped import engine_of
 __all__ = ["even_batches_set", "join"]
 
 _UNEVEN = (
-    "join_uneven_inputs: the ranks have different numbers of batches of this dataloader, and a sharded model is trained by all ranks "
-    "together. Leave even_batches at True (the last batches are filled up) or set drop_last=True. In evaluation numbers of batches "
-    "may differ: call model.eval() before join_uneven_inputs."
+    "join_uneven_inputs: the ranks have different numbers of batches of this dataloader, and a sharded model is trained by all "
+    "ranks together. Leave even_batches at True (the last batches are filled up) or set drop_last=True. In evaluation numbers of "
+    "batches may differ: call model.eval() before join_uneven_inputs."
 )
 
 

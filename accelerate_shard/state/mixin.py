@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
+from ..in_hooks import hooks_run
 from ..plugin import ShardPlugin
 from .loading import load_state
 from .model_files import get_state_dict, refuse_slices, save_model
@@ -74,9 +75,11 @@ class StateMixin(_Base):  # type: ignore[misc]
         """As Accelerate's: `obj` is written by the main process (of each node). Not collective.
 
         Raises:
-            ShardPicklingError: on each rank that calls it, before the file is opened: there are slices in `obj`.
+            ShardPicklingError: on each rank that calls it, before the file is opened: there are slices in `obj`. In hooks of
+                ``save_state``, where rank 0 has whole weights, on that rank alone.
         """
-        refuse_slices(obj)
+        if self.is_main_process or not hooks_run():
+            refuse_slices(obj)
         super().save(obj, f, safe_serialization=safe_serialization)
 
     # -- everything -------------------------------------------------------------------------------------------------

@@ -85,7 +85,9 @@ def test_a_prepare_that_fails_on_all_ranks_with_any_error_gives_the_plain_model_
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("error", [ValueError, RuntimeError, KeyboardInterrupt])
 @ranks(2)
-def test_a_prepare_that_fails_on_one_rank_alone_raises_that_error_there_and_leaves_a_model_to_prepare_again(rank, error):
+def test_a_prepare_that_fails_on_one_rank_alone_raises_that_error_there_and_leaves_a_model_to_prepare_again(
+    rank, error
+):
     plugin = ShardPlugin(activation_checkpointing=[Layer])
     before, together.SECONDS = together.SECONDS, 1.0
     try:
@@ -168,3 +170,9 @@ def test_slices_are_not_saved_on_any_rank_and_leave_no_file(rank, safe, tmp_path
         acc.save(whole, tmp_path / "whole", safe_serialization=safe)
         acc.wait_for_everyone()
         assert [file.name for file in tmp_path.iterdir()] == ["whole"]
+        acc.wait_for_everyone()
+        acc.register_save_state_pre_hook(
+            lambda models, weights, folder: acc.save(models[0].state_dict(), f"{folder}/hook", safe_serialization=safe)
+        )
+        acc.save_state(tmp_path / "state")
+        assert (tmp_path / "state" / "hook").stat().st_size > 1000
