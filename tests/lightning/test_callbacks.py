@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch.callbacks as builtin
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.nn.utils import prune
@@ -64,7 +65,7 @@ def watched(world_size: int, folder: Path, strategy: Any, rich: bool) -> dict[st
     )  # fmt: skip
     t.fit(module, loader(world_size), loader(world_size, 2))
     rows: list[dict[str, str]] = []
-    if t.is_global_zero:
+    if dist.get_rank() == 0:  # the only one that writes files, also where each rank trains for itself
         with open(Path(t.logger.log_dir) / "metrics.csv", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
     seen |= {
