@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from excluded import EXCLUDED
+from excluded import EXCLUDED, REFUSED
 from rewrite import functions_that_change, renamed, rewritten
 
 HERE = Path(__file__).resolve().parent
@@ -64,7 +64,7 @@ def main() -> int:
         wanted = [case for case in ddp if ddp[case].outcome == "failed"]
     results = compare(ddp, shard)
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
     print(table(results))
     return 1 if results["with DDP only"] else 0
 
@@ -130,8 +130,10 @@ def _pytest(root: Path, cases: list[str], timeout: int, **environment: str) -> d
     }
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
     files = sorted({str(root / case.partition("::")[0]) for case in cases})
-    # Without --doctest-modules of Lightning's settings: no doctest names DDP.
-    settings = ["-o", "addopts=--continue-on-collection-errors", "-p", "suite_plugin", "-p", "no:cacheprovider", "-q"]
+    # Lightning's settings, but without --doctest-modules, since no doctest names DDP, and not taking for errors what a torch
+    # newer than the tests deprecates.
+    settings = ["-o", "addopts=--continue-on-collection-errors", "-W", "default::FutureWarning"]
+    settings += ["-p", "suite_plugin", "-p", "no:cacheprovider", "-q"]
     folder = root / "tests" / _key(cases[0]).partition("/")[0]  # as Lightning's own CI
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *files, *settings],
@@ -160,6 +162,8 @@ def compare(ddp: dict[str, Ending], shard: dict[str, Ending]) -> dict[str, list[
             group, reason = "with both", ""
         elif first.outcome == "failed":
             group, reason = ("with neither" if second.outcome == "failed" else "with shard only"), first.reason
+        elif _key(case) in REFUSED:
+            group, reason = "refused here", REFUSED[_key(case)]
         else:
             group, reason = "with DDP only", second.reason
         results[group].append({"test": first.id.removeprefix("tests/"), "reason": reason})
@@ -171,17 +175,14 @@ def table(results: dict[str, list[dict[str, str]]]) -> str:
     from lightning import __version__ as lightning
     from torch import __version__ as torch
 
-    reasons = Counter(row["reason"].removeprefix("Skipped: ") for row in results.pop("skipped", []))
-    counts = {
-        group: len(results.get(group, []))
-        for group in ("with both", "with DDP only", "with shard only", "with neither")
-    }
-    counts |= {"skipped": sum(reasons.values()), "excluded (functions)": len(EXCLUDED)}
+    reasons = Counter(row["reason"].removeprefix("Skipped: ") for row in results["skipped"])
+    ran = ("with both", "with DDP only", "refused here", "with shard only", "with neither")
     lines = [f"Lightning {lightning}, torch {torch}", "", "| passed | tests |", "| --- | --- |"]
-    lines += [f"| {group} | {count} |" for group, count in counts.items()]
-    for group in ("with DDP only", "with shard only", "with neither"):
-        if results.get(group):
-            lines += ["", f"Passed {group}:", ""]
+    lines += [f"| {group} | {len(results[group])} |" for group in ran]
+    lines += [f"| skipped | {sum(reasons.values())} |", f"| excluded (functions) | {len(EXCLUDED)} |"]
+    for group in ran[1:]:
+        if results[group]:
+            lines += ["", f"{group.capitalize()}:", ""]
             lines += [f"- `{row['test']}`: {_last_line(row['reason'])}" for row in results[group]]
     lines += ["", "Skipped:", "", *(f"- {count}: {reason}" for reason, count in reasons.most_common())]
     lines += ["", "Excluded:", "", *(f"- `{function}`: {reason}" for function, reason in EXCLUDED.items())]
