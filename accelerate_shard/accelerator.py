@@ -81,7 +81,8 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, dataloaders and schedulers, in any order and number of calls, as Accelerate does.
 
-        Collective where a model is among them. Where it raises, nothing is prepared, and the models are as they were.
+        Collective where a model is among them. Where it raises on all ranks, nothing is prepared, and the models are as they
+        were. On a rank that has failed alone models stay sharded that were by then, and can be prepared again.
 
         Raises:
             ConfigError, SetupError: see :meth:`prepare_model` and :meth:`prepare_optimizer`; before anything has changed.
@@ -214,14 +215,18 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         """Around all micro-batches of an accumulation but the last.
 
         By default gradients are reduced at each of them and accumulate sharded, which needs no memory for whole
-        gradients. ``ShardPlugin(defer_gradient_sync=True)`` reduces once, as DDP does.
+        gradients. ``ShardPlugin(defer_gradient_sync=True)`` reduces once, as DDP does. Either way what is not linear in the
+        gradients waits for the last micro-batch: to clip them, or to step with them.
+
+        Raises:
+            ShardError: on all ranks, by an optimizer step or clipping before it; by the backward after an edit of ``.grad``.
         """
         engine = engine_of(model)
         if engine is None:
             with super().no_sync(model):
                 yield
         else:
-            with engine.no_sync() if self.shard_plugin.defer_gradient_sync else contextlib.nullcontext():
+            with engine.no_sync(hold=self.shard_plugin.defer_gradient_sync):
                 yield
 
     @staticmethod
@@ -282,7 +287,12 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         override = even_batches if self.multi_device else None
         with (
             even_batches_set(self._dataloaders, override),
-            join(joinables, self._dataloaders, lambda: self.gradient_state.active_dataloader),
+            join(
+                joinables,
+                self._dataloaders,
+                lambda: self.gradient_state.active_dataloader,
+                group_timeout(self.device),
+            ),
         ):
             yield
 

@@ -60,7 +60,8 @@ def _default(handler: Any, name: str) -> Any:
 
 
 def _hook_dtype(handler: Any) -> torch.dtype | None:
-    kinds = {str(getattr(kind, "value", kind)) for kind in (handler.comm_hook, handler.comm_wrapper)} - {"no"}
+    hook, wrapper = (str(getattr(kind, "value", kind)) for kind in (handler.comm_hook, handler.comm_wrapper))
+    kinds = {hook, wrapper} - {"no"} if hook != "no" else set()  # without a hook there is nothing to wrap
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
     unknown = sorted(kinds - set(dtypes))
     if unknown or len(kinds) > 1:

@@ -23,7 +23,7 @@ from torch_shard.gathered import gathered
 from . import _private
 from .shadowed import Shadow
 
-__all__ = ["Known", "known", "whole_weights"]
+__all__ = ["Known", "hooks_run", "known", "whole_weights"]
 
 
 class Known(NamedTuple):
@@ -57,6 +57,11 @@ _known: dict[int, Known] = {}  # by module, which the context below keeps
 def known(module: nn.Module) -> Known | None:
     """What hooks are told of a module; None outside of them, and of one that is not sharded. Not collective."""
     return _known.get(id(module))
+
+
+def hooks_run() -> bool:
+    """Whether hooks are running, with a sharded model. Not collective."""
+    return bool(_known)
 
 
 @contextlib.contextmanager

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import torch_shard
-from torch_shard.errors import ShardError
+from torch_shard import Engine
 from torch_shard.log import logger
 
-from . import outside_autocast
+from . import outside_autocast, together
 from ._private import PREPARED_ATTRIBUTES, PREPARED_LISTS, plain_optimizer
 from .shadowed import Shadow
 from .wrapped import inner
@@ -29,52 +29,86 @@ _MISSING = object()
 def all_or_nothing(accelerator: Any, *objects: Any) -> Iterator[None]:
     """Around the preparation of `objects`: where it raises, they and `accelerator` become what they were before.
 
-    Models that were sharded meanwhile are plain again where the error is one that all ranks have: collective then.
+    Models that were sharded meanwhile are plain again where all ranks have failed, which is found out within some seconds. Where
+    one has failed alone, or was interrupted, they stay sharded, with all that belongs to it, and can be prepared again.
     """
+    if id(accelerator) in _inside:  # prepare_model within prepare
+        yield
+        return
     lists = {name: list(getattr(accelerator, name)) for name in PREPARED_LISTS}
     models = [_Before(m) for m in objects if isinstance(m, nn.Module)]
+    number = together.count("prepare") if models else 0
+    _inside.add(id(accelerator))
     try:
         yield
     except BaseException as error:
         for name, entries in lists.items():
             getattr(accelerator, name)[:] = entries
-        for before in models:
-            before.restore_attributes()
-        # Those of settings and models are raised on all ranks. One rank that ran out of memory, or was interrupted, is alone:
-        # to wait for the others would hide its error.
-        if isinstance(error, (ShardError, ValueError, TypeError)):
-            optimizers = [plain_optimizer(o) for o in objects if isinstance(o, torch.optim.Optimizer)]
-            for before in models:
+        optimizers = [plain_optimizer(o) for o in objects if isinstance(o, torch.optim.Optimizer)]
+        _give_back(models, optimizers, number, error)
+        raise
+    finally:
+        _inside.discard(id(accelerator))
+
+
+_inside: set[int] = set()  # ids of Accelerators
+
+
+def _give_back(models: list[_Before], optimizers: list[Any], number: int, error: BaseException) -> None:
+    """Collective where one of the models was sharded and the error is one of all ranks."""
+    sharded = [number for number, before in enumerate(models) if before.engine() is not None]
+    everywhere = False
+    if sharded and isinstance(error, Exception):
+        # In one process of several that ran out of memory, say, to wait for the others would hide its error.
+        everywhere = together.all_come(f"prepare/{number}/{sharded}", f"prepare has failed ({error!r})")
+    for before in models:
+        problem: object = None
+        if before.engine() is not None:
+            problem = "it has failed on this rank alone"
+            if everywhere:
                 try:
                     before.unshard(optimizers)
-                except Exception as problem:  # the first error is the one to see, and the other models go on
-                    name = type(before.plain).__name__
-                    logger.warning("prepare failed (%s), and %s stays sharded: %s", error, name, problem)
-                    note = f"{name} could not be given back, and stays sharded: {problem}"
-                    getattr(error, "add_note", str)(note)  # from Python 3.11 on
-        raise
+                    problem = None
+                except Exception as caught:  # the first error is the one to see, and the other models go on
+                    problem = caught
+        before.restore_attributes(sharded=problem is not None)
+        if problem is not None:
+            name = type(before.plain).__name__
+            logger.warning("prepare failed (%s), and %s stays sharded: %s", error, name, problem)
+            note = f"{name} could not be given back, and stays sharded: {problem}"
+            getattr(error, "add_note", str)(note)  # from Python 3.11 on
 
 
 class _Before:
     """What a model was."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.plain = inner(model)
+        self.model, self.plain = model, inner(model)
         self.was_sharded = torch_shard.engine_of(self.plain) is not None
         modules = {model: None, **dict.fromkeys(self.plain.modules())}
         self.attributes = [(m, {name: m.__dict__.get(name, _MISSING) for name in _kept(m)}) for m in modules]
 
-    def restore_attributes(self) -> None:
+    def engine(self) -> Engine | None:
+        """That of the model, if it was sharded since."""
+        return None if self.was_sharded else torch_shard.engine_of(self.plain)
+
+    def restore_attributes(self, sharded: bool) -> None:
+        """`sharded`: what sharding has set stays, as layers that compute their activations again, and methods."""
         for module, values in self.attributes:
-            for name in _kept(module):
+            if sharded and module not in (self.model, self.plain):
+                continue
+            original = module.__dict__.get("_original_forward", _MISSING) if sharded else _MISSING
+            for name in PREPARED_ATTRIBUTES if sharded else _kept(module):
                 value = values.get(name, _MISSING)
+                if name == "forward" and original is not _MISSING and getattr(original, "__self__", None) is not module:
+                    value = original
                 if value is _MISSING:
                     module.__dict__.pop(name, None)
                 else:
                     module.__dict__[name] = value
 
     def unshard(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        engine = None if self.was_sharded else torch_shard.engine_of(self.plain)
+        engine = self.engine()
         if engine is not None:
             outside_autocast.unregister(self.plain)
             own = {id(p) for unit in engine.units for p in unit.params}

@@ -16,10 +16,18 @@ from torch import nn
 
 from torch_shard import Engine
 from torch_shard.errors import ConfigError
+from torch_shard.groups import told_by
 
+from . import together
 from .wrapped import engine_of
 
 __all__ = ["even_batches_set", "join"]
+
+_UNEVEN = (
+    "join_uneven_inputs: the ranks have different numbers of batches of this dataloader, and a sharded model is trained by all "
+    "ranks together. Leave even_batches at True (the last batches are filled up) or set drop_last=True. In evaluation numbers of "
+    "batches may differ: call model.eval() before join_uneven_inputs."
+)
 
 
 @contextlib.contextmanager
@@ -37,17 +45,20 @@ def even_batches_set(dataloaders: Iterable[Any], even_batches: bool | None) -> I
 
 
 @contextlib.contextmanager
-def join(joinables: Iterable[Any], dataloaders: Iterable[Any], active: Callable[[], Any]) -> Iterator[None]:
+def join(
+    joinables: Iterable[Any], dataloaders: Iterable[Any], active: Callable[[], Any], seconds: float
+) -> Iterator[None]:
     """Inside, ranks may have different numbers of batches if they only evaluate. Collective.
 
     Args:
         joinables: what the user has named: prepared models.
         dataloaders: the prepared ones; their lengths decide.
         active: gives the dataloader that is being iterated over, or None.
+        seconds: how long a rank without a batch waits for what the others say at the end.
 
     Raises:
         ConfigError: on all ranks, inside, from the first forward over a dataloader whose lengths differ, of a model that was in
-            training mode here. Other dataloaders are as elsewhere.
+            training mode here; on a rank without a batch at the end. Other dataloaders are as elsewhere.
     """
     models = [(m, e) for m in joinables if (e := engine_of(m)) is not None]
     uneven = _uneven(dataloaders) if models else []
@@ -56,7 +67,7 @@ def join(joinables: Iterable[Any], dataloaders: Iterable[Any], active: Callable[
         return
     engines = dict.fromkeys(e for _, e in models)
     if any(model.training for model, _ in models):
-        with _refusing(list(engines), uneven, active):
+        with _refusing(list(engines), uneven, active, seconds):
             yield
         return
     with contextlib.ExitStack() as stack:
@@ -66,23 +77,36 @@ def join(joinables: Iterable[Any], dataloaders: Iterable[Any], active: Callable[
 
 
 @contextlib.contextmanager
-def _refusing(engines: Iterable[Engine], uneven: list[Any], active: Callable[[], Any]) -> Iterator[None]:
-    """Inside, forwards over one of the dataloaders `uneven` raise before they begin."""
+def _refusing(
+    engines: Iterable[Engine], uneven: list[Any], active: Callable[[], Any], seconds: float
+) -> Iterator[None]:
+    """Inside, forwards over one of the dataloaders `uneven` raise before they begin.
+
+    A rank without a batch has no forward, and hears at the end whether the others have refused one. They don't wait for it.
+    """
+    refused = False
+    empty = any(_length(loader) == 0 for loader in uneven)
+    place = f"accelerate_shard/join/{together.count('join')}"
 
     def refuse(module: nn.Module, args: Any) -> None:
+        nonlocal refused
         if (loader := active()) is not None and any(_is_of(loader, other) for other in uneven):
-            raise ConfigError(
-                "join_uneven_inputs: the ranks have different numbers of batches of this dataloader, and a sharded model is "
-                "trained by all ranks together. Leave even_batches at True (the last batches are filled up) or set "
-                "drop_last=True. In evaluation numbers of batches may differ: call model.eval() before join_uneven_inputs."
-            )
+            refused = True
+            raise ConfigError(_UNEVEN)
 
     handles = [engine.model.register_forward_pre_hook(refuse, prepend=True) for engine in engines]
+    ended = False
     try:
         yield
+        ended = True
     finally:
         for handle in handles:
             handle.remove()
+        waits = ended and empty and not refused
+        ranks = list(range(dist.get_world_size())) if waits else [dist.get_rank()]
+        told = told_by(ranks, place, "refused" * refused, seconds, "Accelerator.join_uneven_inputs")
+        if waits and "refused" in told.values():
+            raise ConfigError(_UNEVEN)
 
 
 def _is_of(loader: Any, other: Any) -> bool:

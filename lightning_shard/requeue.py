@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 
 from torch_shard.log import logger
 
@@ -49,7 +50,8 @@ class RequeueMixin(_Base):  # type: ignore[misc]
         if self._requeue_of is None:
             return
         asked = torch.tensor(int(self._requeue_asked or 0), device=self.root_device)
-        signum = int(self.reduce(asked, reduce_op="max"))
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX)  # not self.reduce(), which waits in a barrier first, at every step
+        signum = int(asked)
         if signum:
             self._requeue_asked = None
             logger.info("requeue: rank %d saves with the others", self.global_rank)

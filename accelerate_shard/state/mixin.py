@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
+from ..in_hooks import hooks_run
 from ..plugin import ShardPlugin
 from .loading import load_state
-from .model_files import get_state_dict, save_model
+from .model_files import get_state_dict, refuse_slices, save_model
 from .pending import PendingState
 from .prepared import Prepared
 from .ranks import Ranks
@@ -69,6 +70,17 @@ class StateMixin(_Base):  # type: ignore[misc]
         """
         if not save_model(model, save_directory, max_shard_size, safe_serialization):
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """As Accelerate's: `obj` is written by the main process (of each node). Not collective.
+
+        Raises:
+            ShardPicklingError: on each rank that calls it, before the file is opened: there are slices in `obj`. In hooks of
+                ``save_state``, where rank 0 has whole weights, on that rank alone.
+        """
+        if self.is_main_process or not hooks_run():
+            refuse_slices(obj)
+        super().save(obj, f, safe_serialization=safe_serialization)
 
     # -- everything -------------------------------------------------------------------------------------------------
     def save_state(

@@ -13,8 +13,9 @@ import accelerate
 from accelerate.utils import is_compiled_module
 from accelerate.utils.constants import WEIGHTS_INDEX_NAME, WEIGHTS_PATTERN_NAME
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from torch_shard import full_state
+from torch_shard import ShardTensor, full_state
 from torch_shard.checkpoint.folder import sync
 from torch_shard.checkpoint.safetensors_files import size_of
 from torch_shard.errors import CheckpointError
@@ -23,7 +24,7 @@ from ..in_hooks import known
 from ..wrapped import engine_of, inner
 from .ranks import Ranks
 
-__all__ = ["get_state_dict", "save_model"]
+__all__ = ["get_state_dict", "refuse_slices", "save_model"]
 
 _WHOLE = re.compile(r"(model|pytorch_model)\.(safetensors|bin)")
 _SHARD = re.compile(r"(model|pytorch_model)-\d{5}-of-\d{5}\.(safetensors|bin)")
@@ -45,6 +46,20 @@ def get_state_dict(model: nn.Module, unwrap: bool) -> dict[str, Any] | None:
     if unwrap or not is_compiled_module(model):
         return found
     return {f"_orig_mod.{name}": value for name, value in found.items()}
+
+
+def refuse_slices(obj: Any) -> None:
+    """Raise where `obj`, which is about to be pickled, has slices in it: on all ranks, of which one alone would write.
+
+    Raises:
+        ShardPicklingError: says what to save instead.
+    """
+    for leaf in tree_leaves(obj):
+        found = leaf
+        if isinstance(leaf, nn.Module):
+            found = next((p for p in leaf.parameters() if isinstance(p, ShardTensor)), None)
+        if isinstance(found, ShardTensor):
+            found.__reduce_ex__(2)  # which is what raises
 
 
 def save_model(model: nn.Module, folder: Any, max_shard_size: int | str, safe: bool) -> bool:

@@ -20,6 +20,7 @@ from .flat_runs import grad_of
 from .runtime import Runtime
 from .shard_attributes import get_grad
 from .shard_tensor import ShardTensor
+from .unfinished import refuse_unfinished
 from .whole import reduced_grad_of
 
 _flat, _spec = map(operator.attrgetter, ("_flat", "_spec"))
@@ -53,6 +54,7 @@ class _Gradients:
         if runtime.in_backward is not None:
             runtime.in_backward.refuse_clipping()
         chosen = None if parameters is None else {id(p): p for p in parameters}  # a tied parameter counts once
+        refuse_unfinished(runtime, None if chosen is None else chosen.values(), "clipping")
         rest: list[torch.Tensor] = []
         with torch._C.DisableTorchFunctionSubclass():
             for flat in [flat for unit in runtime.units for flat in unit.flats if flat.params]:

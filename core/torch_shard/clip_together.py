@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .errors import ConfigError, NonFiniteError
+from .unfinished import refuse_unfinished
 from .whole import reduced_grad_of
 
 if TYPE_CHECKING:
@@ -46,11 +47,11 @@ def clip_norm(
         return found[0].clip_grad_norm_(max_norm, norm_type, parameters, error_if_nonfinite)
     if any(id(p) in ids for ids in map(_ignored, found) for p in parameters):
         raise ConfigError(
-            "clipping by norm: parameters of several models, of which some are left out of sharding (ignore=...). Their "
-            "gradients differ between the ranks, which would scale by different factors; clip each model on its own."
+            "clipping by norm: parameters of several models, of which some are left out of sharding (ShardConfig.ignore, "
+            "ShardPlugin.ignore). Their gradients differ between the ranks, which would scale by different factors; clip each "
+            "model on its own."
         )
-    for p in parameters if found else ():
-        reduced_grad_of(p)  # raises where it waits for its reduction
+    _refuse_unreduced(found, parameters)
     try:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
     except RuntimeError as error:
@@ -68,8 +69,7 @@ def limit_values(engines: Iterable[Engine], parameters: Sequence[torch.Tensor], 
     if len(found) == 1:
         found[0].clip_grad_value_(value, parameters)
         return
-    for p in parameters if found else ():
-        reduced_grad_of(p)
+    _refuse_unreduced(found, parameters)
     torch.nn.utils.clip_grad_value_(parameters, value)
 
 
@@ -82,6 +82,13 @@ def engines_over(engines: Iterable[Engine], parameters: Iterable[torch.Tensor]) 
         for engine in once.values()
         if any(id(p) in held for unit in engine.units for flat in unit.flats for p in flat.params)
     ]
+
+
+def _refuse_unreduced(engines: Iterable[Engine], parameters: Sequence[torch.Tensor]) -> None:
+    for engine in engines:
+        refuse_unfinished(engine._runtime, parameters, "clipping")
+        for p in parameters:
+            reduced_grad_of(p)  # raises where it waits for its reduction
 
 
 def _ignored(engine: Engine) -> set[int]:

@@ -11,64 +11,18 @@ from __future__ import annotations
 import contextlib
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
+from .deferred_param import Deferred, defer, deferred_of, forget, is_altered, plain_class
 from .errors import CheckpointError, SetupError, StateDictError
 from .shard_spec import slice_full
 from .shard_tensor import ShardTensor
 
 __all__ = ["Deferred", "Filler", "defer", "deferred_of", "from_files"]
-
-_ATTRIBUTE = "_shard_deferred"
-
-
-@dataclass(frozen=True)
-class Deferred:
-    """Values that are read when the parameter is sharded.
-
-    Attributes:
-        whole: gives all of them; a view of a mapped file where nothing has to be computed.
-        origin: what they are and where they come from: equal on all ranks that read the same.
-        casts: dtypes that they are rounded to, one after the other, before the parameter's own.
-        filled: called once the parameters of the model have their values; once where several parameters have the same.
-    """
-
-    whole: Callable[[], torch.Tensor]
-    origin: str
-    casts: tuple[torch.dtype, ...] = field(default=())
-    filled: Callable[[], None] | None = None
-
-    def rounded(self, values: torch.Tensor) -> torch.Tensor:
-        """`values`, some or all of them, after the casts."""
-        for dtype in self.casts:
-            values = values.to(dtype)
-        return values
-
-
-@dataclass(frozen=True)
-class _Note:
-    """On a parameter: what it waits for, and what it was like."""
-
-    values: Deferred
-    shape: torch.Size
-    version: int
-
-
-def defer(param: nn.Parameter, values: Deferred) -> None:
-    """Have `param`, which is on the meta device, filled with `values` when it is sharded. Not collective."""
-    param.__dict__[_ATTRIBUTE] = _Note(values, param.shape, param._version)
-
-
-def deferred_of(param: torch.Tensor) -> Deferred | None:
-    """What `param` waits for, or None. Not collective."""
-    found = param.__dict__.get(_ATTRIBUTE)
-    return found.values if isinstance(found, _Note) and param.device.type == "meta" else None
 
 
 # -- what set-up asks -----------------------------------------------------------------------------------------------
@@ -84,9 +38,8 @@ def refuse_altered(params: Mapping[str, nn.Parameter], rank: int) -> None:
     if not waiting:
         return
     for name, p in params.items():
-        note: Any = p.__dict__.get(_ATTRIBUTE)
         what = None
-        if name in waiting and (p.shape != note.shape or p._version != note.version):
+        if name in waiting and is_altered(p):
             what = "was changed in place or resized since"
         elif name not in waiting and p.device.type == "meta":
             what = "was made or replaced on the meta device since, and has no values"
@@ -118,6 +71,7 @@ class Filler:
         """Whether `param`, which is about to be sharded, waits for values; :meth:`fill` will read them."""
         values = deferred_of(param)
         if values is not None:
+            plain_class(param)
             self._waiting.append((param, param.dtype, values))
         return values is not None
 
@@ -130,7 +84,7 @@ class Filler:
         for param, dtype, values in self._waiting:
             assert isinstance(param, ShardTensor)
             spec, local = param._spec, param._local
-            del param.__dict__[_ATTRIBUTE]
+            forget(param)
             if spec.length:
                 with torch.no_grad(), _reading(values):
                     # Through the parameter's dtype, where it is stored in a finer one.
@@ -154,7 +108,9 @@ class Filler:
                 whole = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
                 whole.copy_(values.rounded(values.whole()))
             filled = nn.Parameter(whole, requires_grad=param.requires_grad)
-            filled.__dict__.update({k: v for k, v in param.__dict__.items() if k != _ATTRIBUTE})
+            plain_class(param)
+            forget(param)
+            filled.__dict__.update(param.__dict__)
             torch.utils.swap_tensors(param, filled)
 
 

@@ -96,7 +96,7 @@ class Engine(EngineState, EngineStatistics):
         self._runtime.require_sync = value
 
     @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, hold: bool = True) -> Iterator[None]:
         """Accumulate whole gradients on this rank; the first backward outside reduces their sum.
 
         Saves the reductions of all micro-batches but one, at the price of one unsharded gradient (4 bytes a parameter
@@ -106,15 +106,20 @@ class Engine(EngineState, EngineStatistics):
 
         Put forward and backward inside. Not collective, but all ranks must use it alike.
 
+        Args:
+            hold: False reduces in each backward inside, too, and refuses no less than True what would come out otherwise than
+                with gradients that are held: clipping, and steps. For code that is written for DistributedDataParallel.
+
         Raises:
             ShardError: by the next backward, where a gradient was edited in between.
         """
-        before = self._runtime.require_sync
-        self._runtime.require_sync = False
+        runtime = self._runtime
+        before = runtime.require_sync, runtime.reduces_each
+        runtime.require_sync, runtime.reduces_each = False, not hold
         try:
             yield
         finally:
-            self._runtime.require_sync = before
+            runtime.require_sync, runtime.reduces_each = before
 
     @contextlib.contextmanager
     def sync_in_backward(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from .quantized_transfers import QuantizedGradients
 from .reduction import Reduction
 from .shard_spec import slot_view
 from .shard_tensor import ShardTensor
+from .unfinished import Unfinished
 
 if TYPE_CHECKING:
     from .comm_hook import CommHook, HookedReduction
@@ -44,6 +45,8 @@ class GradientBuffer:
         self.lost = False  # some gradients must not be added to, see `_check_lost`
         # Under no_sync(): what `.grad` showed for each held gradient, and its version.
         self.shown: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * n
+        self.unfinished = Unfinished(params)
+        self.partial = False  # the running backward does not end an accumulation, and reduces all the same
         self.results: list[torch.Tensor] = []  # reduced slices waiting to be published as .grad
         self._streams: set[Any] = set()  # CUDA: those on which gradients arrived
         self.opens = self._opens(False)  # the dtype of `flat`, where it is made now
@@ -103,9 +106,10 @@ class GradientBuffer:
         return self.dtypes.grad if self.collectives.averaged == 1 else self.dtypes.reduce
 
     # -- from the leaves ----------------------------------------------------------------------------------------
-    def begin_backward(self, checked: bool = False, deferred: bool = False) -> None:
-        """A new backward begins; `checked` where :meth:`check_held` was called before it, `deferred` where it will not reduce."""
-        self.opens = self._opens(deferred)
+    def begin_backward(self, checked: bool = False, deferred: bool = False, partial: bool = False) -> None:
+        """A new backward begins; `checked` where :meth:`check_held` was called before it, `deferred` where it will not reduce,
+        `partial` where it will, and others follow before a step."""
+        self.opens, self.partial = self._opens(deferred), partial
         if self.lost:
             self._check_lost()
         if not checked:
@@ -230,13 +234,18 @@ class GradientBuffer:
         indices of those. Call without gradients and without ``__torch_function__``."""
         touched = [i for i, mark in enumerate(marks) if mark == SEEN]
         results, self.results = self.results, []
-        if not touched or not results:
-            return touched
-        for result in results:
+        for result in results if touched else ():
             pieces = result.split_with_sizes(self._pieces)
             for i in touched:
                 self._publish_one(self.params[i], pieces[self._piece_of[i]], result)
+        self._note_unfinished(touched)
         return touched
+
+    def _note_unfinished(self, touched: list[int]) -> None:
+        if self.partial:
+            self.unfinished.note(touched)
+        else:
+            self.unfinished.end()
 
     @staticmethod
     def _publish_one(param: Any, local: torch.Tensor, result: torch.Tensor) -> None:
@@ -271,6 +280,7 @@ class GradientBuffer:
 
     def keep_held(self) -> None:
         """After any backward: it may have added to `.grad` (a loss term on the sharded parameter itself)."""
+        self.unfinished.keep()
         if self.flat is None:
             return
         with torch._C.DisableTorchFunctionSubclass():
@@ -281,6 +291,7 @@ class GradientBuffer:
 
     def check_held(self) -> None:
         """Drop held gradients that the user has cleared since the last backward."""
+        self.unfinished.check()
         if self.flat is None:
             return
         with torch._C.DisableTorchFunctionSubclass():

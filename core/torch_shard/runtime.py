@@ -57,6 +57,7 @@ class Runtime:
         self.buffers: BufferSync | None = None
         self.agreement: Agreement | None = None
         self.require_sync = True
+        self.reduces_each = False  # while `require_sync` is False: each backward reduces all the same
         self.depth = 0  # trigger forwards running
         self.session = False  # a forward has begun since the last backward ended
         self.roots = 0  # forwards of the root module running
@@ -66,6 +67,7 @@ class Runtime:
         self.solo = 0  # inside gathered(ranks=...): a forward here is this rank's own affair
         self.forward_order: dict[int, Unit] = {}
         self.forward_sync = True
+        self.forward_reduces = False  # as `reduces_each` was
         self.end: weakref.ref[EndOfBackward] | None = None
         self.state_dict_settings: Any = None  # see torch_shard.state_dict_type
         self.tasks: set[int] = set()
@@ -270,6 +272,7 @@ class Runtime:
                 self._open_session()
             if phase == FORWARD:
                 self.forward_sync = self.require_sync
+                self.forward_reduces = self.reduces_each and not self.require_sync
                 # By first use: the gradients of a unit used again (a tied head) are complete after the first one's backward.
                 self.forward_order.setdefault(unit.index, unit)
         if unit.gathers:
@@ -318,8 +321,9 @@ class Runtime:
             self.in_backward.outermost(False)
 
     def holds_gradients(self) -> bool:
-        """Whether something waits for its reduction, or was lost while it did."""
-        return any(unit.holds_gradients() or any(flat.gradients.lost for flat in unit.flats) for unit in self.units)
+        """Whether something waits for its reduction, or for the end of an accumulation, or was lost while it did."""
+        lost = (flat.gradients.lost or flat.gradients.unfinished for unit in self.units for flat in unit.flats)
+        return any(unit.holds_gradients() for unit in self.units) or any(lost)
 
     def arm(self) -> None:
         """Have `EndOfBackward` called when the running graph task ends."""
@@ -344,17 +348,18 @@ class Runtime:
             )
         if self.in_backward is not None:
             self.in_backward.begin(self.forward_sync)
+        self.syncing = self.forward_sync or self.forward_reduces
+        partial = self.syncing and not self.forward_sync and self.collectives.averaged > 1
         for unit in self.units:
             unit.rounds = 0
             for use in (*unit.uses, *unit.kept):
                 use.check()
             for flat in unit.flats:
-                flat.gradients.begin_backward(self.checked, not self.forward_sync)
+                flat.gradients.begin_backward(self.checked, not self.syncing, partial)
         self.schedule.begin_backward()
         self.tasks = {task}
         self.creating = torch.is_grad_enabled()
         self.schedule.double_backward |= self.creating
-        self.syncing = self.forward_sync
         # Replicated units are gathered by nobody, so the ranks have not agreed on the order in which they were used.
         sharded = self.collectives.size > 1
         self.reductions.begin(self.forward_order.values() if sharded else self.units)

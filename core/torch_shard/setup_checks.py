@@ -13,6 +13,7 @@ from torch import nn
 from .collectives import Collectives
 from .config import ShardConfig
 from .deferred import described
+from .deferred_param import Waiting
 from .dtensors import is_dtensor, local_of, placed_of
 from .errors import ConfigError, SetupError
 from .plan import Plan
@@ -21,7 +22,7 @@ from .watch import blocking
 
 __all__ = ["SETUP", "agree", "by_name_of", "check_model"]
 
-_PARAMETER_TYPES = (nn.Parameter, torch.Tensor)
+_PARAMETER_TYPES = (nn.Parameter, torch.Tensor, Waiting)
 
 
 def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -> None:

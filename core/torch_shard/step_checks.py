@@ -15,6 +15,7 @@ from .leaf import own_grad
 from .optim import COUNTERS, is_torchs
 from .shard_spec import slice_part
 from .shard_tensor import ShardTensor
+from .unfinished import refuse_unfinished
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -152,10 +153,12 @@ def refuse_unreduced(optimizer: Any, runtime: Runtime) -> None:
     """Each rank would step its slice with a gradient of its own.
 
     Raises:
-        ShardError: a gradient waits for its reduction.
+        ShardError: a gradient waits for its reduction, or for the end of an accumulation.
     """
     if not runtime.holds_gradients():
         return
+    listed = [p for group in optimizer.param_groups for p in group["params"]]
+    refuse_unfinished(runtime, listed, "optimizer.step()")
     for group in optimizer.param_groups:
         for p in group["params"]:
             if not isinstance(p, ShardTensor):

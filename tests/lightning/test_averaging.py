@@ -107,6 +107,25 @@ def test_averages_and_what_is_validated_with_them_are_those_of_a_single_device(w
     assert float(t.callback_metrics["val"]) == pytest.approx(float(plain.callback_metrics["val"]), rel=1e-5)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["swa", "ema"])
+@ranks(2)
+def test_averages_of_the_other_namespace(world_size, kind):
+    namespace, make_callback = "pytorch_lightning", MAKERS[kind]
+
+    class Looks(net_class(namespace)):
+        def on_train_end(self):
+            average = next(c for c in self.trainer.callbacks if hasattr(c, "_average_model"))._average_model
+            self.sharded = all(isinstance(p, ShardTensor) for p in average.parameters())
+
+    (expected, reference), (module, callback) = ((Looks(), make_callback(namespace)) for _ in range(2))
+    single(namespace, max_epochs=4, callbacks=[reference]).fit(expected, loader(1))
+    trainer(namespace, world_size, max_epochs=4, callbacks=[callback]).fit(module, loader(world_size))
+    assert module.sharded and not expected.sharded
+    assert_same_state(module.state_dict(), expected.state_dict())
+    assert_same_average(callback, reference)
+
+
 class WithLambda(net_class("lightning")):
     """Its scheduler's state has what SWALR's lacks."""
 
@@ -120,7 +139,7 @@ def saving(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "form"), [("swa", "full"), ("ema", "sharded"), *exhaustive(("swa", "sharded"), ("ema", "full"))]
+    ("kind", "form"), [("swa", "full"), *exhaustive(("ema", "sharded"), ("swa", "sharded"), ("ema", "full"))]
 )
 @ranks(2)
 def test_a_run_that_is_resumed_while_it_averages_ends_as_one_that_was_not_interrupted(
@@ -234,7 +253,7 @@ class Average(Callback):
         self.values = state["values"]
 
 
-@pytest.mark.parametrize("form", ["full", *exhaustive("sharded")])
+@pytest.mark.parametrize("form", ["sharded", *exhaustive("full")])
 @ranks(2)
 def test_slices_that_a_users_own_callback_saves_are_saved_whole_and_loaded(rank, world_size, form, tmp_path):
     def run(folder, epochs, ckpt_path=None):

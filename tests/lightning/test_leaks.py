@@ -127,7 +127,7 @@ def test_a_run_that_has_ended_keeps_no_engine(rank, world_size, tmp_path):
         assert seen[-1]() is None
         del t
         counts.append(live())
-    assert counts[1] == counts[0]
+    assert not counts[1] - counts[0]  # fewer, where tests before this one had left something
     assert torch_shard.Engine.__qualname__ not in counts[1]
 
 

@@ -67,15 +67,16 @@ def _at_start(function):
 @either_namespace
 @ranks(2)
 def test_a_callback_that_works_on_rank_0_alone_is_waited_for_with_a_warning(rank, namespace):
-    with soon_warned(1.5) as seen:
-        t = trainer(namespace, 2, strategy(namespace), max_steps=3, callbacks=[slow_on_rank_0(namespace, 3.0)])
+    with soon_warned(1.2) as seen:
+        t = trainer(namespace, 2, strategy(namespace), max_steps=3, callbacks=[slow_on_rank_0(namespace, 2.5)])
         t.fit(net_class(namespace)(), loader(2))
     assert t.global_step == 3
     if rank == 1:
-        (line,) = [line for line in seen if "waited 1.5 s in" in line]
+        (line,) = [line for line in seen if "waited 1.2 s in" in line]
         assert f"goes on waiting for up to {GROUP:g} s" in line and "rank 0 waits in no operation of the engine" in line
 
 
+@pytest.mark.exhaustive
 @ranks(2, fresh=True)
 def test_a_chosen_timeout_ends_the_run_sooner(rank):
     t = trainer(
@@ -85,17 +86,18 @@ def test_a_chosen_timeout_ends_the_run_sooner(rank):
         t.fit(net_class("lightning")(), loader(2))
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_rank_of_fabric_that_is_busy_is_waited_for_with_a_warning(rank):
-    with soon_warned(1.5) as seen:
+    with soon_warned(1.2) as seen:
         fabric = fabric_helpers.fabric()
         model = fabric.setup(fabric_helpers.net())
         x, _ = fabric_helpers.batch(0)
         if fabric.is_global_zero:
-            time.sleep(3)
+            time.sleep(2.5)
         fabric.backward(model(x).sum())
     if rank == 1:
-        (line,) = [line for line in seen if "waited 1.5 s in" in line]
+        (line,) = [line for line in seen if "waited 1.2 s in" in line]
         assert f"goes on waiting for up to {GROUP:g} s" in line
 
 
