@@ -77,8 +77,12 @@ def pages() -> tuple[Page, ...]:
                     f"{core}/engine.py",
                     "Engine",
                     "torch_shard.Engine",
-                    bases=((f"{core}/engine_state.py", "EngineState"),),
+                    bases=(
+                        (f"{core}/engine_state.py", "EngineState"),
+                        (f"{core}/engine_statistics.py", "EngineStatistics"),
+                    ),
                 ),
+                Entry(f"{core}/statistics.py", "Statistics", "torch_shard.statistics.Statistics"),
             ),
         ),
         Page(
@@ -216,6 +220,9 @@ def pages() -> tuple[Page, ...]:
                     ("engine", "engine_or_none", "config"),
                     constructor=True,
                     bases=(("lightning_shard/settings.py", "SettingsMixin"),),
+                ),
+                Entry(
+                    "lightning_shard/monitor.py", "MonitorMixin", "lightning_shard.ShardMonitor", (), constructor=True
                 ),
                 Entry(
                     "lightning_shard/fabric/strategy.py",

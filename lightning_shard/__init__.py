@@ -4,8 +4,8 @@ Nothing needs importing: an entry point that torch calls makes the names known (
 Where that is switched off (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), ``import lightning_shard`` does the
 same, and ``Trainer(strategy=lightning_shard.ShardStrategy(...))`` works in any case.
 
-``ShardStrategy`` is made for the namespace in use. ``lightning_shard.for_lightning.ShardStrategy`` and
-``lightning_shard.for_pytorch_lightning.ShardStrategy`` name one explicitly. ``ShardFabricStrategy`` is Fabric's, and those of
+``ShardStrategy`` and ``ShardMonitor``, a callback, are made for the namespace in use. ``lightning_shard.for_lightning`` and
+``lightning_shard.for_pytorch_lightning`` have those of one namespace each. ``ShardFabricStrategy`` is Fabric's, and those of
 ``lightning_shard.fabric.for_lightning`` and ``lightning_shard.fabric.for_lightning_fabric`` are for one namespace each.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from . import _autoload
 
-__all__ = ["ShardFabricStrategy", "ShardStrategy"]
+__all__ = ["ShardFabricStrategy", "ShardMonitor", "ShardStrategy"]
 
 _autoload.install()
 
@@ -26,6 +26,10 @@ def __getattr__(name: str) -> Any:
         from . import _registry
 
         return _registry.strategy_class(_registry.namespace_in_use())
+    if name == "ShardMonitor":
+        from . import _registry
+
+        return _registry.trainer_module(_registry.namespace_in_use()).ShardMonitor
     if name == "ShardFabricStrategy":
         from . import _registry
 

@@ -12,12 +12,15 @@ Attributes of Lightning's own objects that the strategy reads or writes, and why
 - ``StochasticWeightAveraging._average_model``, ``WeightAveraging._average_model``: the copies that they average in (see
   :func:`average_of`); of the former also ``_scheduler_state``, not None where a checkpoint from within the averaging was
   loaded, and ``_clear_schedulers``, which makes way for it;
+- ``BaseFinetuning._restarting``: whether it has been restored and not acted on it yet;
 - ``LightningModule._trainer``: None where there is no Trainer;
 - ``Strategy._layer_sync``: where the Trainer leaves the plugin of ``sync_batchnorm=True``;
 - ``Trainer.fit`` passes ``weights_only`` to the launcher, by that name (see :func:`asked_weights_only`);
 - ``Strategy._precision``, ``_backward_sync_control`` of Fabric: the base class's, the latter read by ``no_backward_sync``;
 - ``_FabricModule`` calls a marked method by shadowing ``forward`` of the module with a function ``wrapped_forward``
   (see :func:`is_redirected`), and only where the strategy's module is another object than the user's;
+- ``Trainer.fit_loop._should_accumulate`` and ``fit_loop.epoch_loop._batches_that_stepped``: as the built-in monitors read them
+  (see :func:`accumulates` and :func:`logged_step`);
 - ``LightningModule.forward`` may be shadowed in the instance for the time of one call (as Lightning's own redirection
   for DDP does).
 """
@@ -37,12 +40,19 @@ __all__ = [
     "TESTED",
     "Private",
     "Shared",
+    "accumulates",
     "asked_weights_only",
     "average_of",
+    "call_requeue_handler",
     "fabric_private",
     "is_redirected",
+    "logged_step",
+    "logs_this_step",
     "private",
+    "requeue_signal_of",
+    "restore_requeue_handler",
     "run_as_forward",
+    "shadow_requeue_handler",
 ]
 
 TESTED = ("2.6.6",)
@@ -86,6 +96,7 @@ class Private(Shared):
     LightningOptimizer: Any
     TrainerFn: Any
     ModelCheckpoint: Any
+    BaseFinetuning: Any
     ModelPruning: Any
     StochasticWeightAveraging: Any
     WeightAveraging: Any
@@ -141,6 +152,7 @@ def private(namespace: str) -> Private:
         Precision=pl("plugins.precision.Precision"),
         MixedPrecision=pl("plugins.precision.MixedPrecision"),
         refused_precision=tuple(pl(f"plugins.precision.{name}") for name in _REFUSED_PRECISION),
+        BaseFinetuning=pl("callbacks.BaseFinetuning"),
         ModelPruning=pl("callbacks.ModelPruning"),
         StochasticWeightAveraging=pl("callbacks.StochasticWeightAveraging"),
         WeightAveraging=pl("callbacks.WeightAveraging"),
@@ -185,6 +197,32 @@ def asked_weights_only(function: Callable[..., Any], args: Any, kwargs: Any) -> 
         return None
 
 
+# The Trainer registers ``_signal_connector._slurm_sigusr_handler_fn`` when a run has been set up, and unregisters what it has
+# registered by itself; so the method is shadowed in the instance before, and called through its class.
+_REQUEUE_HANDLER = "_slurm_sigusr_handler_fn"
+
+
+def requeue_signal_of(environment: Any) -> Any:
+    """The signal at which SLURM wants a job saved and requeued; None where it will not."""
+    return environment.requeue_signal if getattr(environment, "auto_requeue", False) else None
+
+
+def shadow_requeue_handler(trainer: Any, handler: Callable[[int, Any], None]) -> None:
+    """Have `handler` called in place of the Trainer's own, in the next run."""
+    vars(trainer._signal_connector)[_REQUEUE_HANDLER] = handler
+
+
+def restore_requeue_handler(trainer: Any) -> None:
+    """Undo :func:`shadow_requeue_handler`."""
+    vars(trainer._signal_connector).pop(_REQUEUE_HANDLER, None)
+
+
+def call_requeue_handler(trainer: Any, signum: int) -> None:
+    """Save a checkpoint where the next job looks for it (collective), and requeue the job from rank 0."""
+    connector = trainer._signal_connector
+    getattr(type(connector), _REQUEUE_HANDLER)(connector, signum, None)
+
+
 def average_of(callback: Any, private: Private) -> nn.Module | None:
     """The deep copy of the module in which a callback keeps its average; None where it keeps none, or has none yet."""
     if not isinstance(callback, (private.StochasticWeightAveraging, private.WeightAveraging)):
@@ -226,3 +264,20 @@ def run_as_forward(module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
 def is_redirected(module: nn.Module) -> bool:
     """Whether the next call of ``forward`` is one of a method that the user marked with Fabric's ``mark_forward_method``."""
     return getattr(module.__dict__.get("forward"), "__name__", "") == "wrapped_forward"
+
+
+def accumulates(trainer: Any) -> bool:
+    """Whether the micro-batch that runs, or has just run, is one of a step that ends later."""
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def logged_step(trainer: Any) -> int:
+    """The number under which Lightning logs what belongs to the step that runs."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def logs_this_step(trainer: Any) -> bool:
+    """Whether ``log_every_n_steps`` chooses the step that runs. The same on all ranks, other than Lightning's own answer, which
+    is yes on a rank that was asked to stop, too."""
+    every = trainer.log_every_n_steps
+    return bool(every) and (logged_step(trainer) + 1) % every == 0

@@ -8,7 +8,7 @@ import importlib.util
 import sys
 from typing import Any
 
-__all__ = ["FABRIC", "NAMES", "TRAINER", "namespace_in_use", "register", "strategy_class"]
+__all__ = ["FABRIC", "NAMES", "TRAINER", "namespace_in_use", "register", "strategy_class", "trainer_module"]
 
 TRAINER = {"lightning": "for_lightning", "pytorch_lightning": "for_pytorch_lightning"}
 FABRIC = {"lightning.fabric": "fabric.for_lightning", "lightning_fabric": "fabric.for_lightning_fabric"}
@@ -46,6 +46,9 @@ def register(namespace: str, registry: Any) -> None:
         # override: a reload of Lightning's module must not fail on its second registration.
         factory = functools.partial(_make, namespace, **arguments)
         registry.register(name, factory, description=description, override=True)
+    from .unknown_names import answer  # here: it imports this module
+
+    answer(namespace, registry)
 
 
 def _make(namespace: str, **arguments: Any) -> Any:
@@ -55,8 +58,13 @@ def _make(namespace: str, **arguments: Any) -> Any:
 def strategy_class(namespace: str) -> Any:
     """`ShardStrategy` for a namespace of :data:`TRAINER`, `ShardFabricStrategy` for one of :data:`FABRIC`."""
     if namespace in TRAINER:
-        return importlib.import_module(f".{TRAINER[namespace]}", __package__).ShardStrategy
+        return trainer_module(namespace).ShardStrategy
     return importlib.import_module(f".{FABRIC[namespace]}", __package__).ShardFabricStrategy
+
+
+def trainer_module(namespace: str) -> Any:
+    """Our module for a namespace of :data:`TRAINER`."""
+    return importlib.import_module(f".{TRAINER[namespace]}", __package__)
 
 
 def namespace_in_use(fabric: bool = False) -> str:

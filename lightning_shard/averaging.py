@@ -22,8 +22,9 @@ from torch_shard.buffers import broadcast_coalesced
 from torch_shard.shard_spec import same_cut, slice_full
 
 from ._private import Private, average_of
+from .slices import gathered
 
-__all__ = ["check", "forget_schedulers", "parameters", "shard", "unshard"]
+__all__ = ["check", "parameters", "shard", "unshard"]
 
 
 def copies(callbacks: Iterable[Any], private: Private) -> Iterator[tuple[Any, nn.Module]]:
@@ -73,7 +74,7 @@ def shard(callbacks: Iterable[Any], engine: Engine, private: Private) -> None:
     for _, copy in copies(callbacks, private):
         own = engine_of(copy)
         if own is not None:  # the module had stayed sharded when it was copied
-            own.abandon()
+            own._abandon()
         for p, like in zip(copy.parameters(), engine.model.parameters(), strict=True):
             if isinstance(like, ShardTensor) and not _is_average(p, like):
                 _swap(p, _cut(p, like, engine), False)  # else a transfer of weights would be recorded
@@ -90,7 +91,7 @@ def _cut(p: torch.Tensor, like: ShardTensor, engine: Engine) -> ShardTensor:
     if isinstance(p, ShardTensor):
         if same_cut(p._spec, like._spec):
             return ShardTensor(p.to_local().detach().clone(), like._spec)
-        whole = p.detach().to(engine.device).full_tensor()
+        whole = gathered(p, engine.device)
     else:
         # Ranks may have initialised the module differently: slices of different averages would make none.
         whole = p.detach().to(engine.device, copy=True, memory_format=torch.contiguous_format)
@@ -110,7 +111,7 @@ def unshard(callbacks: Iterable[Any], module: nn.Module, private: Private, devic
     for _, copy in copies(callbacks, private):
         for p, like in zip(copy.parameters(), module.parameters(), strict=True):
             if isinstance(p, ShardTensor):
-                _swap(p, p.detach().to(device).full_tensor().to(p.device), like.requires_grad)
+                _swap(p, gathered(p, device).to(p.device), like.requires_grad)
 
 
 def _swap(p: Any, value: torch.Tensor, requires_grad: bool) -> None:
@@ -120,11 +121,3 @@ def _swap(p: Any, value: torch.Tensor, requires_grad: bool) -> None:
     own = {"_local", "_spec", "_unit_ref", "_is_param"}
     other.__dict__.update({name: value for name, value in p.__dict__.items() if name not in own})
     torch.utils.swap_tensors(p, other)
-
-
-def forget_schedulers(callbacks: Iterable[Any], trainer: Any, private: Private) -> None:
-    """Before the state of schedulers is restored: a checkpoint from within the averaging has that of SWALR, which takes the place
-    of the configured one only later, and is then given that state by the callback itself."""
-    for callback in callbacks:
-        if isinstance(callback, private.StochasticWeightAveraging) and callback._scheduler_state is not None:
-            callback._clear_schedulers(trainer)

@@ -20,9 +20,9 @@ from torch_shard.full_state import refuse_inside
 from torch_shard.log import logger
 from torch_shard.whole import agree
 
-from . import averaging
 from . import files as _files
 from . import full_checkpoint as _full
+from . import restoring
 from . import sharded_checkpoint as _sharded
 from . import slices as _slices
 from ._private import Private
@@ -98,7 +98,8 @@ class CheckpointMixin(SavingMixin):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer states of either form, written on any number of ranks. Collective."""
         engine = self.engine_or_none
-        averaging.forget_schedulers(self._callbacks(), self.lightning_module.trainer, self._private)
+        if self._callbacks():  # none where ranks were other processes, in the one that started them
+            restoring.catch_up(self.lightning_module.trainer, self._private)
         states = checkpoint["optimizer_states"]
         if states and len(states) != len(self.optimizers):
             raise StateDictError(

@@ -1,17 +1,19 @@
-"""`ShardStrategy` for the namespace ``pytorch_lightning``.
+"""`ShardStrategy` and `ShardMonitor` for the namespace ``pytorch_lightning``.
 
 Classes at module level, importable by name: those made inside a function can't be pickled by launchers that spawn.
 """
 
 from __future__ import annotations
 
+from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import ParallelStrategy
 
 from ._private import private
 from .files import FileMixin
+from .monitor import MonitorMixin
 from .trainer import LauncherMixin, TrainerStrategyMixin
 
-__all__ = ["ShardStrategy"]
+__all__ = ["ShardMonitor", "ShardStrategy"]
 
 _PRIVATE = private("pytorch_lightning")
 
@@ -34,3 +36,9 @@ class ShardStrategy(TrainerStrategyMixin, ParallelStrategy):  # type: ignore[mis
     _private = _PRIVATE
     _launchers = (_ScriptLauncher, _MultiProcessingLauncher)
     _file_io = _FileIO
+
+
+class ShardMonitor(MonitorMixin, Callback):  # type: ignore[misc]
+    __doc__ = MonitorMixin.__doc__
+
+    _private = _PRIVATE

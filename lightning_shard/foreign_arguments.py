@@ -11,7 +11,9 @@ _LEAVE = "leave it out: there is nothing to choose here"
 _GROUP = "leave it out: the group is that of all ranks; shard_size divides it for the hybrid strategies"
 _OFFLOAD = "nothing is offloaded to the CPU or to disk yet: take more ranks, or activation_checkpointing"
 _SCALER = "give Trainer or Fabric a plugin with a scaler of that setting, MixedPrecision('16-mixed', 'cuda', scaler)"
-_HOOK = "register it when training starts: trainer.strategy.engine.register_comm_hook(state, hook), with FSDP's signature"
+_HOOK = (
+    "register it when training starts: trainer.strategy.engine.register_comm_hook(state, hook), with FSDP's signature"
+)
 _PRECISION = "Trainer(precision=...), or config=ShardConfig(precision=Precision(...))"
 _BUCKETS = "unit_bytes is the size of what is gathered and reduced together"
 _LAYERS = "activation_checkpointing takes classes of layers, or their names"

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ._private import Shared, asked_weights_only
+from .environment import check_devices, check_ranks, refuse_interactive
 
 if TYPE_CHECKING:
     _Base: TypeAlias = Any
@@ -78,8 +79,10 @@ class RanksMixin(_Base):  # type: ignore[misc]
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        check_devices(self.parallel_devices, self._process_group_backend, self._private)
         by_script, by_multiprocessing = self._launchers
         if self._start_method == "popen":
+            refuse_interactive(type(self).__name__, self._private)
             self._launcher = by_script(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
             self._launcher = by_multiprocessing(self, start_method=self._start_method)
@@ -87,6 +90,8 @@ class RanksMixin(_Base):  # type: ignore[misc]
     # -- the process group --------------------------------------------------------------------------------------------
     def setup_environment(self) -> None:
         """Choose the device and join the process group."""
+        self.set_world_ranks()  # a rank that multiprocessing started learns its number after Trainer() or Fabric()
+        check_ranks(self.cluster_environment, self.num_processes, self.num_nodes, self._private)
         super().setup_environment()
         self._join_group()
 

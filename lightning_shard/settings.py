@@ -16,6 +16,7 @@ from torch_shard.group_timeout import group_timeout
 
 from . import precision as _precision
 from ._private import Shared
+from .environment import check_start_settings
 from .foreign_arguments import advice
 from .ranks import StartMethod
 from .saving import StateDictType, check_form
@@ -51,6 +52,7 @@ class SettingsMixin(_Base):  # type: ignore[misc]
         weights_only: bool | None,
     ) -> None:
         """Check and keep the arguments that both strategies take."""
+        check_start_settings(start_method, timeout, process_group_backend)
         self._config = with_overrides(config, overrides, type(self).__name__)
         self._checkpointed = chosen_layers(activation_checkpointing)
         check_form(state_dict_type, async_save)
@@ -91,18 +93,24 @@ def chosen_layers(chosen: LayersOrOne) -> Layers:
 
 
 def with_overrides(config: ShardConfig | None, overrides: Mapping[str, Any], strategy: str) -> ShardConfig:
-    """`config`, or the default, with some fields changed.
+    """`config`, or the default, with some fields changed; None leaves a field as it is.
 
     Raises:
-        ConfigError: there is no such field, or its value is bad.
+        ConfigError: `config` is something else, there is no such field, or its value is bad.
     """
+    if not isinstance(config, ShardConfig | None):
+        raise ConfigError(
+            f"config must be a ShardConfig, not {config!r}: that is the only argument of {strategy} without a name, so write "
+            f"{strategy}(accelerator=...), for example, where DDPStrategy takes the accelerator first."
+        )
     known = [field.name for field in dataclasses.fields(ShardConfig)]
     unknown = [name for name in overrides if name not in known]
     if unknown:
         raise ConfigError(
             f"{unknown[0]}: no such setting; {strategy} and ShardConfig have none of that name.{advice(unknown[0], known)}"
         )
-    return dataclasses.replace(config or ShardConfig(), **overrides)
+    chosen = {name: value for name, value in overrides.items() if value is not None}
+    return dataclasses.replace(config or ShardConfig(), **chosen)
 
 
 def same_config(a: ShardConfig, b: ShardConfig) -> bool:

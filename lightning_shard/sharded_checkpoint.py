@@ -21,6 +21,7 @@ from torch_shard.checkpoint.contents import EXTRA, MODEL, OPTIMIZER, SLICED, Sou
 from torch_shard.checkpoint.contents import optimizer_state as named_state
 from torch_shard.checkpoint.phases import each
 from torch_shard.checkpoint.read_contents import Contents, read_contents
+from torch_shard.checkpoint.sliced import joined, split
 from torch_shard.errors import CheckpointError, ConfigError, StateDictError
 from torch_shard.named_state import load_optim_state_dict as named_load
 
@@ -28,7 +29,6 @@ from . import full_checkpoint as _full
 from .files import is_local
 from .full_checkpoint import names_of
 from .safe_load import load_safely
-from .slices import joined, split
 
 __all__ = [
     "check_names",

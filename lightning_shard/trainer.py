@@ -26,13 +26,16 @@ from ._private import Private, run_as_forward
 from .checkpoint import CheckpointMixin, StateDictType
 from .full_checkpoint import is_sharded
 from .memory import fits_on_every_rank
+from .one_run import one_run_at_a_time, run_has_ended
 from .ranks import LauncherMixin, RanksMixin, StartMethod, mesh_on
+from .requeue import RequeueMixin
 from .settings import LayersOrOne, SettingsMixin, same_config
+from .signature import show_config_fields
 
 __all__ = ["LauncherMixin", "StartMethod", "TrainerStrategyMixin"]
 
 
-class TrainerStrategyMixin(CheckpointMixin, RanksMixin, SettingsMixin):
+class TrainerStrategyMixin(CheckpointMixin, RequeueMixin, RanksMixin, SettingsMixin):
     """Trains with parameters, gradients and optimizer state sharded over the ranks; otherwise as DDP does.
 
     Args:
@@ -55,7 +58,8 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin, SettingsMixin):
             does. By default where it fits in memory; else the module stays sharded and the log says so.
         activation_checkpointing: layers that keep their inputs alone and compute the rest again in backward: a class or the name
             of one, or several. True: of the modules that are units by `config`, else of those that repeat. State dicts keep
-            their names, and the layers are as they were when the run gives the plain module back.
+            their names, and the layers are as they were when the run gives the plain module back. Batch norms in them count
+            each batch twice in their running statistics, as with any activation checkpointing.
         state_dict_type: ``"full"`` checkpoints are one file each, gathered and written by rank 0, as a single device has
             them; ``"sharded"`` ones a folder each, to which every rank writes its slices. Both, and those of Lightning's
             other strategies, are loaded whatever this is. After a run that gave the plain module back (`unshard_at_end`)
@@ -157,6 +161,8 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin, SettingsMixin):
         assert self.model is not None
         self._failed = False
         self.accelerator.setup(trainer)
+        one_run_at_a_time(self.lightning_module, self)
+        self._defer_requeue(trainer)
         averaging.check(trainer.callbacks, self.model, self._private)
         fitting = trainer.state.fn == self._private.TrainerFn.FITTING
         config = self._engine_config(self.precision_plugin, self.model)
@@ -217,6 +223,7 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin, SettingsMixin):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """``LightningModule.validation_step`` as a forward of the module."""
+        self._answer_requeue()
         with self.precision_plugin.val_step_context():
             return run_as_forward(self.lightning_module, "validation_step", args, kwargs)
 
@@ -252,6 +259,8 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin, SettingsMixin):
         It stays sharded after an exception, with ``unshard_at_end=False``, and where it would not fit in memory.
         """
         self._hide_pending()
+        self._forget_requeue()
+        run_has_ended(self.lightning_module, self)
         unsaved = self._finish_saves_at_end()
         engine = self.engine_or_none
         if engine is not None and not self._failed and self._wants_plain(engine):
@@ -338,3 +347,6 @@ class TrainerStrategyMixin(CheckpointMixin, RanksMixin, SettingsMixin):
         """The engine, or None where nothing is sharded."""
         module = self._lightning_module
         return torch_shard.engine_of(module) if module is not None else None
+
+
+show_config_fields(TrainerStrategyMixin)

@@ -69,14 +69,18 @@ def checkpointed_layers(model: nn.Module, chosen: Layers, units: Units) -> Itera
         ConfigError: the model has no such layers, or one of them has no ``forward``.
     """
     layers = _chosen_layers(model, chosen, units) if chosen else []
-    changed = [layer for layer in layers if not isinstance(layer.__dict__.get("forward"), _Recomputed)]
-    for layer in changed:
-        layer.forward = _Recomputed(layer, layer.forward)
+    made = [
+        _Recomputed(layer, layer.forward)
+        for layer in layers
+        if not isinstance(layer.__dict__.get("forward"), _Recomputed)
+    ]
+    for forward in made:
+        forward.layer.forward = forward
     try:
         yield len(layers)
     except BaseException:
-        for layer in changed:
-            layer.forward.undo()
+        for forward in made:
+            forward.undo()
         raise
 
 

@@ -60,12 +60,12 @@ def broadcast_coalesced(
     for tensor in tensors:
         if tensor.numel() and tensor.device.type != "meta":
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    # Through `.data`, past the version counters: as under DDP a graph that has saved a buffer stays usable (the loss of two
+    # forwards through running statistics).
     with torch.no_grad():
         for group in by_dtype.values():
             alone = len(group) == 1 and group[0].is_contiguous() and group[0].device == c.device
-            flat = (
-                group[0].detach().view(-1) if alone else torch.cat([t.detach().reshape(-1).to(c.device) for t in group])
-            )
+            flat = group[0].data.view(-1) if alone else torch.cat([t.data.reshape(-1).to(c.device) for t in group])
             # Bytes, so that every dtype a model may hold can travel.
             raw = flat.view(torch.uint8) if flat.dtype is not torch.bool else flat.to(torch.uint8)
             blocking(c.watch, channel.name, what, dist.broadcast, raw, src=source, ordered=c.watch.polls)
@@ -76,5 +76,5 @@ def broadcast_coalesced(
                 continue
             at = 0
             for tensor in group:
-                tensor.detach().copy_(flat[at : at + tensor.numel()].view(tensor.shape))
+                tensor.data.copy_(flat[at : at + tensor.numel()].view(tensor.shape))
                 at += tensor.numel()

@@ -47,8 +47,9 @@ def clip_norm(
         return found[0].clip_grad_norm_(max_norm, norm_type, parameters, error_if_nonfinite)
     if any(id(p) in ids for ids in map(_ignored, found) for p in parameters):
         raise ConfigError(
-            "clipping by norm: parameters of several models, of which some are left out of sharding (ignore=...). Their "
-            "gradients differ between the ranks, which would scale by different factors; clip each model on its own."
+            "clipping by norm: parameters of several models, of which some are left out of sharding (ShardConfig.ignore, "
+            "ShardPlugin.ignore). Their gradients differ between the ranks, which would scale by different factors; clip each "
+            "model on its own."
         )
     _refuse_unreduced(found, parameters)
     try:

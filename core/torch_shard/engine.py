@@ -304,7 +304,7 @@ class Engine(EngineState, EngineStatistics):
         self._runtime.collectives.close()
         self._staging = None
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Leave the model as it is: its parameters stay this rank's slices, to which the engine does nothing any more, so that it
         can't be computed with. For deep copies that only hold values, as averages of the weights do. Not collective.
         """

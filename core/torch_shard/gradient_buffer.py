@@ -168,6 +168,11 @@ class GradientBuffer:
         """Send the buffer off. Where no other rank has gradients of the same parameters its slice is published as is."""
         grad = self._open()
         self.flat = self._views = None
+        streams, self._streams = tuple(self._streams), set()
+        if streams:
+            # Hazard: the stream of the buffer's memory, and those that wrote to it, may be others than the one that zeroes the
+            # rest, if backward runs on several.
+            join(torch.cuda.current_stream(grad.device), streams)
         for start, stop in self._gaps:
             grad[start:stop].zero_()
         held, self.holds = self.holds, [False] * len(self.holds)
@@ -178,22 +183,17 @@ class GradientBuffer:
         if self.collectives.averaged == 1:
             self.results.append(grad.to(self.dtypes.grad))
             return None
-        streams, self._streams = tuple(self._streams), set()
         if self.quantized is not None:
             return self.quantized.start(grad, held, self.dtypes.grad, what, streams)
         if grad.dtype != self.dtypes.reduce:
-            grad = self._converted(grad, streams)
+            grad = self._converted(grad)
         if self.hook is not None:
-            if streams:
-                join(torch.cuda.current_stream(grad.device), streams)
             return self.hook.start(self.collectives, grad, self.dtypes.grad)
         return self.collectives.reduce(grad, what, streams)
 
-    def _converted(self, grad: torch.Tensor, streams: tuple[Any, ...]) -> torch.Tensor:
+    def _converted(self, grad: torch.Tensor) -> torch.Tensor:
         """What was accumulated in a wide dtype, in that of the reduction."""
         c = self.collectives
-        if streams:
-            join(torch.cuda.current_stream(grad.device), streams)
         sent = c.take(grad.numel(), self.dtypes.reduce)
         sent.copy_(grad)
         c.give(grad)

@@ -196,7 +196,8 @@ class Runtime:
         if self.in_backward is not None and found:
             self.in_backward.expect(use)
         if not unit.gathers:
-            if use.versions or self.in_backward is not None:
+            # Held gradients are to be reduced by a backward in which no leaf of the unit gets one, too.
+            if use.versions or self.in_backward is not None or unit.holds_gradients():
                 for tensor in found:
                     tensor.register_hook(Check(use))
             return
@@ -322,7 +323,7 @@ class Runtime:
     def holds_gradients(self) -> bool:
         """Whether something waits for its reduction, or for the end of an accumulation, or was lost while it did."""
         gradients = [flat.gradients for unit in self.units for flat in unit.flats]
-        return any(g.flat is not None or g.lost or g.unfinished for g in gradients)
+        return any(unit.holds_gradients() for unit in self.units) or any(g.lost or g.unfinished for g in gradients)
 
     def arm(self) -> None:
         """Have `EndOfBackward` called when the running graph task ends."""

@@ -102,10 +102,10 @@ def by_name_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _drop_derived(model: nn.Module) -> None:
-    """torch.nn.utils.weight_norm and spectral_norm keep the weight of the last forward, with its graph, until the next."""
+    """torch.nn.utils' weight_norm, spectral_norm and prune keep the weight of the last forward with its graph."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
-            name: Any = getattr(hook, "name", None)
+            name: Any = getattr(hook, "name", None) or getattr(hook, "_tensor_name", None)  # the latter of prune's
             kept = module.__dict__.get(name) if isinstance(name, str) else None
             if isinstance(kept, torch.Tensor) and kept.grad_fn is not None:
                 module.__dict__[name] = kept.detach()

@@ -82,7 +82,7 @@ class Unit:
         # Under `shard_optim`: whether parameters may have changed since they were gathered, as all ranks agree; and whether the
         # user was given this rank's memory of one, where changes leave no trace.
         self.outdated = self.exposed = False
-        self._held = 0  # bytes of gathered memory, as counted
+        self._held = self._whole_bytes = 0  # bytes of gathered memory: as counted now, and of the whole unit
         self.rounds = 0  # reductions issued in this backward
         self.streams: set[Any] = set()  # CUDA: those that compute with the gathered values
         self.checks = 2  # iterations in which an untracked edit of the gathered values is looked for
@@ -101,6 +101,7 @@ class Unit:
         self.casts = any(flat.casts for flat in self.flats)
         self.rounding = any(flat.rounding is not None for flat in self.flats)
         self.exact = all(flat.exact for flat in self.flats)
+        self._whole_bytes = self.full_bytes
         if self.gathers:
             self.state = State.SHARDED
 
@@ -165,6 +166,10 @@ class Unit:
                     found += [t for t in tensors_in(value) if t.requires_grad and not t.is_leaf]
         return found
 
+    def holds_gradients(self) -> bool:
+        """Whether some wait for their reduction."""
+        return any([flat.gradients.flat is not None for flat in self.flats])  # noqa: C419 (hot)
+
     def forget_modules(self) -> None:
         """A module may have been added to the triggers since :meth:`kept_tensors` looked for them."""
         self._modules = None
@@ -206,11 +211,12 @@ class Unit:
                 if pending is not None:
                     self.pending.append(pending)
         self.state = State.GATHERING
-        self._count_bytes()
+        self._count_bytes(self._whole_bytes)
 
-    def _count_bytes(self) -> None:
-        """After gathered memory was taken or given back."""
-        held = sum([flat.gathered_bytes for flat in self.flats if flat.gathers])
+    def _count_bytes(self, held: int = 0) -> None:
+        """Gathered memory was taken, or given back, so that `held` bytes remain; where parts of it are kept, what there is."""
+        if self.collectives.again_channel is not None:
+            held = sum(flat.gathered_bytes for flat in self.flats if flat.gathers)
         self.runtime.gathered_bytes.add(held - self._held)
         self._held = held
 

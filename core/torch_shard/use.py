@@ -57,7 +57,10 @@ class Check:
         self.use = use
 
     def __call__(self, grad: torch.Tensor) -> None:
-        stepping = self.use.unit.runtime.in_backward
+        unit = self.use.unit
+        if unit.holds_gradients():
+            unit.runtime.arm()
+        stepping = unit.runtime.in_backward
         if stepping is not None:
             stepping.reached(self.use)
         self.use.check()

@@ -20,6 +20,7 @@ from .. import precision as _precision
 from ..ranks import RanksMixin, StartMethod, mesh_on
 from ..saving import StateDictType
 from ..settings import LayersOrOne, SettingsMixin, same_config
+from ..signature import show_config_fields
 from .checkpoint import FabricCheckpointMixin
 from .forward_module import ForwardModule, inner
 
@@ -225,6 +226,9 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
         """The engines whose parameters an optimizer holds, in the order of their set-up."""
         held = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardTensor)]
         return engines_over(self._engines(), held) if held else []
+
+
+show_config_fields(FabricStrategyMixin)
 
 
 class _BackwardSync:

@@ -25,6 +25,7 @@ _OUTSIDE = "a term from outside the forward is added to the mean in float64, and
 ROUNDED = {
     "test_a_gan_with_two_optimizers": _SUMS,
     "test_a_mask_of_each_ranks_own_on_a_parameter_outside_forward_trains_like_plain": _OUTSIDE,
+    "test_a_loss_of_two_forwards_through_running_statistics_trains_as_under_ddp": _SUMS,
     "test_a_method_and_the_forward_in_one_loss_train_like_plain": _SUMS,
     "test_a_method_other_than_forward_trains_like_plain": _SUMS,
     "test_a_model_inside_a_reentrant_checkpoint_beside_another_one_trains_like_plain": _SUMS,
@@ -50,8 +51,10 @@ ROUNDED = {
     "test_replaced_gradients_train_like_plain": _SUMS,
     "test_several_forwards_and_one_backward_train_like_plain": _SUMS,
     "test_sync_batch_norm_in_evaluation": _SUMS,
+    "test_several_backwards_behind_a_frozen_reference_forward_train_like_plain": _SUMS,
     "test_the_output_fed_back_as_input_trains_like_plain": _SUMS,
     "test_two_forwards_and_then_a_backward_of_each_train_like_plain": _SUMS,
+    "test_two_forwards_under_different_flags_in_one_loss_train_like_plain": _SUMS,
     "test_two_losses_that_share_a_graph_train_like_plain": _SUMS,
     "test_zero_dim_and_zero_element_parameters_train_like_plain": _SUMS,
 }

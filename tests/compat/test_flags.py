@@ -66,7 +66,7 @@ def test_two_forwards_under_different_flags_in_one_loss_train_like_plain(rank, w
         with off(part(model)):
             other = model(h.detach()[:, :1] + x)
         last = model(x * 2)
-        loss_of([h, other, last]).backward()
+        (loss_of([h, other, last]) / 4).backward()  # gradients of about 1: mixed precision rounds sums of larger ones
 
     pair = Pair(MLP, rank, world_size, unit_bytes=300)
     for step in range(3):

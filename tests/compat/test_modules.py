@@ -363,6 +363,30 @@ def test_a_resnet_has_gradients_and_buffers_as_under_ddp(rank, world_size, broad
         same(model(images(rank, 9, 3)), ddp(images(rank, 9, 3)), "evaluation")
 
 
+@ranks(2)
+def test_a_loss_of_two_forwards_through_running_statistics_trains_as_under_ddp(rank, world_size):
+    """Rank 0's buffers come before each forward, also when a graph has saved them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    plain = as_computed(copy.deepcopy(model))
+    ddp = nn.parallel.DistributedDataParallel(plain)
+    torch_shard.shard(model, unit_bytes=200)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, plain)]
+    for step in range(3):
+        x, y = batch(rank, 2 * step), batch(rank, 2 * step + 1)
+        for m in (model, ddp):
+            between = m(x)
+            with torch.no_grad():
+                m(y)
+            (between - m(y)).square().mean().backward()
+        same_grads(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for (name, b), c in zip(model.named_buffers(), plain.buffers(), strict=True):
+            same(b, c, name)
+
+
 @pytest.mark.gpu
 @ranks(1)
 def test_sync_batch_norm_trains(rank, device):

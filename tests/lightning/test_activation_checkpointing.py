@@ -89,6 +89,22 @@ def test_layers_computed_again_in_low_precision_give_the_numbers_of_those_kept(w
     assert all(torch.equal(again[name], value) for name, value in kept.items())
 
 
+@pytest.mark.exhaustive
+@ranks(2, timeout=200)
+def test_compiled_layers_are_computed_again(world_size):
+    class Compiled(blocks_class()):
+        def configure_model(self):
+            if self.blocks[0]._compiled_call_impl is None:
+                for block in self.blocks:
+                    block.compile(backend="aot_eager")
+
+    torch._dynamo.reset()
+    expected, module = blocks_class()(), Compiled()
+    single("lightning").fit(expected, loader(1))
+    trainer("lightning", world_size, strategy(activation_checkpointing="Block")).fit(module, loader(world_size))
+    assert_same_state(module.state_dict(), expected.state_dict())
+
+
 @ranks(2)
 def test_a_module_that_stayed_sharded_is_trained_as_the_next_strategy_says(world_size):
     module, counts = blocks_class()(), Counts()

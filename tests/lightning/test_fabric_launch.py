@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +100,12 @@ def test_ranks_are_started_by_multiprocessing_where_autoloading_is_off(method, t
 
 
 @pytest.mark.exhaustive
-def test_fabric_run_takes_the_name(tmp_path):
-    path = script(tmp_path)
-    fabric = Path(sys.executable).with_name("fabric")
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_fabric_run_takes_the_name(namespace, tmp_path):
+    path = script(tmp_path, namespace)
+    # The console script is that of one of the two packages.
+    program = ("-c", f"from {namespace}.cli import _main; _main()")
     options = ("--accelerator", "cpu", "--devices", 2, "--main-port", 29731, "--strategy")
-    name, ranks, loss = result(run_python(fabric, "run", *options, "shard", path, "cli", folder=tmp_path).stdout)
+    name, ranks, loss = result(run_python(*program, "run", *options, "shard", path, "cli", folder=tmp_path).stdout)
     assert (name, ranks) == ("ShardFabricStrategy", 2)
     assert loss == pytest.approx(result(run_python(path, "ddp", folder=tmp_path).stdout)[2], rel=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_shard.for_lightning import ShardStrategy
 from tests.lightning.helpers import net_class
 from tests.lightning.test_training import compare
 from tests.ranks import ranks
@@ -53,3 +54,14 @@ def test_an_optimizer_that_needs_everything_is_refused_before_it_steps(world_siz
 
     with pytest.raises(ShardError, match=r"LBFGS.*gathered"):
         compare("lightning", world_size, Net)
+
+
+def test_state_is_loaded_where_the_module_has_no_trainer():
+    # So it is after ranks that were processes of their own have ended.
+    model = torch.nn.Linear(2, 2)
+    saved, loaded = (torch.optim.SGD(model.parameters(), lr, momentum=0.9) for lr in (0.5, 0.1))
+    strategy = ShardStrategy()
+    strategy.connect(net_class("lightning")())
+    strategy.optimizers = [loaded]
+    strategy.load_optimizer_state_dict({"optimizer_states": [saved.state_dict()]})
+    assert loaded.param_groups[0]["lr"] == 0.5

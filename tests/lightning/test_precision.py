@@ -11,6 +11,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 import lightning_shard
+from lightning_shard._registry import strategy_class
 from lightning_shard.precision import ShardedClipping
 from tests.lightning.helpers import NAMESPACES, assert_same_state, loader, net_class, single, trainer
 from tests.logs import captured_log
@@ -19,7 +20,7 @@ from torch_shard import Precision
 from torch_shard.errors import ConfigError
 
 
-@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", "bf16-true", "16-true"])
 @ranks(2)
 def test_precisions_train_like_a_single_device(world_size, precision):
     expected, module = net_class("lightning")(), net_class("lightning")()
@@ -145,6 +146,29 @@ def test_the_users_own_plugin_class_is_kept():
 
     t = trainer("lightning", 1, plugins=[Own("bf16-mixed", "cpu")])
     assert isinstance(t.precision_plugin, Own) and isinstance(t.precision_plugin, ShardedClipping)
+
+
+REFUSED = [
+    "BitsandbytesPrecision",
+    "DeepSpeedPrecision",
+    "FSDPPrecision",
+    "TransformerEnginePrecision",
+    "XLAPrecision",
+]
+
+
+@pytest.mark.parametrize("namespace", list(NAMESPACES))
+def test_plugins_that_replace_layers_or_belong_to_other_strategies_are_refused(namespace):
+    pl = NAMESPACES[namespace]
+    error = pl.utilities.exceptions.MisconfigurationException
+    for name in REFUSED:
+        plain = getattr(pl.plugins.precision, name)
+        plugin = plain.__new__(plain)  # what they are for is not installed
+        with pytest.raises(error, match=rf"{name} does not work with ShardStrategy\. Supported are '32-true'"):
+            strategy_class(namespace)(precision_plugin=plugin)
+        if name != "BitsandbytesPrecision":  # Lightning itself refuses it without a GPU
+            with pytest.raises(error, match=name):
+                trainer(namespace, 1, plugins=[plugin])
 
 
 def test_settings_go_to_the_engine_and_unknown_ones_are_refused():

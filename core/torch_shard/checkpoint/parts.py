@@ -16,9 +16,10 @@ import torch
 
 from ..errors import CheckpointError
 from ..named_state import OTHER
-from .contents import EXTRA, MODELS, OPTIMIZER
+from .contents import EXTRA, MODELS, OPTIMIZER, SLICED
 from .opened import LIGHTNING_META, Opened, Stored, StoredObject, leaves
 from .saved import place
+from .sliced import joined
 
 __all__ = [
     "LIGHTNING",
@@ -119,7 +120,9 @@ def parts_of(opened: Opened, model_only: bool = False) -> Parts:
         parts.lightning, parts.extra = True, tree
         return parts
     if EXTRA in tree:
-        parts.extra = _read(parts, tree.pop(EXTRA))
+        sliced = tree.pop(SLICED, {})
+        by_number = {number: value for number, own in sliced.items() for value in own.values()}
+        parts.extra = joined(_read(parts, tree.pop(EXTRA)), by_number)
         parts.lightning = isinstance(parts.extra, Mapping) and LIGHTNING in parts.extra
     parts.other = tree
     return parts

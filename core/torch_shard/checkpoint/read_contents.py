@@ -310,7 +310,7 @@ def _sources(checkpoint: Checkpoint, engine: Any, models: Mapping[str, Any] | No
 
 
 def _params(source: Source) -> dict[str, Any]:
-    found = dict(source.model.named_parameters())
+    found: dict[str, Any] = dict(source.model.named_parameters())
     for unit in source.runtime.units:
         found.update(zip(unit.names, unit.params, strict=True))
     return {source.prefix + name: p for name, p in found.items()}

@@ -1,0 +1,54 @@
+"""Sums of an engine's figures over steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch_shard.statistics import Statistics
+
+__all__ = ["Window", "human"]
+
+
+@dataclass
+class Window:
+    """What some steps have cost one rank, in all. ``peak_gathered`` is the largest of theirs."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    bytes_sent: int = 0
+    gather_wait: float = 0.0
+    reduce_wait: float = 0.0
+    other_wait: float = 0.0
+    peak_gathered: int = 0
+
+    def add(self, seconds: float, figures: Statistics) -> None:
+        """One more micro-batch."""
+        self.seconds += seconds
+        self._sum(figures)
+
+    def join(self, other: Window) -> None:
+        """The steps of another window."""
+        self.steps += other.steps
+        self.seconds += other.seconds
+        self._sum(other)
+
+    def _sum(self, other: Statistics | Window) -> None:
+        self.bytes_sent += other.bytes_sent
+        self.gather_wait += other.gather_wait
+        self.reduce_wait += other.reduce_wait
+        self.other_wait += other.other_wait
+        self.peak_gathered = max(self.peak_gathered, other.peak_gathered)
+
+    @property
+    def share(self) -> float:
+        """Of the time, that of waiting for gathers and reductions."""
+        return (self.gather_wait + self.reduce_wait) / self.seconds if self.seconds else 0.0
+
+
+def human(nbytes: float) -> str:
+    """``1.25 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} TiB"

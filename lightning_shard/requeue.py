@@ -1,0 +1,68 @@
+"""SLURM's requeue signal, answered by all ranks at the same step.
+
+Lightning saves a checkpoint within the signal's handler. With a sharded model that takes all ranks, but each gets the signal
+at another place: one in a forward, the next one waiting for it, some perhaps not at all. So the handler only takes
+note; between two steps the ranks agree whether one of them has, and then save together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from torch_shard.log import logger
+
+from ._private import (
+    Private,
+    call_requeue_handler,
+    requeue_signal_of,
+    restore_requeue_handler,
+    shadow_requeue_handler,
+)
+
+if TYPE_CHECKING:
+    _Base: TypeAlias = Any
+else:
+    _Base = object
+
+__all__ = ["RequeueMixin"]
+
+
+class RequeueMixin(_Base):  # type: ignore[misc]
+    """The part of a strategy that answers the signal before which SLURM ends a job (``SLURMEnvironment(auto_requeue=True)``)."""
+
+    _private: Private
+    _requeue_of: Any = None  # the Trainer whose handler only takes note
+    _requeue_asked: int | None = None  # the signal that this rank has got
+
+    def _defer_requeue(self, trainer: Any) -> None:
+        if self._requeue_of is None and requeue_signal_of(self.cluster_environment) is not None:
+            self._requeue_of, self._requeue_asked = trainer, None
+            shadow_requeue_handler(trainer, self._take_note)
+
+    def _take_note(self, signum: int, frame: Any) -> None:
+        self._requeue_asked = signum
+
+    def _answer_requeue(self) -> None:
+        """Between steps: save and requeue if any rank was asked to. Collective where SLURM may ask."""
+        if self._requeue_of is None:
+            return
+        asked = torch.tensor(int(self._requeue_asked or 0), device=self.root_device)
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX)  # not self.reduce(), which waits in a barrier first, at every step
+        signum = int(asked)
+        if signum:
+            self._requeue_asked = None
+            logger.info("requeue: rank %d saves with the others", self.global_rank)
+            call_requeue_handler(self._requeue_of, signum)
+
+    def _forget_requeue(self) -> None:
+        if self._requeue_of is not None:
+            restore_requeue_handler(self._requeue_of)
+            self._requeue_of = None
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Before a batch."""
+        self._answer_requeue()
+        super().on_train_batch_start(batch, batch_idx)

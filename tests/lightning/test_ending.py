@@ -1,0 +1,273 @@
+"""However a run ends, it ends on all ranks: with the error that was first, and with what was asked for on disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import time
+
+import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import ConcatDataset, DataLoader
+
+import lightning_shard
+from tests.lightning.helpers import BATCHES, assert_same_state, loader, net_class, trainer
+from tests.marks import exhaustive
+from tests.ranks import ranks
+from tests.run_python import run_python
+from torch_shard import ShardConfig, ShardError
+
+
+def same_batches(world_size):
+    """One batch, again and again: Lightning begins anew with a loader that has no state, also in the middle of an epoch."""
+    one = loader(world_size, batches=1)
+    return DataLoader(ConcatDataset([one.dataset] * BATCHES), batch_size=one.batch_size)
+
+
+# -- SLURM ends the job before its time ----------------------------------------------------------------------------------
+
+
+def slurm(rank, world_size, tmp_path):
+    """A SLURM environment, and what it would have set; its command writes down how it was called."""
+    command = tmp_path / f"bin{rank}" / "scontrol"
+    command.parent.mkdir(parents=True)
+    command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requeued\n')
+    command.chmod(command.stat().st_mode | stat.S_IEXEC)
+    values = {"NTASKS": world_size, "NTASKS_PER_NODE": world_size, "PROCID": rank, "LOCALID": rank, "NODEID": 0}
+    variables = {f"SLURM_{name}": str(value) for name, value in {**values, "JOB_ID": 4321, "JOB_NAME": "tests"}.items()}
+    patch = pytest.MonkeyPatch()
+    for name, value in {**variables, "PATH": f"{command.parent}:{os.environ['PATH']}"}.items():
+        patch.setenv(name, value)
+    return patch, SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR2)
+
+
+class Signals(Callback):
+    """Sends this process a signal in the middle of a forward, on some ranks; those are not there at the same time."""
+
+    def __init__(self, signum, receivers, stage="training"):
+        self.signum, self.receivers, self.stage, self.sent = signum, receivers, stage, False
+
+    def setup(self, trainer, module, stage):
+        def send(*_):
+            here = getattr(trainer, self.stage) and (self.stage != "training" or trainer.global_step == 2)
+            if here and not self.sent and trainer.global_rank in self.receivers:
+                self.sent = True
+                time.sleep(0.05 * trainer.global_rank)
+                os.kill(os.getpid(), self.signum)
+
+        self.hook = module.blocks[1].register_forward_hook(send)
+
+    def teardown(self, trainer, module, stage):
+        self.hook.remove()
+
+
+@pytest.mark.parametrize("form", ["full", *exhaustive("sharded")])
+@pytest.mark.parametrize("receivers", [(0, 1), (1,), *exhaustive((0,))])
+@ranks(2)
+def test_slurms_signal_on_any_rank_saves_on_all_and_the_next_job_goes_on_from_there(
+    rank, world_size, receivers, form, tmp_path
+):
+    patch, environment = slurm(rank, world_size, tmp_path)
+    try:
+        make, form = net_class("lightning"), lightning_shard.ShardStrategy(state_dict_type=form)
+        options = {"plugins": [environment], "default_root_dir": tmp_path, "max_epochs": 2}
+        first, second = make(), make()
+        callbacks = [Signals(signal.SIGUSR2, receivers)]
+        trainer("lightning", world_size, form, callbacks=callbacks, **options).fit(first, same_batches(world_size))
+        assert (tmp_path / "requeued").read_text() == "requeue 4321\n"
+        assert [path.name for path in tmp_path.glob("hpc*")] == ["hpc_ckpt_1.ckpt"]
+
+        class Starts(Callback):
+            def on_train_start(self, trainer, module):
+                self.step = trainer.global_step
+
+        starts = Starts()
+        # Lightning looks for it by itself where SLURM has started the job.
+        t = trainer("lightning", world_size, callbacks=[starts], **options)
+        t.fit(second, same_batches(world_size))
+        assert starts.step == 3 and t.global_step == 2 * BATCHES
+        assert_same_state(second.state_dict(), first.state_dict())
+    finally:
+        patch.undo()
+
+
+@ranks(2)
+def test_slurms_signal_in_validation_is_answered_there(rank, world_size, tmp_path):
+    patch, environment = slurm(rank, world_size, tmp_path)
+    try:
+        callbacks = [Signals(signal.SIGUSR2, (1,), "validating")]
+        options = {"plugins": [environment], "default_root_dir": tmp_path, "callbacks": callbacks}
+        t = trainer("lightning", world_size, **options)
+        t.validate(net_class("lightning")(), loader(world_size), verbose=False)
+        assert (tmp_path / "hpc_ckpt_1.ckpt").is_file()
+        assert "_slurm_sigusr_handler_fn" not in vars(t._signal_connector)
+    finally:
+        patch.undo()
+
+
+@ranks(2)
+def test_sigterm_on_all_ranks_ends_the_run_on_all_after_the_same_step(rank, world_size):
+    module, steps = net_class("lightning")(), []
+
+    class Notes(Callback):
+        def on_exception(self, trainer, module, exception):
+            steps.append((type(exception), trainer.global_step))
+
+    t = trainer("lightning", world_size, callbacks=[Signals(signal.SIGTERM, (0, 1)), Notes()])
+    with pytest.raises(SIGTERMException):
+        t.fit(module, loader(world_size))
+    assert steps == [(SIGTERMException, 3)]
+
+
+# -- errors ---------------------------------------------------------------------------------------------------------------
+
+
+class FailsIn(Callback):
+    """Raises on one rank, in one hook."""
+
+    def __init__(self, hook, rank):
+        def fail(trainer, module, *args):
+            if trainer.global_rank == rank and (trainer.global_step == 3 or "step" not in hook):
+                raise ZeroDivisionError("on purpose")
+
+        setattr(self, hook, fail)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    ["on_save_checkpoint", "on_train_epoch_end", *exhaustive("on_before_optimizer_step", "on_fit_start", "setup")],
+)
+@pytest.mark.parametrize("failing", [1, *exhaustive(0)])
+@ranks(2, fresh=True, group_timeout=20, timeout=90)
+def test_an_error_on_one_rank_is_its_error_and_ends_the_others(rank, world_size, hook, failing, tmp_path):
+    strategy = lightning_shard.ShardStrategy(ShardConfig(timeout=3.0))
+    callbacks = [FailsIn(hook, failing), ModelCheckpoint(dirpath=tmp_path)]
+    t = trainer("lightning", world_size, strategy, callbacks=callbacks, enable_checkpointing=True)
+    started = time.monotonic()
+    with pytest.raises(ZeroDivisionError if rank == failing else (ShardError, RuntimeError)):
+        t.fit(net_class("lightning")(), loader(world_size))
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.exhaustive
+@ranks(2, fresh=True, group_timeout=20, timeout=90)
+def test_a_checkpoint_on_an_exception_of_one_rank_does_not_hide_the_exception(rank, world_size, tmp_path):
+    from lightning.pytorch.callbacks import OnExceptionCheckpoint
+
+    class Fails(net_class("lightning")):
+        def training_step(self, batch, index):
+            if index == 2 and rank == 1:
+                raise ZeroDivisionError("on purpose")
+            return super().training_step(batch, index)
+
+    strategy = lightning_shard.ShardStrategy(ShardConfig(timeout=3.0))
+    t = trainer(
+        "lightning", world_size, strategy, callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True
+    )
+    with pytest.raises((ZeroDivisionError, ShardError, RuntimeError)) as caught:
+        t.fit(Fails(), loader(world_size))
+    if rank == 1:
+        errors, error = [], caught.value
+        while error is not None:  # a traceback shows the first of them first
+            errors.append(type(error))
+            error = error.__context__
+        assert ZeroDivisionError in errors, errors
+
+
+@ranks(2)
+def test_a_checkpoint_on_an_exception_of_all_ranks_is_written_and_resumed(world_size, tmp_path):
+    from lightning.pytorch.callbacks import OnExceptionCheckpoint
+
+    class Fails(net_class("lightning")):
+        failing = True
+
+        def on_train_batch_end(self, outputs, batch, index):
+            if index == 2 and self.failing:
+                raise ZeroDivisionError("on purpose")
+
+    module, expected = Fails(), net_class("lightning")()
+    with pytest.raises(ZeroDivisionError):
+        saving = [OnExceptionCheckpoint(tmp_path)]
+        trainer("lightning", world_size, callbacks=saving, enable_checkpointing=True).fit(
+            module, same_batches(world_size)
+        )
+    (path,) = tmp_path.iterdir()
+    again = Fails()
+    again.failing = False
+    trainer("lightning", world_size).fit(again, same_batches(world_size), ckpt_path=path)
+    trainer("lightning", world_size).fit(expected, same_batches(world_size))
+    assert_same_state(again.state_dict(), expected.state_dict())
+
+
+# -- a script is interrupted ----------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, signal, sys
+import lightning.pytorch as pl
+import torch
+
+what, victim = sys.argv[1], int(sys.argv[2])
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+
+    def training_step(self, batch, index):
+        if index == 3 and victim in (self.global_rank, -1):
+            if what == "raise":
+                raise ZeroDivisionError("on purpose")
+            os.kill(os.getpid(), getattr(signal, what))
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Says(pl.Callback):
+    def on_exception(self, trainer, module, exception):
+        print("ENDED", trainer.global_rank, type(exception).__name__, flush=True)
+
+
+if __name__ == "__main__":
+    off = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+    t = pl.Trainer(accelerator="cpu", devices=2, strategy=sys.argv[3], max_epochs=1, callbacks=[Says()], **off)
+    t.fit(Net(), torch.utils.data.DataLoader(torch.randn(64, 4), batch_size=2))
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("what", "victim", "first"),
+    [
+        ("raise", 1, "1 ZeroDivisionError"),
+        ("raise", 0, "0 ZeroDivisionError"),
+        ("SIGINT", 1, "1 KeyboardInterrupt"),
+        ("SIGINT", 0, "0 KeyboardInterrupt"),
+        ("SIGINT", -1, "KeyboardInterrupt"),
+        ("SIGKILL", 1, ""),
+    ],
+)
+def test_a_script_ends_on_all_ranks_with_a_failure_and_says_the_first_error_first(what, victim, first, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = run_python(script, what, victim, "shard", folder=tmp_path, expected=None, timeout=300)
+    assert done.returncode != 0
+    said = [line.removeprefix("ENDED ") for line in done.stdout.splitlines() if line.startswith("ENDED ")]
+    assert first in (said or [""])[0], said
+    if what == "raise":
+        assert "ZeroDivisionError: on purpose" in done.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_script_that_is_told_to_end_does_so_on_all_ranks(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = run_python(script, "SIGTERM", 0, "shard", folder=tmp_path, timeout=300)  # Lightning's exit status
+    said = sorted(line for line in done.stdout.splitlines() if line.startswith("ENDED "))
+    assert said == ["ENDED 0 SIGTERMException", "ENDED 1 SIGTERMException"]
