@@ -322,8 +322,8 @@ class Runtime:
 
     def holds_gradients(self) -> bool:
         """Whether something waits for its reduction, or for the end of an accumulation, or was lost while it did."""
-        gradients = [flat.gradients for unit in self.units for flat in unit.flats]
-        return any(unit.holds_gradients() for unit in self.units) or any(g.lost or g.unfinished for g in gradients)
+        lost = (flat.gradients.lost or flat.gradients.unfinished for unit in self.units for flat in unit.flats)
+        return any(unit.holds_gradients() for unit in self.units) or any(lost)
 
     def arm(self) -> None:
         """Have `EndOfBackward` called when the running graph task ends."""
