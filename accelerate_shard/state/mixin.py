@@ -12,7 +12,7 @@ from torch import nn
 from ..in_hooks import hooks_run
 from ..plugin import ShardPlugin
 from .loading import load_state
-from .model_files import get_state_dict, refuse_slices, save_model
+from .model_files import get_state_dict, save_model, slice_in
 from .pending import PendingState
 from .prepared import Prepared
 from .ranks import Ranks
@@ -78,8 +78,11 @@ class StateMixin(_Base):  # type: ignore[misc]
             ShardPicklingError: on each rank that calls it, before the file is opened: there are slices in `obj`. In hooks of
                 ``save_state``, where rank 0 has whole weights, on that rank alone.
         """
-        if self.is_main_process or not hooks_run():
-            refuse_slices(obj)
+        found = slice_in(obj)
+        if found is not None:
+            if hooks_run() and not self.is_main_process:
+                return
+            found.__reduce_ex__(2)  # raises
         super().save(obj, f, safe_serialization=safe_serialization)
 
     # -- everything -------------------------------------------------------------------------------------------------

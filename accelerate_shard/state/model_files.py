@@ -24,7 +24,7 @@ from ..in_hooks import known
 from ..wrapped import engine_of, inner
 from .ranks import Ranks
 
-__all__ = ["get_state_dict", "refuse_slices", "save_model"]
+__all__ = ["get_state_dict", "save_model", "slice_in"]
 
 _WHOLE = re.compile(r"(model|pytorch_model)\.(safetensors|bin)")
 _SHARD = re.compile(r"(model|pytorch_model)-\d{5}-of-\d{5}\.(safetensors|bin)")
@@ -48,18 +48,10 @@ def get_state_dict(model: nn.Module, unwrap: bool) -> dict[str, Any] | None:
     return {f"_orig_mod.{name}": value for name, value in found.items()}
 
 
-def refuse_slices(obj: Any) -> None:
-    """Raise where `obj`, which is about to be pickled, has slices in it: on all ranks, of which one alone would write.
-
-    Raises:
-        ShardPicklingError: says what to save instead.
-    """
-    for leaf in tree_leaves(obj):
-        found = leaf
-        if isinstance(leaf, nn.Module):
-            found = next((p for p in leaf.parameters() if isinstance(p, ShardTensor)), None)
-        if isinstance(found, ShardTensor):
-            found.__reduce_ex__(2)  # which is what raises
+def slice_in(obj: Any) -> ShardTensor | None:
+    """A slice in `obj`: in a module, or in containers; None where there is none. Not collective."""
+    leaves = (list(leaf.parameters()) if isinstance(leaf, nn.Module) else [leaf] for leaf in tree_leaves(obj))
+    return next((t for found in leaves for t in found if isinstance(t, ShardTensor)), None)
 
 
 def save_model(model: nn.Module, folder: Any, max_shard_size: int | str, safe: bool) -> bool:

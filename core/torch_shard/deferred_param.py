@@ -113,7 +113,7 @@ def is_altered(param: torch.Tensor) -> bool:
 def plain_class(param: torch.Tensor) -> None:
     """Make `param` a parameter of torch's own class, which still waits for its values."""
     if type(param) is Waiting:
-        param.__class__ = nn.Parameter
+        param.__class__ = nn.Parameter  # type: ignore[assignment]
         param.__dict__.pop("_is_param", None)
 
 

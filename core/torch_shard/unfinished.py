@@ -36,7 +36,7 @@ class Unfinished:
     def note(self, indices: Iterable[int]) -> None:
         """A backward that does not end the accumulation has added to these. Call without ``__torch_function__``."""
         for i in indices:
-            grad = own_grad(self._params[i])
+            grad: Any = own_grad(self._params[i])
             if grad is not None:
                 self._left[i] = weakref.ref(grad), grad._version
 
@@ -59,9 +59,9 @@ class Unfinished:
         if not self._left:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            for i, (ref, version) in list(self._left.items()):
+            for i in list(self._left):
                 grad: Any = own_grad(self._params[i])
-                if grad is not None and grad is ref() and grad._version == version:
+                if self._is_as_left(i, grad):
                     continue
                 del self._left[i]
                 if grad is not None and getattr(grad, "_local", grad).count_nonzero():
@@ -77,11 +77,15 @@ class Unfinished:
         """Whether this gradient is one. Call without ``__torch_function__``."""
         if index not in self._left:
             return False
-        ref, version = self._left[index]
         grad: Any = own_grad(self._params[index])
-        if grad is None or (grad is ref() and grad._version == version):
+        if grad is None or self._is_as_left(index, grad):
             return grad is not None
         return bool(getattr(grad, "_local", grad).count_nonzero())  # edited, or cleared
+
+    def _is_as_left(self, index: int, grad: torch.Tensor | None) -> bool:
+        ref, version = self._left[index]
+        left = ref()
+        return left is not None and left is grad and left._version == version
 
 
 def refuse_unfinished(runtime: Runtime, parameters: Iterable[torch.Tensor] | None, what: str) -> None:

@@ -425,8 +425,8 @@ def test_an_adapter_in_place_of_a_model_is_refused(tmp_path):
 def test_parameters_that_were_copied_or_resized_before_are_refused(tmp_path):
     cls = saved("gpt2", tmp_path)
     model = loaded(cls, tmp_path)
-    model.resize_token_embeddings(100, mean_resizing=False)
     with accelerator(OURS) as acc, pytest.raises(SetupError, match=r"transformer\.wte\.weight"):
+        model.resize_token_embeddings(100, mean_resizing=False)
         acc.prepare(model)
     model = loaded(cls, tmp_path)
     nn.init.zeros_(model.transformer.h[0].ln_1.weight)
