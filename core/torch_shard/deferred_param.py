@@ -24,7 +24,10 @@ _ATTRIBUTE = "_shard_deferred"
 
 _T: Any = torch.Tensor
 _GET_DATA, _SET_DATA = _T.data.__get__, _T.data.__set__
-_SAME_VALUES = {_GET_DATA, _T.detach, _T.to, _T.type, _T.type_as, _T.float, _T.double, _T.half, _T.bfloat16}
+_SAME_VALUES = {
+    _GET_DATA, _T.detach, _T.clone, torch.clone, _T.contiguous,
+    _T.to, _T.type, _T.type_as, _T.float, _T.double, _T.half, _T.bfloat16,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class _Note:
 
 
 class Waiting(torch.Tensor):
-    """The class of such a parameter, of its ``.data``, and of conversions of it to other dtypes."""
+    """The class of such a parameter, of its ``.data``, and of copies of it, to other dtypes, too."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,7 +73,9 @@ class Waiting(torch.Tensor):
                 return _assign(source, args[1])
             # Of one version counter with it, which that of C++ is not.
             result = source.detach() if source is not None and func == _GET_DATA else func(*args, **(kwargs or {}))
-            return _waiting_too(source, result) if source is not None and func in _SAME_VALUES else result
+            # transformers pads the bias of a tied head by nothing, as a rule.
+            same = func in _SAME_VALUES or (func is nn.functional.pad and not any((*args, *(kwargs or {}).values())[1]))
+            return _waiting_too(source, result) if source is not None and same else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Without values: a copy of the model is a model on meta."""
@@ -127,7 +132,7 @@ def _note(tensor: torch.Tensor, values: Deferred) -> None:
 
 
 def _waiting_too(source: Waiting, result: Any) -> Any:
-    """`result`, an alias or a conversion of `source`, as one that waits for the same values, if `source` still has those."""
+    """`result`, a copy or a conversion of `source`, as one that waits for the same values, if `source` still has those."""
     if type(result) is not torch.Tensor or result.device.type != "meta":
         return result
     waiting = result.as_subclass(Waiting)

@@ -44,6 +44,8 @@ LOST: dict[str, Callable[[Any], Any]] = {
     "edited, then converted with the model": lambda m: (weight(m).data.zero_(), m.bfloat16()),
     "augmented": lambda m: assigned(m, lambda t: t.__imul__(2)),
     "computed": lambda m: assigned(m, lambda t: t * 2),
+    "a changed clone": lambda m: assigned(m, lambda t: t.clone().mul_(2)),
+    "cut and padded": lambda m: assigned(m, lambda t: nn.functional.pad(t[:, :8], (0, 120))),
     "computed in another dtype": lambda m: assigned(m, lambda t: (t.float() * 2).bfloat16()),
     "a new tensor": lambda m: assigned(m, torch.zeros_like),
     "another's": lambda m: assigned(m, lambda _: m.transformer.h[1].mlp.c_fc.weight.data),
@@ -80,6 +82,8 @@ KEPT: dict[str, Callable[[Any], Any]] = {
     "half and bfloat16": lambda m: m.half().bfloat16(),
     "the same dtype": lambda m: m.float(),
     "detach": lambda m: assigned(m, torch.Tensor.detach),
+    "clone": lambda m: assigned(m, lambda t: t.clone().bfloat16()),
+    "padded by nothing": lambda m: assigned(m, lambda t: nn.functional.pad(t, (0, 0))),
     "a parameter of data": lambda m: setattr(m.transformer.h[0].mlp.c_fc, "weight", nn.Parameter(weight(m).data)),
     "a frozen one": lambda m: setattr(
         m.transformer.h[0].mlp.c_fc, "weight", nn.Parameter(weight(m).data.half(), requires_grad=False)
