@@ -366,6 +366,14 @@ def test_the_hook_that_compresses_gradients_gives_ddps_numbers(strategy):
         assert_same(ours, exact, rtol=5e-5)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("wrapper", [DDPCommunicationHookType.BF16, DDPCommunicationHookType.POWER_SGD])
+@ranks(2)
+def test_a_wrapper_without_a_hook_compresses_nothing_as_under_ddp(wrapper):
+    options = {"kwargs_handlers": [DistributedDataParallelKwargs(comm_wrapper=wrapper)], "max_norm": 100.0}
+    assert_same(train(OURS, **options), train(STOCK, **options))
+
+
 @ranks(2)
 def test_hooks_made_for_buckets_are_refused_and_settings_without_a_meaning_named(rank):
     handlers = [DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD)]
