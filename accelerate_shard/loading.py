@@ -62,9 +62,9 @@ def from_pretrained(cls: Any, path: str | os.PathLike[str], *args: Any, **kwargs
 
     Adapters may be put on it: ``get_peft_model``, ``PeftModel.from_pretrained``, ``model.add_adapter`` and ``model.load_adapter``
     fill them as on any model. Modules that PEFT copies to train them (``modules_to_save``) are whole on each rank until the model
-    is sharded. Adapters can be saved before that. They may be converted to other dtypes. What else changes
-    values in place, through ``.data`` too, replaces or copies parameters (``resize_token_embeddings``, ``copy.deepcopy``) is
-    refused, at once or by ``prepare``: do it with the class's own ``from_pretrained``, or save the changed model once.
+    is sharded. Adapters can be saved before that. The model may be converted to other dtypes. What else changes values in place,
+    through ``.data`` too, or replaces or copies parameters (``resize_token_embeddings``, ``copy.deepcopy``), is refused, at once
+    or by ``prepare``: do it with the class's own ``from_pretrained``, or save the changed model once.
 
     Args:
         cls: a class of models of transformers, or one of its Auto classes.
