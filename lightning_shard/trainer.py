@@ -31,12 +31,12 @@ from .ranks import LauncherMixin, RanksMixin, StartMethod, mesh_on
 from .requeue import RequeueMixin
 from .settings import LayersOrOne, SettingsMixin, same_config
 from .signature import show_config_fields
-from .uneven import batch_of
+from .uneven import EvaluationMixin
 
 __all__ = ["LauncherMixin", "StartMethod", "TrainerStrategyMixin"]
 
 
-class TrainerStrategyMixin(CheckpointMixin, RequeueMixin, RanksMixin, SettingsMixin):
+class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, RanksMixin, SettingsMixin):
     """Trains with parameters, gradients and optimizer state sharded over the ranks; otherwise as DDP does.
 
     Args:
@@ -229,20 +229,17 @@ class TrainerStrategyMixin(CheckpointMixin, RequeueMixin, RanksMixin, SettingsMi
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """``LightningModule.validation_step`` as a forward of the module."""
-        self._answer_requeue()
-        with self.precision_plugin.val_step_context(), batch_of("validation", self.lightning_module):
+        with self._evaluating("validation"), self.precision_plugin.val_step_context():
             return run_as_forward(self.lightning_module, "validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """``LightningModule.test_step`` as a forward of the module."""
-        self._answer_requeue()
-        with self.precision_plugin.test_step_context(), batch_of("test", self.lightning_module):
+        with self._evaluating("test"), self.precision_plugin.test_step_context():
             return run_as_forward(self.lightning_module, "test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """``LightningModule.predict_step`` as a forward of the module."""
-        self._answer_requeue()
-        with self.precision_plugin.predict_step_context(), batch_of("predict", self.lightning_module):
+        with self._evaluating("predict"), self.precision_plugin.predict_step_context():
             return run_as_forward(self.lightning_module, "predict_step", args, kwargs)
 
     @contextlib.contextmanager
@@ -266,6 +263,8 @@ class TrainerStrategyMixin(CheckpointMixin, RequeueMixin, RanksMixin, SettingsMi
 
         It stays sharded after an exception, with ``unshard_at_end=False``, and where it would not fit in memory.
         """
+        with self._cleaning_up():
+            self._leave_whole()
         self._end_requeue()  # first: it may save, and what it needs is still there
         self._hide_pending()
         run_has_ended(self.lightning_module, self)

@@ -1,41 +1,132 @@
-"""Ranks with different numbers of batches to evaluate: found in the last batch of the rank that has fewest.
+"""Ranks with different numbers of batches to evaluate, as ``predict`` has them whenever the samples do not divide evenly.
 
-Under DDP they work, since a forward without gradients sends nothing. Here it gathers parameters, so all ranks must take part.
-Each forward of an evaluation step says whether its batch is this rank's last; the engine compares that at no cost with what
-the ranks compare anyway, and nothing is compared where nothing is gathered (within ``engine.gathered()``).
+Under DDP they work, since a forward without gradients sends nothing. Here it gathers parameters, from all ranks together.
+So where the numbers differ each rank holds the whole parameters from its first batch to its last, and goes alone meanwhile.
+
+Where these don't fit in memory, or where a rank can't know how many batches it has before it has read them, each forward says
+whether its batch is this rank's last. The engine compares that with what the ranks compare anyway, and so the last batch of
+the rank that has fewest raises an error on all, rather than leaving the others to wait.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.distributed as dist
 
 import torch_shard
+from torch_shard import Engine
+from torch_shard.log import logger
+from torch_shard.whole import agree
 
 from ._private import is_last_to_evaluate
+from .memory import fits_on_every_rank
 
-__all__ = ["batch_of"]
+if TYPE_CHECKING:
+    _Base: TypeAlias = Any
+else:
+    _Base = object
+
+__all__ = ["EvaluationMixin"]
 
 
-@contextlib.contextmanager
-def batch_of(step: str, module: Any) -> Iterator[None]:
-    """Inside, forwards compute with a batch of ``validation``, ``test`` or ``predict``, and the ranks must agree whether it is
-    the last one. Not collective by itself.
+class EvaluationMixin(_Base):  # type: ignore[misc]
+    """The part of a strategy that runs the steps of ``validate``, ``test`` and ``predict``."""
 
-    Raises:
-        DivergenceError: on all ranks, from the forward: it is on some of them only.
-    """
-    engine = torch_shard.engine_of(module)
-    agreement = engine._runtime.agreement if engine is not None else None
-    if agreement is None:
-        yield
-        return
-    last = is_last_to_evaluate(module.trainer)
-    agreement.batch = (
-        f"the last batch of its {step} loop" if last else f"a batch of its {step} loop before the last one"
-    )
-    try:
-        yield
-    finally:
-        agreement.batch = ""
+    _answer_requeue: Callable[[], None]
+    _begins: bool = False  # no batch of this loop has been run
+    _whole: contextlib.ExitStack | None = None  # while this rank goes alone
+
+    def on_validation_start(self) -> None:
+        """Before the first batch."""
+        self._begins = True
+        super().on_validation_start()
+
+    def on_test_start(self) -> None:
+        """Before the first batch."""
+        self._begins = True
+        super().on_test_start()
+
+    def on_predict_start(self) -> None:
+        """Before the first batch."""
+        self._begins = True
+        super().on_predict_start()
+
+    def on_validation_end(self) -> None:
+        """After the last batch, and what the callbacks do then."""
+        self._leave_whole()
+        super().on_validation_end()
+
+    def on_test_end(self) -> None:
+        """After the last batch, and what the callbacks do then."""
+        self._leave_whole()
+        super().on_test_end()
+
+    def on_predict_end(self) -> None:
+        """After the last batch, and what the callbacks do then."""
+        self._leave_whole()
+        super().on_predict_end()
+
+    @contextlib.contextmanager
+    def _evaluating(self, step: str) -> Iterator[None]:
+        """Around one step. Collective, but for ranks that go alone."""
+        module = self.lightning_module
+        engine = torch_shard.engine_of(module)
+        if self._whole is None:
+            self._answer_requeue()
+        if engine is None or engine.world_size == 1:
+            yield
+            return
+        if self._begins:
+            # Here and not in a start hook: callbacks that swap weights there must find slices.
+            self._begins = False
+            self._hold_whole_if_uneven(engine, step)
+        last, agreement = is_last_to_evaluate(module.trainer), engine._runtime.agreement
+        assert agreement is not None
+        if self._whole is None:
+            agreement.batch = f"{'the last batch' if last else 'a batch before the last one'} of its {step} loop"
+        try:
+            yield
+        finally:
+            agreement.batch = ""
+        if last:
+            self._leave_whole()
+
+    def _hold_whole_if_uneven(self, engine: Engine, step: str) -> None:
+        """Collective. A rank without any batch does something else now, which the engine says on all ranks."""
+        if engine._runtime.solo:  # the user has gathered on some ranks only
+            return
+        agree(engine._runtime, f"the first batch of the {step} loop")
+        trainer = self.lightning_module.trainer
+        count = sum(_numbers_of_batches(trainer))
+        bounds = torch.tensor([count, -count], dtype=torch.float64, device="cpu").to(engine.device)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+        most, least = bounds[0].item(), -bounds[1].item()
+        if most == least or not fits_on_every_rank(engine, (), self.num_processes, self.reduce):
+            return
+        if trainer.is_global_zero:
+            logger.info(
+                "%s: ranks have %g to %g batches, so each holds the whole parameters meanwhile", step, least, most
+            )
+        self._whole = contextlib.ExitStack()
+        self._whole.enter_context(engine.gathered())
+
+    def _leave_whole(self) -> None:
+        """Not collective."""
+        whole, self._whole = self._whole, None
+        if whole is not None:
+            whole.close()
+
+
+def _numbers_of_batches(trainer: Any) -> Iterable[float]:
+    """Of each dataloader on this rank; inf where it can't be known."""
+    if trainer.sanity_checking:
+        numbers = trainer.num_sanity_val_batches
+    elif trainer.predicting:
+        numbers = trainer.num_predict_batches
+    else:
+        numbers = trainer.num_test_batches if trainer.testing else trainer.num_val_batches
+    return numbers if isinstance(numbers, Iterable) else [numbers]

@@ -3,20 +3,103 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
 
-from tests.lightning.helpers import loader, net_class, trainer
+import lightning_shard.uneven
+from tests.lightning.helpers import NAMESPACES, assert_same_state, loader, net_class, trainer
 from tests.marks import exhaustive
 from tests.ranks import ranks
+from torch_shard import ShardTensor
 from torch_shard.errors import DivergenceError
 
 
-@pytest.mark.parametrize("what", ["validate", *exhaustive("test", "predict", "fit")])
+class Predicts(net_class("lightning")):
+    def predict_step(self, batch, index):
+        self.seen.append(type(self.head.weight) is not ShardTensor)
+        return super().predict_step(batch, index)
+
+
 @ranks(2)
-def test_ranks_with_different_numbers_of_batches_are_told_so_on_all_ranks_at_once(rank, world_size, what):
+def test_predictions_of_samples_that_do_not_divide_evenly_are_those_with_ddp(rank, world_size):
+    found = []
+    data = DataLoader(loader(1).dataset, batch_size=1, sampler=None)
+    data = DataLoader(torch.utils.data.Subset(data.dataset, range(5)), batch_size=1)
+    for strategy in ("ddp", "shard"):
+        module = Predicts()
+        t = trainer("lightning", world_size, strategy, use_distributed_sampler=True)
+        found.append(torch.cat(t.predict(module, data)))
+        # The other runs go on as ever.
+        found.append(t.callback_metrics.get("val"))
+        t.validate(module, loader(world_size), verbose=False)
+        found.append(t.callback_metrics["val"])
+    assert len(found[0]) == 3 - rank
+    for wanted, value in ((found[0], found[3]), (found[2], found[5])):
+        torch.testing.assert_close(value, wanted)
+
+
+@pytest.mark.parametrize("averages", [False, *exhaustive(True)])
+@ranks(2)
+def test_uneven_validation_within_a_fit_changes_nothing_and_logs_as_with_ddp(rank, world_size, tmp_path, averages):
+    callbacks = NAMESPACES["lightning"].callbacks
+    found = []
+    for strategy in ("ddp", "shard"):
+        module = net_class("lightning")()
+        given = [callbacks.ModelCheckpoint(tmp_path / strategy, monitor="val")]
+        given += [callbacks.EMAWeightAveraging(decay=0.8)] if averages else []
+        options = {"max_epochs": 2, "callbacks": given, "enable_checkpointing": True, "num_sanity_val_steps": 2}
+        t = trainer("lightning", world_size, strategy, **options)
+        t.fit(module, loader(world_size), loader(world_size, 2 + rank))
+        found.append((module.state_dict(), t.callback_metrics["val"]))
+    (wanted, val), (state, other) = found
+    assert_same_state(state, wanted)
+    torch.testing.assert_close(other, val)
+
+
+class Stream(IterableDataset):
+    """Its length is not known before it has been read."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
+@pytest.mark.parametrize("what", ["validate", *exhaustive("test", "predict", "fit", "memory")])
+@ranks(2)
+def test_uneven_streams_and_models_too_large_to_gather_are_an_error_on_all_ranks_at_once(
+    rank, world_size, what, monkeypatch
+):
     module, t = net_class("lightning")(), trainer("lightning", world_size, max_epochs=2)
     uneven = loader(world_size, 2 + rank)
-    with pytest.raises(DivergenceError, match="different numbers of batches.*rank 0: computes with the last batch"):
+    if what == "memory":
+        monkeypatch.setattr(lightning_shard.uneven, "fits_on_every_rank", lambda *_: False)
+    else:
+        uneven = DataLoader(Stream(list(uneven.dataset)), batch_size=uneven.batch_size)
+    with pytest.raises(DivergenceError, match=r"different numbers of batches.*rank 0: computes with the last batch"):
         if what == "fit":
             t.fit(module, loader(world_size), uneven)
         else:
-            getattr(t, what)(module, uneven)
+            getattr(t, "validate" if what == "memory" else what)(module, uneven)
+
+
+@pytest.mark.exhaustive
+@ranks(2)
+def test_an_error_in_a_step_of_an_uneven_loop_leaves_a_module_that_trains(rank, world_size):
+    class Fails(net_class("lightning")):
+        failing = True
+
+        def validation_step(self, batch, index):
+            if self.failing:
+                raise ZeroDivisionError("on purpose")
+            super().validation_step(batch, index)
+
+    module = Fails()
+    with pytest.raises(ZeroDivisionError):
+        trainer("lightning", world_size).validate(module, loader(world_size, 2 + rank), verbose=False)
+    module.failing = False
+    expected = net_class("lightning")()
+    for each in (module, expected):
+        trainer("lightning", world_size).fit(each, loader(world_size))
+    assert_same_state(module.state_dict(), expected.state_dict())
