@@ -35,6 +35,7 @@ class RequeueMixin(_Base):  # type: ignore[misc]
 
     _private: Private
     _failed: bool
+    _async_save: bool
     _requeue_of: Any = None  # the Trainer whose handler only takes note
     _requeue_asked: int | None = None  # the signal that this rank has got
 
@@ -56,7 +57,12 @@ class RequeueMixin(_Base):  # type: ignore[misc]
         if signum:
             self._requeue_asked = None
             logger.info("requeue: rank %d saves with the others", self.global_rank)
-            call_requeue_handler(self._requeue_of, signum)
+            # It requeues the job right after the save, which ends this one: nothing may be written in the background by then.
+            asynchronous, self._async_save = self._async_save, False
+            try:
+                call_requeue_handler(self._requeue_of, signum)
+            finally:
+                self._async_save = asynchronous
 
     def _end_requeue(self) -> None:
         """When a run ends: answer what came in its last step, unless it failed, and give the Trainer its handler back. Collective
