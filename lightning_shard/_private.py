@@ -189,7 +189,7 @@ def fabric_private(namespace: str) -> Shared:
 def asked_weights_only(function: Callable[..., Any], args: Any, kwargs: Any) -> bool | None:
     """The ``weights_only`` that the user gave to ``fit``, ``validate``, ``test`` or ``predict``.
 
-    The Trainer forgets it on the way to strategies that restore after set-up, so the launcher reads it off the call.
+    The Trainer hands it to the first checkpoint that a run reads only, so the launcher reads it off the call.
     """
     try:
         return inspect.signature(function).bind_partial(*args, **kwargs).arguments.get("weights_only")
