@@ -10,9 +10,7 @@ Attributes of Lightning's own objects that the strategy reads or writes, and why
   ``checkpoint_io`` unless it has one;
 - ``ModelCheckpoint.file_exists``: shadowed in the instance during a run that saves in the background;
 - ``StochasticWeightAveraging._average_model``, ``WeightAveraging._average_model``: the copies that they average in (see
-  :func:`average_of`); of the former also ``_scheduler_state``, not None where a checkpoint from within the averaging was
-  loaded, and ``_clear_schedulers``, which makes way for it;
-- ``BaseFinetuning._restarting``: whether it has been restored and not acted on it yet;
+  :func:`average_of`);
 - ``LightningModule._trainer``: None where there is no Trainer;
 - ``Strategy._layer_sync``: where the Trainer leaves the plugin of ``sync_batchnorm=True``;
 - ``Trainer.fit`` passes ``weights_only`` to the launcher, by that name (see :func:`asked_weights_only`);
@@ -96,7 +94,6 @@ class Private(Shared):
     LightningOptimizer: Any
     TrainerFn: Any
     ModelCheckpoint: Any
-    BaseFinetuning: Any
     ModelPruning: Any
     StochasticWeightAveraging: Any
     WeightAveraging: Any
@@ -152,7 +149,6 @@ def private(namespace: str) -> Private:
         Precision=pl("plugins.precision.Precision"),
         MixedPrecision=pl("plugins.precision.MixedPrecision"),
         refused_precision=tuple(pl(f"plugins.precision.{name}") for name in _REFUSED_PRECISION),
-        BaseFinetuning=pl("callbacks.BaseFinetuning"),
         ModelPruning=pl("callbacks.ModelPruning"),
         StochasticWeightAveraging=pl("callbacks.StochasticWeightAveraging"),
         WeightAveraging=pl("callbacks.WeightAveraging"),
