@@ -19,6 +19,8 @@ Attributes of Lightning's own objects that the strategy reads or writes, and why
   (see :func:`is_redirected`), and only where the strategy's module is another object than the user's;
 - ``Trainer.fit_loop._should_accumulate`` and ``fit_loop.epoch_loop._batches_that_stepped``: as the built-in monitors read them
   (see :func:`accumulates` and :func:`logged_step`);
+- ``Trainer._evaluation_loop.batch_progress`` and ``Trainer.predict_loop.batch_progress`` (see :func:`is_last_to_evaluate`);
+- ``WeightAveraging.setup``: shadowed in the instance for one call, to explain an error;
 - ``LightningModule.forward`` may be shadowed in the instance for the time of one call (as Lightning's own redirection
   for DDP does).
 """
@@ -43,6 +45,7 @@ __all__ = [
     "average_of",
     "call_requeue_handler",
     "fabric_private",
+    "is_last_to_evaluate",
     "is_redirected",
     "logged_step",
     "logs_this_step",
@@ -260,6 +263,15 @@ def run_as_forward(module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
 def is_redirected(module: nn.Module) -> bool:
     """Whether the next call of ``forward`` is one of a method that the user marked with Fabric's ``mark_forward_method``."""
     return getattr(module.__dict__.get("forward"), "__name__", "") == "wrapped_forward"
+
+
+def is_last_to_evaluate(trainer: Any) -> bool:
+    """Whether no batch follows the one that is evaluated or predicted now, on this rank.
+
+    False in a step that takes a ``dataloader_iter``, where Lightning doesn't know.
+    """
+    loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+    return bool(loop.batch_progress.is_last_batch)
 
 
 def accumulates(trainer: Any) -> bool:

@@ -11,7 +11,8 @@ wants it, and keeps its dtype, which may be another than the module's. Where the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch_shard.shard_spec import same_cut, slice_full
 from ._private import Private, average_of
 from .slices import gathered
 
-__all__ = ["check", "parameters", "shard", "unshard"]
+__all__ = ["check", "explain_meta", "parameters", "shard", "unshard"]
 
 
 def copies(callbacks: Iterable[Any], private: Private) -> Iterator[tuple[Any, nn.Module]]:
@@ -39,6 +40,34 @@ def parameters(callbacks: Iterable[Any], private: Private) -> Iterator[torch.Ten
     """The averages themselves."""
     for _, copy in copies(callbacks, private):
         yield from copy.parameters()
+
+
+def explain_meta(callbacks: Iterable[Any], private: Private) -> None:
+    """Have the next ``setup`` of each WeightAveraging say what is wrong where the module has no memory yet. Not collective.
+
+    There it moves its copy to a device, which fails on meta with an error of torch that names neither the callback nor a
+    remedy; and what ``configure_model`` makes is not there before. So the hook is shadowed in the instance for one call.
+    """
+    for callback in callbacks:
+        if isinstance(callback, private.WeightAveraging) and "setup" not in vars(callback):
+            callback.setup = functools.partial(_setup, callback, callback.setup, private)
+
+
+def _setup(
+    callback: Any, setup: Callable[..., None], private: Private, trainer: Any, module: nn.Module, stage: str
+) -> None:
+    vars(callback).pop("setup", None)
+    try:
+        setup(trainer, module, stage)
+    except NotImplementedError as error:
+        names = [name for name, p in module.state_dict(keep_vars=True).items() if getattr(p, "is_meta", False)]
+        if not names:
+            raise
+        raise private.MisconfigurationException(
+            f"{type(callback).__name__} copies the module with its values in its setup hook, before it is sharded, and "
+            f"{names[0]} has none yet: it is on the meta device. Create the module on the CPU (without empty_init=True, and "
+            "without torch.device('meta') in configure_model). StochasticWeightAveraging works with empty_init=True."
+        ) from error
 
 
 def check(callbacks: Iterable[Any], module: nn.Module, private: Private) -> None:
@@ -70,7 +99,10 @@ def _shapes(module: nn.Module) -> list[tuple[str, torch.Size]]:
 
 
 def shard(callbacks: Iterable[Any], engine: Engine, private: Private) -> None:
-    """Cut the copies as the module's parameters are: rank 0's values, in place. Collective."""
+    """Cut the copies as the module's parameters are: rank 0's values, in place. Collective.
+
+    A copy of a module that had no memory gets the module's values, buffers included.
+    """
     for _, copy in copies(callbacks, private):
         own = engine_of(copy)
         if own is not None:  # the module had stayed sharded when it was copied
@@ -78,6 +110,15 @@ def shard(callbacks: Iterable[Any], engine: Engine, private: Private) -> None:
         for p, like in zip(copy.parameters(), engine.model.parameters(), strict=True):
             if isinstance(like, ShardTensor) and not _is_average(p, like):
                 _swap(p, _cut(p, like, engine), False)  # else a transfer of weights would be recorded
+        _fill_buffers(copy, engine.model)
+
+
+def _fill_buffers(copy: nn.Module, module: nn.Module) -> None:
+    of = dict(module.named_modules(remove_duplicate=False))
+    for name, part in copy.named_modules(remove_duplicate=False):
+        for key, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                part._buffers[key] = of[name].get_buffer(key).detach().clone()
 
 
 def _is_average(p: torch.Tensor, like: ShardTensor) -> bool:

@@ -2,7 +2,7 @@
 
 Lightning saves a checkpoint within the signal's handler. With a sharded model that takes all ranks, but each gets the signal
 at another place: one in a forward, the next one waiting for it, some perhaps not at all. So the handler only takes
-note; between two steps the ranks agree whether one of them has, and then save together.
+note; between two steps, and once more when the run ends, the ranks agree whether one of them has, and then save together.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class RequeueMixin(_Base):  # type: ignore[misc]
     """The part of a strategy that answers the signal before which SLURM ends a job (``SLURMEnvironment(auto_requeue=True)``)."""
 
     _private: Private
+    _failed: bool
     _requeue_of: Any = None  # the Trainer whose handler only takes note
     _requeue_asked: int | None = None  # the signal that this rank has got
 
@@ -57,10 +58,16 @@ class RequeueMixin(_Base):  # type: ignore[misc]
             logger.info("requeue: rank %d saves with the others", self.global_rank)
             call_requeue_handler(self._requeue_of, signum)
 
-    def _forget_requeue(self) -> None:
-        if self._requeue_of is not None:
-            restore_requeue_handler(self._requeue_of)
-            self._requeue_of = None
+    def _end_requeue(self) -> None:
+        """When a run ends: answer what came in its last step, unless it failed, and give the Trainer its handler back. Collective
+        where SLURM may ask."""
+        try:
+            if not self._failed:
+                self._answer_requeue()
+        finally:
+            if self._requeue_of is not None:
+                restore_requeue_handler(self._requeue_of)
+                self._requeue_of = None
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Before a batch."""

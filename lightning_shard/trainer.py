@@ -31,6 +31,7 @@ from .ranks import LauncherMixin, RanksMixin, StartMethod, mesh_on
 from .requeue import RequeueMixin
 from .settings import LayersOrOne, SettingsMixin, same_config
 from .signature import show_config_fields
+from .uneven import batch_of
 
 __all__ = ["LauncherMixin", "StartMethod", "TrainerStrategyMixin"]
 
@@ -143,6 +144,11 @@ class TrainerStrategyMixin(CheckpointMixin, RequeueMixin, RanksMixin, SettingsMi
         self._prepared = False
         super()._join_group()
 
+    def setup_environment(self) -> None:
+        """Choose the device and join the process group."""
+        super().setup_environment()
+        averaging.explain_meta(self._callbacks(), self._private)  # before the setup hooks, in which copies are made
+
     # -- a run begins -------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -232,17 +238,19 @@ class TrainerStrategyMixin(CheckpointMixin, RequeueMixin, RanksMixin, SettingsMi
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """``LightningModule.validation_step`` as a forward of the module."""
         self._answer_requeue()
-        with self.precision_plugin.val_step_context():
+        with self.precision_plugin.val_step_context(), batch_of("validation", self.lightning_module):
             return run_as_forward(self.lightning_module, "validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """``LightningModule.test_step`` as a forward of the module."""
-        with self.precision_plugin.test_step_context():
+        self._answer_requeue()
+        with self.precision_plugin.test_step_context(), batch_of("test", self.lightning_module):
             return run_as_forward(self.lightning_module, "test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """``LightningModule.predict_step`` as a forward of the module."""
-        with self.precision_plugin.predict_step_context():
+        self._answer_requeue()
+        with self.precision_plugin.predict_step_context(), batch_of("predict", self.lightning_module):
             return run_as_forward(self.lightning_module, "predict_step", args, kwargs)
 
     @contextlib.contextmanager
@@ -266,9 +274,9 @@ class TrainerStrategyMixin(CheckpointMixin, RequeueMixin, RanksMixin, SettingsMi
 
         It stays sharded after an exception, with ``unshard_at_end=False``, and where it would not fit in memory.
         """
+        self._end_requeue()  # first: it may save, and what it needs is still there
         self._hide_pending()
         self._prepared = False
-        self._forget_requeue()
         run_has_ended(self.lightning_module, self)
         unsaved = self._finish_saves_at_end()
         engine = self.engine_or_none

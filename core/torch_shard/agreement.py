@@ -40,6 +40,7 @@ class Agreement:
         self.number = 0  # of the engine, among those over the same process groups
         self.hash = 0
         self.history: list[str] = []
+        self.batch = ""  # what a front end knows of the batch of the forwards that begin now: is it this rank's last?
         self.on_difference: Callable[[], None] = lambda: None
 
     def note(self, code: int, text: str) -> None:
@@ -47,6 +48,11 @@ class Agreement:
         self.hash = ((self.hash ^ code) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) & _MASK
         if len(self.history) < _HISTORY:
             self.history.append(text)
+
+    def note_batch(self) -> None:
+        """Add what is known of the batch: ranks with fewer batches than others are found before they stop coming."""
+        if self.batch:
+            self.note(zlib.crc32(self.batch.encode()), f"{_BATCH}{self.batch}")
 
     @contextlib.contextmanager
     def unnoted(self) -> Iterator[None]:
@@ -109,17 +115,26 @@ class Agreement:
         steps = min(len(h) for h, *_ in everyone)
         first = next((i for i in range(steps) if len({h[i] for h, *_ in everyone}) > 1), steps)
         said = []
-        loads = False
+        loads = uneven = False
         for rank, (history, at, line, *_) in enumerate(everyone):
             now = history[first] if first < len(history) else f"nothing more before {at}"
             loads |= now.startswith(_LOADS)
+            uneven |= now.startswith(_BATCH)
             said.append(f"rank {rank}: {now} ({line})")
+        # Else one of them does another thing than a forward, say a save.
+        uneven &= {at for _, at, *_ in everyone} == {_FORWARD}
         differ = f"; the first difference is operation {first} of this step: " + "; ".join(said)
         if loads:
             raise DivergenceError(
                 f"the ranks did not load alike{differ}. Each rank loads its own slices only, so the parameters are now partly "
                 "old and partly new: load on every rank (model.load_state_dict or engine.load_state_dict, not under `if rank "
                 "== ...`), before anything else."
+            )
+        if uneven:
+            raise DivergenceError(
+                f"the ranks have different numbers of batches{differ}. Parameters are gathered from all ranks, also to evaluate: "
+                "give each rank equally many batches (a DistributedSampler, or drop_last=True, or a limit on the number), or "
+                "evaluate inside engine.gathered(), where ranks go alone."
             )
         raise DivergenceError(
             f"the ranks ran different units{differ}. Every rank must run the same modules in the same order; make the branch "
@@ -129,6 +144,8 @@ class Agreement:
 
 # -- loading through torch's own load_state_dict ------------------------------------------------------------------------
 
+_BATCH = "computes with "
+_FORWARD = "the start of a forward"
 _LOADS = "loads a state dict into "
 
 

@@ -261,6 +261,7 @@ class Runtime:
         if self.together is not None and not self.number:
             self.number = self.agreement.number = self.together.number_of_copy(self.original)
         phase = FORWARD if torch.is_grad_enabled() else EVALUATION
+        self.agreement.note_batch()
         self.agreement.note(1 + phase, f"begins a {PHASES[phase]}")
         if not self.schedule.agree_on_changes("the start of a forward"):
             self.agreement.check("the start of a forward")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
 
@@ -338,3 +339,38 @@ def test_what_cannot_be_right_is_refused_before_anything_changes(world_size):
 
     with pytest.raises(NeedsGatherError, match="inner"):
         trainer("lightning", world_size, callbacks=[used, Computes()]).fit(net_class("lightning")(), loader(world_size))
+
+
+# -- a module that has no memory when it is copied --------------------------------------------------------------------------
+
+
+def filled(module: nn.Module) -> None:
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        nn.init.constant_(tensor, 0.1)
+
+
+@pytest.mark.exhaustive
+@ranks(2)
+def test_a_module_made_without_memory_is_averaged_by_swa_buffers_included(world_size):
+    expected = net_class("lightning")()
+    expected.apply(filled)
+    single("lightning", max_epochs=4, callbacks=[swa()]).fit(expected, loader(1))
+    t = trainer("lightning", world_size, ShardStrategy(init_fn=filled), max_epochs=4, callbacks=[swa()])
+    with t.init_module(empty_init=True):
+        module = net_class("lightning")()
+    t.fit(module, loader(world_size))
+    assert_same_state(module.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize("made", [*exhaustive("init_module"), "configure_model"])
+@ranks(2)
+def test_an_average_that_copies_a_module_without_memory_is_refused_with_the_remedy(world_size, made):
+    callback = ema()
+    t = trainer("lightning", world_size, callbacks=[callback])
+    with t.init_module(empty_init=made == "init_module"):
+        module = net_class("lightning")()
+    if made == "configure_model":
+        module = late_class("lightning", lambda: nn.Linear(2, 2))()
+    with pytest.raises(MisconfigurationException, match=r"EMAWeightAveraging copies .* on the meta device.*on the CPU"):
+        t.fit(module, loader(world_size))
+    assert "setup" not in vars(callback)

@@ -109,6 +109,39 @@ def test_slurms_signal_in_validation_is_answered_there(rank, world_size, tmp_pat
         patch.undo()
 
 
+@pytest.mark.parametrize("what", [*exhaustive("test", "predict"), "fit"])
+@ranks(2)
+def test_slurms_signal_in_a_test_a_prediction_and_the_last_training_step_is_answered(rank, world_size, tmp_path, what):
+    patch, environment = slurm(rank, world_size, tmp_path)
+
+    class Net(net_class("lightning")):
+        def late(self, index):
+            if index == BATCHES - 1 and self.trainer.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGUSR2)
+
+        def training_step(self, batch, index):
+            self.late(index)
+            return super().training_step(batch, index)
+
+        def test_step(self, batch, index):
+            self.late(index)
+            return super().test_step(batch, index)
+
+        def predict_step(self, batch, index):
+            self.late(index)
+            return super().predict_step(batch, index)
+
+    try:
+        module, strategy = Net(), lightning_shard.ShardStrategy(state_dict_type="sharded", async_save=True)
+        t = trainer("lightning", world_size, strategy, plugins=[environment], default_root_dir=tmp_path)
+        getattr(t, what)(module, loader(world_size))
+        assert (tmp_path / "requeued").read_text() == "requeue 4321\n"
+        assert (tmp_path / "hpc_ckpt_1.ckpt").is_dir()  # a folder has its name when it is whole
+        assert "_slurm_sigusr_handler_fn" not in vars(t._signal_connector)
+    finally:
+        patch.undo()
+
+
 @ranks(2)
 def test_sigterm_on_all_ranks_ends_the_run_on_all_after_the_same_step(rank, world_size):
     module, steps = net_class("lightning")(), []
