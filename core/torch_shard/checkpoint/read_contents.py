@@ -142,8 +142,8 @@ class _Reading:
         further = {path[1]: state for path, state in built.items() if path != (MODEL,)}
         states = [own.build(found, self.with_state) for own in self.optimizers]
         of_number = {n: found[full] for n, (full, _) in sliced.items()}
-        model, extra = built.get((MODEL,), {}), found.get(EXTRA)
-        return Contents(model, states, extra, further, self.sources, of_number, self.with_state)
+        state, extra = built.get((MODEL,), {}), found.get(EXTRA)
+        return Contents(state, states, extra, further, self.sources, of_number, self.with_state)
 
     def _read(self, names: Sequence[str], into: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Entries by full name: tensors into those of `into`, or whole."""
