@@ -10,9 +10,7 @@ Attributes of Lightning's own objects that the strategy reads or writes, and why
   ``checkpoint_io`` unless it has one;
 - ``ModelCheckpoint.file_exists``: shadowed in the instance during a run that saves in the background;
 - ``StochasticWeightAveraging._average_model``, ``WeightAveraging._average_model``: the copies that they average in (see
-  :func:`average_of`); of the former also ``_scheduler_state``, not None where a checkpoint from within the averaging was
-  loaded, and ``_clear_schedulers``, which makes way for it;
-- ``BaseFinetuning._restarting``: whether it has been restored and not acted on it yet;
+  :func:`average_of`);
 - ``LightningModule._trainer``: None where there is no Trainer;
 - ``Strategy._layer_sync``: where the Trainer leaves the plugin of ``sync_batchnorm=True``;
 - ``Trainer.fit`` passes ``weights_only`` to the launcher, by that name (see :func:`asked_weights_only`);
@@ -99,7 +97,6 @@ class Private(Shared):
     LightningOptimizer: Any
     TrainerFn: Any
     ModelCheckpoint: Any
-    BaseFinetuning: Any
     ModelPruning: Any
     StochasticWeightAveraging: Any
     WeightAveraging: Any
@@ -155,7 +152,6 @@ def private(namespace: str) -> Private:
         Precision=pl("plugins.precision.Precision"),
         MixedPrecision=pl("plugins.precision.MixedPrecision"),
         refused_precision=tuple(pl(f"plugins.precision.{name}") for name in _REFUSED_PRECISION),
-        BaseFinetuning=pl("callbacks.BaseFinetuning"),
         ModelPruning=pl("callbacks.ModelPruning"),
         StochasticWeightAveraging=pl("callbacks.StochasticWeightAveraging"),
         WeightAveraging=pl("callbacks.WeightAveraging"),
@@ -192,7 +188,7 @@ def fabric_private(namespace: str) -> Shared:
 def asked_weights_only(function: Callable[..., Any], args: Any, kwargs: Any) -> bool | None:
     """The ``weights_only`` that the user gave to ``fit``, ``validate``, ``test`` or ``predict``.
 
-    The Trainer forgets it on the way to strategies that restore after set-up, so the launcher reads it off the call.
+    The Trainer hands it to the first checkpoint that a run reads only, so the launcher reads it off the call.
     """
     try:
         return inspect.signature(function).bind_partial(*args, **kwargs).arguments.get("weights_only")

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from torch_shard import Engine
 from torch_shard.errors import CheckpointError, ConfigError, StateDictError, UnitStateError
 from torch_shard.full_state import refuse_inside
@@ -22,7 +24,6 @@ from torch_shard.whole import agree
 
 from . import files as _files
 from . import full_checkpoint as _full
-from . import restoring
 from . import sharded_checkpoint as _sharded
 from . import slices as _slices
 from ._private import Private
@@ -40,6 +41,7 @@ class CheckpointMixin(SavingMixin):
     _weights_only: bool | None
     _weights_only_asked: bool | None
     _failed: bool
+    _prepared: bool  # the run's module is sharded
     _pending: Any  # the save that runs in the background
     _pending_occasion: tuple[Path, Any] | None  # its path, and the step that it is of
     _shared: Counter[Path]  # how many more callbacks than one have saved there
@@ -50,8 +52,9 @@ class CheckpointMixin(SavingMixin):
     # -- a checkpoint is restored -------------------------------------------------------------------------------------
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: the checkpoint is loaded into shards, so that no rank holds the whole model on its device."""
-        return True
+        """False: as with DDP hooks of modules and callbacks see a checkpoint before set-up, and optimizers are configured after
+        it. The module is sharded when its state is about to be loaded (:meth:`load_model_state_dict`)."""
+        return False
 
     @property
     def lightning_restore_optimizer(self) -> bool:
@@ -75,6 +78,7 @@ class CheckpointMixin(SavingMixin):
         path = self._told(checkpoint_path, "loading a checkpoint")
         path = self._together(lambda: existing(path))
         if _files.is_local(path) and Path(path).is_dir():
+            self._shard_to_load()
             engine = self.engine_or_none
             if engine is None:
                 raise CheckpointError(
@@ -82,13 +86,19 @@ class CheckpointMixin(SavingMixin):
                     "fit, validate, test or predict, or consolidate it to one file."
                 )
             fitting = self.lightning_module.trainer.state.fn == self._private.TrainerFn.FITTING
-            optimizers = [self._unwrapped(optimizer) for optimizer in self.optimizers] if fitting else []
-            return _sharded.read_folder(engine, Path(path), optimizers, weights_only, self._private.version)
+            return _sharded.read_folder(engine, Path(path), fitting, weights_only, self._private.version)
         io, maps = self.checkpoint_io, self._maps()
         return self._together(lambda: _full.read_file(path, io, maps, weights_only))
 
+    def _shard_to_load(self) -> None:
+        """A run has come to its checkpoint: what is restored from here on goes into slices. Collective."""
+        module = self.lightning_module
+        if not self._prepared and module is not None and module._trainer is not None and dist.is_initialized():
+            self._prepare(module.trainer)
+
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the model's state, of either form. Collective."""
+        self._shard_to_load()
         engine = self.engine_or_none
         if engine is None:
             super().load_model_state_dict(checkpoint, strict=strict)
@@ -98,9 +108,10 @@ class CheckpointMixin(SavingMixin):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer states of either form, written on any number of ranks. Collective."""
         engine = self.engine_or_none
-        if self._callbacks():  # none where ranks were other processes, in the one that started them
-            restoring.catch_up(self.lightning_module.trainer, self._private)
         states = checkpoint["optimizer_states"]
+        if isinstance(states, _sharded.Unread):
+            assert engine is not None
+            states = states.read(engine, [self._unwrapped(optimizer) for optimizer in self.optimizers])
         if states and len(states) != len(self.optimizers):
             raise StateDictError(
                 f"rank {self.global_rank}: the checkpoint has {len(states)} optimizers, configure_optimizers gives "

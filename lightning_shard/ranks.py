@@ -143,7 +143,7 @@ def mesh_on(device: torch.device) -> Any:
 
 
 class LauncherMixin(_Base):  # type: ignore[misc]
-    """Reads the user's ``weights_only`` off the call, which the Trainer does not hand to strategies like this one."""
+    """Remembers the user's ``weights_only`` for checkpoints that the run reads without it, as the learning-rate finder does."""
 
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the ranks and run `function` on each."""

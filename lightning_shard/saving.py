@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from torch_shard import Engine
 from torch_shard.checkpoint.contents import Source
@@ -109,10 +110,10 @@ class SavingMixin(_Base):  # type: ignore[misc]
 
     # -- together -----------------------------------------------------------------------------------------------------
     def _together(self, function: Callable[[], T]) -> T:
-        """Run it on every rank; all return, or all raise. Collective while a module is sharded."""
+        """Run it on every rank; all return, or all raise. Collective."""
         engine = self.engine_or_none
         if engine is None:
-            return function()
+            return _on_all(function)
         runtime, what = engine._runtime, "loading or saving a checkpoint"
         nonce = broadcast(runtime, secrets.token_hex(8), what)  # with which it may take its time
         return each(runtime, what, function, nonce=nonce)
@@ -158,3 +159,22 @@ def existing(path: Any) -> Any:
         raise CheckpointError(f"{path} is a link to {Path(path).readlink()}, where there is no checkpoint.")
     # One that a save has lost its name of, on a file system without an exchange of names.
     return str(find(Path(path).absolute()))
+
+
+def _on_all(function: Callable[[], T]) -> T:
+    """The same over the default process group, where no module is sharded yet."""
+    error: Exception | None = None
+    result: T | None = None
+    try:
+        result = function()
+    except Exception as problem:
+        error = problem
+    if dist.is_available() and dist.is_initialized():
+        said: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, None if error is None else f"{type(error).__name__}: {error}")
+        for rank, problem_there in enumerate(said):
+            if error is None and problem_there is not None:
+                raise CheckpointError(f"rank {rank} has failed: {problem_there}")
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]

@@ -108,23 +108,40 @@ def local_path(path: Any) -> Path:
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
+class Unread(list[Any]):
+    """Optimizer states of a folder which does not name their parameters (Lightning's other strategies write such). The groups'
+    options are there; the state is read when the optimizers are."""
+
+    def __init__(self, settings: Sequence[Any], folder: Path, weights_only: bool | None) -> None:
+        super().__init__(settings)
+        self._folder, self._weights_only = folder, weights_only
+
+    def read(self, engine: Engine, optimizers: Sequence[Any]) -> list[Any]:
+        """What is loaded into these optimizers: options as they are here, which hooks may have changed. Collective."""
+        if len(self) != len(optimizers):  # an error that needs no state
+            return list(self)
+        found = read_parts(engine, self._folder, optimizers, self._weights_only)[0].optimizers
+        return [{**read, **own, "state": own["state"] or read["state"]} for own, read in zip(self, found, strict=True)]
+
+
 def read_folder(
-    engine: Engine, folder: Path, optimizers: Sequence[Any], weights_only: bool | None, version: str
+    engine: Engine, folder: Path, with_state: bool, weights_only: bool | None, version: str
 ) -> dict[str, Any]:
     """Read a sharded checkpoint into the Trainer's dict: this package's, or one of Lightning's other strategies. Collective.
 
     Args:
         engine: of the model.
         folder: of the checkpoint.
-        optimizers: that will be loaded; none to leave their state unread.
+        with_state: the optimizers' state will be loaded, too.
         weights_only: see :func:`.safe_load.load_safely`.
         version: of Lightning, for checkpoints that were not written by it and so don't say.
     """
-    found, rest = read_parts(engine, folder, optimizers, weights_only)
+    found, rest = read_parts(engine, folder, (), weights_only, named_state=with_state)
     checkpoint = {**rest, "state_dict": found.model}
     checkpoint.setdefault("pytorch-lightning_version", version)
     if found.optimizers:
-        checkpoint["optimizer_states"] = found.optimizers
+        known = found.with_state or not with_state
+        checkpoint["optimizer_states"] = found.optimizers if known else Unread(found.optimizers, folder, weights_only)
     return checkpoint
 
 
@@ -134,10 +151,11 @@ def read_parts(
     optimizers: Sequence[Any],
     weights_only: bool | None,
     models: Mapping[str, Engine] | None = None,
+    named_state: bool = False,
 ) -> tuple[Contents, dict[str, Any]]:
     """Read a folder as :func:`read_folder` does: models and optimizers, and what else was saved. Collective.
 
-    `models`: see :func:`torch_shard.checkpoint.read_contents.read_contents`.
+    `models` and `named_state`: see :func:`torch_shard.checkpoint.read_contents.read_contents`.
     """
 
     def unpickle(name: str, file: Any) -> Any:
@@ -155,7 +173,7 @@ def read_parts(
         )
 
     meta = each(engine._runtime, "loading a checkpoint", beside)
-    found = read_contents(engine, folder, optimizers, models=models, unpickle=unpickle)
+    found = read_contents(engine, folder, optimizers, named_state=named_state, models=models, unpickle=unpickle)
     rest = meta if isinstance(meta, dict) else found.extra if isinstance(found.extra, dict) else {}
     rest = joined(rest, found.sliced)
     return found, rest

@@ -123,6 +123,7 @@ class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, Ranks
         self._removals, self._shown_to = [], []
         self._weights_only_asked: bool | None = None  # by the running fit, validate, test or predict
         self._layers_synced = False
+        self._prepared = False
         self._failed = False
 
     # -- Trainer(): what the connector sets and asks ------------------------------------------------------------------
@@ -140,6 +141,7 @@ class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, Ranks
 
     def _join_group(self) -> None:
         self._private.reset_seed()
+        self._prepared = False
         super()._join_group()
 
     def setup_environment(self) -> None:
@@ -163,6 +165,18 @@ class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, Ranks
 
     def setup(self, trainer: Any) -> None:
         """Shard the model and, for ``fit``, configure the optimizers over the sharded parameters. Collective."""
+        if not self._prepared:  # else a checkpoint has been loaded into it
+            self._prepare(trainer)
+        if trainer.state.fn == self._private.TrainerFn.FITTING:
+            # Only then: the optimizers of an earlier fit stay through validate, test and predict.
+            self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                self.engine.attach(self._unwrapped(optimizer))
+        self.setup_precision_plugin()
+        self._show_pending(trainer.callbacks)
+
+    def _prepare(self, trainer: Any) -> None:
+        """Shard the model, and the averages of it. Collective."""
         assert self.accelerator is not None
         assert self.model is not None
         self._failed = False
@@ -179,13 +193,7 @@ class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, Ranks
                 self._shard(config, fitting)
         self.model_to_device()
         averaging.shard(trainer.callbacks, self.engine, self._private)
-        if fitting:
-            # Only then: the optimizers of an earlier fit stay through validate, test and predict.
-            self.setup_optimizers(trainer)
-            for optimizer in self.optimizers:
-                self.engine.attach(self._unwrapped(optimizer))
-        self.setup_precision_plugin()
-        self._show_pending(trainer.callbacks)
+        self._prepared = True
 
     def _shard(self, config: ShardConfig, fitting: bool) -> None:
         assert self.model is not None
@@ -250,7 +258,7 @@ class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, Ranks
         gradients. ``defer_gradient_sync=True`` reduces once, as DDP does.
         """
         engine = self.engine_or_none
-        with engine.no_sync() if engine is not None and self._defer_gradient_sync else contextlib.nullcontext():
+        with contextlib.nullcontext() if engine is None else engine.no_sync(hold=self._defer_gradient_sync):
             yield
 
     # -- a run ends ---------------------------------------------------------------------------------------------------
@@ -267,6 +275,7 @@ class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, Ranks
             self._leave_whole()
         self._end_requeue()  # first: it may save, and what it needs is still there
         self._hide_pending()
+        self._prepared = False
         run_has_ended(self.lightning_module, self)
         unsaved = self._finish_saves_at_end()
         engine = self.engine_or_none

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -156,6 +157,33 @@ def test_what_was_made_on_meta_since_is_refused(rank, tmp_path):
     with pytest.raises(SetupError, match=r"body\.0\.weight"):
         torch_shard.shard(model)
     assert all(p.device.type == "meta" for p in model.parameters())  # nothing has changed
+
+
+@ranks(2)
+def test_a_copy_of_the_whole_model_is_refused(rank, tmp_path):
+    path = save(tmp_path, plain(), "file", rank)
+    model = on_meta()
+    torch_shard.from_files(model, path)
+    for twin in (copied := copy.deepcopy(model), copy.deepcopy(copied)):
+        with pytest.raises(SetupError, match=r"is a copy on the meta device"):
+            torch_shard.shard(twin)
+    copied.to_empty(device="cpu").load_state_dict(plain().state_dict())
+    for own in (copied, model):
+        found = torch_shard.shard(own).state_dict(rank0_only=False)
+        assert all(torch.equal(found[name], value) for name, value in plain().state_dict().items())
+
+
+@ranks(2)
+def test_of_names_that_are_tied_here_and_were_not_the_last_one_counts(rank, tmp_path):
+    values = {**plain().state_dict(), "embed.weight": torch.zeros(11, 6)}
+    if rank == 0:
+        torch.save(values, tmp_path / "model.pt")
+    dist.barrier()
+    model, reference = on_meta(), plain()
+    torch_shard.from_files(model, tmp_path / "model.pt")
+    reference.load_state_dict(values)
+    found = torch_shard.shard(model).state_dict(rank0_only=False)
+    assert torch.equal(found["head.weight"], reference.head.weight) and reference.head.weight.any()
 
 
 @ranks(2)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .deferred_param import Deferred, defer, deferred_of, forget, is_altered, plain_class
+from .deferred_param import Deferred, defer, deferred_of, forget, has_lost_values, is_altered, plain_class
 from .errors import CheckpointError, SetupError, StateDictError
 from .shard_spec import slice_full
 from .shard_tensor import ShardTensor
@@ -35,12 +35,14 @@ def refuse_altered(params: Mapping[str, nn.Parameter], rank: int) -> None:
     resized ones, or adapters that a library has moved to meta after it had filled them.
     """
     waiting = {name: p for name, p in params.items() if deferred_of(p) is not None}
-    if not waiting:
+    if not waiting and not any(map(has_lost_values, params.values())):
         return
     for name, p in params.items():
         what = None
         if name in waiting and is_altered(p):
             what = "was changed in place or resized since"
+        elif has_lost_values(p):
+            what = "is a copy on the meta device, which was made before and has none"
         elif name not in waiting and p.device.type == "meta":
             what = "was made or replaced on the meta device since, and has no values"
         if what is not None:
@@ -166,7 +168,7 @@ def from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
         found = values[name]
         if id(tensor) in buffers:
             _set_buffer(model, name, found.to(tensor.dtype, copy=True))
-        elif isinstance(tensor, nn.Parameter) and deferred_of(tensor) is None:
+        elif isinstance(tensor, nn.Parameter):  # of several names the last one counts, as in load_state_dict()
             defer(tensor, Deferred(lambda found=found: found, f"{name} of {marks[file.file_of(name)]}"))  # type: ignore[misc]
 
 

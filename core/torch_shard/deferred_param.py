@@ -18,7 +18,7 @@ from torch import nn
 
 from .errors import SetupError, ShardPicklingError
 
-__all__ = ["Deferred", "Waiting", "defer", "deferred_of", "forget", "is_altered", "plain_class"]
+__all__ = ["Deferred", "Waiting", "defer", "deferred_of", "forget", "has_lost_values", "is_altered", "plain_class"]
 
 _ATTRIBUTE = "_shard_deferred"
 
@@ -78,12 +78,14 @@ class Waiting(torch.Tensor):
             return _waiting_too(source, result) if source is not None and same else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Without values: a copy of the model is a model on meta."""
+        """Without values, of which the class still tells: see :func:`has_lost_values`."""
         if id(self) not in memo:
             with torch._C.DisableTorchFunctionSubclass():
                 copied: torch.Tensor = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
-                is_parameter = isinstance(self, nn.Parameter)
-                memo[id(self)] = nn.Parameter(copied, self.requires_grad) if is_parameter else copied
+                if isinstance(self, nn.Parameter):
+                    copied = nn.Parameter(copied, self.requires_grad)
+                    _make_waiting(copied)
+                memo[id(self)] = copied
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -98,8 +100,7 @@ class Waiting(torch.Tensor):
 def defer(param: nn.Parameter, values: Deferred) -> None:
     """Have `param`, which is on the meta device, filled with `values` when it is sharded. Not collective."""
     if type(param) is nn.Parameter:
-        param.__class__ = Waiting  # type: ignore[assignment]
-        param._is_param = True  # by which torch knows parameters of other classes
+        _make_waiting(param)
     _note(param, values)
 
 
@@ -107,6 +108,11 @@ def deferred_of(param: torch.Tensor) -> Deferred | None:
     """What `param` waits for, or None. Not collective."""
     found = param.__dict__.get(_ATTRIBUTE)
     return found.values if isinstance(found, _Note) and param.device.type == "meta" else None
+
+
+def has_lost_values(param: torch.Tensor) -> bool:
+    """Whether `param` is a copy of one that waits: without values, and without any to come."""
+    return isinstance(param, Waiting) and _ATTRIBUTE not in param.__dict__ and param.device.type == "meta"
 
 
 def is_altered(param: torch.Tensor) -> bool:
@@ -125,6 +131,11 @@ def plain_class(param: torch.Tensor) -> None:
 def forget(param: torch.Tensor) -> None:
     """`param` waits for nothing any more."""
     param.__dict__.pop(_ATTRIBUTE, None)
+
+
+def _make_waiting(param: nn.Parameter) -> None:
+    param.__class__ = Waiting  # type: ignore[assignment]
+    param._is_param = True  # type: ignore[attr-defined]  # by which torch knows parameters of other classes
 
 
 def _note(tensor: torch.Tensor, values: Deferred) -> None:

@@ -244,4 +244,4 @@ class _BackwardSync:
             raise TypeError(
                 f"no_backward_sync takes a module that fabric.setup has sharded, not {type(module).__name__}."
             )
-        return engine.no_sync() if enabled and self._defer else contextlib.nullcontext()
+        return engine.no_sync(hold=self._defer) if enabled else contextlib.nullcontext()

@@ -173,7 +173,7 @@ class FailsIn(Callback):
 
 @pytest.mark.parametrize(
     "hook",
-    ["on_save_checkpoint", "on_train_epoch_end", *exhaustive("on_before_optimizer_step", "on_fit_start", "setup")],
+    ["on_save_checkpoint", *exhaustive("on_train_epoch_end", "on_before_optimizer_step", "on_fit_start", "setup")],
 )
 @pytest.mark.parametrize("failing", [1, *exhaustive(0)])
 @ranks(2, fresh=True, group_timeout=20, timeout=90)

@@ -99,6 +99,7 @@ def validated() -> Any:
     return Validated
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_epochs_leave_no_tensors_and_no_objects_of_the_engine_behind(rank, world_size, tmp_path):
     net = validated()
@@ -107,7 +108,7 @@ def test_epochs_leave_no_tensors_and_no_objects_of_the_engine_behind(rank, world
     look = settings["callbacks"][-1]
     assert look.objects[0]["Engine"] == 1
     # The first epochs leave something for good: scores of the two best checkpoints, for example.
-    assert look.objects[2] == look.objects[1]
+    assert not look.objects[2] - look.objects[1]  # fewer, where tests before this one had left something
 
 
 @ranks(2)
@@ -154,6 +155,6 @@ def test_three_epochs_of_the_demo_take_no_more_memory_than_one(rank, world_size,
     trainer("lightning", world_size, **settings).fit(Demo("tiny", 3 * steps))
     look = settings["callbacks"][-1]
     assert len(look.resident) == 3
-    assert look.objects[2] == look.objects[1]
+    assert not look.objects[2] - look.objects[1]  # fewer, where tests before this one had left something
     # One gradient of the model, 7 MiB, kept at each step would be 100 MiB an epoch.
     assert look.resident[2] - look.resident[0] < 16 * MIB, [n / MIB for n in look.resident]

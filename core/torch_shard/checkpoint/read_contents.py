@@ -36,6 +36,7 @@ class Contents:
         models: state dicts of further models, by name.
         sources: the live models as the checkpoint knows them, after which parameters in `optimizers` are named.
         sliced: by number, what was saved beside them in ShardTensors; read as entries of `model` are.
+        with_state: whether the optimizers' state was read.
     """
 
     model: dict[str, Any]
@@ -44,6 +45,7 @@ class Contents:
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     sources: Sequence[Source] = ()
     sliced: dict[str, torch.Tensor] = field(default_factory=dict)
+    with_state: bool = True
 
 
 def read_contents(
@@ -51,6 +53,7 @@ def read_contents(
     path: str | os.PathLike[str],
     optimizers: Sequence[Any] = (),
     *,
+    named_state: bool = False,
     models: Mapping[str, Any] | None = None,
     unpickle: Callable[[str, IO[bytes]], Any] | None = None,
 ) -> Contents:
@@ -63,6 +66,7 @@ def read_contents(
         path: of the directory.
         optimizers: live ones in the order of the saved ones. Without any, saved state of optimizers is not read, and only
             their groups are returned.
+        named_state: without any, read the state, too, where all of it is saved by parameters' names.
         models: engines by the names that they may have among the checkpoint's further models; the one of them that has none there
             is the first model. None: `engine` is that, and there are no others.
         unpickle: from a name and bytes to the object; by default torch's loader that runs no code.
@@ -77,7 +81,7 @@ def read_contents(
     def prepare() -> _Reading:
         checkpoint = Checkpoint.open(path, sizes=first)
         try:
-            return _Reading(checkpoint, _sources(checkpoint, engine, models), optimizers, unpickle)
+            return _Reading(checkpoint, _sources(checkpoint, engine, models), optimizers, named_state, unpickle)
         except BaseException:
             checkpoint.close()
             raise
@@ -98,6 +102,7 @@ class _Reading:
         checkpoint: Checkpoint,
         sources: Sequence[Source],
         optimizers: Sequence[Any],
+        named_state: bool,
         unpickle: Callable[[str, IO[bytes]], Any] | None,
     ) -> None:
         self.checkpoint, self.sources, self.unpickle = checkpoint, sources, unpickle
@@ -107,7 +112,9 @@ class _Reading:
             self.params.update(_params(source))
         saved = (optimizer_entries(checkpoint.metadata, where, self.params) for where in _paths(checkpoint))
         self.optimizers = [_Optimizer(found) for found in saved if found is not None]
-        self.with_state = bool(optimizers)
+        self.with_state = bool(optimizers) or (named_state and all(own.is_named for own in self.optimizers))
+        for own in self.optimizers if self.with_state else ():
+            own.names = [list(self.params)]
         for own, optimizer in zip(self.optimizers, optimizers, strict=False):
             names = param_names(sources, optimizer)
             own.names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
@@ -135,7 +142,8 @@ class _Reading:
         further = {path[1]: state for path, state in built.items() if path != (MODEL,)}
         states = [own.build(found, self.with_state) for own in self.optimizers]
         of_number = {n: found[full] for n, (full, _) in sliced.items()}
-        return Contents(built.get((MODEL,), {}), states, found.get(EXTRA), further, self.sources, of_number)
+        state, extra = built.get((MODEL,), {}), found.get(EXTRA)
+        return Contents(state, states, extra, further, self.sources, of_number, self.with_state)
 
     def _read(self, names: Sequence[str], into: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Entries by full name: tensors into those of `into`, or whole."""
@@ -218,6 +226,11 @@ class _Optimizer:
     def __init__(self, saved: SavedOptimizer) -> None:
         self.saved = saved
         self.names: list[list[str]] = []
+
+    @property
+    def is_named(self) -> bool:
+        """Whether groups and state tell by themselves which parameters they are of."""
+        return not self.saved.numbered and bool(self.saved.groups)
 
     def settings(self) -> list[str]:
         """What is read first: the groups, and state of no parameter."""
