@@ -77,6 +77,7 @@ def test_as_many_batches_are_trained_and_validated_as_on_a_single_device(world_s
         assert_alike(world_size, **options)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_what_watches_a_run_changes_nothing(world_size):
     before = torch.backends.cudnn.benchmark
@@ -109,6 +110,7 @@ class Data(pl.LightningDataModule):
         return [loader(self.count, 2), loader(self.count, 3)]
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_combined_loaders_of_a_data_module_are_made_anew_as_often_as_asked(world_size):
     class Combines(Records):
@@ -190,6 +192,7 @@ class Swap(pl.plugins.LayerSync):
         return self._exchange(model, SyncNorm, nn.BatchNorm1d)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_synchronised_batch_norms_train_like_ddp(world_size):
     class Norms(Records):

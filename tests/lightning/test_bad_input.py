@@ -192,6 +192,7 @@ CLAIMS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lie", CLAIMS)
 @ranks(2)
 def test_a_cluster_environment_that_lies_about_its_size_is_refused_on_all_ranks(rank, world_size, lie):

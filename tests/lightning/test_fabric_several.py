@@ -144,6 +144,7 @@ def test_clipping_before_the_gradients_are_reduced_is_refused():
 WAYS = [("full", "full"), ("sharded", "sharded"), ("full", "ddp"), ("ddp", "full")]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("saving", "loading"), quick(WAYS, WAYS[1:]))
 @ranks(2)
 def test_training_goes_on_from_its_checkpoint_as_under_ddp(saving, loading, tmp_path):

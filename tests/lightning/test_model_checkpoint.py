@@ -84,6 +84,7 @@ def test_the_last_can_be_a_link_and_the_run_resumes_from_it(world_size, form, tm
     assert os.readlink(tmp_path / "last.ckpt") == "step=6.ckpt" and is_whole(tmp_path / "last.ckpt", form)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FORMS)
 @ranks(2)
 def test_links_with_names_that_change_are_deleted_and_not_what_they_lead_to(world_size, form, tmp_path):
@@ -105,6 +106,7 @@ def test_weights_alone_are_for_evaluation(world_size, form, tmp_path):
         fit(world_size, strategy(form), [], path=tmp_path / "weights.ckpt")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FORMS)
 @ranks(2)
 def test_each_form_takes_the_place_of_the_other(rank, world_size, form, tmp_path):

@@ -227,6 +227,7 @@ def test_waiting_that_does_not_end_is_warned_about_once_with_remedies(rank, worl
         assert "a larger batch" in said[0]
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_short_waits_and_warm_up_are_not_warned_about(rank, world_size):
     with captured_log() as said:

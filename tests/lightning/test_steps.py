@@ -132,6 +132,7 @@ def test_schedulers_drive_the_rate_as_on_a_single_device(world_size, how):
     assert_same_state(module.state_dict(), expected.state_dict())
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_accumulation_changes_from_epoch_to_epoch(world_size):
     # The last batches of an epoch are a step of their own: 6 are not divided by 4.

@@ -64,6 +64,7 @@ def _at_start(function):
     return NAMESPACES["lightning"].callbacks.LambdaCallback(on_train_start=lambda own, _: function(own))
 
 
+@pytest.mark.exhaustive
 @either_namespace
 @ranks(2)
 def test_a_callback_that_works_on_rank_0_alone_is_waited_for_with_a_warning(rank, namespace):
