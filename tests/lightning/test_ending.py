@@ -164,7 +164,7 @@ class FailsIn(Callback):
     """Raises on one rank, in one hook."""
 
     def __init__(self, hook, rank):
-        def fail(trainer, module, *args):
+        def fail(trainer, module, *args, **kwargs):
             if trainer.global_rank == rank and (trainer.global_step == 3 or "step" not in hook):
                 raise ZeroDivisionError("on purpose")
 
