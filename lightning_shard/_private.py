@@ -20,6 +20,7 @@ Attributes of Lightning's own objects that the strategy reads or writes, and why
 - ``Trainer.fit_loop._should_accumulate`` and ``fit_loop.epoch_loop._batches_that_stepped``: as the built-in monitors read them
   (see :func:`accumulates` and :func:`logged_step`);
 - ``Trainer._evaluation_loop.batch_progress`` and ``Trainer.predict_loop.batch_progress`` (see :func:`is_last_to_evaluate`);
+- ``TensorBoardLogger._log_graph`` and ``.log_graph``: read, and shadowed in the instance during a run (see :func:`traces_graph`);
 - ``WeightAveraging.setup``: shadowed in the instance for one call, to explain an error;
 - ``LightningModule.forward`` may be shadowed in the instance for the time of one call (as Lightning's own redirection
   for DDP does).
@@ -54,6 +55,7 @@ __all__ = [
     "restore_requeue_handler",
     "run_as_forward",
     "shadow_requeue_handler",
+    "traces_graph",
 ]
 
 TESTED = ("2.6.6",)
@@ -220,6 +222,11 @@ def call_requeue_handler(trainer: Any, signum: int) -> None:
     """Save a checkpoint where the next job looks for it (collective), and requeue the job from rank 0."""
     connector = trainer._signal_connector
     getattr(type(connector), _REQUEUE_HANDLER)(connector, signum, None)
+
+
+def traces_graph(logger: Any) -> bool:
+    """Whether a logger traces the model, on rank 0, when all ranks call its ``log_graph``: TensorBoardLogger if asked to."""
+    return bool(getattr(logger, "_log_graph", False))
 
 
 def average_of(callback: Any, private: Private) -> nn.Module | None:
