@@ -32,12 +32,13 @@ from .ranks import LauncherMixin, RanksMixin, StartMethod, mesh_on
 from .requeue import RequeueMixin
 from .settings import LayersOrOne, SettingsMixin, same_config
 from .signature import show_config_fields
+from .sigterm import SigtermMixin
 from .uneven import EvaluationMixin
 
 __all__ = ["LauncherMixin", "StartMethod", "TrainerStrategyMixin"]
 
 
-class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, RanksMixin, SettingsMixin):
+class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, SigtermMixin, RanksMixin, SettingsMixin):
     """Trains with parameters, gradients and optimizer state sharded over the ranks; otherwise as DDP does.
 
     Args:
@@ -187,6 +188,7 @@ class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, Ranks
         self.accelerator.setup(trainer)
         one_run_at_a_time(self.lightning_module, self)
         self._defer_requeue(trainer)
+        self._defer_sigterm(trainer)
         averaging.check(trainer.callbacks, self.model, self._private)
         fitting = trainer.state.fn == self._private.TrainerFn.FITTING
         config = self._engine_config(self.precision_plugin, self.model)
@@ -278,6 +280,7 @@ class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, Ranks
         with self._cleaning_up():
             self._leave_whole()
         self._end_requeue()  # first: it may save, and what it needs is still there
+        self._restore_sigterm()
         self._hide_pending()
         leave_tracing(self._of_trainer("loggers"))
         self._prepared = False
