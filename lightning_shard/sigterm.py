@@ -59,10 +59,14 @@ class SigtermMixin(_Base):  # type: ignore[misc]
     def _told_to_end(self) -> bool:
         """Whether any rank has got it. Collective."""
         engine = self.engine_or_none
-        if engine is not None and anywhere(engine._runtime, "the start of a batch or loop", self._sigterm_noted):
+        if engine is None:
+            return False
+        # Only what all have heard counts: the handler may run while this waits.
+        told = anywhere(engine._runtime, "the start of a batch or loop", self._sigterm_noted)
+        if told:
             self._sigterm_noted = True
             set_received_sigterm(self.lightning_module.trainer)
-        return self._sigterm_noted
+        return told
 
     def _end_if_told(self) -> None:
         """Before a batch of training. Collective."""
