@@ -98,8 +98,7 @@ def assert_same_average(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [
-        ("swa", "shard"),
-        ("ema", "shard"),
+        *(("swa", "shard"), ("ema", "shard")),
         *exhaustive(("epoch", "shard"), ("ema", "shard_zero2"), ("from step", "shard"), ("from epoch", "shard")),
     ],
 )

@@ -15,12 +15,13 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import ConcatDataset, DataLoader
 
-import lightning_shard
+import lightning_shard.sigterm
 from tests.lightning.helpers import BATCHES, assert_same_state, loader, net_class, trainer
 from tests.marks import exhaustive
 from tests.ranks import ranks
 from tests.run_python import run_python
 from torch_shard import ShardConfig, ShardError
+from torch_shard.whole import anywhere
 
 
 def same_batches(world_size):
@@ -158,10 +159,12 @@ def test_sigterm_on_all_ranks_ends_the_run_on_all_after_the_same_step(rank, worl
     assert steps == [(SIGTERMException, 3)]
 
 
-@pytest.mark.parametrize("moment", ["training", *exhaustive("validation")])
+@pytest.mark.parametrize("moment", ["training", "agreement", *exhaustive("validation")])
 @pytest.mark.parametrize("victim", [1, *exhaustive(0)])
 @ranks(2)
-def test_sigterm_on_one_rank_ends_the_run_on_all_after_the_same_step(rank, world_size, victim, moment, tmp_path):
+def test_sigterm_on_one_rank_ends_the_run_on_all_after_the_same_step(
+    rank, world_size, victim, moment, tmp_path, monkeypatch
+):
     """Only one machine is taken away, say. With DDP the rank that gets it and the others wait for each other."""
     steps: list[Any] = []
 
@@ -179,13 +182,21 @@ def test_sigterm_on_one_rank_ends_the_run_on_all_after_the_same_step(rank, world
         def on_exception(self, trainer, module, exception):
             steps.append((type(exception), trainer.global_step, str(trainer.state.stage)))
 
+    def while_ranks_agree(*args: Any) -> bool:
+        asked.append(args)
+        if (moment, rank, len(asked)) == ("agreement", victim, 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return anywhere(*args)
+
+    asked: list[Any] = []
+    monkeypatch.setattr(lightning_shard.sigterm, "anywhere", while_ranks_agree)
     module = Net()
     callbacks = [Notes(), OnExceptionCheckpoint(tmp_path)]
     t = trainer("lightning", world_size, callbacks=callbacks, max_epochs=2, enable_checkpointing=True)
     with pytest.raises(SIGTERMException):
         t.fit(module, same_batches(world_size), loader(world_size))
-    during = "RunningStage.TRAINING" if moment == "training" else "RunningStage.VALIDATING"
-    assert steps == [(SIGTERMException, 3 if moment == "training" else 6, during)]
+    during = "RunningStage.VALIDATING" if moment == "validation" else "RunningStage.TRAINING"
+    assert steps == [(SIGTERMException, 6 if moment == "validation" else 3, during)]
     assert "_sigterm_notifier_fn" not in vars(t._signal_connector)
     if moment == "validation":
         return
