@@ -127,7 +127,9 @@ class Runs:
         self._elements: list[Any] = []  # those of the values that have elements, and their memory
         self._memory: list[torch.Tensor] = []
         self._seen: list[Any] = []  # attributes
-        self._counting: list[tuple[Piece, torch.Tensor]] = []  # pieces that count for themselves, and the user's counters
+        self._counting: list[
+            tuple[Piece, torch.Tensor]
+        ] = []  # pieces that count for themselves, and the user's counters
 
     # -- before a step --------------------------------------------------------------------------------------------
     def is_as_left(self, state: Any, split: int) -> bool:

@@ -181,8 +181,8 @@ class FlatStep:
         only: object = None,
         groups: Callable[[], list[dict[str, Any]]] | None = None,
     ) -> None:
-        """`only`: step nothing but this flat buffer's parameters, `runtime`'s, or what is :data:`REST`; with options from `groups`
-        in place of the optimizer's. Else all that the optimizer holds, of whatever engines: nothing in such a step is
+        """`only`: step nothing but this flat buffer's parameters, `runtime`'s, or what is :data:`REST`; with options from
+        `groups` in place of the optimizer's. Else all that the optimizer holds, of whatever engines: nothing in such a step is
         collective."""
         # What is kept must not keep the optimizer itself, by which it is found.
         self._optimizer: Any = weakref.ref(optimizer)

@@ -233,7 +233,7 @@ class GradientBuffer:
             self.results.append(home.receive(result))
 
     def scale(self, base: torch.Tensor, factor: torch.Tensor, gaps: Sequence[tuple[int, int]]) -> None:
-        """Multiply `base`, in host memory, in which all gradients lie, by a 0-d factor, in the background. `gaps`: its padding."""
+        """Multiply `base`, in host memory, which has all gradients, by a 0-d factor, in the background. `gaps`: its padding."""
         assert self.home is not None
         self.home.scale(base, factor, gaps, self._shown())
 
@@ -271,7 +271,7 @@ class GradientBuffer:
             for i in touched:
                 self._publish_one(self.params[i], pieces[self._piece_of[i]], result, self.home)
             if self.home is not None:
-                self.home.show(self._shown())
+                self.home.moving.hold(self._shown())
         self._note_unfinished(touched)
         return touched
 
@@ -314,7 +314,7 @@ class GradientBuffer:
                     set_own_grad(param, shown)
                 self.shown[i] = (weakref.ref(shown), shown._version)
         if self.home is not None and own:
-            self.home.show(self._shown())
+            self.home.moving.hold(self._shown())
 
     def _own_part(self) -> Sequence[torch.Tensor]:
         """This rank's slices of what waits for its reduction, as gradients have them."""

@@ -184,9 +184,9 @@ def refuse_offloaded(optimizer: Any, runtimes: Iterable[Runtime]) -> None:
     for runtime in runtimes:
         if runtime.host is not None and runtime.host.on_cuda:
             raise ShardError(
-                f"rank {runtime.collectives.world_rank}: {type(optimizer).__qualname__} needs whole matrices, which it can't have "
-                "in host memory (ShardConfig.offload). Use an optimizer that works element by element (AdamW), or leave offload "
-                "out. Nothing was changed."
+                f"rank {runtime.collectives.world_rank}: {type(optimizer).__qualname__} needs whole matrices, which it can't "
+                "have in host memory (ShardConfig.offload). Use an optimizer that works element by element (AdamW), or leave "
+                "offload out. Nothing was changed."
             )
 
 

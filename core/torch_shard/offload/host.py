@@ -42,6 +42,9 @@ class Host:
             "parameters and optimizer state may be updated in part, so go on from a checkpoint."
         )
         made.__cause__ = error
+        channel = self.collectives.reduce_channel
+        if channel is not None:  # the other ranks have been stepped: none may go on with this one
+            channel.groups.give_up(self.collectives.world_rank, made)
         return made
 
     # -- memory ---------------------------------------------------------------------------------------------------
@@ -68,7 +71,7 @@ class Host:
         return torch.cuda.stream(self._stream)
 
     def keep(self, event: Any, values: torch.Tensor) -> None:
-        """`values` are read by a copy until `event`. Hazard: their memory would be used again by the stream that it belongs to."""
+        """`values` are read by a copy until `event`. Hazard: the stream that their memory belongs to would use it again."""
         self._leaving.append((event, values))
         while self._leaving and (len(self._leaving) > _IN_FLIGHT or self._leaving[0][0].query()):
             # Where the link is slower than backward, backward waits here: else device memory would fill with gradients.
@@ -101,5 +104,3 @@ class Spares:
 def _uses(buffer: torch.Tensor) -> int:
     found: int = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
     return found
-
-

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from .host import Host, Spares
-from .moving import Moving
+from .moving import Moving, Work
 
 __all__ = ["PIECE", "HostGradients"]
 
@@ -23,59 +23,48 @@ class HostGradients:
     def __init__(self, host: Host, numel: int, moving: Moving) -> None:
         self.host, self.moving = host, moving
         self._spares = Spares(host, numel)
-        self._last: Any = None  # the latest work
+        self._only_arriving = False  # the latest work: there is nothing that the host does
 
     def receive(self, result: torch.Tensor) -> torch.Tensor:
-        """`result`, 1-D, on the device and nobody else's any more, on its way to host memory: that memory. Who shows it lets its
-        tensors wait (:meth:`show`)."""
+        """`result`, 1-D, on the device and nobody else's any more, on its way to host memory: that memory. Sharded tensors that
+        are made over it have to wait (``moving.hold``)."""
         into = self._spares.take(result.dtype)
-        self._bring(result, lambda arrived: self._copy(into, arrived), into)
+        if self.host.on_cuda:
+            found = {p: list(torch._foreach_norm([result], p, dtype=_wide(result))) for p in self.host.norms}
+            self._begin(self._leave(result, into))
+            _note(into, found)
+        else:
+            self._begin(self.host.thread.do(lambda: self._write(into, result, torch.Tensor.copy_)))
         return into
 
-    def add(self, base: torch.Tensor, result: torch.Tensor, shown: Sequence[Any]) -> None:
-        """Add it to `base`, in host memory, where `shown` are the sharded tensors over that."""
-        self._bring(result, lambda arrived: self._add(base, arrived), None)
-        self.show(shown)
+    def add(self, base: torch.Tensor, result: torch.Tensor, shown: Iterable[Any]) -> None:
+        """Add it to `base`, in host memory, over which `shown` are sharded tensors."""
+        arrived, arrival = result, None
+        if self.host.on_cuda:
+            arrived = self._spares.take(result.dtype)
+            arrival = self._leave(result, arrived)
 
-    def show(self, tensors: Sequence[Any]) -> None:
-        """These lie in memory that is being written."""
-        if self._last is not None:
-            self.moving.begin(self._last, tensors)
+        def work() -> None:
+            if arrival is not None:
+                arrival.wait()
+            self._write(base, arrived, torch.Tensor.add_)
 
-    def _bring(self, result: torch.Tensor, use: Callable[[torch.Tensor], None], into: torch.Tensor | None) -> None:
-        host = self.host
-        if not host.on_cuda:
-            self._last = host.thread.do(lambda: use(result))
-            return
-        if into is None:
-            into, then = self._spares.take(result.dtype), use
-        else:
-            then = None
-        found = {p: list(torch._foreach_norm([result], p, dtype=_wide(result))) for p in host.norms} if then is None else {}
-        with host.leaving():
+        self._begin(self.host.thread.do(work), shown)
+
+    def _begin(self, work: Work, tensors: Iterable[Any] = ()) -> None:
+        self._only_arriving = isinstance(work, _Arrival)
+        self.moving.begin(work, tensors)
+
+    def _leave(self, result: torch.Tensor, into: torch.Tensor) -> _Arrival:
+        """From a GPU."""
+        with self.host.leaving():
             into.copy_(result, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        host.keep(event, result)
-        _note(into, found)
-        if then is None:
-            self._last = _Arrival(event)
-        else:
-            arrived = into
+        self.host.keep(event, result)
+        return _Arrival(event)
 
-            def work() -> None:
-                event.synchronize()
-                use(arrived)
-
-            self._last = host.thread.do(work)
-
-    def _copy(self, into: torch.Tensor, arrived: torch.Tensor) -> None:
-        self._in_chunks(into, arrived, torch.Tensor.copy_)
-
-    def _add(self, base: torch.Tensor, arrived: torch.Tensor) -> None:
-        self._in_chunks(base, arrived, torch.Tensor.add_)
-
-    def _in_chunks(self, into: torch.Tensor, arrived: torch.Tensor, write: Callable[[Any, Any], Any]) -> None:
+    def _write(self, into: torch.Tensor, arrived: torch.Tensor, write: Callable[[Any, Any], Any]) -> None:
         """Norms are taken of what was written last, chunk by chunk."""
         found: dict[float, list[torch.Tensor]] = {p: [] for p in self.host.norms}
         if not found:
@@ -93,12 +82,14 @@ class HostGradients:
         """Those of the pieces of `base`, in which all gradients lie, if they were taken on the way and nothing was changed since.
         Waits for no copy from a GPU, but for what the host does."""
         self.host.norms.add(p)  # next time they are there
-        if not isinstance(self._last, _Arrival):
+        if not self._only_arriving:
             self.moving.settle()
         noted = getattr(base, "_norms", None)
         return noted[1].get(p) if noted is not None and noted[0] == base._version else None
 
-    def scale(self, base: torch.Tensor, factor: torch.Tensor, gaps: Sequence[tuple[int, int]], shown: Sequence[Any]) -> None:
+    def scale(
+        self, base: torch.Tensor, factor: torch.Tensor, gaps: Sequence[tuple[int, int]], shown: Iterable[Any]
+    ) -> None:
         """Multiply `base` by a 0-d factor, which may still be on its way. `gaps`: its padding; `shown`: the tensors over it."""
 
         def work() -> None:
@@ -110,8 +101,7 @@ class HostGradients:
                 for start, stop in gaps:
                     base[start:stop].zero_()
 
-        self._last = self.host.thread.do(work)
-        self.show(shown)
+        self._begin(self.host.thread.do(work), shown)
 
 
 class _Arrival:

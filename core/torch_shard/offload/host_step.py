@@ -148,8 +148,8 @@ class HostStep:
             numbers = [str(n) for n, runs in enumerate(step.all_runs) if runs.pieces]
             names = [spec.name for runs in step.all_runs for spec in runs.specs[:1]]
             raise RuntimeError(
-                f"{type(optimizer).__qualname__}.step() has failed in parameter group {', '.join(numbers)} ({names[0]} and what is "
-                f"stepped with it): {error}"
+                f"{type(optimizer).__qualname__}.step() has failed in parameter group {', '.join(numbers)} ({names[0]} and "
+                f"what is stepped with it): {error}"
             ) from error
 
     # -- the rest -------------------------------------------------------------------------------------------------

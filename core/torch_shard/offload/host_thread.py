@@ -95,7 +95,9 @@ class HostThread:
             return
         self._pid = os.getpid()  # threads don't survive a fork
         self._queue = _Queue()
-        self._thread = threading.Thread(target=_serve, args=(self._queue, self._device), name="torch-shard-host", daemon=True)
+        self._thread = threading.Thread(
+            target=_serve, args=(self._queue, self._device), name="torch-shard-host", daemon=True
+        )
         self._thread.start()
         # Before the interpreter goes: a thread inside an operation of torch's must not outlive it.
         self._end = weakref.finalize(self, _stop, self._queue, self._thread, self._pid)

@@ -33,11 +33,16 @@ class Moving:
     def __bool__(self) -> bool:
         return bool(self._works)
 
-    def begin(self, work: Work, tensors: Iterable[Any]) -> None:
-        """`work` writes to the memory of `tensors`, sharded tensors, from now on. Works end in the order in which they were begun."""
+    def begin(self, work: Work, tensors: Iterable[Any] = ()) -> None:
+        """`work` writes to the memory, in which `tensors` lie, sharded tensors. Works end in the order in which they began."""
         with self._lock:
             self._works.append(work)
-            for tensor in tensors:
+            self.hold(tensors)
+
+    def hold(self, tensors: Iterable[Any]) -> None:
+        """These lie in the memory, too: whoever reads one waits for the works that there are."""
+        with self._lock:
+            for tensor in tensors if self._works else ():
                 own = tensor.__dict__
                 if "_local" in own:
                     self._taken[id(tensor)] = tensor, own.pop("_local"), own.pop("_flat", None)
