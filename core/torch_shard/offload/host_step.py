@@ -7,7 +7,7 @@ the first unit when that one has been updated, and to the others as they are.
 
 Where the outcome could not be the same, all is done before ``step`` returns: the first step, which makes the state; gradients
 that the user has put there; what counts anything else than steps in scalars (NAdam, ASGD); a GradScaler that hands its scale to
-a fused step. Optimizers that are not torch's own step as they do without offload, in the training thread.
+a fused step; options that are no numbers, for which it may fail. Optimizers that are not torch's own step as they do without offload, in the training thread.
 """
 
 from __future__ import annotations
@@ -126,9 +126,10 @@ class HostStep:
     @staticmethod
     def _may_wait(optimizer: Any, step: FlatStep) -> bool:
         scaled = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
-        options = optimizer.param_groups
-        graph = any(group.get("differentiable") or group.get("capturable") for group in options)
-        return step.as_left and not scaled and not graph
+        # What is no number may be what the step fails for, which its caller is to hear of.
+        plain = all(map(_is_number, (v for group in optimizer.param_groups for k, v in group.items() if k != "params")))
+        graph = any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups)
+        return step.as_left and not scaled and plain and not graph
 
     def _run(self, optimizer: Any, other: Any, session: Session, flat: FlatBuffer) -> None:
         """The arithmetic of one flat buffer."""
@@ -186,6 +187,12 @@ class HostStep:
             step.forget()
         self._steps = {}
         self._rest.forget()
+
+
+def _is_number(option: Any) -> bool:
+    if isinstance(option, (tuple, list)):
+        return all(map(_is_number, option))
+    return option is None or isinstance(option, (bool, int, float, torch.Tensor))
 
 
 def _tensors(flat: FlatBuffer, step: FlatStep) -> list[Any]:
