@@ -116,7 +116,7 @@ def test_a_child_that_outlives_its_killed_parent_does_not_keep_the_folder(tmp_pa
             os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("what", "expected"), [("exit", 0), *exhaustive(("raise", 1))])
+@pytest.mark.parametrize(("what", "expected"), exhaustive(("exit", 0), ("raise", 1)))
 def test_the_folder_is_deleted_at_exit(tmp_path, what, expected):
     done = run_python(*PROGRAM, what, tmp_path, "a", expected=expected)
     assert done.stdout.startswith(str(tmp_path / "torch-shard-rank3-"))
@@ -145,7 +145,7 @@ def test_the_folder_goes_with_the_store(tmp_path):
     assert not state.any()
 
 
-def test_a_forked_child_that_exits_leaves_its_parents_folder(tmp_path):
+def test_a_forked_child_that_exits_leaves_its_parents_folder_which_goes_at_its_own_exit(tmp_path):
     assert "kept" in run_python(*PROGRAM, "fork", tmp_path, "a").stdout
     assert list(tmp_path.iterdir()) == []
 

@@ -14,6 +14,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 __all__ = ["drop", "fetch", "resident", "unmap_pages", "write_out"]
 
 _WILLNEED, _DONTNEED = 3, 4
@@ -97,4 +99,4 @@ def resident(address: int, nbytes: int) -> int:
     found = (ctypes.c_ubyte * pages)()
     if _libc().mincore(address, nbytes, found):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return sum(byte & 1 for byte in found) * mmap.PAGESIZE
+    return int((torch.frombuffer(found, dtype=torch.uint8) & 1).sum()) * mmap.PAGESIZE
