@@ -1,4 +1,6 @@
-"""Training with parameters, gradients and optimizer state in host memory: ``ShardConfig(offload="cpu")``."""
+"""Training with parameters, gradients or optimizer state in host memory, or optimizer state on disk:
+``ShardConfig(offload="cpu")``.
+"""
 
 from .settings import Offload
 
