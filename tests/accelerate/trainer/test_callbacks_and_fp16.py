@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -95,7 +95,7 @@ def test_with_fp16_steps_are_scaled_and_skipped_as_by_the_stock_trainer(tmp_path
         class Half(kind):  # type: ignore[misc,valid-type]
             """Computes in fp16 on the CPU, where Accelerate takes it on GPUs only; one rank's third loss is too large."""
 
-            scales: list[float] = []
+            scales: ClassVar[list[float]] = []
 
             def create_accelerator_and_postprocess(self) -> None:
                 super().create_accelerator_and_postprocess()
