@@ -50,6 +50,7 @@ class UnavailableError(ShardError):
     Raised: by ``shard()`` when torch is older than the supported floor, was built without
     ``torch.distributed``, has no process group initialised, or lacks the backend for the device, or
     when the device lacks a dtype that is asked for (bfloat16, float8);
+    by a forward, where host memory for activations that are offloaded can't be had;
     by ``engine.save_full`` and ``engine.load`` where safetensors are not installed.
     Importing the packages never raises it.
     Remedy: install or initialise what the message names.

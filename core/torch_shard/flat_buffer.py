@@ -16,7 +16,7 @@ from .dtensors import Placed, is_dtensor, shard_class
 from .errors import UnitStateError
 from .gradient_buffer import GradientBuffer
 from .layout import FlatLayout
-from .leaf import Leaf, is_view, memory_of, move, refuse_recorded_edit
+from .leaf import Leaf, is_view, mark_of_unit, memory_of, move, refuse_recorded_edit
 from .precision import Dtypes
 from .quantized_transfers import QuantizedGather
 from .rounding import Rounding
@@ -104,6 +104,7 @@ class FlatBuffer:
     def _take_parts(self) -> None:
         """Of the gathered buffer, while it has memory."""
         c = self.collectives
+        mark_of_unit(self.full)
         self.own = self.own_slot(self.full)
         self.slots = c.slots_of(self.full)
         # What is cast is sent from its place.
