@@ -191,7 +191,7 @@ def _set_forward(layer: nn.Module, forward: Any) -> None:
 
 def _offloaded(offload: ActivationOffload, forward: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     # A checkpoint keeps positional arguments by saving them; those with a name it keeps as they are.
-    names = [name for name, value in kwargs.items() if type(value) is torch.Tensor]
+    names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and offload.moves(value)]
     rest = {name: value for name, value in kwargs.items() if name not in names}
     call = functools.partial(_with_names, forward, names, rest)
     with offload.inputs():

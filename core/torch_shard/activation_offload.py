@@ -124,7 +124,7 @@ class ActivationOffload:
 
     def _copy(self, tensor: torch.Tensor) -> _Copy | None:
         """Its copy on the host, which may be under way, or have been there; None: it stays where it is."""
-        if not self._takes(tensor):
+        if not self.moves(tensor):
             return None
         storage, version = tensor.untyped_storage(), tensor._version
         key = (tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), version)
@@ -139,7 +139,8 @@ class ActivationOffload:
         self._on_device.append(weakref.ref(copy))
         return copy
 
-    def _takes(self, tensor: torch.Tensor) -> bool:
+    def moves(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is one of those that are copied."""
         return (
             # Not parameters, ShardTensors and other classes, whose memory is their own affair.
             type(tensor) is torch.Tensor
@@ -301,8 +302,8 @@ class _Kept:
         if copy.was_changed or there.was_changed:
             raise ShardError(
                 f"activation_offload: the input of a checkpointed layer, {copy.dtype} of shape {tuple(copy.shape)}, was changed "
-                "in place after the layer had it, and backward needs what it was. Without offload this is an error, too. Change "
-                "a copy of it (x = x + y in place of x += y)."
+                "in place after the layer had it, and backward needs what it was. Change a copy of it (x = x + y in place of "
+                "x += y)."
             )
         tensor = there.wait()
         if copy.source is there:
