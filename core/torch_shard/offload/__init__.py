@@ -1,0 +1,1 @@
+"""Training with parameters, gradients or optimizer state in host memory, or optimizer state on disk."""
