@@ -74,7 +74,7 @@ class ActivationOffload:
             raise ConfigError(f"min_bytes must be a positive number of bytes, not {min_bytes!r}.")
         self.min_bytes = min_bytes
         self.copied_out = self.copied_back = self.late = 0
-        self._pools: dict[bool, HostBuffers] = {}
+        self._pools: dict[torch.device, HostBuffers] = {}
         self._streams: dict[torch.device, _Streams | None] = {}
         # By weak references all of it: the graph alone holds what is kept, so that nothing is left of one that is dropped.
         self._copies: weakref.WeakValueDictionary[Any, _Copy] = weakref.WeakValueDictionary()
@@ -103,7 +103,7 @@ class ActivationOffload:
         where other hooks for saved tensors are in force.
 
         Raises (in the forward):
-            UnavailableError: there is no host memory for it.
+            HostMemoryError: there is no host memory for it, on this rank.
 
         Raises (in backward):
             ShardError: what was kept was changed in place after the checkpoint had it. Plain torch raises then, too.
@@ -154,10 +154,10 @@ class ActivationOffload:
             and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
         )
 
-    def _pool(self, pinned: bool) -> HostBuffers:
-        pool = self._pools.get(pinned)
+    def _pool(self, device: torch.device) -> HostBuffers:
+        pool = self._pools.get(device)
         if pool is None:
-            pool = self._pools[pinned] = HostBuffers(pinned)
+            pool = self._pools[device] = HostBuffers(device)
         return pool
 
     def _streams_on(self, device: torch.device) -> _Streams | None:
@@ -217,7 +217,7 @@ class _Copy:
         self.storage, self.was_changed = weakref.ref(storage), False
         self.nbytes = tensor.numel() * tensor.element_size()
         self.streams = offload._streams_on(self.device)
-        self.pool = offload._pool(pinned=self.streams is not None)
+        self.pool = offload._pool(self.device)
         self.buffer: HostBuffer = self.pool.take(self.nbytes)
         self.host = self.buffer.memory[: self.nbytes].view(self.dtype)
         with torch.no_grad():
