@@ -109,6 +109,12 @@ def pages() -> tuple[Page, ...]:
             (Entry(f"{core}/quantized.py", "Quantized", "torch_shard.Quantized", members=(), constructor=True),),
         ),
         Page(
+            "offload.md",
+            "Offload",
+            "`ShardConfig.offload`: what lies in host memory. [Offload](../offload.md) says what moves when, and what it costs.",
+            (Entry(f"{core}/offload/settings.py", "Offload", "torch_shard.Offload", members=(), constructor=True),),
+        ),
+        Page(
             "plan.md",
             "Plan",
             "Which parameters travel together. `engine.plan` is the plan in use; `make_plan` makes one without "

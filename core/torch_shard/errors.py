@@ -13,6 +13,7 @@ __all__ = [
     "DiskError",
     "DivergenceError",
     "HostMemoryError",
+    "HostStepError",
     "LayoutError",
     "MissingRankError",
     "NeedsGatherError",
@@ -67,6 +68,16 @@ class SetupError(ShardError):
     that the engine does not know, one that is referenced weakly or held by a live graph, a
     parameter that no initialiser filled, or ranks that built different models.
     Remedy: the message names the parameter and what to change about it.
+    """
+
+
+class HostStepError(ShardError):
+    """Work on offloaded parameters, gradients or optimizer state has failed in the background.
+
+    Raised: with ``ShardConfig.offload``, in the training thread, where something next needs what the work was to write: the
+    next forward, a checkpoint, a parameter that is read. The message names the parameter group; ``__cause__`` is the error.
+    Parameters and state are updated in part, as after an exception in ``optimizer.step()``.
+    Remedy: correct what the cause says and go on from a checkpoint.
     """
 
 

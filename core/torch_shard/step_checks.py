@@ -25,6 +25,7 @@ __all__ = [
     "Trial",
     "check_class",
     "check_units",
+    "refuse_offloaded",
     "refuse_others",
     "refuse_twice",
     "refuse_unreduced",
@@ -172,6 +173,21 @@ def refuse_unreduced(optimizer: Any, runtime: Runtime) -> None:
                     f"rank {p._spec.world_rank}: optimizer.step() with a gradient of {p._spec.name} that is not reduced, because "
                     "every backward since zero_grad() ran under no_sync(). Run the last backward, with its forward, outside."
                 )
+
+
+def refuse_offloaded(optimizer: Any, runtimes: Iterable[Runtime]) -> None:
+    """What steps on whole matrices sends them between devices.
+
+    Raises:
+        ShardError: on all ranks; parameters are in the memory of a host with a GPU.
+    """
+    for runtime in runtimes:
+        if runtime.host is not None and runtime.host.on_cuda:
+            raise ShardError(
+                f"rank {runtime.collectives.world_rank}: {type(optimizer).__qualname__} needs whole matrices, which it can't "
+                "have in host memory (ShardConfig.offload). Use an optimizer that works element by element (AdamW), or leave "
+                "offload out. Nothing was changed."
+            )
 
 
 def shard_state(optimizer: Any, runtime: Runtime) -> None:
