@@ -48,6 +48,7 @@ def trained(model: nn.Module, engine: Any, rank: int, micro: int = 1, sync: bool
 
 SETTINGS: list[dict[str, Any]] = [
     {"strategy": "full_shard"},
+    {"strategy": "full_shard", "offload": "cpu"},
     {"strategy": "full_shard", "precision": Precision(torch.bfloat16)},
     {"strategy": "shard_grad_op"},
     {"strategy": "shard_optim"},
@@ -56,7 +57,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("settings", [SETTINGS[0], *exhaustive(*SETTINGS[1:])], ids=str)
+@pytest.mark.parametrize("settings", [*SETTINGS[:2], *exhaustive(*SETTINGS[2:])], ids=str)
 @pytest.mark.parametrize("micro", [2, *exhaustive(1)])
 @ranks(2, exhaustive=(1, 3))
 def test_training_gives_the_same_bits(rank, settings, micro):

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from .errors import ConfigError, ShardError
-from .host_buffers import HostBuffer, HostBuffers
 from .leaf import is_of_unit
+from .offload.host_buffers import HostBuffer, HostBuffers
 from .use import graph_task
 
 __all__ = ["MIN_BYTES", "ActivationOffload"]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import HostMemoryError
-from .offload.host_memory import formatted
-from .offload.pinned import allocate, can_pin
+from ..errors import HostMemoryError
+from .host_memory import formatted
+from .pinned import allocate, can_pin
 
 __all__ = ["HostBuffer", "HostBuffers"]
 

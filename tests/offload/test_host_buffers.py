@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torch_shard.errors import HostMemoryError
-from torch_shard.host_buffers import HostBuffers
+from torch_shard.offload.host_buffers import HostBuffers
 
 CPU = torch.device("cpu")
 
