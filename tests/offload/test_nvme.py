@@ -14,6 +14,7 @@ from tests.offload.test_training import trains_alike
 from tests.ranks import ranks
 from torch_shard import Precision, errors
 from torch_shard.offload import Offload
+from torch_shard.offload.host import Host
 
 
 def folders(directory):
@@ -80,12 +81,24 @@ def test_a_checkpoint_is_that_of_a_run_in_memory(rank, tmp_path):
 
 
 @ranks(2)
-def test_a_directory_that_another_run_uses_is_refused_by_all_ranks(rank, tmp_path):
+def test_a_directory_that_another_run_uses_is_refused_by_all_ranks(rank, tmp_path, monkeypatch):
     first = torch_shard.shard(Model(), offload=Offload(nvme=tmp_path))
+    monkeypatch.setattr(Host, "run_id", lambda _: "another")
     with pytest.raises(errors.ShardError, match="another run"):
         torch_shard.shard(Model(), offload=Offload(nvme=tmp_path))
     first.close()
+    torch.distributed.barrier()
     torch_shard.shard(Model(), offload=Offload(nvme=tmp_path)).close()
+
+
+@ranks(2)
+def test_two_models_of_a_run_share_a_directory(rank, tmp_path):
+    both = [Training(rank, Offload(nvme=tmp_path)) for _ in range(2)]
+    for number in range(3):
+        for training in both:
+            training.step(number)
+    for one, other in zip(*(training.state() for training in both), strict=True):
+        same(one, other)
 
 
 @ranks(2)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
+import hashlib
+import os
 import weakref
 from collections import deque
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from ..collectives import Collectives, outside_inference
 from ..errors import HostStepError
-from . import pinned
+from . import host_memory, pinned
 from .disk import DiskStore
 from .host_thread import HostThread
 from .settings import Offload
@@ -57,8 +58,10 @@ class Host:
 
     # -- memory ---------------------------------------------------------------------------------------------------
     def run_id(self) -> str:
-        """The same on all ranks, and in no other run. Collective."""
-        own = torch.tensor([secrets.randbits(62)], dtype=torch.int64, device="cpu")
+        """The same on all ranks and for all models that they shard, in no other run: which process is the first rank. Collective."""
+        text = f"{host_memory.host_identity()} {os.getpid()} {_started()}"
+        number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+        own = torch.tensor([number], dtype=torch.int64, device="cpu")
         everyone: torch.Tensor = self.collectives.everyone.all_gather(own, "the set-up of offload")
         return f"{int(everyone[0]):x}"
 
@@ -146,6 +149,15 @@ class Spares:
         if len(self._made) < _SPARE:
             self._made.append((buffer, _uses(buffer)))
         return buffer.detach()
+
+
+def _started() -> str:
+    """When this process began: process numbers are used again."""
+    try:
+        with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
 
 
 def _uses(buffer: torch.Tensor) -> int:
