@@ -24,6 +24,8 @@ from .layout import FlatLayout, ParamMeta
 from .log import logger
 from .materialise import Materialiser, one_random_state
 from .mesh import resolve_mesh
+from .offload.host import Host
+from .offload.settings import offload_of
 from .plan import ParamInfo, Plan, UnitPlan
 from .planner import make_plan
 from .precision import Dtypes, Precision, precision_of
@@ -82,7 +84,9 @@ def _build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, P
     agree(c, model, plan, error, config)
     assert plan is not None
     precision = precision_of(config.precision)
-    runtime = Runtime(config, c)
+    offload = offload_of(config.offload)
+    host = None if offload is None else Host(offload, c)
+    runtime = Runtime(config, c, host)
     modules = dict(model.named_modules(remove_duplicate=False))
     params = by_name_of(model)
     rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
@@ -99,7 +103,7 @@ def _build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, P
     try:
         with one_random_state(c, config.sync_module_states and any(on_meta)):
             for index, (unit_plan, groups) in enumerate(zip(plan.units, layouts, strict=True)):
-                unit = Unit(unit_plan.name, index, c)
+                unit = Unit(unit_plan.name, index, c, host)
                 runtime.add(unit)
                 for infos, layout in groups:
                     _flatten(unit, infos, layout, placed, params, modules, config, c, on_meta[index], filler)
@@ -186,13 +190,17 @@ def _flatten(
 ) -> None:
     dtypes = infos[0].dtypes
     waiting = [filler.note(params[info.name]) for info in infos]
+    host = unit.host
     if on_meta or all(waiting):
-        shard = torch.empty(layout.shard_numel, dtype=dtypes.stored, device=c.device)
+        n, stored = layout.shard_numel, dtypes.stored
+        shard = torch.empty(n, dtype=stored, device=c.device) if host is None else host.empty(n, stored)
         for start, stop in _own_gaps(layout, c.rank):
             shard[start:stop].zero_()
     else:
         shard = _filled(unit, infos, layout, params, config, c)
-    flat = FlatBuffer(layout, dtypes, shard, c, unit, [placed[info.name] for info in infos])
+        if host is not None:
+            shard = host.copied(shard)
+    flat = FlatBuffer(layout, dtypes, shard, c, unit, [placed[info.name] for info in infos], host)
     unit.flats.append(flat)
     for index, info in enumerate(infos):
         original = params[info.name]
@@ -325,7 +333,7 @@ def _swap(original: nn.Parameter, flat: FlatBuffer, index: int, unit: Unit) -> N
         if grad is not None:
             spec = original._spec  # type: ignore[attr-defined]
             own = slice_part(flat.part_of(grad, index), spec)
-            original.grad = ShardTensor(own.clone().to(flat.dtypes.grad), spec)
+            original.grad = ShardTensor(own.clone().to(flat.memory.device, flat.dtypes.grad), spec)
 
 
 def _buffers(model: nn.Module, config: ShardConfig, runtime: Runtime, c: Collectives, device: torch.device) -> None:

@@ -1,0 +1,106 @@
+"""The host memory of one engine, and the thread that works on it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from typing import Any
+
+import torch
+
+from ..collectives import Collectives, outside_inference
+from ..errors import HostStepError
+from .host_thread import HostThread
+from .settings import Offload
+
+__all__ = ["Host"]
+
+_IN_FLIGHT = 2  # gradients on their way to host memory, whose device memory is kept until they are there
+_SPARE = 2  # buffers of a size that are kept between backwards
+
+
+class Host:
+    """What the units of an engine share. On a machine without a GPU the device is the CPU, and all that would cross is copied."""
+
+    def __init__(self, offload: Offload, collectives: Collectives) -> None:
+        self.offload, self.collectives, self.device = offload, collectives, collectives.device
+        self.on_cuda = self.device.type == "cuda"
+        if self.on_cuda and collectives.gather_stream is None:  # one rank, which gathers all the same
+            collectives.gather_stream = torch.cuda.Stream(self.device)
+        self.thread = HostThread(self.device, self._failed)
+        self._stream: Any = None
+        self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
+        # Orders of norms that were asked for of gradients: from then on they are taken while the gradients move.
+        self.norms: set[float] = set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Host:
+        return self  # memory, streams and the thread belong to the process, not to a model
+
+    def _failed(self, error: BaseException) -> HostStepError:
+        made = HostStepError(
+            f"rank {self.collectives.world_rank}: {error} This was in the background, behind optimizer.step() or backward; "
+            "parameters and optimizer state may be updated in part, so go on from a checkpoint."
+        )
+        made.__cause__ = error
+        channel = self.collectives.reduce_channel
+        if channel is not None:  # the other ranks have been stepped: none may go on with this one
+            channel.groups.give_up(self.collectives.world_rank, made)
+        return made
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """1-D, in host memory, page-locked where that is wanted and there is a GPU."""
+        with outside_inference():
+            return torch.empty(numel, dtype=dtype, pin_memory=self.on_cuda and self.offload.pin_memory and numel > 0)
+
+    def copied(self, values: torch.Tensor) -> torch.Tensor:
+        """The same values in host memory of their own."""
+        made = self.empty(values.numel(), values.dtype)
+        made.copy_(values)
+        return made
+
+    # -- from the device ------------------------------------------------------------------------------------------
+    def leaving(self) -> contextlib.AbstractContextManager[Any]:
+        """The stream of copies to host memory, behind what the current one was given so far."""
+        if not self.on_cuda:
+            return contextlib.nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        # Hazard: what is copied is still being computed on the current stream.
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._stream)
+
+    def keep(self, event: Any, values: torch.Tensor) -> None:
+        """`values` are read by a copy until `event`. Hazard: the stream that their memory belongs to would use it again."""
+        self._leaving.append((event, values))
+        while self._leaving and (len(self._leaving) > _IN_FLIGHT or self._leaving[0][0].query()):
+            # Where the link is slower than backward, backward waits here: else device memory would fill with gradients.
+            self._leaving.popleft()[0].synchronize()
+
+    def forget_ended(self) -> None:
+        """Let go of the device memory of copies, once they have ended."""
+        while self._leaving:
+            self._leaving.popleft()[0].synchronize()
+
+
+class Spares:
+    """Host buffers of one flat buffer's gradients. One is used again when nobody refers to its memory any more: whoever keeps a
+    gradient keeps it as it was."""
+
+    def __init__(self, host: Host, numel: int) -> None:
+        self._host, self._numel = host, numel
+        self._made: list[tuple[torch.Tensor, int]] = []
+
+    def take(self, dtype: torch.dtype) -> torch.Tensor:
+        for buffer, alone in self._made:
+            if buffer.dtype == dtype and _uses(buffer) == alone:
+                return buffer.detach()
+        buffer = self._host.empty(self._numel, dtype)
+        if len(self._made) < _SPARE:
+            self._made.append((buffer, _uses(buffer)))
+        return buffer.detach()
+
+
+def _uses(buffer: torch.Tensor) -> int:
+    found: int = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
+    return found

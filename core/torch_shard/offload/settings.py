@@ -1,0 +1,57 @@
+"""What of a model's training lies in host memory: the user's choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigError
+
+__all__ = ["Offload", "offload_of"]
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What lies in host memory, and how (ZeRO-Offload, arXiv 2101.06840; the step unit by unit beside the next forward: as
+    ZenFlow, arXiv 2505.12242, has it, but exact).
+
+    The optimizer steps where its parameters are: in host memory, on a thread of its own, unit by unit in the order of forward.
+    The next forward waits for each unit's update when it comes to that unit; whatever else reads parameters, gradients or
+    optimizer state in the meantime waits, too.
+
+    Attributes:
+        params: keep parameters in host memory alone: what modules compute with crosses to the device whenever a unit is
+            gathered, in the dtype in which they compute. ``False``: besides the parameters that the optimizer steps on, each
+            rank keeps its slices on the device, in that dtype, so that nothing crosses between two steps.
+        optimizer: step in host memory, where the optimizer's state is then. ``False`` is for naming what is not offloaded; with
+            `params` it is refused, since the step works where the parameters are.
+        pin_memory: page-locked memory, without which copies hold up compute. ``False`` where the system does not give as much.
+
+    Raises:
+        ConfigError: a value is of the wrong type, or the fields contradict each other.
+    """
+
+    params: bool = True
+    optimizer: bool = True
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("params", "optimizer", "pin_memory"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(f"offload.{field} must be True or False, not {getattr(self, field)!r}.")
+        if not self.optimizer:
+            why = "the step works where the parameters are" if self.params else "nothing is left to offload"
+            raise ConfigError(f"offload.optimizer: False with params={self.params}: {why}. Set it to True.")
+
+
+def offload_of(value: Any) -> Offload | None:
+    """What ``ShardConfig.offload`` stands for.
+
+    Raises:
+        ConfigError: it is neither None, ``"cpu"`` nor an :class:`Offload`.
+    """
+    if value is None or isinstance(value, Offload):
+        return value
+    if value == "cpu" and isinstance(value, str):
+        return Offload()
+    raise ConfigError(f"offload must be None, 'cpu' or a torch_shard.Offload, not {value!r}.")
