@@ -58,7 +58,7 @@ class Host:
 
     # -- memory ---------------------------------------------------------------------------------------------------
     def run_id(self) -> str:
-        """The same on all ranks and for all models that they shard, in no other run: which process is the first rank. Collective."""
+        """The same on all ranks and for all their models, in no other run: which process is the first rank. Collective."""
         text = f"{host_memory.host_identity()} {os.getpid()} {_started()}"
         number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
         own = torch.tensor([number], dtype=torch.int64, device="cpu")
