@@ -11,11 +11,10 @@ import torch
 from ..collectives import Collectives, outside_inference
 from ..errors import HostStepError
 from .host_thread import HostThread
-from .settings import Offload
+from .settings import IN_FLIGHT, Offload
 
 __all__ = ["Host"]
 
-_IN_FLIGHT = 2  # gradients on their way to host memory, whose device memory is kept until they are there
 _SPARE = 2  # buffers of a size that are kept between backwards
 
 
@@ -73,7 +72,7 @@ class Host:
     def keep(self, event: Any, values: torch.Tensor) -> None:
         """`values` are read by a copy until `event`. Hazard: the stream that their memory belongs to would use it again."""
         self._leaving.append((event, values))
-        while self._leaving and (len(self._leaving) > _IN_FLIGHT or self._leaving[0][0].query()):
+        while self._leaving and (len(self._leaving) > IN_FLIGHT or self._leaving[0][0].query()):
             # Where the link is slower than backward, backward waits here: else device memory would fill with gradients.
             self._leaving.popleft()[0].synchronize()
 

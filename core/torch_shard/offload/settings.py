@@ -7,7 +7,10 @@ from typing import Any
 
 from ..errors import ConfigError
 
-__all__ = ["Offload", "offload_of"]
+__all__ = ["IN_FLIGHT", "Offload", "offload_of"]
+
+IN_FLIGHT = 2
+"""Gradients on their way to host memory, whose device memory is kept until they are there."""
 
 
 @dataclass(frozen=True)
