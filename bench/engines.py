@@ -72,9 +72,8 @@ class Runner:
     def settle(self) -> None:
         """Wait for what a step has left to run in the background: offload's update of parameters."""
         for p in self.model.parameters():
-            getattr(
-                p, "_local", None
-            )  # whoever asks for a slice waits; to_local() would note that the user may write to it
+            # Whoever asks for a slice waits for it. to_local() would note that the user may write to it, too.
+            getattr(p, "_local", None)
 
 
 @dataclass

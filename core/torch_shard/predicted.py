@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .layout import ALIGNMENT
-from .offload.settings import IN_FLIGHT
+from .offload.settings import IN_FLIGHT, PAGED
 
 if TYPE_CHECKING:
+    from .offload.settings import Offload
     from .plan import Plan, UnitPlan
     from .precision import Dtypes
 
@@ -27,16 +28,18 @@ class PredictedBytes:
     while a step runs: the units gathered at one time, and the largest unit's full gradient.
     The ``unsharded_`` values are what a rank holds under DDP.
 
-    With offload the first three are in host memory, with ``cast_copy``. Pages and page-locking round each of the host's
-    tensors up; that is not in it.
+    With offload the first three are in host memory, with ``cast_copy``, or on ``disk``. Each of the host's tensors is rounded up
+    to pages; that is not in it.
 
     Attributes:
-        cast_copy: of parameters, in the dtype in which modules compute, where they are stored in another one: what crosses to
-            the device. Held between steps.
+        cast_copy: of parameters, in the dtype in which modules compute, where they are stored in another one or on disk: what
+            crosses to the device. Held between steps.
         device_copy: with ``Offload(params=False)`` the slices that stay on the device. Held between steps.
         arriving: of gradients, a second buffer in host memory, which comes with accumulation: it holds what arrives until it is
             added.
         leaving: of gradients, on the device, while they are copied to host memory.
+        disk: what of parameters and optimizer state is in files.
+        paged: how much of that is in memory at one time, while the optimizer steps.
     """
 
     parameters: int
@@ -53,11 +56,13 @@ class PredictedBytes:
     device_copy: int = 0
     arriving: int = 0
     leaving: int = 0
+    disk: int = 0
+    paged: int = 0
 
     @property
     def total(self) -> int:
-        """What one rank holds between steps, on its device and in host memory."""
-        return self.host + self.device if self.offloaded else self._sharded + self.residual
+        """What one rank holds between steps, on its device, in host memory and on disk."""
+        return self.host + self.device + self.disk
 
     @property
     def _sharded(self) -> int:
@@ -70,13 +75,19 @@ class PredictedBytes:
 
     @property
     def host(self) -> int:
-        """In host memory, with offload: parameters, their copy, gradients and optimizer state, before a step runs. 0 without."""
-        return self._sharded + self.cast_copy if self.offloaded else 0
+        """In host memory between steps, with offload: parameters, their copy, gradients and optimizer state, as far as they are
+        not on disk. 0 without."""
+        return self._sharded + self.cast_copy - self.disk if self.offloaded else 0
+
+    @property
+    def host_at_setup(self) -> int:
+        """Of this, what is taken when the model is sharded: all but optimizer state, which the first step makes."""
+        return self.host - (0 if self.disk else self.optimizer) if self.offloaded else 0
 
     @property
     def host_peak(self) -> int:
-        """At most, which takes accumulation of gradients over several backwards."""
-        return self.host + self.arriving
+        """In host memory at most, which takes accumulation of gradients over several backwards."""
+        return self.host + self.arriving + self.paged
 
     @property
     def device(self) -> int:
@@ -103,8 +114,8 @@ class PredictedBytes:
         ]
         if self.offloaded:
             lines.append(
-                f"  of these {mib(self.host)} MiB in host memory ({mib(self.host_peak)} where gradients are accumulated), "
-                f"{mib(self.device)} MiB on the device"
+                f"  of these {mib(self.host)} MiB in host memory (at most {mib(self.host_peak)}, where gradients are "
+                f"accumulated), {f'{mib(self.disk)} MiB on disk, ' if self.disk else ''}{mib(self.device)} MiB on the device"
             )
         leaving = f" and {mib(self.leaving)} MiB of gradients on their way to the host" if self.leaving else ""
         lines.append(
@@ -123,7 +134,9 @@ def predicted_bytes(plan: Plan) -> PredictedBytes:
     trained = [shard for shard in shards if shard.trains]
     gradients = sum(s.numel * s.dtypes.grad.itemsize for s in trained)
     trainable = sum(p.nbytes for p in plan.params if p.requires_grad)
-    computed = [(s.numel * s.dtypes.compute.itemsize, s.dtypes.casts) for s in shards]
+    always = offload is not None and offload.nvme_params
+    copied = [s for s in shards if s.dtypes.casts or always] if offload is not None else []
+    kept = [] if offload is None or offload.nvme is None else [_on_disk(s, offload) for s in shards]
     return PredictedBytes(
         parameters=sum(s.numel * s.dtypes.stored.itemsize for s in shards),
         gradients=gradients,
@@ -135,10 +148,12 @@ def predicted_bytes(plan: Plan) -> PredictedBytes:
         unsharded_optimizer=2 * trainable,
         residual=sum(p.residual_nbytes for p in plan.params),
         offloaded=offload is not None,
-        cast_copy=0 if offload is None else sum(nbytes for nbytes, casts in computed if casts),
-        device_copy=0 if offload is None or offload.params else sum(nbytes for nbytes, _ in computed),
+        cast_copy=sum(map(_computed, copied)),
+        device_copy=0 if offload is None or offload.params else sum(map(_computed, shards)),
         arriving=0 if offload is None else gradients,
         leaving=0 if offload is None else _leaving(by_unit),
+        disk=sum(kept),
+        paged=min(sum(kept), PAGED * max(kept, default=0)),
     )
 
 
@@ -175,6 +190,15 @@ def _shards(unit: UnitPlan, world: int) -> list[_Shard]:
         nbytes = shard_nbytes([p.nbytes for p in params], world, dtypes.alignment)
         found.append(_Shard(nbytes // dtypes.stored.itemsize, dtypes, params[0].requires_grad))
     return found
+
+
+def _computed(shard: _Shard) -> int:
+    return shard.numel * shard.dtypes.compute.itemsize
+
+
+def _on_disk(shard: _Shard, offload: Offload) -> int:
+    copies = 2 * shard.trains + offload.nvme_params  # two moments
+    return copies * shard.numel * shard.dtypes.stored.itemsize
 
 
 def _leaving(shards: Iterable[list[_Shard]]) -> int:

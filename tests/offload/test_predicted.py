@@ -48,6 +48,7 @@ def test_what_is_allocated_was_predicted(rank, offload, precision, sync):
             training.step(number, accumulate=1 if sync else 3, clip=0.5, sync=sync)
     b = training.engine.plan.predicted
     assert sum(made) == (b.host if sync else b.host_peak) - b.optimizer
+    assert b.host_at_setup == b.host - b.optimizer
     held = [v for state in training.optimizer.state.values() for v in state.values() if v.dim()]
     unpadded = sum(v._local.nbytes for v in held)
     assert unpadded <= b.optimizer <= unpadded + 2 * 64 * len(list(training.model.parameters()))
@@ -100,9 +101,32 @@ def test_slices_on_the_device_are_counted_there():
     assert b.total == b.host + b.device
 
 
+@pytest.mark.parametrize("nvme_params", [False, True])
+@ranks(2)
+def test_what_is_on_disk_was_predicted(rank, tmp_path, nvme_params):
+    offload = Offload(nvme=tmp_path, nvme_params=nvme_params)
+    with noted() as made:
+        training = Training(rank, offload, precision=BF16)
+        for number in range(2):
+            training.step(number)
+    b = training.engine.plan.predicted
+    assert training.engine._runtime.host.disk.transferred.allocated == b.disk
+    assert b.disk == b.optimizer + nvme_params * b.parameters
+    assert sum(made) == b.host == b.host_at_setup
+    # One flat buffer for each block: of the five pieces, the largest four.
+    assert 0 < b.paged <= b.disk and b.host_peak == b.host + b.arriving + b.paged
+
+
+def test_of_what_is_on_disk_four_units_are_in_memory():
+    model = torch.nn.Sequential(*(Model() for _ in range(5)))
+    b = plan_of(Offload(nvme="/scratch"), model=model).predicted
+    units = len(plan_of(None, model=model).units)
+    assert units == 20 and b.paged == pytest.approx(b.disk * 4 / units)
+
+
 def test_the_table_says_what_is_where():
     b, table = plan_of("cpu", precision=BF16).predicted, plan_of("cpu", precision=BF16).table()
-    assert f"of these {b.host / 2**20:.2f} MiB in host memory ({b.host_peak / 2**20:.2f}" in table
+    assert f"of these {b.host / 2**20:.2f} MiB in host memory (at most {b.host_peak / 2**20:.2f}" in table
     assert "0.00 MiB on the device" in table and "copy for compute" in table
     assert "host memory" not in plan_of(None).table()
 
