@@ -19,7 +19,8 @@ from tests.offload_models import ROWS, WIDTH, Layer, Net, batch, equal, gradient
 from torch_shard import activation_offload
 from torch_shard.activation_checkpointing import checkpointed_layers, keep_activations, offload_of
 from torch_shard.activation_offload import MIN_BYTES, ActivationOffload
-from torch_shard.errors import ConfigError, ShardError
+from torch_shard.errors import ConfigError, HostMemoryError, ShardError
+from torch_shard.offload import host_buffers
 
 INPUT = ROWS * WIDTH * 4  # bytes
 
@@ -199,6 +200,29 @@ def test_a_step_that_fails_or_is_dropped_leaves_nothing_behind(where):
     assert not left_behind() and offload_in(model).host_bytes_in_use == 0
     model.zero_grad()
     assert equal(trained(model), trained(plain))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_forward_without_host_memory_for_it_raises_and_training_goes_on(use_reentrant, monkeypatch):
+    def none_left(*_: Any, **__: Any) -> None:
+        raise HostMemoryError("there is none")
+
+    offload, layer, x = ActivationOffload(), Layer(), batch() * 1
+    expected, again = torch.autograd.grad(layer.eval()(x).sum(), list(layer.parameters())), []
+    for there in (False, True):
+        with monkeypatch.context() as patch:
+            if not there:
+                patch.setattr(host_buffers, "allocate", none_left)
+            around = (
+                contextlib.nullcontext()
+                if there
+                else pytest.raises(HostMemoryError, match="rank 0: activation_offload")
+            )
+            with around, offload.inputs():
+                y = checkpoint(layer, x.requires_grad_() * 1, use_reentrant=use_reentrant)
+                y.sum().backward()
+                again = gradients(layer)
+    assert equal(again, list(expected)) and offload.host_bytes_in_use == 0 and not left_behind()
 
 
 def test_an_input_that_is_changed_in_place_is_an_error_as_without_offload():

@@ -36,7 +36,7 @@ __all__ = ["MIN_BYTES", "ActivationOffload"]
 MIN_BYTES = 16 << 10
 """Smaller tensors stay on the device: starting a copy of them takes longer than the copy."""
 
-# Who has pushed hooks for saved tensors; no public accessor (torch 2.13).
+# Who has pushed hooks for saved tensors; no public accessor (torch 2.13; there since 2.8).
 _hooks_in_force: Any = torch._C._autograd._top_saved_tensors_default_hooks
 
 
