@@ -109,6 +109,12 @@ def pages() -> tuple[Page, ...]:
             (Entry(f"{core}/quantized.py", "Quantized", "torch_shard.Quantized", members=(), constructor=True),),
         ),
         Page(
+            "offload.md",
+            "Offload",
+            "`ShardConfig.offload`: what lies in host memory. [Offload](../offload.md) says what moves when, and what it costs.",
+            (Entry(f"{core}/offload/settings.py", "Offload", "torch_shard.Offload", members=(), constructor=True),),
+        ),
+        Page(
             "plan.md",
             "Plan",
             "Which parameters travel together. `engine.plan` is the plan in use; `make_plan` makes one without "
@@ -119,7 +125,7 @@ def pages() -> tuple[Page, ...]:
                 Entry(f"{core}/plan.py", "UnitPlan", "torch_shard.plan.UnitPlan"),
                 Entry(f"{core}/plan.py", "ParamInfo", "torch_shard.plan.ParamInfo"),
                 Entry(f"{core}/plan.py", "BufferInfo", "torch_shard.plan.BufferInfo"),
-                Entry(f"{core}/plan.py", "PredictedBytes", "torch_shard.plan.PredictedBytes"),
+                Entry(f"{core}/predicted.py", "PredictedBytes", "torch_shard.plan.PredictedBytes"),
             ),
         ),
         Page(
@@ -127,6 +133,35 @@ def pages() -> tuple[Page, ...]:
             "ShardTensor",
             "What parameters, their gradients and their optimizer state are between steps. Users do not make them.",
             (Entry(f"{core}/shard_tensor.py", "ShardTensor", "torch_shard.ShardTensor"),),
+        ),
+        Page(
+            "activations.md",
+            "Activations",
+            "Layers that compute their activations again in backward, and whose inputs wait for it in host memory. "
+            "[Activation offload](../activation_offload.md) says what moves when.",
+            (
+                Entry(
+                    f"{core}/activation_checkpointing.py",
+                    "checkpointed_layers",
+                    "torch_shard.activation_checkpointing.checkpointed_layers",
+                ),
+                Entry(
+                    f"{core}/activation_checkpointing.py",
+                    "keep_activations",
+                    "torch_shard.activation_checkpointing.keep_activations",
+                ),
+                Entry(
+                    f"{core}/activation_checkpointing.py",
+                    "offload_of",
+                    "torch_shard.activation_checkpointing.offload_of",
+                ),
+                Entry(
+                    f"{core}/activation_offload.py",
+                    "ActivationOffload",
+                    "torch_shard.activation_offload.ActivationOffload",
+                    constructor=True,
+                ),
+            ),
         ),
         Page(
             "optim.md",

@@ -7,6 +7,7 @@ from .config import ShardConfig
 from .deferred import from_files
 from .engine import Engine, engine_of, shard
 from .errors import ShardError
+from .offload import Offload
 from .plan import Plan
 from .planner import make_plan
 from .precision import Precision
@@ -16,6 +17,7 @@ from .versions import __version__
 
 __all__ = [
     "Engine",
+    "Offload",
     "Plan",
     "Precision",
     "Quantized",

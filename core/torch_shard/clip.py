@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from .collectives import Collectives
 from .errors import NonFiniteError
 from .flat_buffer import FlatBuffer
 from .flat_runs import grad_of
+from .offload.moving import whole_of
 from .runtime import Runtime
 from .shard_attributes import get_grad
 from .shard_tensor import ShardTensor
@@ -50,6 +51,7 @@ class _Gradients:
         self.plain: list[torch.Tensor] = []
         self.may_be_plain = False  # on some rank
         self.padded: list[tuple[FlatBuffer, torch.Tensor]] = []
+        self._at_home: dict[int, FlatBuffer] = {}  # by id of the piece: those in host memory, which may be on their way
         self.dtypes: dict[torch.dtype, None] = {}  # in the order of their first
         if runtime.in_backward is not None:
             runtime.in_backward.refuse_clipping()
@@ -62,9 +64,11 @@ class _Gradients:
                     continue
                 comm = flat.params[0]._spec.comm
                 self._open(comm)  # in one order on all ranks
-                base = one_piece(flat) if padding else None
+                base = one_piece(flat, wait=False) if padding else None
                 if base is not None:
                     self.slices[id(comm)].append(base)
+                    if flat.host is not None:
+                        self._at_home[id(base)] = flat
                     self.dtypes[base.dtype] = None
                     self.padded.append((flat, base))
                 elif chosen is None:
@@ -112,17 +116,50 @@ class _Gradients:
     def everything(self) -> list[torch.Tensor]:
         return [s for slices in self.slices.values() for s in slices] + self.plain
 
+    def settle(self) -> None:
+        """Wait for what is on its way to host memory."""
+        for flat in self._at_home.values():
+            flat.shard  # noqa: B018 (it waits)
 
-def one_piece(flat: FlatBuffer) -> torch.Tensor | None:
-    """The 1-D tensor that all gradients of `flat` are slices of, as the reduction left them."""
+    def norms(self, tensor: torch.Tensor, p: float) -> list[torch.Tensor] | None:
+        """Those of its pieces, where they were taken on the way. Else it may be read."""
+        flat = self._at_home.get(id(tensor))
+        if flat is None or flat.gradients.home is None:
+            return None
+        found = flat.gradients.home.norms(tensor, p)
+        if found is None:
+            flat.gradients.home.moving.settle()
+        return found
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply all by a 0-d factor; those in host memory in the background."""
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in self.everything():
+            if id(tensor) not in self._at_home:
+                by_device.setdefault(tensor.device, []).append(tensor)
+        for device, tensors in by_device.items():
+            torch._foreach_mul_(tensors, factor.to(device))
+        for flat, base in self.padded:
+            if id(base) in self._at_home:
+                flat.gradients.scale(base, factor, flat.gaps)
+        # Zero times NaN: the padding must stay zero for the next norm. A GPU is not waited for to know whether it is.
+        if factor.device.type != "cpu" or factor.isnan():
+            gaps = [b[start:stop] for f, b in self.padded if id(b) not in self._at_home for start, stop in f.gaps]
+            if gaps:
+                torch._foreach_zero_(gaps)
+
+
+def one_piece(flat: FlatBuffer, wait: bool = True) -> torch.Tensor | None:
+    """The 1-D tensor that all gradients of `flat` are slices of, as the reduction left them. `wait` until it may be read, where
+    it is on its way to host memory."""
     try:
         grads = list(map(grad_of, flat.params))
-        found = list(map(_flat, grads))
+        found = list(map(_flat if wait or flat.host is None else whole_of, grads))
         # A gradient of the reduction's has its parameter's own spec; one that was assigned by hand has another.
         own = all(map(operator.is_, map(_spec, grads), map(_spec, flat.params)))
     except AttributeError:
         return None
-    base: torch.Tensor = found[0]
+    base: torch.Tensor | None = found[0]
     return base if own and all(other is base for other in found) else None
 
 
@@ -165,7 +202,7 @@ def clip_grad_norm_(
             )
         # As torch does it: the factor stays on the device, so the host never waits.
         factor = torch.clamp(max_norm / (exact + 1e-6), max=1.0)
-        _scale(grads, factor.to(total.dtype))
+        grads.scale(factor.to(total.dtype))
     return total
 
 
@@ -186,7 +223,7 @@ def _total_norm(runtime: Runtime, grads: _Gradients, p: float) -> torch.Tensor:
         if p == 0:
             parts.append(_counts(grads.tensors[key], with_plain, members(comm, c)[0], c.device))
         else:
-            own = local_norm(grads.slices[key], p, compute, c.device).double().view(1)
+            own = local_norm(grads.slices[key], p, compute, c.device, grads.norms).double().view(1)
             # Norms of ranks combine as norms of tensors do, for every p and without powers that overflow.
             among, counted = members(comm, c)
             if among.size == 1:
@@ -228,24 +265,36 @@ def _of_rank_0(runtime: Runtime, value: torch.Tensor) -> torch.Tensor:
     return c.everyone.all_gather(value, "clip_grad_norm_")[0]
 
 
-def local_norm(tensors: Sequence[torch.Tensor], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    tensors = [part for t in tensors if t.numel() for part in _pieces(t)]
-    if not tensors:  # what does not change a norm of norms
-        return torch.full((), math.inf if p < 0 else 0.0, dtype=dtype, device=device)
-    if len(tensors) == 1:
-        return torch.linalg.vector_norm(tensors[0], p, dtype=dtype).to(device)
+def local_norm(
+    tensors: Sequence[torch.Tensor],
+    p: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    known: Callable[[torch.Tensor, float], list[torch.Tensor] | None] | None = None,
+) -> torch.Tensor:
+    """The norm of all of them together, 0-d, on `device`. `known`: the norms of a tensor's pieces, where there are some."""
+    norms: list[torch.Tensor] = []
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for t in tensors:
-        groups.setdefault((t.device, t.dtype), []).append(t)
-    norms: list[torch.Tensor] = []
+        found = known(t, p) if known is not None and t.numel() else None
+        if found is not None and all(norm.dtype == dtype for norm in found):
+            norms += found
+        elif t.numel():
+            groups.setdefault((t.device, t.dtype), []).extend(_pieces(t))
+    if not norms and not groups:  # what does not change a norm of norms
+        return torch.full((), math.inf if p < 0 else 0.0, dtype=dtype, device=device)
     for (_, kind), group in groups.items():
+        if len(group) == 1 and len(groups) == 1 and not norms:
+            return torch.linalg.vector_norm(group[0], p, dtype=dtype).to(device)
         if kind.is_floating_point and p not in (-math.inf,):
             norms += torch._foreach_norm(group, p, dtype=dtype)
         else:
             norms += [torch.linalg.vector_norm(t, p).to(dtype) for t in group]
-    if len(groups) > 1:
-        norms = [n.to(device) for n in norms]
-    return torch.linalg.vector_norm(torch.stack(norms).to(device), p)
+    if len(norms) == 1:
+        return norms[0].to(device)
+    if any(norm.device != device for norm in norms):
+        norms = [norm.to(device, non_blocking=True) for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(norms), p)
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -275,23 +324,6 @@ def _counts(
     return counts
 
 
-def _scale(grads: _Gradients, factor: torch.Tensor) -> None:
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in grads.everything():
-        by_device.setdefault(tensor.device, []).append(tensor)
-    for device, tensors in by_device.items():
-        torch._foreach_mul_(tensors, factor.to(device))
-    # Zero times NaN: the padding must stay zero for the next norm. A GPU is not waited for to know whether it is.
-    if factor.device.type != "cpu" or factor.isnan():
-        _clear_padding(grads)
-
-
-def _clear_padding(grads: _Gradients) -> None:
-    gaps = [base[start:stop] for flat, base in grads.padded for start, stop in flat.gaps]
-    if gaps:
-        torch._foreach_zero_(gaps)
-
-
 def clip_grad_value_(
     runtime: Runtime,
     parameters: Iterable[torch.Tensor] | None,
@@ -302,6 +334,7 @@ def clip_grad_value_(
     value = float(clip_value)
     with torch.no_grad():
         grads = _Gradients(runtime, parameters, ignored)
+        grads.settle()
         groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for tensor in grads.everything():
             groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)

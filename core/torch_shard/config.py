@@ -12,6 +12,7 @@ from torch import nn
 
 from .errors import ConfigError
 from .names import check_pattern
+from .offload.settings import Offload, offload_of
 from .precision import Precision, precision_of
 from .quantized import Quantized
 
@@ -66,6 +67,8 @@ class ShardConfig:
             ``Precision(param_dtype=...)``. ``None`` leaves every dtype as it is.
         quantized: which parameters and gradients are sent as 8-bit codes; see
             :class:`~torch_shard.quantized.Quantized`. ``None`` sends every value as it is. Not with ``"no_shard"``.
+        offload: what lies in host memory, where a model is too large for its device: ``"cpu"`` for parameters and optimizer
+            state, or an :class:`~torch_shard.offload.Offload`. ``None``: nothing.
         ignore: modules, parameters, and globs of parameter names that are not sharded, nor
             synchronised, nor reduced.
         init_fn: called with each module that directly holds parameters or buffers on the meta
@@ -95,6 +98,7 @@ class ShardConfig:
     mesh_dims: str | Sequence[str] | None = None
     precision: Precision | torch.dtype | None = None
     quantized: Quantized | None = None
+    offload: Offload | str | None = None
     ignore: Ignored = ()
     init_fn: Callable[[nn.Module], None] | None = None
     timeout: float = 30.0
@@ -134,6 +138,7 @@ class ShardConfig:
                 f"precision must be a torch_shard.Precision, a torch.dtype or None, not {self.precision!r}."
             )
         self._check_quantized()
+        object.__setattr__(self, "offload", offload_of(self.offload))
         # Frozen also in depth: a list that the caller edits later must not change the plan.
         object.__setattr__(self, "units", _checked_units(self.units))
         object.__setattr__(self, "ignore", _checked_ignore(self.ignore))

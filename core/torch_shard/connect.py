@@ -48,7 +48,7 @@ def connect(
     logger.debug("collectives over ranks %s, backend %s", ranks, backend)
     streams = groups.streams_on(device) if side else (None, None)
     agreed = _agree_on(f"{topology} {again}", watch)
-    over_all = ScalarComm(watch.channels["scalar"], watch, world, rank)
+    over_all = ScalarComm(watch.channels["scalar"], watch, world, rank, device=device if side else None)
     made: dict[str, Any] = {
         "scalar": over_all if topology.size > 1 else SingleComm(world_rank=rank),
         "plane": over_all,
@@ -92,7 +92,8 @@ def _divided(parts: Parts, groups: Groups, topology: Topology, watch: Watch, ove
         return found
 
     def scalars(name: str, group: Any, members: Sequence[int], wider: ScalarComm | None) -> ScalarComm:
-        return ScalarComm(channel(name, group, members), watch, len(members), members.index(rank), wider)
+        number_of = members.index(rank)
+        return ScalarComm(channel(name, group, members), watch, len(members), number_of, wider, over_all.device)
 
     row, plane = topology.row_of(rank), topology.plane_of(rank)
     over_plane: ScalarComm | SingleComm = over_all

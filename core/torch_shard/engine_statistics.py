@@ -87,7 +87,7 @@ class EngineStatistics(abc.ABC):
         parameters = gradients = state = 0
         for unit in self.units:
             for flat in unit.flats:
-                parameters += flat.shard.numel() * flat.shard.element_size()
+                parameters += flat.memory.nbytes
                 held, quantized = flat.gradients.flat, flat.gradients.quantized
                 gradients += held.nbytes if held is not None else 0
                 gradients += quantized.nbytes if quantized is not None else 0

@@ -10,11 +10,15 @@ from __future__ import annotations
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DiskError",
     "DivergenceError",
+    "HostMemoryError",
+    "HostStepError",
     "LayoutError",
     "MissingRankError",
     "NeedsGatherError",
     "NonFiniteError",
+    "PinnedMemoryError",
     "ReplacedParameterError",
     "SetupError",
     "ShardError",
@@ -64,6 +68,16 @@ class SetupError(ShardError):
     that the engine does not know, one that is referenced weakly or held by a live graph, a
     parameter that no initialiser filled, or ranks that built different models.
     Remedy: the message names the parameter and what to change about it.
+    """
+
+
+class HostStepError(ShardError):
+    """Work on offloaded parameters, gradients or optimizer state has failed in the background.
+
+    Raised: with ``ShardConfig.offload``, in the training thread, where something next needs what the work was to write: the
+    next forward, a checkpoint, a parameter that is read. The message names the parameter group; ``__cause__`` is the error.
+    Parameters and state are updated in part, as after an exception in ``optimizer.step()``.
+    Remedy: correct what the cause says and go on from a checkpoint.
     """
 
 
@@ -171,4 +185,34 @@ class CheckpointError(ShardError):
     unless the message says that values have been overwritten. A save with ``asynchronous=True`` that has failed is raised by
     the next call.
     Remedy: the message names file and parameter, and what to do.
+    """
+
+
+class HostMemoryError(ShardError):
+    """Host memory for offload can't be had.
+
+    Raised: on all ranks, by ``shard()`` before anything is allocated, where what the ranks of a host need together is more than
+    the machine, or the limit of their container or job, has left; and where the system gives no more memory. In a forward, on
+    the rank that lacks it, where inputs of layers are offloaded.
+    Remedy: the message has the figures of each rank and host. Keep more on the device or on disk (``Offload``), or use
+    fewer ranks on a host, or a higher limit.
+    """
+
+
+class PinnedMemoryError(HostMemoryError):
+    """Host memory can't be page-locked.
+
+    Raised: on all ranks, by ``shard()``, where the CUDA runtime refuses to lock the memory that parameters or gradients are to
+    be kept in; in a forward, on the rank that lacks it, for inputs of layers that are offloaded.
+    Remedy: ``Offload(pin_memory=False)`` uses ordinary memory, with copies that block; or leave the machine more memory.
+    """
+
+
+class DiskError(ShardError):
+    """The directory that optimizer state is kept in can't be used, or not any more.
+
+    Raised: by ``shard()`` and by whatever allocates state, before anything else has changed: the directory can't be written,
+    another run uses it, its file system keeps no locks, or the disk is full (space is taken when state is made, never later).
+    And by the next call after a transfer has failed in the background.
+    Remedy: the message names the file or directory, and what to do. Another directory, on a local disk, is always one.
     """

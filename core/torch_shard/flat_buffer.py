@@ -16,7 +16,9 @@ from .dtensors import Placed, is_dtensor, shard_class
 from .errors import UnitStateError
 from .gradient_buffer import GradientBuffer
 from .layout import FlatLayout
-from .leaf import Leaf, is_view, memory_of, move, refuse_recorded_edit
+from .leaf import Leaf, is_view, mark_of_unit, memory_of, move, refuse_recorded_edit
+from .offload.host_gradients import HostGradients
+from .offload.host_shard import Crossing, HostShard
 from .precision import Dtypes
 from .quantized_transfers import QuantizedGather
 from .rounding import Rounding
@@ -25,6 +27,7 @@ from .shard_tensor import ShardSpec, ShardTensor
 from .watch import Pending
 
 if TYPE_CHECKING:
+    from .offload.host import Host
     from .unit import Unit
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a dtype that is compared bitwise
@@ -45,10 +48,13 @@ class FlatBuffer:
         collectives: Collectives,
         unit: Unit,
         placed: Sequence[Placed | None] = (),
+        host: Host | None = None,
     ) -> None:
         """`shard` has ``dtypes.stored``. Modules compute in that, too, until :meth:`compute_in_its_dtype`. `placed`: how DTensor
-        has distributed each parameter; the layout is that of this rank's parts."""
-        self.layout, self.dtypes, self.shard, self.collectives = layout, dtypes, shard, collectives
+        has distributed each parameter; the layout is that of this rank's parts. `host`: whose memory the shard is in, if it is
+        not the device's."""
+        self.layout, self.dtypes, self.collectives = layout, dtypes, collectives
+        self.memory = shard  # with what may still be written to it; see `shard`
         self.dtype = dtypes.stored
         self.rounding: Rounding | None = None  # where steps are rounded stochastically
         self.unit = weakref.ref(unit)
@@ -57,6 +63,7 @@ class FlatBuffer:
         self.distributed = any(self.placed)  # some leaves are DTensors
         self.split = any(p is not None and p.part is not None for p in self.placed)  # then all are
         self.params: list[ShardTensor] = []
+        self.host = HostShard(host, shard, self.params) if host is not None else None
         for index in range(len(layout.slots)):
             self.params.append(self._parameter(index))
         n = len(layout.slots)
@@ -71,8 +78,16 @@ class FlatBuffer:
             for start, stop in layout.gaps()
             if start < last and stop > first
         ]
-        self.gradients = GradientBuffer(layout, dtypes, self.params, collectives)
+        home = None if self.host is None else HostGradients(self.host.host, layout.shard_numel, self.host.moving)
+        self.gradients = GradientBuffer(layout, dtypes, self.params, collectives, home)
         self._build(self.dtype, None)
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's slot, 1-D, of the dtype that is stored. Where the host steps on it, this waits until it has."""
+        if self.host is not None:
+            self.host.moving.settle()
+        return self.memory
 
     def _build(self, compute: torch.dtype, code: BlockCode | None) -> None:
         """The gathered buffer and the leaves, of this dtype. `code`: how shards are sent, where that is not as they are."""
@@ -82,13 +97,16 @@ class FlatBuffer:
         # Where they do not, this rank's slot as it was gathered: its codes, or what a forward's edits have left there.
         self._sent: torch.Tensor | None = None
         self._edited: torch.Tensor | None = None
-        self.gathers = self.sharded or self.casts  # whether the leaves have memory other than the shard's
+        # Whether the leaves have memory other than the shard's.
+        self.gathers = self.sharded or self.casts or self.host is not None
         self.nbytes = self.layout.numel * compute.itemsize
         n = len(self.layout.slots)
         if self.gathers:
-            self.full = torch.empty(self.layout.numel, dtype=compute, device=self.shard.device)
+            self.full = torch.empty(self.layout.numel, dtype=compute, device=self.collectives.device)
         else:
             self.full = self.shard
+        if self.host is not None:
+            self.host.compute_in(compute)
         # What this rank keeps between forward and backward, where few ranks gather it again then.
         self.part: torch.Tensor | None = None
         if self.sharded and self.collectives.again_channel is not None:
@@ -104,10 +122,11 @@ class FlatBuffer:
     def _take_parts(self) -> None:
         """Of the gathered buffer, while it has memory."""
         c = self.collectives
+        mark_of_unit(self.full)
         self.own = self.own_slot(self.full)
         self.slots = c.slots_of(self.full)
-        # What is cast is sent from its place.
-        self.payload = c.payload(self.own if self.casts else self.shard)
+        # What is cast, or comes from elsewhere, is sent from its place.
+        self.payload = c.payload(self.own if self.casts or self.host is not None else self.shard)
 
     def compute_in_its_dtype(self) -> None:
         """From here on modules compute in ``dtypes.compute``, and shards are sent as ``dtypes.quantized`` says. Before anybody
@@ -125,7 +144,7 @@ class FlatBuffer:
         part = None if placed is None else placed.part
         spec = ShardSpec(self.layout, index, c.rank, c.scalar if part is None else c.whole, part)
         cls = ShardTensor if placed is None else shard_class()
-        return cls(self.shard.narrow(0, start, stop - start), spec, unit=self.unit())
+        return cls(self.memory.narrow(0, start, stop - start), spec, unit=self.unit())
 
     def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """Parameter `index`, or this rank's part of it, in its own shape and strides: a view of a buffer of the full layout."""
@@ -158,14 +177,19 @@ class FlatBuffer:
         return flat.narrow(0, self.collectives.rank * n, n)
 
     # -- gathering ----------------------------------------------------------------------------------------------
-    def start_gather(self, what: str) -> Pending | QuantizedGather | None:
+    def start_gather(self, what: str) -> Pending | QuantizedGather | Crossing | None:
         """Fill the gathered buffer, which has memory; None where that is done at once. Collective."""
         self.fresh_version = self.shard._version
         if self.code is not None:
-            gather = QuantizedGather(self.collectives, self.code, self.shard, self.full, what)
+            source = self.shard.to(self.full.device)
+            gather = QuantizedGather(self.collectives, self.code, source, self.full, what)
             self._sent, self._edited = gather.sent, None
             return gather
-        if self.casts:
+        if self.host is not None:
+            crossing = self.host.copy_to(self.own)
+            if not self.sharded:
+                return crossing
+        elif self.casts:
             self.own.copy_(self.shard)
         if not self.sharded:
             return None
@@ -217,7 +241,7 @@ class FlatBuffer:
         if self._edited is not None:
             return self._edited
         if self.code is None:
-            return self.shard.to(self.compute)
+            return self.shard.to(self.own.device, self.compute)
         # Not from the shard: one edited element gives its whole block other codes.
         assert self._sent is not None
         values = torch.empty_like(self.own)
@@ -231,10 +255,10 @@ class FlatBuffer:
                 self.shard.copy_(self.own)
             else:
                 integer = _INTEGERS[self.compute.itemsize]
-                before = self._as_gathered()
+                before, shard = self._as_gathered(), self.shard
                 changed = self.own.view(integer) != before.view(integer)
                 changed &= ~(self.own.isnan() & before.isnan())  # of a NaN only a cast may have changed the bits
-                torch.where(changed, self.own.to(self.dtype), self.shard, out=self.shard)
+                torch.where(changed.to(shard.device), self.own.to(shard.device, self.dtype), shard, out=shard)
                 if self.code is not None:
                     self._edited = self.own.clone()
         self.fresh_version = self.shard._version

@@ -127,6 +127,9 @@ class Runs:
         self._elements: list[Any] = []  # those of the values that have elements, and their memory
         self._memory: list[torch.Tensor] = []
         self._seen: list[Any] = []  # attributes
+        self._counting: list[
+            tuple[Piece, torch.Tensor]
+        ] = []  # pieces that count for themselves, and the user's counters
 
     # -- before a step --------------------------------------------------------------------------------------------
     def is_as_left(self, state: Any, split: int) -> bool:
@@ -225,7 +228,7 @@ class Runs:
         return found
 
     def _shard(self, i: int) -> torch.Tensor:
-        return self.flats[self.shard_of[i]].shard
+        return self.flats[self.shard_of[i]].memory
 
     def _gradients(self) -> list[int]:
         """Of what kind each parameter's gradient is."""
@@ -245,6 +248,36 @@ class Runs:
         return pattern
 
     # -- runs -----------------------------------------------------------------------------------------------------
+    def elements(self) -> list[Any]:
+        """The sharded tensors of the state of what is stepped."""
+        return self._elements
+
+    def own_counters(self) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+        """Let pieces count for themselves, in place of the user's counters, until :meth:`give_counters_back`: those, and what
+        counts instead. None where state has something else without dimensions than a count of steps."""
+        held: list[tuple[Piece, torch.Tensor]] = []
+        for run in self._runs:
+            for number, piece in enumerate(run.pieces):
+                for key, value in piece.state.items():
+                    if isinstance(value, torch.Tensor) and value.dim():
+                        continue
+                    if key != "step" or not isinstance(value, torch.Tensor):
+                        if value is None:
+                            continue
+                        return None
+                    if number == 0:
+                        held.append((piece, value))
+        for piece, value in held:
+            piece.state["step"] = value.clone()
+        self._counting = held
+        return [value for _, value in held], [piece.state["step"] for piece, _ in held]
+
+    def give_counters_back(self) -> None:
+        """The pieces' counters are the user's again."""
+        for piece, value in self._counting:
+            piece.state["step"] = value
+        self._counting = []
+
     def _segments(self, pattern: list[int], kinds: dict[int, Any]) -> tuple[list[_Segment], list[int]]:
         """Parameters with neighbours that may be stepped together; and those that this rank holds nothing of."""
         segments: list[_Segment] = []
@@ -277,7 +310,7 @@ class Runs:
         """Into pieces, with their state."""
         entries = state.get(self.params[run.members[0]]) or {}
         bases = self._bases(run, state) if entries else {}
-        shards = [self.flats[segment.shard].shard[segment.start : segment.stop] for segment in run.segments]
+        shards = [self.flats[segment.shard].memory[segment.start : segment.stop] for segment in run.segments]
         if len(shards) > 1 or not split or run.length <= split:
             parts = [(0, run.length, shards)]
         else:

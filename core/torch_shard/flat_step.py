@@ -38,7 +38,11 @@ _FUSED_ON_CPU = frozenset({torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD,
 _FUSED_DTYPES = frozenset({torch.float32, torch.float64})
 
 
-def _is_step_of_torchs(optimizer: Any) -> bool:
+REST = object()
+"""In place of a flat buffer: what an optimizer holds besides the engine's parameters."""
+
+
+def is_step_of_torchs(optimizer: Any) -> bool:
     """Whether what runs is one of torch's own functions, which have one loop, read no attributes of parameters, and leave
     gradients as they are."""
     # A subclass of no kind of its own is here for a function that it has inherited.
@@ -102,7 +106,7 @@ class _Group:
     """One of the user's groups."""
 
     def __init__(
-        self, params: list[Any], twice: set[int], runtimes: list[Runtime], optimizer: Any, only: FlatBuffer | None
+        self, params: list[Any], twice: set[int], runtimes: list[Runtime], optimizer: Any, only: object
     ) -> None:
         self.params = params
         # Those that are not the engine's, and those that are listed more than once, to be stepped as often.
@@ -119,15 +123,15 @@ class _Group:
                 continue
             self.units[id(unit)] = unit
             flat, _ = unit.find(p)
-            if only is None or flat is only:
+            if only is None or flat is only:  # none is REST
                 position = positions.setdefault(id(unit.runtime), len(positions))
                 place = position, unit.index, unit.flats.index(flat)
                 by_flat.setdefault(place, (flat, []))[1].append(p)
-        if only is not None:
+        if only is not None and only is not REST:
             self.rest = []
-        self.runs = Runs(params, [by_flat[place] for place in sorted(by_flat)], not _is_step_of_torchs(optimizer))
+        self.runs = Runs(params, [by_flat[place] for place in sorted(by_flat)], not is_step_of_torchs(optimizer))
         flats = self.runs.flats
-        self.on_cpu = all(flat.shard.device.type == "cpu" for flat in flats)
+        self.on_cpu = all(flat.memory.device.type == "cpu" for flat in flats)
         self.rounded = [flat for flat in flats if flat.rounding is not None]
         self.at_once = (_ROUNDED_ON_CPU if self.on_cpu else _LIST) if self.rounded else 0
         self.may_fuse = (
@@ -160,7 +164,11 @@ class _Working:
         params: list[Any] = [piece.param for piece in pieces]
         self.options = {**options, "params": params + own.rest if last else params}
         self.given = self.options.copy()
-        self.made = [value for piece in pieces for value in piece.state.values()]
+        self.note_made()
+
+    def note_made(self) -> None:
+        """State is this now."""
+        self.made = [value for piece in self.pieces for value in piece.state.values()]
 
 
 class FlatStep:
@@ -170,18 +178,22 @@ class FlatStep:
         self,
         optimizer: Any,
         runtime: Runtime,
-        only: FlatBuffer | None = None,
+        only: object = None,
         groups: Callable[[], list[dict[str, Any]]] | None = None,
     ) -> None:
-        """`only`: step nothing but this flat buffer's parameters, `runtime`'s, with options from `groups` in place of the
-        optimizer's. Else all that the optimizer holds, of whatever engines: nothing in such a step is collective."""
+        """`only`: step nothing but this flat buffer's parameters, `runtime`'s, or what is :data:`REST`; with options from
+        `groups` in place of the optimizer's. Else all that the optimizer holds, of whatever engines: nothing in such a step is
+        collective."""
         # What is kept must not keep the optimizer itself, by which it is found.
         self._optimizer: Any = weakref.ref(optimizer)
         self.runtimes, self._only, self._given = [runtime], only, groups
-        self._torchs = _is_step_of_torchs(optimizer)
+        self._torchs = is_step_of_torchs(optimizer)
         self._groups: list[_Group] = []
         self.state = _State({})
         self._working: list[_Working] = []
+        self.announced = False  # that the parameters change, already
+        self.as_left = False
+        """Whether the latest :meth:`open` has found all but the gradients as the step before had left it."""
 
     # -- before the arithmetic ------------------------------------------------------------------------------------
     def open(self) -> None:
@@ -192,7 +204,8 @@ class FlatStep:
             if runtimes and runtimes != self.runtimes:
                 self.forget()
                 self.runtimes = runtimes
-        for runtime in self.runtimes:
+        # Who steps on a part of the parameters has looked at all of them.
+        for runtime in self.runtimes if self._only is None else ():
             refuse_unreduced(optimizer, runtime)
         for runtime in self.runtimes if self._only is None else ():
             if runtime.in_backward is not None:
@@ -215,6 +228,8 @@ class FlatStep:
                 _Group(list(group["params"]), twice, self.runtimes, optimizer, self._only) for group in groups
             ]
         check_units(optimizer, {id(unit): unit for own in self._groups for unit in own.units.values()}.values())
+        for flat in (flat for own in self._groups for flat in own.runs.flats if flat.host is not None):
+            flat.host.moving.settle()  # type: ignore[union-attr]
         ways = [own.way(group, self._torchs) for own, group in zip(self._groups, groups, strict=True)]
         changed = [
             (own.runs, split)
@@ -229,8 +244,9 @@ class FlatStep:
                 runs.arrange(state, split)
         if changed or self.state.own is not state:
             self.state = _State(state, [piece for own in self._groups for piece in own.runs.pieces])
+        self.as_left = same and not changed
         for own, group, (fuse, _) in zip(self._groups, groups, ways, strict=True):
-            if own.runs.params or self._only is None:
+            if own.runs.params or own.rest or self._only is None:
                 self._add(own, group, fuse)
         for flat in {id(flat): flat for own in self._groups for flat in own.rounded}.values():
             flat.rounding.begin()  # type: ignore[union-attr]
@@ -319,6 +335,28 @@ class FlatStep:
         """The parameters that had a gradient in the last step."""
         return [p for own in self._groups for p in own.runs.stepped]
 
+    @property
+    def all_runs(self) -> list[Runs]:
+        """Of all groups."""
+        return [own.runs for own in self._groups]
+
+    def count_apart(self) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None:
+        """Behind :meth:`open`: see :meth:`.flat_runs.Runs.own_counters`; None where some group has more than counts."""
+        found = []
+        for runs in self.all_runs:
+            counters = runs.own_counters()
+            if counters is None:
+                self.count_as_before()
+                return None
+            found.append(counters)
+        for work in self._working:
+            work.note_made()
+        return found
+
+    def count_as_before(self) -> None:
+        for runs in self.all_runs:
+            runs.give_counters_back()
+
     def _drop(self) -> None:
         for work in self._working:
             for piece in work.pieces:
@@ -347,7 +385,8 @@ class FlatStep:
             if work.last:
                 runs.counters.follow()
                 # Autograd's view of them: a graph that has saved one must not be run any more, nor a gathered copy be used.
-                torch.autograd.graph.increment_version([*runs.stepped, *(flat.shard for flat in runs.flats)])
+                changed = [] if self.announced else [*runs.stepped]
+                torch.autograd.graph.increment_version([*changed, *(flat.memory for flat in runs.flats)])
         runs.counters.note()
         for key, value in work.options.items():
             if work.given.get(key, self) is not value:  # the optimizer itself has set it

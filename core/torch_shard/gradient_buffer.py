@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from .errors import ShardError
 from .flat_views import FlatViews, cut_of
 from .layout import FlatLayout
 from .leaf import own_grad, set_own_grad
+from .offload.moving import whole_of
 from .precision import Dtypes
 from .quantized_transfers import QuantizedGradients
 from .reduction import Reduction
@@ -21,6 +23,7 @@ from .unfinished import Unfinished
 
 if TYPE_CHECKING:
     from .comm_hook import CommHook, HookedReduction
+    from .offload.host_gradients import HostGradients
 
 # Marks of a parameter in a backward; 0: nobody asked for its gradient.
 WANTED, SEEN = 1, 2
@@ -29,8 +32,16 @@ WANTED, SEEN = 1, 2
 class GradientBuffer:
     """A flat buffer's gradients. `layout`, `dtypes` and `params` are the flat buffer's own."""
 
-    def __init__(self, layout: FlatLayout, dtypes: Dtypes, params: list[ShardTensor], collectives: Collectives) -> None:
-        self.layout, self.dtypes, self.params, self.collectives = layout, dtypes, params, collectives
+    def __init__(
+        self,
+        layout: FlatLayout,
+        dtypes: Dtypes,
+        params: list[ShardTensor],
+        collectives: Collectives,
+        home: HostGradients | None = None,
+    ) -> None:
+        """`home`: where reduced gradients go, if they don't stay on the device."""
+        self.layout, self.dtypes, self.params, self.collectives, self.home = layout, dtypes, params, collectives, home
         n = len(params)
         self.asked = [False] * n  # leaves that required gradients in the last forward
         self._ever_asked: list[bool] | None = None  # ... in any since the last backward that reduced; None: as `asked`
@@ -181,7 +192,7 @@ class GradientBuffer:
                 if not has:
                     slot_view(grad, slot).zero_()
         if self.collectives.averaged == 1:
-            self.results.append(grad.to(self.dtypes.grad))
+            self._keep(grad.to(self.dtypes.grad))
             return None
         if self.quantized is not None:
             return self.quantized.start(grad, held, self.dtypes.grad, what, streams)
@@ -205,11 +216,32 @@ class GradientBuffer:
         result = reduction.finish(self.dtypes.grad)
         if self._rest != 1.0:
             result.mul_(self._rest)
-        base = self._published()
-        if base is not None:
-            base.add_(result)
+        self._keep(result)
+
+    def _keep(self, result: torch.Tensor) -> None:
+        home = self.home
+        # With one rank nothing is in flight behind it, so that it can as well be added when it is published.
+        base = self._published() if home is not None or self.collectives.averaged > 1 else None
+        if home is None:
+            if base is not None:
+                base.add_(result)
+            else:
+                self.results.append(result)
+        elif base is not None:
+            home.add(base, result, self._shown())
         else:
-            self.results.append(result)
+            self.results.append(home.receive(result))
+
+    def scale(self, base: torch.Tensor, factor: torch.Tensor, gaps: Sequence[tuple[int, int]]) -> None:
+        """Multiply `base`, in host memory, which has all gradients, by a 0-d factor, in the background. `gaps`: its padding."""
+        assert self.home is not None
+        self.home.scale(base, factor, gaps, self._shown())
+
+    def _shown(self) -> list[Any]:
+        """The gradients that there are, of sharded parameters."""
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = map(own_grad, self.params)
+            return [grad for grad in grads if isinstance(grad, ShardTensor)]
 
     def _published(self) -> torch.Tensor | None:
         base = None
@@ -217,7 +249,7 @@ class GradientBuffer:
             for param in self.params:
                 if not param.requires_grad:
                     continue
-                flat = getattr(own_grad(param), "_flat", None)
+                flat = whole_of(own_grad(param))
                 if flat is None or (base is not None and flat is not base) or flat.dtype != self.dtypes.grad:
                     return None
                 base = flat
@@ -237,7 +269,9 @@ class GradientBuffer:
         for result in results if touched else ():
             pieces = result.split_with_sizes(self._pieces)
             for i in touched:
-                self._publish_one(self.params[i], pieces[self._piece_of[i]], result)
+                self._publish_one(self.params[i], pieces[self._piece_of[i]], result, self.home)
+            if self.home is not None:
+                self.home.moving.hold(self._shown())
         self._note_unfinished(touched)
         return touched
 
@@ -248,13 +282,15 @@ class GradientBuffer:
             self.unfinished.end()
 
     @staticmethod
-    def _publish_one(param: Any, local: torch.Tensor, result: torch.Tensor) -> None:
+    def _publish_one(param: Any, local: torch.Tensor, result: torch.Tensor, home: HostGradients | None = None) -> None:
         grad = ShardTensor._wrap(local, param._spec)
         existing: Any = own_grad(param)
         if existing is None or getattr(existing, "_unreduced", False):
             grad._flat = result  # type: ignore[attr-defined]
             set_own_grad(param, grad)
         else:
+            if home is not None:
+                home.moving.settle()
             existing.add_(grad)
 
     # -- between the backwards of no_sync() -------------------------------------------------------------------------
@@ -264,8 +300,7 @@ class GradientBuffer:
         It shows this rank's own, unreduced gradient (its slice), which the reduction replaces."""
         if self.flat is None:
             return
-        start, stop = self.layout.rank_range(self.collectives.rank)
-        own = self.flat[start:stop].to(self.dtypes.grad).split_with_sizes(self._pieces)
+        own: Sequence[torch.Tensor] = ()
         with torch._C.DisableTorchFunctionSubclass():
             for i, held in enumerate(self.holds):
                 if not held:
@@ -273,10 +308,22 @@ class GradientBuffer:
                 param = self.params[i]
                 shown: Any = own_grad(param)
                 if shown is None:
+                    own = own or self._own_part()
                     shown = ShardTensor._wrap(own[self._piece_of[i]], param._spec)
                     shown._unreduced = True
                     set_own_grad(param, shown)
                 self.shown[i] = (weakref.ref(shown), shown._version)
+        if self.home is not None and own:
+            self.home.moving.hold(self._shown())
+
+    def _own_part(self) -> Sequence[torch.Tensor]:
+        """This rank's slices of what waits for its reduction, as gradients have them."""
+        assert self.flat is not None
+        start, stop = self.layout.rank_range(self.collectives.rank)
+        own = self.flat[start:stop]
+        # What goes to host memory is read behind this, when more may have been added.
+        own = own.to(self.dtypes.grad) if self.home is None else self.home.receive(own.to(self.dtypes.grad, copy=True))
+        return own.split_with_sizes(self._pieces)
 
     def keep_held(self) -> None:
         """After any backward: it may have added to `.grad` (a loss term on the sharded parameter itself)."""

@@ -80,7 +80,7 @@ class Materialiser:
 
     def _on_whole(self, unit: Unit, modules: list[nn.Module], sends: bool) -> None:
         for flat in unit.flats:
-            if unit.sharded:
+            if unit.gathers:
                 flat.full.untyped_storage().resize_(flat.nbytes)
             for start, stop in flat.layout.gaps():
                 flat.full[start:stop].zero_()
@@ -95,7 +95,7 @@ class Materialiser:
                     broadcast_coalesced(
                         self.collectives, [flat.full], f"the broadcast of unit {unit.name!r} from rank 0"
                     )
-                if unit.sharded:
+                if unit.gathers:
                     flat.shard.copy_(flat.own)
         finally:
             unit.uninstall()

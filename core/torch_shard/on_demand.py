@@ -34,7 +34,8 @@ class _Stored:
     def write_back(self) -> None:
         """Keep what an in-place function wrote."""
         start, stop = self.flat.layout.local_range(self.index, self.flat.collectives.rank)
-        now, before = self.flat.own_slot(self.full)[start:stop], self.flat.shard[start:stop]
+        before = self.flat.shard[start:stop]
+        now = self.flat.own_slot(self.full)[start:stop].to(before.device)
         if not torch.equal(now.view(torch.uint8), before.view(torch.uint8)):
             with torch.no_grad():
                 before.copy_(now)

@@ -24,12 +24,14 @@ from .held import OPEN, first_runtime, runtimes_of
 from .in_backward import InBackward
 from .matrix_engines import MatrixSteps
 from .matrix_step import MatrixStep
+from .offload.host_step import HostStep, steps_on_host
 from .optim import Kind, is_torchs, kind_of, kind_of_step
 from .stand_in import Session, StandIn, stand_in
 from .step_checks import (
     Trial,
     check_class,
     check_units,
+    refuse_offloaded,
     refuse_others,
     refuse_unreduced,
     refuse_without_rounding,
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from .runtime import Runtime
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-_Work = FlatStep | MatrixStep | MatrixSteps
+_Work = FlatStep | HostStep | MatrixStep | MatrixSteps
 
 
 @dataclass(eq=False)
@@ -164,10 +166,11 @@ class StepWatch:
         check_class(optimizer, runtime.collectives.world_rank)
         kind = kind_of(type(optimizer)) or kind_of_step(type(optimizer), function)
         runtimes = runtimes_of(optimizer) or [runtime]
+        refuse_offloaded(optimizer, runtimes, kind == "matrix")
         if kind is None:
             return self._as_it_is(optimizer, args, kwargs, runtimes, frame)
         # What works on whole matrices refuses on all ranks together.
-        return self._exchange(optimizer, args, kwargs, runtimes, frame, kind)
+        return self._exchange(optimizer, args, kwargs, runtimes, frame, kind, function)
 
     def after(self, optimizer: Any, frame: Any) -> None:
         """The step has ended."""
@@ -251,10 +254,13 @@ class StepWatch:
         runtimes: list[Runtime],
         frame: Any,
         kind: Kind,
+        function: Any,
     ) -> _Arguments:
         work = self._works.get(optimizer)
         if work is None or not _suits(work, kind, runtimes):
-            if kind == "elementwise":
+            if kind == "elementwise" and steps_on_host(optimizer, runtimes):
+                work = HostStep(optimizer, runtimes[0])
+            elif kind == "elementwise":
                 work = FlatStep(optimizer, runtimes[0])
             else:
                 work = MatrixStep(optimizer, runtimes[0]) if len(runtimes) == 1 else MatrixSteps(optimizer, runtimes)
@@ -262,6 +268,8 @@ class StepWatch:
         for watch, _ in _watches(step):
             if watch._works.get(optimizer) is not work:
                 watch._works.set(optimizer, work)  # which forgets when any of the engines is closed
+        if isinstance(work, HostStep):
+            work.function = function.__wrapped__ if getattr(function, "hooked", False) else function
         other, step.session = stand_in(optimizer, work, self._kinds)
         session = step.session
         self._begins(step, frame)
@@ -416,4 +424,6 @@ def _watches(step: _Running) -> list[tuple[StepWatch, Runtime]]:
 def _suits(work: _Work, kind: Kind, runtimes: list[Runtime]) -> bool:
     if isinstance(work, FlatStep):  # which looks for itself
         return kind == "elementwise"
+    if isinstance(work, HostStep):
+        return kind == "elementwise" and [work.runtime] == runtimes
     return kind == "matrix" and work.runtimes == runtimes

@@ -67,6 +67,11 @@ class Reductions:
         wanted = [f for u in self._order for f in u.flats if f.gradients.wants_any]
         self.collectives.expect([buffer for f in wanted for buffer in f.gradients.buffers])
 
+    @property
+    def used(self) -> list[Unit]:
+        """What the last forward with gradients has used, in its order."""
+        return self._used
+
     def advance(self) -> None:
         """A flat buffer's gradients are complete: send what is next in order, as far as it is complete. Collective."""
         if self.collectives.in_one_order:

@@ -43,14 +43,18 @@ from .use import Check, EndOfBackward, EndOfNested, Trigger, Use, graph_task, se
 
 if TYPE_CHECKING:
     from .in_backward import InBackward
+    from .offload.host import Host
     from .optim_step import StepWatch
 
 
 class Runtime:
     """Decides when; one for each sharded model."""
 
-    def __init__(self, config: ShardConfig, collectives: Collectives) -> None:
-        self.config, self.collectives = config, collectives
+    def __init__(self, config: ShardConfig, collectives: Collectives, host: Host | None = None) -> None:
+        """`host`: where parameters and optimizer state are, if they are not on the device."""
+        self.config, self.collectives, self.host = config, collectives, host
+        if host is not None:
+            host.users.add(self)
         self.units: list[Unit] = []
         self.by_index: dict[int, Unit] = {}  # a copy of a submodule has some of the indices only
         self.gathered_bytes = GatheredBytes()
@@ -110,7 +114,7 @@ class Runtime:
             self.number = self.agreement.number = self.together.number()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
-        other = Runtime(self.config, self.collectives)
+        other = Runtime(self.config, self.collectives, self.host)
         memo[id(self)] = other
         other.ready()
         other.original = self.number or self.original

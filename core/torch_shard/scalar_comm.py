@@ -47,6 +47,7 @@ class ScalarComm:
     size: int
     rank: int
     over_copies: ScalarComm | None = None  # where other ranks have the same slices
+    device: torch.device | None = None  # where tensors must be, if anywhere: slices in host memory travel by way of it
     # Called with the message of an error about an operation that slices can't do; returns what to say instead.
     refused: Callable[[str], str] | None = None
 
@@ -62,13 +63,17 @@ class ScalarComm:
 
     def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:
         self.watch.meet(what)
-        name, ordered = self.channel.name, self.watch.polls
-        blocking(self.watch, name, what, dist.all_reduce, tensor, op=_OPS[op], ordered=ordered)
-        return tensor
+        name, ordered, sent = self.channel.name, self.watch.polls, self._here(tensor)
+        blocking(self.watch, name, what, dist.all_reduce, sent, op=_OPS[op], ordered=ordered)
+        return tensor if sent is tensor else tensor.copy_(sent)
+
+    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.device is None else tensor.to(self.device)
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
-        out = tensor.new_empty((self.size, *tensor.shape))
-        parts = out.view(-1), tensor.contiguous().view(-1)
+        sent = self._here(tensor).contiguous()
+        out = sent.new_empty((self.size, *tensor.shape))
+        parts = out.view(-1), sent.view(-1)
         self.watch.meet(what)
         blocking(self.watch, self.channel.name, what, all_gather_single, *parts, ordered=self.watch.polls)
-        return out
+        return out.to(tensor.device)

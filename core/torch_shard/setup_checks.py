@@ -203,6 +203,7 @@ _EQUAL = (
     "prefetch",
     "precision",
     "quantized",
+    "offload",
     "sync_module_states",
     "broadcast_buffers",
 )

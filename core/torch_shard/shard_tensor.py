@@ -80,6 +80,16 @@ class ShardTensor(torch.Tensor):
         """Return the slice of a plain tensor of the global shape, in memory of its own. Not collective."""
         return cls._wrap(slice_full(full.detach(), spec).clone(), spec)
 
+    def __getattr__(self, name: str) -> Any:
+        # A slice whose memory is being written is not there to be read; see torch_shard.offload.moving.
+        if name in ("_local", "_flat"):
+            moving = self.__dict__.get("_moving")
+            if moving is not None:
+                moving.settle()
+                if name in self.__dict__:
+                    return self.__dict__[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     # -- the gradient ---------------------------------------------------------------------------------------------
     # Every step reads and clears it, and a property costs a fraction of `__torch_function__`.
     @property
@@ -103,6 +113,10 @@ class ShardTensor(torch.Tensor):
                 dtype = shard_functions.computed_in(args[0])
                 if dtype is not None:
                     return dtype
+            elif func == shard_functions.DEVICE:
+                device = shard_functions.computed_on(args[0])
+                if device is not None:
+                    return device
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return shard_functions.call(ShardTensor, func, args, kwargs or {})
@@ -162,7 +176,7 @@ class ShardTensor(torch.Tensor):
             grad = own_grad(self)
             if grad is not None:
                 set_own_grad(result, copy.deepcopy(grad, memo))
-        own = {"_local", "_spec", "_unit_ref", "_flat", "_in_slots"}
+        own = {"_local", "_spec", "_unit_ref", "_flat", "_in_slots", "_moving"}
         for key, value in self.__dict__.items():
             if key not in own:
                 result.__dict__[key] = copy.deepcopy(value, memo)

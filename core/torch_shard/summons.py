@@ -127,11 +127,11 @@ def _write(summons: Summons) -> None:
             if request.ranks is not None:
                 send_slices(flat, summons.buffers[number] if summons.here else None, flat.shard, request.ranks[0], what)
             else:
-                if not (summons.in_place and not flat.sharded):  # else it is the very memory
+                if not summons.in_place or flat.gathers:  # else it is the very memory
                     flat.shard.copy_(flat.own_slot(summons.buffers[number]))
                 unify_replicas(flat, what)
             unit.outdated = True  # a collective leaves no trace in the shard's version
-            if summons.overlay and flat.sharded:
+            if summons.overlay and flat.gathers:
                 flat.full.copy_(whole_flat(flat, what))
             for enclosing in open_on(unit):  # these edits stay, whatever becomes of theirs
                 if enclosing.backup:

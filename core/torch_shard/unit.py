@@ -10,7 +10,8 @@ Life of a buffer (one per dtype and trainability)::
     SHARDED --gather()--> GATHERING --wait()--> FULL --release()--> SHARDED
 
 With one rank to a shard group `full` *is* the shard: always FULL, nothing moves. Unless modules compute in another dtype than the
-shards have (:mod:`.precision`): then gathering is a cast, before the collective or without one.
+shards have (:mod:`.precision`): then gathering is a cast, before the collective or without one. Or the shards are in host memory
+(:mod:`.offload`): then it is a copy.
 The unit knows how; Schedule and Reductions decide when.
 """
 
@@ -30,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from .collectives import Collectives, join, outside_inference
 from .errors import ReplacedParameterError, ShardError, UnitStateError
 from .flat_buffer import FlatBuffer, GatherAgain
+from .offload.host_shard import Crossing
 from .order import PHASES
 from .outputs import may_hold_tensors, tensors_in
 from .quantized_transfers import QuantizedGather
@@ -38,6 +40,7 @@ from .shard_tensor import ShardTensor
 from .watch import Pending
 
 if TYPE_CHECKING:
+    from .offload.host import Host
     from .runtime import Runtime
 
 
@@ -50,14 +53,15 @@ class State(enum.Enum):
 class Unit:
     """Parameters that are gathered, released and reduced together, and the module slots that hold them."""
 
-    def __init__(self, name: str, index: int, collectives: Collectives) -> None:
-        self.name, self.index, self.collectives = name, index, collectives
+    def __init__(self, name: str, index: int, collectives: Collectives, host: Host | None = None) -> None:
+        """`host`: where the shards are, if they are not on the device."""
+        self.name, self.index, self.collectives, self.host = name, index, collectives, host
         self.sharded = collectives.size > 1  # each rank holds another part
         self.casts = False  # modules compute in another dtype than that of some shard
         self.rounding = False  # steps of some shard are rounded stochastically
         self.exact = True  # modules compute with the values that are stored: neither cast nor quantized on the way
-        # Modules compute with other memory than the shards': of all ranks, or of another dtype.
-        self.gathers = self.sharded
+        # Modules compute with other memory than the shards': of all ranks, or of another dtype, or on the device.
+        self.gathers = self.sharded or host is not None
         self.runtime: Runtime = None  # type: ignore[assignment]  # set by Runtime.add
         self.flats: list[FlatBuffer] = []
         # (module, attribute, flat, index): every place of the model that holds a parameter of this unit
@@ -65,8 +69,8 @@ class Unit:
         self.triggers: list[nn.Module] = []
         self.tensor_hooks: dict[str, dict[int, Any]] = {}
         self.post_hooks: dict[str, dict[int, Any]] = {}
-        self.state = State.FULL if collectives.size == 1 else State.SHARDED
-        self.pending: list[Pending | QuantizedGather | GatherAgain] = []
+        self.state = State.SHARDED if self.gathers else State.FULL
+        self.pending: list[Pending | QuantizedGather | GatherAgain | Crossing] = []
         self.running = 0  # forwards inside this unit right now
         self.installed = 0
         self.is_summoned = False  # inside engine.gathered
@@ -97,6 +101,10 @@ class Unit:
         """The end of set-up: from here on modules compute in the dtypes that were asked for."""
         for flat in self.flats:
             flat.compute_in_its_dtype()
+            if flat.host is not None:
+                flat.host.prepare()
+            if flat.gradients.home is not None and any(param.requires_grad for param in flat.params):
+                flat.gradients.home.prepare(flat.dtypes.grad)
         self.gathers = any(flat.gathers for flat in self.flats)
         self.casts = any(flat.casts for flat in self.flats)
         self.rounding = any(flat.rounding is not None for flat in self.flats)
@@ -206,7 +214,7 @@ class Unit:
                 if storage.nbytes() != flat.nbytes:
                     storage.resize_(flat.nbytes)
                 among_few = again and flat.sharded
-                pending: Pending | QuantizedGather | GatherAgain | None
+                pending: Pending | QuantizedGather | GatherAgain | Crossing | None
                 pending = flat.gather_again(self.gather_text) if among_few else flat.start_gather(self.gather_text)
                 if pending is not None:
                     self.pending.append(pending)
@@ -221,8 +229,12 @@ class Unit:
         self._held = held
 
     def _gathering(self) -> contextlib.AbstractContextManager[Any]:
-        # What no other rank sends is cast on the stream that computes with it.
-        return self.collectives.gathering() if self.sharded else contextlib.nullcontext()
+        # What no other rank sends is cast on the stream that computes with it, unless it comes from host memory.
+        return self.collectives.gathering() if self._on_side else contextlib.nullcontext()
+
+    @property
+    def _on_side(self) -> bool:
+        return self.sharded or self.host is not None
 
     def is_stale(self) -> bool:
         """Whether this rank's shard was written to since its unit was gathered."""
@@ -286,7 +298,7 @@ class Unit:
             # `gathering()` has made that stream wait for what the current one was given, which may be another one.
             if self.streams:
                 c = self.collectives
-                join(c.gather_stream if self.sharded else torch.cuda.current_stream(c.device), self.streams)
+                join(c.gather_stream if self._on_side else torch.cuda.current_stream(c.device), self.streams)
                 self.streams.clear()
             for flat in self.flats:
                 if not flat.gathers:
@@ -427,11 +439,13 @@ class Unit:
                 f"rank {self.collectives.world_rank}: deepcopy of the model while unit {self.name!r} is inside a forward; "
                 "copy it before or after the forward."
             )
-        other = Unit(self.name, self.index, self.collectives)
+        other = Unit(self.name, self.index, self.collectives, self.host)
         memo[id(self)] = other
         for flat in self.flats:
-            shard = flat.shard.detach().clone()
-            twin = FlatBuffer(flat.layout, flat.dtypes, shard, self.collectives, other, flat.placed)
+            shard = (
+                flat.shard.detach().clone() if self.host is None else self.host.copied(flat.shard.detach(), self.name)
+            )
+            twin = FlatBuffer(flat.layout, flat.dtypes, shard, self.collectives, other, flat.placed, self.host)
             twin.rounding = None if flat.rounding is None else flat.rounding.copy()
             other.flats.append(twin)
             for mine, its in zip(flat.params, twin.params, strict=True):
@@ -470,7 +484,7 @@ def _first_attribute(module: nn.Module) -> int:
 OWN_COUNT = 4  # attributes that every sharded parameter has: `_local`, `_spec`, `_unit_ref`, `_is_param`
 _OWN_ATTRIBUTES = {
     "_local", "_spec", "_unit_ref", "_flat", "_in_slots", "_unreduced", "_outdated", "_lost", "_origin", "_converted",
-    "_is_param", "_place", "data_taken",
+    "_is_param", "_place", "_moving", "data_taken",
 }  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def whole_flat(flat: FlatBuffer, what: str, memory: torch.Tensor | None = None) 
     `memory` is used instead of new one where it is given: uint8, on the engine's device, and nobody reads it any more.
     """
     if not flat.sharded:
-        return flat.shard
+        return flat.shard.to(flat.collectives.device)
     return _gathered(flat, flat.shard.dtype, what, lambda own: own.copy_(flat.shard), memory)
 
 
@@ -192,8 +192,8 @@ def send_slices(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tensor,
         return
     me = c.world_rank == source
     with torch.no_grad():
-        raw = _bytes(into) if into.is_contiguous() else _bytes(into.contiguous())
-        whole = _bytes(full.to(into.device)) if me and full is not None else None
+        raw = _bytes(into.to(c.device).contiguous())
+        whole = _bytes(full.to(c.device)) if me and full is not None else None
         if c.size == 1:
             if whole is not None:
                 raw.copy_(whole)
@@ -202,6 +202,8 @@ def send_slices(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tensor,
             slots = None if whole is None else whole.view(c.size, -1)
             parts = None if slots is None else [slots[position] for position in c.topology.positions()]
             blocking(c.watch, "reduce", what, dist.scatter, raw, parts, src=c.watch.ranks[source])
+        if raw.data_ptr() != into.data_ptr():
+            into.copy_(raw.view(into.dtype))
         if me:
             c.bytes_sent += raw.numel() * (c.world - 1)
 
@@ -219,7 +221,8 @@ def unify_replicas(flat: FlatBuffer, what: str, own: torch.Tensor | None = None)
     """Where there are several copies, the first one's values count, since random edits may differ between ranks. Collective.
     `own`: this rank's slice, or something of its size; the shard by default."""
     c = flat.collectives
-    own = flat.shard if own is None else own
+    held = flat.shard if own is None else own
+    own = held.to(c.device)
     # What tensor parallelism does not cut is the same in all planes.
     channel = c.lane_channel if c.lane_channel is not None and not flat.split else c.across_channel
     if not flat.sharded:
@@ -231,6 +234,8 @@ def unify_replicas(flat: FlatBuffer, what: str, own: torch.Tensor | None = None)
             first = c.watch.ranks[min(channel.members)]
             raw, ordered = _bytes(own), c.watch.polls
             blocking(c.watch, channel.name, what, dist.broadcast, raw, src=first, ordered=ordered)
+    if own is not held:
+        held.copy_(own)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

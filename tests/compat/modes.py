@@ -1,4 +1,4 @@
-"""In which modes the rows run: every strategy, and mixed precision.
+"""In which modes the rows run: every strategy, mixed precision, and offload.
 
 A row that says nothing of strategy or precision runs in each of :data:`MODES`; one that names its own strategy keeps it. Only the
 first mode and a few rows of another (``QUICK`` in conftest.py) belong to the ordinary tests.
@@ -8,6 +8,8 @@ first mode and a few rows of another (``QUICK`` in conftest.py) belong to the or
 sees. Both hold float64 masters, and both compute the same float32 operations; so what the rows compare is compared in float64,
 as tightly as without mixed precision, and a master that was rounded, or a gradient that was summed in float32, shows. (Rows in
 which float32 sums are rounded in another order are listed in conftest.py, with what else differs.)
+
+**Offload** changes where things are and when the optimizer steps, but no number: the oracle is that of the mode without it.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ HYBRID = {"shard_size": 2}
 MIXED = ("full_shard", "no_shard")
 """Strategies that rows run under in mixed precision: where units are gathered and cast, and where they are cast only."""
 
+OFFLOADED = (("full_shard", False), ("no_shard", False), ("full_shard", True))
+"""Strategies that rows run under with offload, and whether in mixed precision: then what crosses to the device is a cast copy."""
+
 STORED, COMPUTED = torch.float64, torch.float32
 KEPT: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._NormBase,)  # which have buffers in float64
 PRECISION = Precision(param_dtype=COMPUTED, keep=KEPT)
@@ -45,6 +50,7 @@ class Mode:
 
     strategy: str
     mixed: bool = False
+    offload: bool = False
     rounded: bool = False  # results may differ in the last bits of the computation; see conftest.py
 
     @property
@@ -56,7 +62,7 @@ class Mode:
         return self.strategy.startswith("hybrid")
 
     def __str__(self) -> str:
-        return f"{self.strategy}-mixed" if self.mixed else self.strategy
+        return self.strategy + "-mixed" * self.mixed + "-offload" * self.offload
 
     @contextlib.contextmanager
     def within(self) -> Iterator[None]:
@@ -73,6 +79,8 @@ class Mode:
                 overrides.setdefault("strategy", self.strategy)
                 if self.mixed:
                     overrides.setdefault("precision", PRECISION)
+                if self.offload:
+                    overrides.setdefault("offload", "cpu")
                 global _replicates
                 _replicates = overrides["strategy"] == "no_shard"
             return shard(model, config, mesh=mesh, **overrides)
@@ -85,7 +93,11 @@ class Mode:
             _current = MODES[0]
 
 
-MODES = (*map(Mode, STRATEGIES), *(Mode(strategy, mixed=True) for strategy in MIXED))
+MODES = (
+    *map(Mode, STRATEGIES),
+    *(Mode(strategy, mixed=True) for strategy in MIXED),
+    *(Mode(strategy, mixed, offload=True) for strategy, mixed in OFFLOADED),
+)
 _current = MODES[0]
 _replicates = False  # the latest model
 

@@ -1,0 +1,163 @@
+"""The host memory of one engine, and the thread that works on it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+
+from ..collectives import Collectives, outside_inference
+from ..errors import HostStepError
+from . import host_memory, pinned
+from .disk import DiskStore
+from .host_thread import HostThread
+from .settings import BEHIND, IN_FLIGHT, Offload
+
+__all__ = ["Host"]
+
+_SPARE = 2  # buffers of a size that are kept between backwards
+
+
+class Host:
+    """What the units of an engine share. On a machine without a GPU the device is the CPU, and all that would cross is copied."""
+
+    def __init__(self, offload: Offload, collectives: Collectives) -> None:
+        """Allocates nothing yet; see :meth:`open`."""
+        self.offload, self.collectives, self.device = offload, collectives, collectives.device
+        self.on_cuda = self.device.type == "cuda"
+        if self.on_cuda and collectives.gather_stream is None:  # one rank, which gathers all the same
+            collectives.gather_stream = torch.cuda.Stream(self.device)
+        self.thread = HostThread(self.device, self._failed)
+        self._stream: Any = None
+        self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
+        # Orders of norms that were asked for of gradients: from then on they are taken while the gradients move.
+        self.norms: set[float] = set()
+        self.disk: DiskStore | None = None
+        self.users: weakref.WeakSet[object] = weakref.WeakSet()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Host:
+        return self  # memory, streams and the thread belong to the process, not to a model
+
+    def _failed(self, error: BaseException) -> HostStepError:
+        made = HostStepError(
+            f"rank {self.collectives.world_rank}: {error} This was in the background, behind optimizer.step() or backward; "
+            "parameters and optimizer state may be updated in part, so go on from a checkpoint."
+        )
+        made.__cause__ = error
+        channel = self.collectives.reduce_channel
+        if channel is not None:  # the other ranks have been stepped: none may go on with this one
+            channel.groups.give_up(self.collectives.world_rank, made)
+        return made
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+    def run_id(self) -> str:
+        """The same on all ranks and for all their models, in no other run: which process is the first rank. Collective."""
+        text = f"{host_memory.host_identity()} {os.getpid()} {_started()}"
+        number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+        own = torch.tensor([number], dtype=torch.int64, device="cpu")
+        everyone: torch.Tensor = self.collectives.everyone.all_gather(own, "the set-up of offload")
+        return f"{int(everyone[0]):x}"
+
+    def open(self, run_id: str) -> None:
+        """Take the directory for what is to lie on disk. Not collective.
+
+        Raises:
+            DiskError, UnavailableError: it can't be used.
+        """
+        if self.offload.nvme is not None:
+            self.disk = DiskStore(self.offload.nvme, run=run_id, rank=self.collectives.world_rank, behind=BEHIND)
+
+    def leave(self, user: object) -> None:
+        """One of the engines that use it (a model's, or a copy's) is closed: the last one ends the thread, and deletes what is on
+        disk. Tensors stay readable."""
+        self.users.discard(user)
+        if not self.users:
+            self.thread.close()
+            if self.disk is not None:
+                self.disk.close()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """1-D, in host memory, page-locked where that is wanted and there is a GPU.
+
+        Raises:
+            HostMemoryError: the system does not give it.
+        """
+        with outside_inference():
+            return pinned.allocate(numel, dtype, pin=self.offload.pin_memory, device=self.device)
+
+    def empty_shard(self, numel: int, dtype: torch.dtype, name: str) -> torch.Tensor:
+        """The same for what the optimizer steps on, which may lie on disk. `name`: for the file."""
+        if self.disk is not None and self.offload.nvme_params:
+            return self.disk.allocate(f"parameters {name}", numel, dtype)
+        return self.empty(numel, dtype)
+
+    def copied(self, values: torch.Tensor, name: str) -> torch.Tensor:
+        """The values of a shard, 1-D, in memory of their own."""
+        made = self.empty_shard(values.numel(), values.dtype, name)
+        made.copy_(values)
+        return made
+
+    # -- from the device ------------------------------------------------------------------------------------------
+    def leaving(self) -> contextlib.AbstractContextManager[Any]:
+        """The stream of copies to host memory, behind what the current one was given so far."""
+        if not self.on_cuda:
+            return contextlib.nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        # Hazard: what is copied is still being computed on the current stream.
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._stream)
+
+    def keep(self, event: Any, values: torch.Tensor) -> None:
+        """`values` are read by a copy until `event`. Hazard: the stream that their memory belongs to would use it again."""
+        self._leaving.append((event, values))
+        while self._leaving and (len(self._leaving) > IN_FLIGHT or self._leaving[0][0].query()):
+            # Where the link is slower than backward, backward waits here: else device memory would fill with gradients.
+            self._leaving.popleft()[0].synchronize()
+
+    def forget_ended(self) -> None:
+        """Let go of the device memory of copies, once they have ended."""
+        while self._leaving:
+            self._leaving.popleft()[0].synchronize()
+
+
+class Spares:
+    """Host buffers of one flat buffer's gradients. One is used again when nobody refers to its memory any more: whoever keeps a
+    gradient keeps it as it was."""
+
+    def __init__(self, host: Host, numel: int) -> None:
+        self._host, self._numel = host, numel
+        self._made: list[tuple[torch.Tensor, int]] = []
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Have one, before there is a gradient."""
+        if not self._made:
+            self.take(dtype)
+
+    def take(self, dtype: torch.dtype) -> torch.Tensor:
+        for buffer, alone in self._made:
+            if buffer.dtype == dtype and _uses(buffer) == alone:
+                return buffer.detach()
+        buffer = self._host.empty(self._numel, dtype)
+        if len(self._made) < _SPARE:
+            self._made.append((buffer, _uses(buffer)))
+        return buffer.detach()
+
+
+def _started() -> str:
+    """When this process began: process numbers are used again."""
+    try:
+        with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _uses(buffer: torch.Tensor) -> int:
+    found: int = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
+    return found

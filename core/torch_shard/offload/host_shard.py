@@ -1,0 +1,126 @@
+"""One flat buffer's shard in host memory, and its way to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .host import Host
+from .moving import Moving
+
+__all__ = ["Crossing", "HostShard"]
+
+
+class _Read:
+    """A copy to the device reads host memory."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class Crossing:
+    """Like a :class:`~torch_shard.watch.Pending`: of values that no other rank sends."""
+
+    def __init__(self, event: Any, device: torch.device) -> None:
+        self._event, self._device = event, device
+
+    def settle(self, seconds: float) -> bool:
+        """A copy always ends."""
+        return True
+
+    def wait(self) -> None:
+        """Return when the values may be read by the current stream."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class HostShard:
+    """Optimizers step on :attr:`shard`. What crosses is that, or where modules compute in another dtype a copy in that one, made
+    when the shard was stepped on, so that half as many bytes cross.
+
+    Attributes:
+        shard: the flat buffer's.
+        moving: the work on it, and on its gradients and state.
+    """
+
+    def __init__(self, host: Host, shard: torch.Tensor, params: Sequence[Any]) -> None:
+        """`params`: the sharded tensors over it, read when they are needed."""
+        self.host, self.shard, self._params = host, shard, params
+        self.moving = Moving()
+        self._compute = shard.dtype
+        self._cast: torch.Tensor | None = None  # in host memory
+        self._resident: torch.Tensor | None = None  # on the device
+        self._fresh = -1  # the version of the shard that these hold
+        self._read: _Read | None = None
+
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Of what dtype :meth:`copy_to` takes memory from here on."""
+        self._compute, self._cast, self._resident, self._fresh = dtype, None, None, -1
+
+    def prepare(self) -> None:
+        """Take memory for what crosses; no other dtype follows. Before that the shard itself crosses.
+
+        Raises:
+            HostMemoryError: there is none.
+        """
+        if self._is_cast and self._cast is None:
+            self._cast = self.host.empty(self.shard.numel(), self._compute)
+
+    @property
+    def _is_cast(self) -> bool:
+        """Whether what crosses has memory of its own on the host: of another dtype, or since the shard lies on disk."""
+        return self._compute != self.shard.dtype or self.host.offload.nvme_params
+
+    def _prepare(self) -> torch.Tensor:
+        """What crosses, or is there already, with the values that the shard has now."""
+        if not self.crosses:
+            return self.shard
+        if self._fresh != self.shard._version:
+            self.refresh()
+        held = self._cast if self._resident is None else self._resident
+        assert held is not None
+        return held
+
+    def refresh(self) -> None:
+        """The shard has changed: make what crosses anew. On the thread that has changed it."""
+        if self._cast is not None:
+            self.settle_reads()
+            self._cast.copy_(self.shard)
+        if not self.host.offload.params:
+            source = self.shard if self._cast is None else self._cast
+            if self._resident is None:
+                self._resident = torch.empty(source.numel(), dtype=source.dtype, device=self.host.device)
+            # Blocks this thread: whoever gathers next finds it done, on whatever stream.
+            self._resident.copy_(source)
+        self._fresh = self.shard._version
+
+    @property
+    def crosses(self) -> bool:
+        """Whether there is anything to make anew behind a step."""
+        return self._cast is not None or not self.host.offload.params
+
+    def copy_to(self, own: torch.Tensor) -> Crossing | None:
+        """Fill `own`, on the device and in the dtype of computation, on the current stream; None where that is done at once.
+        Values must have settled."""
+        source = self._prepare()
+        own.copy_(source, non_blocking=True)
+        if not self.host.on_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        if source.device.type == "cpu":
+            self._read = _Read(event)
+            if source is self.shard:
+                # Hazard: an edit of a parameter by the user would reach the copy that is still under way.
+                self.moving.begin(self._read, self._params)
+        return Crossing(event, self.host.device)
+
+    def settle_reads(self) -> None:
+        """Before the host writes to what crosses. Hazard: a copy to the device may still read it."""
+        if self._read is not None:
+            self._read.wait()
+            self._read = None

@@ -1,0 +1,127 @@
+"""The thread on which the host works beside the training thread: one thing after the other, in the order given."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import HostStepError
+
+__all__ = ["HostThread", "Task", "Together"]
+
+_Queue = queue.SimpleQueue
+
+
+class Together:
+    """Tasks that belong together: once one has failed, the others are left undone."""
+
+    __slots__ = ("error",)
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+
+class Task:
+    """Something that the thread does, or has done."""
+
+    __slots__ = ("_do", "_done", "error", "of", "thread")
+
+    def __init__(self, do: Callable[[], None], of: Together, thread: HostThread) -> None:
+        self._do: Callable[[], None] | None = do
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+        self.of, self.thread = of, thread
+
+    def run(self) -> None:
+        """On the thread."""
+        assert self._do is not None
+        try:
+            if self.of.error is None:
+                self._do()
+        except BaseException as error:  # raised where somebody waits
+            self.of.error = error
+        finally:
+            self.error = self.of.error
+            self._do = None  # and the memory that it refers to
+            self._done.set()
+
+    def wait(self) -> None:
+        """Return when it has ended.
+
+        Raises:
+            HostStepError: it has failed.
+        """
+        if not self._done.is_set():
+            if threading.get_ident() == self.thread.ident:
+                raise AssertionError("the host thread waits for itself")
+            self._done.wait()
+        if self.error is not None:
+            raise self.thread.failed(self.error)
+
+
+class HostThread:
+    """Started with the first task; ends with :meth:`close`, at exit, or when nobody refers to it any more."""
+
+    def __init__(self, device: torch.device, failed: Callable[[BaseException], HostStepError]) -> None:
+        """`device`: whose events the tasks wait for. `failed`: the error to raise for one that a task has raised."""
+        self._device, self.failed = device, failed
+        self._queue: _Queue[Task | None] = _Queue()
+        self._thread: threading.Thread | None = None
+        self._pid = -1
+        self._end: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostThread:
+        return self
+
+    @property
+    def ident(self) -> int | None:
+        return None if self._thread is None else self._thread.ident
+
+    def do(self, what: Callable[[], None], of: Together | None = None) -> Task:
+        """Have `what` done, behind all that was given before."""
+        self._start()
+        task = Task(what, of or Together(), self)
+        self._queue.put(task)
+        return task
+
+    def _start(self) -> None:
+        if self._pid == os.getpid():
+            return
+        self._pid = os.getpid()  # threads don't survive a fork
+        self._queue = _Queue()
+        self._thread = threading.Thread(
+            target=_serve, args=(self._queue, self._device), name="torch-shard-host", daemon=True
+        )
+        self._thread.start()
+        # Before the interpreter goes: a thread inside an operation of torch's must not outlive it.
+        self._end = weakref.finalize(self, _stop, self._queue, self._thread, self._pid)
+
+    def close(self) -> None:
+        """End the thread, behind all that was given. May be called again; a later task starts a new one."""
+        if self._end is not None:
+            self._end()
+        self._end, self._thread, self._pid = None, None, -1
+
+
+def _serve(tasks: _Queue[Task | None], device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with torch.no_grad():
+        while True:
+            task = tasks.get()
+            if task is None:
+                return
+            task.run()
+            del task  # while the next one is waited for, nothing is kept
+
+
+def _stop(tasks: _Queue[Task | None], thread: threading.Thread, pid: int) -> None:
+    if pid == os.getpid() and thread.is_alive() and thread is not threading.current_thread():
+        tasks.put(None)
+        thread.join()

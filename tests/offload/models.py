@@ -1,0 +1,89 @@
+"""What the tests of offload train."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import torch_shard
+
+OPTIMIZERS = {
+    "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
+    "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+    "NAdam": lambda m: torch.optim.NAdam(m.parameters(), lr=1e-2),  # which has scalars beside the count of steps
+}
+
+
+class Model(nn.Module):
+    """Fused kernels compute the last elements of a tensor, less than one register's, another way. Which these are depends on what
+    is stepped together; with such sizes there are none, so that results can be compared bit by bit."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def inputs(rank, step):
+    return torch.randn(4, 64, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def loss_of(model, x):
+    return (model(x) - x.roll(1, 0)).pow(2).mean()
+
+
+class Training:
+    """A sharded model with its optimizer. `offload`: as in ShardConfig."""
+
+    def __init__(self, rank, offload, optimizer="AdamW", **settings):
+        self.rank = rank
+        self.model = Model()
+        self.engine = torch_shard.shard(self.model, torch_shard.ShardConfig(offload=offload, **settings))
+        self.optimizer = OPTIMIZERS[optimizer](self.model)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.95)
+        self.seen = []
+
+    def step(self, number, accumulate=1, clip=None, sync=True):
+        for micro in range(accumulate):
+            last = micro == accumulate - 1
+            with self.engine.no_sync() if not sync and not last else torch.enable_grad():
+                loss = loss_of(self.model, inputs(self.rank, 10 * number + micro)) / accumulate
+                loss.backward()
+            self.seen.append(loss.item())
+        if clip is not None:
+            self.seen.append(self.engine.clip_grad_norm_(clip).item())
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def state(self):
+        """Everything, whole: parameters and optimizer state."""
+        whole = self.engine.state_dict(form="full")
+        optimizer = self.engine.optim_state_dict(self.optimizer)
+        return whole, optimizer
+
+
+def flattened(value, name=""):
+    if isinstance(value, dict):
+        return {k: v for key, own in value.items() for k, v in flattened(own, f"{name}.{key}").items()}
+    if isinstance(value, (list, tuple)):
+        return {k: v for n, own in enumerate(value) for k, v in flattened(own, f"{name}.{n}").items()}
+    return {name: value}
+
+
+def same(one, other):
+    """Bit by bit."""
+    one, other = flattened(one), flattened(other)
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, other[key]), key
+        else:
+            assert value == other[key], key

@@ -1,0 +1,205 @@
+"""The optimizer's step runs behind ``optimizer.step()``, and nobody can tell but by the time that it takes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torch_shard
+from tests.offload.models import Training, inputs, loss_of, same
+from tests.ranks import ranks
+from torch_shard import errors
+
+
+def units(training):
+    return training.engine._runtime.units
+
+
+@contextlib.contextmanager
+def held_up(training):
+    """The host thread does nothing until the end of the block."""
+    go = threading.Event()
+    training.engine._runtime.host.thread.do(go.wait)
+    try:
+        yield
+    finally:
+        go.set()
+
+
+def is_moving(training):
+    return any(flat.host.moving for unit in units(training) for flat in unit.flats)
+
+
+def prepared(rank, clip=None):
+    """One training with offload and one without, after two steps, with gradients of a third one."""
+    both = Training(rank, None), Training(rank, "cpu")
+    for training in both:
+        for number in range(2):
+            training.step(number)
+        loss_of(training.model, inputs(rank, 99)).backward()
+        if clip is not None:
+            training.engine.clip_grad_norm_(clip)
+    return both
+
+
+@ranks(2)
+def test_step_returns_before_the_host_has_stepped(rank):
+    plain, offloaded = prepared(rank)
+    plain.optimizer.step()
+    with held_up(offloaded):
+        offloaded.optimizer.step()
+        assert is_moving(offloaded)
+    for one, other in zip(plain.state(), offloaded.state(), strict=True):
+        same(one, other)
+    assert not is_moving(offloaded)
+
+
+def everything_after(training):
+    """What a training loop does behind a step."""
+    training.optimizer.step()
+    training.scheduler.step()
+    for group in training.optimizer.param_groups:
+        group["weight_decay"] = 100.0
+        group["lr"] *= 100
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@ranks(2)
+def test_what_is_done_behind_a_step_changes_nothing_of_it(rank, set_to_none):
+    plain, offloaded = prepared(rank, clip=0.1)
+    everything_after(plain)
+    with held_up(offloaded):
+        everything_after(offloaded)
+        if set_to_none:
+            offloaded.optimizer.zero_grad()
+    if not set_to_none:
+        offloaded.optimizer.zero_grad(set_to_none=False)
+    plain.optimizer.zero_grad(set_to_none)
+    for one, other in zip(plain.state(), offloaded.state(), strict=True):
+        same(one, other)
+
+
+READERS = {
+    "parameter": lambda t: next(iter(t.model.parameters())).to_local().clone(),
+    "sum": lambda t: sum(p.sum() for p in t.model.parameters()),
+    "state": lambda t: next(iter(t.optimizer.state.values()))["exp_avg"].to_local().clone(),
+    "gradient": lambda t: t.model.blocks[3][1].weight.grad.to_local().clone(),
+    "norm": lambda t: t.engine.clip_grad_norm_(1e9),
+    "state_dict": lambda t: t.model.state_dict()["blocks.2.1.weight"].to_local().clone(),
+    "evaluation": lambda t: loss_of(t.model.eval(), inputs(0, 7)),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@ranks(2)
+def test_who_reads_waits(rank, reader):
+    plain, offloaded = prepared(rank)
+    plain.optimizer.step()
+    go = threading.Event()
+    offloaded.engine._runtime.host.thread.do(go.wait)
+    threading.Timer(0.2, go.set).start()
+    offloaded.optimizer.step()
+    with torch.no_grad():
+        assert torch.equal(READERS[reader](plain), READERS[reader](offloaded))
+
+
+@ranks(1)
+def test_counters_are_moved_on_at_once(rank):
+    _, offloaded = prepared(rank)
+    with held_up(offloaded):
+        offloaded.optimizer.step()
+        steps = {entry["step"].item() for entry in offloaded.optimizer.state.values()}
+        assert is_moving(offloaded)
+    assert steps == {3.0}
+
+
+@ranks(2)
+def test_a_forward_waits_for_the_units_it_comes_to_only(rank):
+    _, offloaded = prepared(rank)
+    offloaded.optimizer.step()  # all of it is done behind this, and the units are held up one by one
+    offloaded.engine.state_dict(form="full")
+    thread = offloaded.engine._runtime.host.thread
+    last = units(offloaded)[-1]
+    go, reached = threading.Event(), []
+    for flat in last.flats:
+        flat.host.moving.begin(thread.do(go.wait), flat.params)
+    hook = offloaded.model.blocks[1].register_forward_hook(lambda *_: reached.append(time.monotonic()))
+    threading.Timer(0.5, go.set).start()
+    begin = time.monotonic()
+    with torch.no_grad():
+        offloaded.model(inputs(rank, 1))
+    end = time.monotonic()
+    hook.remove()
+    assert end - begin > 0.4 and reached[0] - begin < 0.3
+
+
+@ranks(2, fresh=True)
+def test_a_step_that_fails_is_raised_where_it_is_missed(rank):
+    _, offloaded = prepared(rank)
+    work = offloaded.engine._runtime.steps()._works.get(offloaded.optimizer)
+    if rank == 0:
+        with held_up(offloaded):
+            offloaded.optimizer.step()
+            for unit in units(offloaded):
+                for flat in unit.flats:
+                    for piece in [p for runs in work._steps[id(flat)][1].all_runs for p in runs.pieces]:
+                        piece.state.clear()  # a kernel that finds no counter
+                        piece.state["step"] = "one"
+    else:
+        offloaded.optimizer.step()
+    with pytest.raises(errors.ShardError, match=r"AdamW.step\(\) has failed in parameter group 0 \(blocks\.0"):
+        offloaded.model(inputs(rank, 1))
+        loss_of(offloaded.model, inputs(rank, 1)).backward()
+    dist.barrier()
+
+
+REFUSED = {
+    "Muon needs whole matrices": lambda p: torch.optim.Muon([v for v in p if v.dim() == 2]),
+    "AdamW is to be captured in a CUDA graph": lambda p: torch.optim.AdamW(p, capturable=True),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+@ranks(2)
+def test_an_optimizer_that_cannot_step_beside_a_gpu_is_refused(rank, said):
+    training = Training(rank, "cpu")
+    optimizer = REFUSED[said](list(training.model.parameters()))
+    loss_of(training.model, inputs(rank, 0)).backward()
+    before = training.engine.state_dict(form="full")
+    training.engine._runtime.host.on_cuda = True  # as on a machine with one
+    with pytest.raises(errors.ShardError, match=said):
+        optimizer.step()
+    training.engine._runtime.host.on_cuda = False
+    same(before, training.engine.state_dict(form="full"))
+
+
+@ranks(2)
+def test_a_gradient_that_is_kept_stays_as_it_was(rank):
+    training = Training(rank, "cpu")
+    training.step(0)
+    loss_of(training.model, inputs(rank, 1)).backward()
+    kept = {name: p.grad for name, p in training.model.named_parameters()}
+    values = {name: grad.to_local().clone() for name, grad in kept.items()}
+    training.optimizer.zero_grad()
+    for number in range(2, 5):
+        training.step(number)
+    for name, grad in kept.items():
+        assert torch.equal(grad.to_local(), values[name]), name
+
+
+@ranks(2)
+def test_a_copy_of_the_model_is_of_its_own(rank):
+    _, offloaded = prepared(rank)
+    with held_up(offloaded):
+        offloaded.optimizer.step()
+    twin = copy.deepcopy(offloaded.model)
+    before = torch_shard.engine_of(twin).state_dict(form="full")
+    same(before, offloaded.engine.state_dict(form="full"))
+    offloaded.step(5)
+    same(before, torch_shard.engine_of(twin).state_dict(form="full"))
