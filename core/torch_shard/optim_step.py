@@ -166,8 +166,7 @@ class StepWatch:
         check_class(optimizer, runtime.collectives.world_rank)
         kind = kind_of(type(optimizer)) or kind_of_step(type(optimizer), function)
         runtimes = runtimes_of(optimizer) or [runtime]
-        if kind == "matrix":
-            refuse_offloaded(optimizer, runtimes)
+        refuse_offloaded(optimizer, runtimes, kind == "matrix")
         if kind is None:
             return self._as_it_is(optimizer, args, kwargs, runtimes, frame)
         # What works on whole matrices refuses on all ranks together.

@@ -82,13 +82,14 @@ def test_a_checkpoint_is_that_of_a_run_in_memory(rank, tmp_path):
 
 @ranks(2)
 def test_a_directory_that_another_run_uses_is_refused_by_all_ranks(rank, tmp_path, monkeypatch):
-    first = torch_shard.shard(Model(), offload=Offload(nvme=tmp_path))
+    model = Model()
+    first = torch_shard.shard(model, offload=Offload(nvme=tmp_path))
     monkeypatch.setattr(Host, "run_id", lambda _: "another")
     with pytest.raises(errors.ShardError, match="another run"):
         torch_shard.shard(Model(), offload=Offload(nvme=tmp_path))
     first.close()
     torch.distributed.barrier()
-    torch_shard.shard(Model(), offload=Offload(nvme=tmp_path)).close()
+    torch_shard.shard(model, offload=Offload(nvme=tmp_path)).close()
 
 
 @ranks(2)

@@ -16,13 +16,11 @@ from ..errors import HostStepError
 from . import host_memory, pinned
 from .disk import DiskStore
 from .host_thread import HostThread
-from .settings import Offload
+from .settings import BEHIND, IN_FLIGHT, Offload
 
 __all__ = ["Host"]
 
-_IN_FLIGHT = 2  # gradients on their way to host memory, whose device memory is kept until they are there
 _SPARE = 2  # buffers of a size that are kept between backwards
-_BEHIND = 2  # units on their way to disk; beside them one is stepped on, and one read ahead
 
 
 class Host:
@@ -58,7 +56,7 @@ class Host:
 
     # -- memory ---------------------------------------------------------------------------------------------------
     def run_id(self) -> str:
-        """The same on all ranks and for all models that they shard, in no other run: which process is the first rank. Collective."""
+        """The same on all ranks and for all their models, in no other run: which process is the first rank. Collective."""
         text = f"{host_memory.host_identity()} {os.getpid()} {_started()}"
         number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
         own = torch.tensor([number], dtype=torch.int64, device="cpu")
@@ -72,7 +70,7 @@ class Host:
             DiskError, UnavailableError: it can't be used.
         """
         if self.offload.nvme is not None:
-            self.disk = DiskStore(self.offload.nvme, run=run_id, rank=self.collectives.world_rank, behind=_BEHIND)
+            self.disk = DiskStore(self.offload.nvme, run=run_id, rank=self.collectives.world_rank, behind=BEHIND)
 
     def leave(self, user: object) -> None:
         """One of the engines that use it (a model's, or a copy's) is closed: the last one ends the thread, and deletes what is on
@@ -118,7 +116,7 @@ class Host:
     def keep(self, event: Any, values: torch.Tensor) -> None:
         """`values` are read by a copy until `event`. Hazard: the stream that their memory belongs to would use it again."""
         self._leaving.append((event, values))
-        while self._leaving and (len(self._leaving) > _IN_FLIGHT or self._leaving[0][0].query()):
+        while self._leaving and (len(self._leaving) > IN_FLIGHT or self._leaving[0][0].query()):
             # Where the link is slower than backward, backward waits here: else device memory would fill with gradients.
             self._leaving.popleft()[0].synchronize()
 

@@ -78,6 +78,8 @@ class HostStep:
             self._step(optimizer, flat, step, together, None if following is None else following[0])
         for options in self._options:
             options.write_back()
+        assert self.runtime.host is not None
+        self.runtime.host.forget_ended()  # all gradients have arrived
         self._rest.open()
 
     def _in_order(self, optimizer: Any) -> list[tuple[FlatBuffer, FlatStep]]:
