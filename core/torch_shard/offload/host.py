@@ -51,10 +51,14 @@ class Host:
             "parameters and optimizer state may be updated in part, so go on from a checkpoint."
         )
         made.__cause__ = error
-        channel = self.collectives.reduce_channel
-        if channel is not None:  # the other ranks have been stepped: none may go on with this one
-            channel.groups.give_up(self.collectives.world_rank, made)
+        self.give_up(made)
         return made
+
+    def give_up(self, error: Exception) -> None:
+        """This rank's step has failed. The others may have been stepped, so that none may go on with this one: they will hear."""
+        channel = self.collectives.reduce_channel
+        if channel is not None:
+            channel.groups.give_up(self.collectives.world_rank, error)
 
     # -- memory ---------------------------------------------------------------------------------------------------
     def run_id(self) -> str:
