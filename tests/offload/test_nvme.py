@@ -111,3 +111,34 @@ def test_a_directory_that_cannot_be_made_is_refused_before_anything_changes(rank
         torch_shard.shard(model, offload=Offload(nvme=tmp_path / "file" / "inside"))
     assert {name: id(p) for name, p in model.named_parameters()} == before
     assert not any(isinstance(p, torch_shard.ShardTensor) for p in model.parameters())
+
+
+class Unknown(torch.optim.Optimizer):
+    """Not declared to work element by element."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad, alpha=-0.1)
+
+
+@pytest.mark.parametrize("kind", [Unknown, torch.optim.Adafactor])
+@ranks(2)
+def test_an_optimizer_whose_state_would_stay_in_memory_is_refused(rank, tmp_path, kind):
+    training = Training(rank, Offload(nvme=tmp_path))
+    optimizer = kind(training.model.parameters())
+    loss_of(training.model, inputs(rank, 0)).backward()
+    before = training.engine.state_dict(form="full")
+    with pytest.raises(errors.ShardError, match=r"would keep its state in memory"):
+        optimizer.step()
+    same(before, training.engine.state_dict(form="full"))
+
+
+@ranks(2)
+def test_stepping_in_backward_is_refused(rank, tmp_path):
+    training = Training(rank, Offload(nvme=tmp_path))
+    with pytest.raises(errors.ConfigError, match="step_in_backward: Offload"):
+        training.engine.step_in_backward(training.optimizer)
