@@ -109,6 +109,7 @@ SETTINGS = (
     Setting("precision", _dtype, "fp32, bf16 or fp16: in which dtype parameters are gathered and computed with"),
     Setting("fp32_masters", _flag, _FLAG),
     Setting("activation_checkpointing", _layers, f"{_FLAG}, or names of classes, separated by commas"),
+    Setting("activation_offload", _layers, f"{_FLAG}, or names of classes, separated by commas"),
     Setting("state_dict_type", _one_of(*get_args(StateDictType)), "sharded or full"),
     Setting("async_save", _flag, _FLAG),
     Setting("weights_only", _flag, _FLAG),

@@ -107,7 +107,8 @@ KEYS = (
     ),
     Key(
         "activation_checkpointing_offload", "fsdp_activation_checkpointing_offload",
-        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "`true` is refused: nothing is offloaded to the CPU yet",
+        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+        "`activation_offload`, of the same modules; without `fsdp_activation_checkpointing` an error, as in Accelerate",
     ),
     Key(
         "ignored_modules", "fsdp_ignored_modules", "FSDP_IGNORED_MODULES",
@@ -348,12 +349,17 @@ def _ignored(reading: _Reading) -> tuple[Any, ...]:
 
 
 def _finished(reading: _Reading, state_dict: str) -> ShardPlugin:
-    for name in ("cpu_offload", "activation_checkpointing_offload"):
-        if reading.flag(name):
-            raise ConfigError(
-                f"{reading.name(name)}: nothing is offloaded to the CPU here yet. Set it to false; parameters, gradients and "
-                "optimizer state are sharded over the ranks."
-            )
+    if reading.flag("cpu_offload"):
+        raise ConfigError(
+            f"{reading.name('cpu_offload')}: nothing is offloaded to the CPU here yet. Set it to false; parameters, gradients "
+            "and optimizer state are sharded over the ranks."
+        )
+    again, offload = (reading.flag("activation_checkpointing" + end) for end in ("", "_offload"))
+    if offload and not again:
+        raise ConfigError(
+            f"{reading.name('activation_checkpointing_offload')}: {reading.name('activation_checkpointing')} is false, so that "
+            "there are no inputs of checkpointed layers to move. Set it to true, too."
+        )
     if state_dict == "LOCAL_STATE_DICT":
         reading.without_meaning.append("state_dict_type=LOCAL_STATE_DICT (sharded checkpoints are written)")
     if reading.without_meaning:
@@ -361,7 +367,8 @@ def _finished(reading: _Reading, state_dict: str) -> ShardPlugin:
     return ShardPlugin(
         **reading.found,
         ignore=_ignored(reading),
-        activation_checkpointing=reading.flag("activation_checkpointing"),
+        activation_checkpointing=again,
+        activation_offload=offload,
         state_dict_type=_STATE_DICTS[state_dict],
         fp32_masters=True,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -28,14 +29,19 @@ def with_layer_units(config: ShardConfig, model: nn.Module, names: Sequence[str]
 
 
 def checkpointed_layers(model: nn.Module, plugin: ShardPlugin, config: ShardConfig) -> AbstractContextManager[int]:
-    """Around the sharding of `model`: the layers that `plugin` chooses compute their activations again from now on.
+    """Around the sharding of `model`: the layers that `plugin` chooses compute their activations again from now on, and have
+    their inputs in host memory.
 
     `config`: the engine's settings for this model. See :func:`torch_shard.activation_checkpointing.checkpointed_layers`.
 
     Raises:
-        ConfigError: the model has no such layers, or one of them has no ``forward``.
+        ConfigError: the model has no such layers, or one of them has no ``forward``, or keeps no input.
     """
-    chosen = plugin.activation_checkpointing
-    if chosen is True and plugin.layer_classes:
-        chosen = classes_named("layer_classes", plugin.layer_classes, model)
-    return activation_checkpointing.checkpointed_layers(model, chosen, config.units)
+    chosen, offloaded = plugin.activation_checkpointing, plugin.activation_offload
+    if plugin.layer_classes:
+        named = functools.partial(classes_named, "layer_classes", plugin.layer_classes, model)
+        if offloaded is True and not chosen:  # else of what that chooses
+            offloaded = named()
+        if chosen is True:
+            chosen = named()
+    return activation_checkpointing.checkpointed_layers(model, chosen, config.units, offloaded)

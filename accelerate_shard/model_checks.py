@@ -10,6 +10,7 @@ from torch import nn
 
 import torch_shard
 from torch_shard.errors import ConfigError
+from torch_shard.step_checks import refusal_of
 
 from .wrapped import engine_of, inner
 
@@ -42,7 +43,7 @@ def check_optimizer(optimizer: Any) -> None:
     """Raise where steps of `optimizer` can't be right with sharded models. Not collective.
 
     Raises:
-        ConfigError: LOMO's optimizers, which update weights from inside backward.
+        ConfigError: LOMO's optimizers, which update weights from inside backward, and those of bitsandbytes.
     """
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
@@ -51,6 +52,12 @@ def check_optimizer(optimizer: Any) -> None:
         raise ConfigError(
             f"prepare: {kinds[0].__name__} updates whole weights from hooks inside backward, which sharded models lack then. "
             "Use a torch optimizer; engine.step_in_backward(optimizer) frees gradients during backward as LOMO does."
+        )
+    why = refusal_of(optimizer)
+    if why is not None:
+        raise ConfigError(
+            f"prepare: {why} With a transformers.Trainer: optim='adamw_torch', or 'adamw_torch_8bit', which is torchao's. "
+            "Nothing was changed."
         )
 
 

@@ -29,6 +29,8 @@ class ShardPlugin(ShardConfig):
         activation_checkpointing: recompute each layer's activations in backward in place of keeping them. A sequence of
             classes, or of their names, says of which modules; True: of `layer_classes`, else of the modules that `units`
             chooses, else of those that repeat.
+        activation_offload: recompute them, and have each layer's input wait for backward in host memory. Classes and names as
+            there; True: of the layers that `activation_checkpointing` chooses; where it chooses none, as True is there.
         state_dict_type: ``"sharded"``: ``save_state`` writes a folder for each model, to which every rank writes its slices;
             ``"full"``: the files that Accelerate writes under DDP. Both are loaded whatever this is.
         async_save: ``save_state`` with ``"sharded"`` writes while training goes on.
@@ -51,6 +53,7 @@ class ShardPlugin(ShardConfig):
     timeout: float | None = None  # type: ignore[assignment]
     layer_classes: Sequence[str] = ()
     activation_checkpointing: Layers = False
+    activation_offload: Layers = False
     state_dict_type: StateDictType = "sharded"
     async_save: bool = False
     defer_gradient_sync: bool = False
@@ -65,7 +68,8 @@ class ShardPlugin(ShardConfig):
         object.__setattr__(self, "layer_classes", tuple(names))
         if names and self.units is not None:
             raise ConfigError("layer_classes and units both say what is gathered together; give one of them.")
-        object.__setattr__(self, "activation_checkpointing", checked_layers(self.activation_checkpointing))
+        for field in ("activation_checkpointing", "activation_offload"):
+            object.__setattr__(self, field, checked_layers(getattr(self, field), field))
         if self.state_dict_type not in get_args(StateDictType):
             raise ConfigError(f"state_dict_type must be 'sharded' or 'full', not {self.state_dict_type!r}.")
         for field in ("async_save", "defer_gradient_sync", "weights_only", "fp32_masters"):

@@ -135,6 +135,35 @@ def pages() -> tuple[Page, ...]:
             (Entry(f"{core}/shard_tensor.py", "ShardTensor", "torch_shard.ShardTensor"),),
         ),
         Page(
+            "activations.md",
+            "Activations",
+            "Layers that compute their activations again in backward, and whose inputs wait for it in host memory. "
+            "[Activation offload](../activation_offload.md) says what moves when.",
+            (
+                Entry(
+                    f"{core}/activation_checkpointing.py",
+                    "checkpointed_layers",
+                    "torch_shard.activation_checkpointing.checkpointed_layers",
+                ),
+                Entry(
+                    f"{core}/activation_checkpointing.py",
+                    "keep_activations",
+                    "torch_shard.activation_checkpointing.keep_activations",
+                ),
+                Entry(
+                    f"{core}/activation_checkpointing.py",
+                    "offload_of",
+                    "torch_shard.activation_checkpointing.offload_of",
+                ),
+                Entry(
+                    f"{core}/activation_offload.py",
+                    "ActivationOffload",
+                    "torch_shard.activation_offload.ActivationOffload",
+                    constructor=True,
+                ),
+            ),
+        ),
+        Page(
             "optim.md",
             "Optimizers",
             "How an optimizer steps on a sharded model depends on its kind. `torch.optim`'s own classes have theirs; others are "

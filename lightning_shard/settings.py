@@ -29,7 +29,7 @@ else:
 __all__ = ["LayersOrOne", "SettingsMixin", "same_config", "with_overrides"]
 
 LayersOrOne: TypeAlias = Layers | type[nn.Module] | str | None
-"""What strategies take as ``activation_checkpointing``."""
+"""What strategies take as ``activation_checkpointing`` and ``activation_offload``."""
 
 
 class SettingsMixin(_Base):  # type: ignore[misc]
@@ -47,6 +47,7 @@ class SettingsMixin(_Base):  # type: ignore[misc]
         start_method: StartMethod,
         defer_gradient_sync: bool,
         activation_checkpointing: LayersOrOne,
+        activation_offload: LayersOrOne,
         state_dict_type: StateDictType,
         async_save: bool,
         weights_only: bool | None,
@@ -54,7 +55,8 @@ class SettingsMixin(_Base):  # type: ignore[misc]
         """Check and keep the arguments that both strategies take."""
         check_start_settings(start_method, timeout, process_group_backend)
         self._config = with_overrides(config, overrides, type(self).__name__)
-        self._checkpointed = chosen_layers(activation_checkpointing)
+        self._checkpointed = chosen_layers(activation_checkpointing, "activation_checkpointing")
+        self._offloaded = chosen_layers(activation_offload, "activation_offload")
         check_form(state_dict_type, async_save)
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
@@ -83,13 +85,14 @@ class SettingsMixin(_Base):  # type: ignore[misc]
         return dataclasses.replace(config, **changes) if changes else config
 
 
-def chosen_layers(chosen: LayersOrOne) -> Layers:
-    """``activation_checkpointing`` as the engine takes it: a single class or name stands for a sequence of one.
+def chosen_layers(chosen: LayersOrOne, setting: str) -> Layers:
+    """What a strategy is given as the engine takes it: a single class or name stands for a sequence of one.
 
     Raises:
         ConfigError: it is something else.
     """
-    return checked_layers((chosen,) if isinstance(chosen, (str, type)) else False if chosen is None else chosen)
+    several = (chosen,) if isinstance(chosen, (str, type)) else False if chosen is None else chosen
+    return checked_layers(several, setting)
 
 
 def with_overrides(config: ShardConfig | None, overrides: Mapping[str, Any], strategy: str) -> ShardConfig:

@@ -61,6 +61,8 @@ class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, Ranks
             of one, or several. True: of the modules that are units by `config`, else of those that repeat. State dicts keep
             their names, and the layers are as they were when the run gives the plain module back. Batch norms in them count
             each batch twice in their running statistics, as with any activation checkpointing.
+        activation_offload: layers that compute activations again, too, and whose inputs wait for backward in host memory,
+            chosen in the same way. True: all that `activation_checkpointing` chooses; where it chooses none, as True is there.
         state_dict_type: ``"full"`` checkpoints are one file each, gathered and written by rank 0, as a single device has
             them; ``"sharded"`` ones a folder each, to which every rank writes its slices. Both, and those of Lightning's
             other strategies, are loaded whatever this is. After a run that gave the plain module back (`unshard_at_end`)
@@ -92,6 +94,7 @@ class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, Ranks
         defer_gradient_sync: bool = False,
         unshard_at_end: bool | None = None,
         activation_checkpointing: LayersOrOne = None,
+        activation_offload: LayersOrOne = None,
         state_dict_type: StateDictType = "full",
         async_save: bool = False,
         weights_only: bool | None = None,
@@ -105,6 +108,7 @@ class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, Ranks
             start_method=start_method,
             defer_gradient_sync=defer_gradient_sync,
             activation_checkpointing=activation_checkpointing,
+            activation_offload=activation_offload,
             state_dict_type=state_dict_type,
             async_save=async_save,
             weights_only=weights_only,
@@ -188,7 +192,7 @@ class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, Ranks
         config = self._engine_config(self.precision_plugin, self.model)
         engine = self._reusable_engine(fitting, config)
         keep_activations(self.model)  # an earlier run may have chosen others
-        with checkpointed_layers(self.model, self._checkpointed, config.units):
+        with checkpointed_layers(self.model, self._checkpointed, config.units, self._offloaded):
             if engine is None:
                 self._shard(config, fitting)
         self.model_to_device()

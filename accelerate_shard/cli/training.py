@@ -108,8 +108,9 @@ def _accelerator() -> Accelerator:
     chosen = launch_plugin() or ShardPlugin()
     # Names of the user's own model mean nothing in this one.
     plugin = dataclasses.replace(
-        chosen, units=None, layer_classes=(), ignore=(), activation_checkpointing=bool(chosen.activation_checkpointing)
-    )
+        chosen, units=None, layer_classes=(), ignore=(), activation_checkpointing=bool(chosen.activation_checkpointing),
+        activation_offload=bool(chosen.activation_offload),
+    )  # fmt: skip
     level = logger.level
     logger.setLevel(logging.ERROR)  # it would say that the launch's settings are not used
     try:

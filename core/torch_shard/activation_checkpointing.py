@@ -4,25 +4,28 @@ A layer's ``forward`` is replaced, inside of its hooks: neither a wrapper module
 hooks that gather a unit, which must not run a second time in backward. That is how transformers checkpoints its own layers; their
 ``gradient_checkpointing_enable`` is not used, since it covers every layer of the model, some models have none, and in others it
 also changes what the model returns. A layer on which the user has switched it on is left to it.
+
+The inputs of chosen layers wait for backward in host memory: :mod:`.activation_offload`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from .activation_offload import ActivationOffload
 from .config import Units
 from .errors import ConfigError
 from .layer_classes import classes_named, repeated_layers
 from .log import logger
 
-__all__ = ["Layers", "checked_layers", "checkpointed_layers", "keep_activations"]
+__all__ = ["Layers", "checked_layers", "checkpointed_layers", "keep_activations", "offload_of"]
 
 Layers = bool | Sequence[type[nn.Module] | str]
 """Which layers compute their activations again: classes and names of classes; True: of the units, else those that repeat."""
@@ -30,8 +33,8 @@ Layers = bool | Sequence[type[nn.Module] | str]
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
-def checked_layers(chosen: Any) -> bool | tuple[type[nn.Module] | str, ...]:
-    """A user's choice, as a bool or a tuple.
+def checked_layers(chosen: Any, setting: str = "activation_checkpointing") -> bool | tuple[type[nn.Module] | str, ...]:
+    """A user's choice, as a bool or a tuple. `setting`: its name, for the message.
 
     Raises:
         ConfigError: it is something else than :data:`Layers`.
@@ -44,14 +47,13 @@ def checked_layers(chosen: Any) -> bool | tuple[type[nn.Module] | str, ...]:
         for entry in entries
     ):
         raise ConfigError(
-            "activation_checkpointing must be True, False, or a sequence of module classes and names of such, "
-            f"not {chosen!r}."
+            f"{setting} must be True, False, or a sequence of module classes and names of such, not {chosen!r}."
         )
     return entries
 
 
 @contextlib.contextmanager
-def checkpointed_layers(model: nn.Module, chosen: Layers, units: Units) -> Iterator[int]:
+def checkpointed_layers(model: nn.Module, chosen: Layers, units: Units, offloaded: Layers = False) -> Iterator[int]:
     """Around the sharding of `model`: the chosen layers compute their activations again from now on.
 
     Where the body raises they are as they were. Not collective.
@@ -61,26 +63,35 @@ def checkpointed_layers(model: nn.Module, chosen: Layers, units: Units) -> Itera
         chosen: classes and names of classes. True: the modules that `units` chooses, else those of the classes that a
             transformers model names itself, else those that repeat in a list.
         units: the engine's setting for this model.
+        offloaded: layers that compute their activations again, whether `chosen` says so or not, and whose inputs wait for
+            backward in host memory (:class:`~torch_shard.activation_offload.ActivationOffload`). True: all that are `chosen`;
+            where nothing is, the same as True is for that.
 
     Yields:
         how many layers.
 
     Raises:
-        ConfigError: the model has no such layers, or one of them has no ``forward``.
+        ConfigError: the model has no such layers, one of them has no ``forward``, or one of `offloaded` has its inputs
+            kept by nobody: it is inside of a layer that is computed again, or the model's own ``gradient_checkpointing`` is on.
     """
-    layers = _chosen_layers(model, chosen, units) if chosen else []
-    made = [
-        _Recomputed(layer, layer.forward)
-        for layer in layers
-        if not isinstance(layer.__dict__.get("forward"), _Recomputed)
-    ]
-    for forward in made:
-        forward.layer.forward = forward
+    layers = _chosen_layers("activation_checkpointing", model, chosen, units) if chosen else []
+    moved: list[nn.Module] = []
+    if offloaded is True and layers:
+        moved = layers
+    elif offloaded:
+        moved = _chosen_layers("activation_offload", model, offloaded, units)
+        layers = _outermost(layers + moved)
+    _refuse_without_inputs(moved, layers)
+    before = [(layer, layer.__dict__.get("forward")) for layer in layers]
+    offload = ActivationOffload() if moved else None
+    for layer, forward in before:
+        again = forward if isinstance(forward, _Recomputed) else _Recomputed(layer, layer.forward)
+        layer.forward = again if layer not in moved else _Recomputed(layer, again.forward, again.own, offload)
     try:
         yield len(layers)
     except BaseException:
-        for forward in made:
-            forward.undo()
+        for layer, forward in before:
+            _set_forward(layer, forward)
         raise
 
 
@@ -92,26 +103,47 @@ def keep_activations(model: nn.Module) -> None:
             found.undo()
 
 
-def _chosen_layers(model: nn.Module, chosen: Layers, units: Units) -> list[nn.Module]:
+def offload_of(model: nn.Module) -> ActivationOffload | None:
+    """What moves the inputs of layers of `model`, and counts the bytes; None where none are moved. Not collective."""
+    found = (layer.__dict__.get("forward") for layer in model.modules())
+    return next((f.offload for f in found if isinstance(f, _Recomputed) and f.offload is not None), None)
+
+
+def _chosen_layers(setting: str, model: nn.Module, chosen: Layers, units: Units) -> list[nn.Module]:
     if isinstance(chosen, bool):
-        layers = repeated_layers("activation_checkpointing", model, units)
+        layers = repeated_layers(setting, model, units)
     else:
         kinds = [entry for entry in chosen if isinstance(entry, type)]
         names = [entry for entry in chosen if isinstance(entry, str)]
-        kinds += classes_named("activation_checkpointing", names, model)
+        kinds += classes_named(setting, names, model)
         layers = [module for module in model.modules() if isinstance(module, tuple(kinds))]
         if not layers:
             raise ConfigError(
-                f"activation_checkpointing: {type(model).__name__} has no module of class "
-                f"{', '.join(kind.__name__ for kind in kinds)}."
+                f"{setting}: {type(model).__name__} has no module of class {', '.join(kind.__name__ for kind in kinds)}."
             )
     outer = _outermost(layers)
     for layer in outer:
         if getattr(type(layer), "forward", None) is nn.Module.forward and "forward" not in layer.__dict__:
-            raise ConfigError(
-                f"activation_checkpointing: {type(layer).__name__} has no forward; choose the layers in it."
-            )
+            raise ConfigError(f"{setting}: {type(layer).__name__} has no forward; choose the layers in it.")
     return outer
+
+
+def _refuse_without_inputs(moved: list[nn.Module], layers: list[nn.Module]) -> None:
+    for layer in moved:
+        name = type(layer).__name__
+        if layer not in layers:
+            outer = next(type(o).__name__ for o in layers if any(module is layer for module in o.modules()))
+            raise ConfigError(
+                f"activation_offload: {name} is inside of {outer}, which activation_checkpointing computes again as a whole, so "
+                f"that nothing of {name} is kept. Choose {outer} for activation_offload, or leave it out of "
+                "activation_checkpointing."
+            )
+        if getattr(layer, "gradient_checkpointing", False):
+            raise ConfigError(
+                f"activation_offload: {name} has the model's own gradient_checkpointing switched on, which keeps the layer's "
+                "inputs itself. Leave that out (gradient_checkpointing=True, gradient_checkpointing_enable()): "
+                "activation_offload computes activations again, too."
+            )
 
 
 def _outermost(layers: list[nn.Module]) -> list[nn.Module]:
@@ -123,22 +155,61 @@ def _outermost(layers: list[nn.Module]) -> list[nn.Module]:
 class _Recomputed:
     """A layer's forward with recomputation. An object, since a deep copy of the layer must not share it."""
 
-    def __init__(self, layer: nn.Module, forward: Any) -> None:
-        self.layer, self.forward = layer, forward
-        self.own = "forward" in layer.__dict__  # rather than its class's
+    def __init__(
+        self, layer: nn.Module, forward: Any, own: bool | None = None, offload: ActivationOffload | None = None
+    ) -> None:
+        self.layer, self.forward, self.offload = layer, forward, offload
+        self.own = "forward" in layer.__dict__ if own is None else own  # rather than its class's
         functools.update_wrapper(self, forward)  # its signature, for who asks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self.layer
-        if not (layer.training and torch.is_grad_enabled()) or getattr(layer, "gradient_checkpointing", False):
+        if not (layer.training and torch.is_grad_enabled()):
             return self.forward(*args, **kwargs)
-        return checkpoint(functools.partial(self.forward, **_without_cache(kwargs)), *args, use_reentrant=False)
+        if getattr(layer, "gradient_checkpointing", False):
+            if self.offload is not None:
+                _warn_of_own_checkpointing()
+            return self.forward(*args, **kwargs)
+        kwargs = _without_cache(kwargs)
+        if self.offload is None:
+            return checkpoint(functools.partial(self.forward, **kwargs), *args, use_reentrant=False)
+        if torch.compiler.is_compiling():
+            return _offloaded_uncompiled(self.offload, self.forward, args, kwargs)
+        return _offloaded(self.offload, self.forward, args, kwargs)
 
     def undo(self) -> None:
-        if self.own:
-            self.layer.forward = self.forward
-        else:
-            del self.layer.forward
+        _set_forward(self.layer, self.forward if self.own else None)
+
+
+def _set_forward(layer: nn.Module, forward: Any) -> None:
+    """Its own one; None: that of its class."""
+    if forward is not None:
+        layer.forward = forward
+    else:
+        layer.__dict__.pop("forward", None)
+
+
+def _offloaded(offload: ActivationOffload, forward: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # A checkpoint keeps positional arguments by saving them; those with a name it keeps as they are.
+    names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and offload.moves(value)]
+    rest = {name: value for name, value in kwargs.items() if name not in names}
+    call = functools.partial(_with_names, forward, names, rest)
+    with offload.inputs():
+        return checkpoint(call, *args, *(kwargs[name] for name in names), use_reentrant=False)
+
+
+def _with_names(forward: Any, names: Sequence[str], rest: Mapping[str, Any], *given: Any) -> Any:
+    first = len(given) - len(names)
+    return forward(*given[:first], **dict(zip(names, given[first:], strict=True)), **rest)
+
+
+# As `hooks.uncompiled`, and private like that (torch 2.13).
+_offloaded_uncompiled: Any = torch._disable_dynamo(_offloaded)  # type: ignore[attr-defined]
+_offloaded_uncompiled._torchdynamo_disable = True
+_offloaded_uncompiled._torchdynamo_disable_msg = (
+    "activation_offload: compiled code keeps the inputs of layers itself, so that these layers run between graphs. Leave out "
+    "fullgraph=True, and compile what is in the layers: layer.forward = torch.compile(layer.forward) before sharding"
+)
 
 
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -154,3 +225,11 @@ def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def _warn_of_caches() -> None:
     logger.warning("activation_checkpointing: layers do not use caches of keys and values in training.")
+
+
+@functools.cache
+def _warn_of_own_checkpointing() -> None:
+    logger.warning(
+        "activation_offload: the model's own gradient_checkpointing was switched on after it was set up, and keeps the inputs of "
+        "the layers on the device. Leave it out: activation_offload computes activations again, too."
+    )

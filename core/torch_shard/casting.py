@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,28 +18,46 @@ from .shard_tensor import ShardTensor
 if TYPE_CHECKING:
     from .unit import Unit
 
-__all__ = ["cast", "register", "unregister"]
+__all__ = ["cast", "moved", "register", "unregister"]
 
 _DEPTH = 8
 
 
-def cast(value: Any, dtype: torch.dtype, depth: int = _DEPTH) -> Any:
+def cast(value: Any, dtype: torch.dtype) -> Any:
     """`value` with its floating-point tensors in `dtype`; containers of others are copied where something in them changes.
 
     Looks into tuples, lists, dicts and dataclasses. Other objects (a cache that the forward fills, say) stay what they are.
     """
+
+    def to_dtype(tensor: torch.Tensor) -> torch.Tensor:
+        plain = not isinstance(tensor, ShardTensor) and tensor.is_floating_point() and tensor.element_size() > 1
+        return tensor.to(dtype) if plain else tensor
+
+    return _changed(value, to_dtype, _DEPTH)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """The same with tensors that are on the CPU moved to `device`."""
+
+    def to_device(tensor: torch.Tensor) -> torch.Tensor:
+        plain = not isinstance(tensor, ShardTensor) and tensor.device.type == "cpu"
+        return tensor.to(device, non_blocking=True) if plain else tensor
+
+    return _changed(value, to_device, _DEPTH)
+
+
+def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: int) -> Any:
     if isinstance(value, torch.Tensor):
-        plain = not isinstance(value, ShardTensor) and value.is_floating_point() and value.element_size() > 1
-        return value.to(dtype) if plain else value
+        return change(value)
     if depth == 0:
         return value
     if type(value) in (tuple, list) or isinstance(value, tuple):
-        items = [cast(item, dtype, depth - 1) for item in value]
+        items = [_changed(item, change, depth - 1) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        changed = {k: new for k, v in value.items() if (new := cast(v, dtype, depth - 1)) is not v}
+        changed = {k: new for k, v in value.items() if (new := _changed(v, change, depth - 1)) is not v}
         if changed:
             value = copy.copy(value)
             for key, new in changed.items():
@@ -47,7 +65,7 @@ def cast(value: Any, dtype: torch.dtype, depth: int = _DEPTH) -> Any:
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
-        changed = {k: new for k in names if (new := cast(old := getattr(value, k), dtype, depth - 1)) is not old}
+        changed = {k: new for k in names if (new := _changed(old := getattr(value, k), change, depth - 1)) is not old}
         if changed:
             value = copy.copy(value)  # not dataclasses.replace, which runs __init__ again
             for key, new in changed.items():
@@ -71,6 +89,17 @@ class CastInputs:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         dtype = self.stored if all(unit.is_summoned for unit in self.units) else self.compute
         return cast(args, dtype), cast(kwargs, dtype)
+
+
+class MoveInputs:
+    """Before the forward of the root, where parameters are in host memory, and so, to all appearances, the model: what is given
+    to it on the CPU goes to the device that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return moved(args, self.device), moved(kwargs, self.device)
 
 
 class KeepIn:
@@ -107,6 +136,9 @@ class CastOutputs:
         return cast_outputs(output, self.dtype)
 
 
+_HOOKS = (CastInputs, MoveInputs, KeepIn, KeepOut, CastOutputs)
+
+
 def register(root: nn.Module, units: list[Unit], precision: Precision) -> None:
     """Hook the modules of `root` as `precision` asks for, before the hooks that gather."""
     kept = precision.kept_modules(root)
@@ -129,6 +161,9 @@ def register(root: nn.Module, units: list[Unit], precision: Precision) -> None:
             compute = precision.param_dtype or min(dtypes, key=lambda dtype: dtype.itemsize)
             hook = CastInputs(own, compute, _stored(module, precision))
             module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    device = units[0].collectives.device if units else None
+    if device is not None and device.type != "cpu" and units[0].host is not None:
+        root.register_forward_pre_hook(MoveInputs(device), prepend=True, with_kwargs=True)
     if precision.output_dtype is not None:
         root.register_forward_hook(CastOutputs(precision.output_dtype))
 
@@ -137,7 +172,7 @@ def unregister(root: nn.Module) -> None:
     """Remove the hooks of :func:`register`."""
     for module in root.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [k for k, h in hooks.items() if isinstance(h, (CastInputs, KeepIn, KeepOut, CastOutputs))]:
+            for key in [k for k, h in hooks.items() if isinstance(h, _HOOKS)]:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
                 module._forward_hooks_always_called.pop(key, None)

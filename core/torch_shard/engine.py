@@ -313,6 +313,8 @@ class Engine(EngineState, EngineStatistics):
     def _let_go(self, units: list[Unit]) -> None:
         unregister(self.model, units)
         self._watch.close()
+        if self._runtime.host is not None:
+            self._runtime.host.leave(self._runtime)
         self.model.__dict__.pop(_ATTRIBUTE, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

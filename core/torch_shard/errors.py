@@ -192,7 +192,8 @@ class HostMemoryError(ShardError):
     """Host memory for offload can't be had.
 
     Raised: on all ranks, by ``shard()`` before anything is allocated, where what the ranks of a host need together is more than
-    the machine, or the limit of their container or job, has left; and where the system gives no more memory.
+    the machine, or the limit of their container or job, has left; and where the system gives no more memory. In a forward, on
+    the rank that lacks it, where inputs of layers are offloaded.
     Remedy: the message has the figures of each rank and host. Keep more on the device or on disk (``Offload``), or use
     fewer ranks on a host, or a higher limit.
     """
@@ -202,7 +203,7 @@ class PinnedMemoryError(HostMemoryError):
     """Host memory can't be page-locked.
 
     Raised: on all ranks, by ``shard()``, where the CUDA runtime refuses to lock the memory that parameters or gradients are to
-    be kept in.
+    be kept in; in a forward, on the rank that lacks it, for inputs of layers that are offloaded.
     Remedy: ``Offload(pin_memory=False)`` uses ordinary memory, with copies that block; or leave the machine more memory.
     """
 

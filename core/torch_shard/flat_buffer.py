@@ -16,7 +16,7 @@ from .dtensors import Placed, is_dtensor, shard_class
 from .errors import UnitStateError
 from .gradient_buffer import GradientBuffer
 from .layout import FlatLayout
-from .leaf import Leaf, is_view, memory_of, move, refuse_recorded_edit
+from .leaf import Leaf, is_view, mark_of_unit, memory_of, move, refuse_recorded_edit
 from .offload.host_gradients import HostGradients
 from .offload.host_shard import Crossing, HostShard
 from .precision import Dtypes
@@ -122,6 +122,7 @@ class FlatBuffer:
     def _take_parts(self) -> None:
         """Of the gathered buffer, while it has memory."""
         c = self.collectives
+        mark_of_unit(self.full)
         self.own = self.own_slot(self.full)
         self.slots = c.slots_of(self.full)
         # What is cast, or comes from elsewhere, is sent from its place.

@@ -132,3 +132,13 @@ def recorded_edit(name: str, rank: int) -> ShardError:
         "stored in slices, which record nothing, so that this value would get no gradient. Compute out of place "
         "(weight * scale), or edit it under torch.no_grad()."
     )
+
+
+def mark_of_unit(buffer: torch.Tensor) -> None:
+    """Note of a unit's buffer that its memory comes and goes as the engine says, whoever has a view of it."""
+    buffer.untyped_storage()._of_unit = True  # type: ignore[attr-defined]  # one object as long as the memory is there
+
+
+def is_of_unit(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a view of such a buffer."""
+    return getattr(tensor.untyped_storage(), "_of_unit", False)

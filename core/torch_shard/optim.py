@@ -6,7 +6,8 @@ Three kinds, by the exact class (a subclass may do anything, so it is of no kind
   options of the group. Steps on flat plain tensors, one for each unit and parameter group or for several: torch.optim's
   SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD, and Lion where torch has it.
 - ``"matrix"``: the update of a parameter needs all of it. Each parameter is updated whole, on the rank that owns it:
-  torch.optim's Muon and Adafactor, transformers' Adafactor.
+  torch.optim's Muon and Adafactor, transformers' Adafactor, and torchao's Adam and AdamW with state in 8 or 4 bits, which
+  they quantise in blocks.
 - no kind: the optimizer is given the ShardTensors as they are. What it does element by element, and its norms, are right;
   anything else is an error at its first step, before a parameter has changed.
 """
@@ -37,6 +38,12 @@ _BY_NAME: dict[tuple[str, str], Kind] = {
     ("apex.optimizers.fused_adam", "FusedAdam"): "elementwise",
     ("apex.optimizers.fused_sgd", "FusedSGD"): "elementwise",
     ("apex.optimizers.fused_adagrad", "FusedAdagrad"): "elementwise",
+    # Whether they quantise a parameter's state, and in which blocks, depends on its number of elements. torchao 0.18.
+    **{
+        ("torchao.optim.adam", f"{name}{bits}"): "matrix"
+        for name in ("Adam", "AdamW")
+        for bits in ("8bit", "4bit", "Fp8")
+    },
 }
 
 

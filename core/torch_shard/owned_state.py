@@ -24,6 +24,7 @@ from .runtime import Runtime
 from .shard_tensor import ShardTensor
 from .watch import blocking
 from .whole import agree
+from .wrapped_tensors import Taken, is_wrapper, take
 
 __all__ = [
     "Sent",
@@ -316,13 +317,21 @@ def descriptions(runtime: Runtime, state: Mapping[int, Any], count: int, what: s
     for number, kinds in enumerate(zip(*table, strict=True)):
         if 0 < sum(kinds) < c.world:
             source[number] = kinds.index(1)
+    if not source:
+        return {}
+    mine: dict[int, Any] = {}
+    error: Exception | None = None
+    try:
+        mine = {number: _described(state[number]) for number, owner in source.items() if owner == c.world_rank}
+        pickle.dumps(mine)  # values of the optimizer's own kind are among them
+    except Exception as problem:  # the other ranks must hear of it
+        error = ShardError(
+            f"rank {c.world_rank}: {what}: the optimizer's state has values that can't be sent to other ranks: {problem}"
+        )
+        error.__cause__ = problem
+    agree(runtime, what, None, error)
     found: dict[int, tuple[int, Any]] = {}
     for rank in sorted(set(source.values())):
-        mine = {
-            number: _described(state[number]) if rank == c.world_rank else None
-            for number, owner in source.items()
-            if owner == rank
-        }
         described: dict[int, Any] = broadcast_object(runtime, mine, rank, what)
         found.update((number, (rank, description)) for number, description in described.items())
     return found
@@ -401,15 +410,24 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested dicts, lists and tuples, in order: what an optimizer may keep under one key."""
+    """The plain tensors in nested dicts, lists and tuples, and in tensors that hold others, in order: what an optimizer may keep
+    under one key."""
+    if is_wrapper(value):
+        value = take(value)
     if isinstance(value, torch.Tensor):
         return [value]
+    if isinstance(value, Taken):
+        value = value.parts
     children = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     return [tensor for child in children for tensor in tensors_of(child)]
 
 
 def mapped(value: Any, change: Any) -> Any:
-    """`value` with new containers, in which `change` was called with each tensor or :class:`Sent`."""
+    """`value` with new containers, in which `change` was called with each plain tensor or :class:`Sent`."""
+    if is_wrapper(value):
+        value = take(value)
+    if isinstance(value, Taken):
+        return value.mapped(lambda part: mapped(part, change))
     if isinstance(value, (torch.Tensor, Sent)):
         return change(value)
     if isinstance(value, Mapping):

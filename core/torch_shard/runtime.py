@@ -53,6 +53,8 @@ class Runtime:
     def __init__(self, config: ShardConfig, collectives: Collectives, host: Host | None = None) -> None:
         """`host`: where parameters and optimizer state are, if they are not on the device."""
         self.config, self.collectives, self.host = config, collectives, host
+        if host is not None:
+            host.users.add(self)
         self.units: list[Unit] = []
         self.by_index: dict[int, Unit] = {}  # a copy of a submodule has some of the indices only
         self.gathered_bytes = GatheredBytes()

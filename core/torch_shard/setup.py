@@ -17,7 +17,7 @@ from .config import ShardConfig
 from .connect import connect
 from .deferred import Filler, deferred_of, refuse_altered
 from .dtensors import Placed, is_dtensor, local_of, placed_of
-from .errors import CheckpointError, ConfigError, SetupError
+from .errors import CheckpointError, ConfigError, HostMemoryError, SetupError
 from .flat_buffer import FlatBuffer
 from .hooks import register
 from .layout import FlatLayout, ParamMeta
@@ -25,7 +25,8 @@ from .log import logger
 from .materialise import Materialiser, one_random_state
 from .mesh import resolve_mesh
 from .offload.host import Host
-from .offload.settings import offload_of
+from .offload.set_up import check_memory, open_host, take_shards
+from .offload.settings import Offload, offload_of
 from .plan import ParamInfo, Plan, UnitPlan
 from .planner import make_plan
 from .precision import Dtypes, Precision, precision_of
@@ -84,8 +85,7 @@ def _build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, P
     agree(c, model, plan, error, config)
     assert plan is not None
     precision = precision_of(config.precision)
-    offload = offload_of(config.offload)
-    host = None if offload is None else Host(offload, c)
+    host, shards = _host(offload_of(config.offload), model, plan, layouts, c)
     runtime = Runtime(config, c, host)
     modules = dict(model.named_modules(remove_duplicate=False))
     params = by_name_of(model)
@@ -106,7 +106,8 @@ def _build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, P
                 unit = Unit(unit_plan.name, index, c, host)
                 runtime.add(unit)
                 for infos, layout in groups:
-                    _flatten(unit, infos, layout, placed, params, modules, config, c, on_meta[index], filler)
+                    place = shards.get(id(layout))
+                    _flatten(unit, infos, layout, placed, params, modules, config, c, on_meta[index], filler, place)
                 if on_meta[index]:
                     materialiser.initialise(unit, [modules[m] for p in unit_plan.params for m, _ in p.owners])
                 unit.triggers = [modules[name] for name in unit_plan.triggers]
@@ -120,7 +121,7 @@ def _build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, P
             _round_steps(runtime, precision)
         for unit in runtime.units:
             unit.compute_in_its_dtypes()
-    except (SetupError, CheckpointError) as problem:
+    except (SetupError, CheckpointError, HostMemoryError) as problem:
         error = problem
     agree(c, model, plan, error)
     c.drop_spares()
@@ -136,6 +137,28 @@ def _build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, P
         note_loads(unit, {name: modules[name] for info in unit_plan.params for name, _ in info.owners})
     logger.info("sharded %d parameters in %d units over %d ranks", len(plan.params), len(plan.units), c.size)
     return runtime, plan
+
+
+def _host(
+    offload: Offload | None,
+    model: nn.Module,
+    plan: Plan,
+    groups: list[list[tuple[list[ParamInfo], FlatLayout]]],
+    c: Collectives,
+) -> tuple[Host | None, dict[int, torch.Tensor]]:
+    """Where shards are to be that are not on the device, with memory for all of them, by id of the layouts. Collective."""
+    if offload is None:
+        return None, {}
+    check_memory(offload, groups, c)
+    host, error = open_host(offload, c)
+    shards: dict[int, torch.Tensor] = {}
+    try:
+        if error is None:
+            shards = take_shards(host, groups, [unit.name for unit in plan.units])
+    except Exception as problem:
+        error = problem
+    agree(c, model, plan, error)
+    return host, shards
 
 
 def _round_steps(runtime: Runtime, precision: Precision) -> None:
@@ -187,20 +210,22 @@ def _flatten(
     c: Collectives,
     on_meta: bool,
     filler: Filler,
+    place: torch.Tensor | None,
 ) -> None:
+    """`place`: memory for the shard, if it is not to be on the device."""
     dtypes = infos[0].dtypes
     waiting = [filler.note(params[info.name]) for info in infos]
-    host = unit.host
     if on_meta or all(waiting):
-        n, stored = layout.shard_numel, dtypes.stored
-        shard = torch.empty(n, dtype=stored, device=c.device) if host is None else host.empty(n, stored)
+        shard = place
+        if shard is None:
+            shard = torch.empty(layout.shard_numel, dtype=dtypes.stored, device=c.device)
         for start, stop in _own_gaps(layout, c.rank):
             shard[start:stop].zero_()
     else:
         shard = _filled(unit, infos, layout, params, config, c)
-        if host is not None:
-            shard = host.copied(shard)
-    flat = FlatBuffer(layout, dtypes, shard, c, unit, [placed[info.name] for info in infos], host)
+        if place is not None:
+            shard = place.copy_(shard)
+    flat = FlatBuffer(layout, dtypes, shard, c, unit, [placed[info.name] for info in infos], unit.host)
     unit.flats.append(flat)
     for index, info in enumerate(infos):
         original = params[info.name]

@@ -34,7 +34,18 @@ from .shard_spec import same_cut
 if TYPE_CHECKING:
     from .shard_tensor import ShardTensor
 
-__all__ = ["DTYPE", "GETTERS", "call", "computed_in", "creates", "exposes_memory", "initialises", "is_local"]
+__all__ = [
+    "DEVICE",
+    "DTYPE",
+    "GETTERS",
+    "call",
+    "computed_in",
+    "computed_on",
+    "creates",
+    "exposes_memory",
+    "initialises",
+    "is_local",
+]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -127,6 +138,7 @@ def exposes_memory(name: str) -> bool:
 
 
 DTYPE = _property("dtype")
+DEVICE = _property("device")
 
 
 def computed_in(param: ShardTensor) -> torch.dtype | None:
@@ -140,6 +152,16 @@ def computed_in(param: ShardTensor) -> torch.dtype | None:
         return None
     dtype: torch.dtype = unit.find(param)[0].compute
     return dtype
+
+
+def computed_on(param: ShardTensor) -> torch.device | None:
+    """The device that a parameter in host memory shows inside a forward, where that is not its own: models put what they make
+    next to ``self.child.weight``."""
+    unit = param._unit_ref() if param._unit_ref is not None else None
+    if unit is None or unit.host is None or unit.is_summoned or unit.runtime is None or not unit.runtime.in_forward:
+        return None
+    device: torch.device = unit.host.device
+    return device
 
 
 def call(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

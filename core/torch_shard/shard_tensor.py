@@ -113,6 +113,10 @@ class ShardTensor(torch.Tensor):
                 dtype = shard_functions.computed_in(args[0])
                 if dtype is not None:
                     return dtype
+            elif func == shard_functions.DEVICE:
+                device = shard_functions.computed_on(args[0])
+                if device is not None:
+                    return device
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return shard_functions.call(ShardTensor, func, args, kwargs or {})

@@ -25,6 +25,7 @@ __all__ = [
     "Trial",
     "check_class",
     "check_units",
+    "refusal_of",
     "refuse_offloaded",
     "refuse_others",
     "refuse_twice",
@@ -34,20 +35,25 @@ __all__ = [
     "units_of",
 ]
 
-# By the beginning of the module's name; and what a class's name contains.
-_REFUSED = (
-    (
-        "bitsandbytes",
-        "8bit",
-        "quantises its state in blocks and decides by a tensor's size whether to; both would depend on the number of ranks. "
-        "Use torch.optim's class of the same name",
-    ),
-    (
-        "bitsandbytes",
-        "",
-        "passes the addresses of whole parameters to its kernels. Use torch.optim's class of the same name",
-    ),
-)
+# Its kernels work on what they take for whole parameters, and overrides of settings (GlobalOptimManager) go by the identity of
+# parameters, which in a step on whole matrices are others.
+_REFUSED = "bitsandbytes"
+
+
+def refusal_of(optimizer: Any) -> str | None:
+    """Why an optimizer can't step on slices, whatever it is registered as, with the remedy; None where it may. Not collective."""
+    cls = type(optimizer)
+    if not any(base.__module__.split(".")[0] == _REFUSED for base in cls.__mro__):
+        return None
+    name = cls.__name__.removesuffix("8bit").removesuffix("32bit")
+    use = f"torch.optim.{name}" if hasattr(torch.optim, name) else "an optimizer of torch.optim"
+    # `optim_bits=8` is the same as a class of that name.
+    if cls.__name__.endswith("8bit") or getattr(getattr(optimizer, "args", None), "optim_bits", None) == 8:
+        why = "quantises its state in blocks, and decides by a tensor's size whether to; both would depend on the number of ranks"
+        use += "; for state in 8 bits torchao.optim.AdamW8bit, which steps on whole parameters here"
+    else:
+        why = "passes the addresses of whole parameters to its kernels"
+    return f"{cls.__module__}.{cls.__qualname__} {why}. Use {use}."
 
 
 def check_class(optimizer: Any, rank: int) -> None:
@@ -63,9 +69,9 @@ def check_class(optimizer: Any, rank: int) -> None:
             f"{name} works on all parameters as one vector, which no rank has. Use another optimizer; an update of your own from "
             "whole parameters and gradients goes inside `with engine.gathered(write=True, grads=True):`. Nothing was changed."
         )
-    for module, part, why in _REFUSED:
-        if cls.__module__.split(".")[0] == module and part in cls.__qualname__:
-            raise ShardError(f"{name} {why}. Nothing was changed.")
+    why = refusal_of(optimizer)
+    if why is not None:
+        raise ShardError(f"rank {rank}: {why} Nothing was changed.")
     for number, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             raise ShardError(

@@ -101,6 +101,8 @@ class Unit:
         """The end of set-up: from here on modules compute in the dtypes that were asked for."""
         for flat in self.flats:
             flat.compute_in_its_dtype()
+            if flat.gradients.home is not None and any(param.requires_grad for param in flat.params):
+                flat.gradients.home.prepare(flat.dtypes.grad)
         self.gathers = any(flat.gathers for flat in self.flats)
         self.casts = any(flat.casts for flat in self.flats)
         self.rounding = any(flat.rounding is not None for flat in self.flats)
@@ -438,7 +440,9 @@ class Unit:
         other = Unit(self.name, self.index, self.collectives, self.host)
         memo[id(self)] = other
         for flat in self.flats:
-            shard = flat.shard.detach().clone() if self.host is None else self.host.copied(flat.shard.detach())
+            shard = (
+                flat.shard.detach().clone() if self.host is None else self.host.copied(flat.shard.detach(), self.name)
+            )
             twin = FlatBuffer(flat.layout, flat.dtypes, shard, self.collectives, other, flat.placed, self.host)
             twin.rounding = None if flat.rounding is None else flat.rounding.copy()
             other.flats.append(twin)

@@ -49,6 +49,8 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
         activation_checkpointing: layers that keep their inputs alone and compute the rest again in backward: a class or the name
             of one, or several. True: of the modules that are units by `config`, else of those that repeat. Names in state
             dicts stay.
+        activation_offload: layers that compute activations again, too, and whose inputs wait for backward in host memory,
+            chosen in the same way. True: all that `activation_checkpointing` chooses; where it chooses none, as True is there.
         state_dict_type: ``"full"`` checkpoints are one file each, gathered and written by rank 0, as ``ddp`` writes them;
             ``"sharded"`` ones a folder each, to which every rank writes its slices. Both are loaded whatever this is.
         async_save: write sharded checkpoints while training goes on. The next save or load waits, and raises a failure.
@@ -73,6 +75,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
         start_method: StartMethod = "popen",
         defer_gradient_sync: bool = True,
         activation_checkpointing: LayersOrOne = None,
+        activation_offload: LayersOrOne = None,
         state_dict_type: StateDictType = "full",
         async_save: bool = False,
         weights_only: bool | None = None,
@@ -86,6 +89,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
             start_method=start_method,
             defer_gradient_sync=defer_gradient_sync,
             activation_checkpointing=activation_checkpointing,
+            activation_offload=activation_offload,
             state_dict_type=state_dict_type,
             async_save=async_save,
             weights_only=weights_only,
@@ -144,7 +148,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
         config = self._engine_config(self.precision, module)
         engine = torch_shard.engine_of(module)
         if engine is None:
-            with checkpointed_layers(module, self._checkpointed, config.units):
+            with checkpointed_layers(module, self._checkpointed, config.units, self._offloaded):
                 torch_shard.shard(module, config, mesh=mesh_on(self.root_device))
         elif not same_config(engine.config, config) or engine.device != self.root_device:
             raise ConfigError(

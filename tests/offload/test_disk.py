@@ -275,7 +275,7 @@ def test_a_disk_that_is_full_is_an_error_when_the_tensor_is_made(tmp_path):
             del kept
     finally:
         gc.collect()
-        subprocess.run(["umount", disk], check=True)
+        subprocess.run(["umount", "--lazy", disk], check=True)
 
 
 def test_a_limit_on_the_size_of_files_is_an_error_when_the_tensor_is_made(store):

@@ -302,3 +302,19 @@ def test_a_process_that_keeps_the_directory_to_itself_is_named_in_the_end(tmp_pa
     ):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_was_removed_just_before_it_was_taken_is_none(tmp_path, monkeypatch):
+    take, calls = run_folder._lock, []
+
+    def take_late(fd: int, path: Path) -> bool:
+        calls.append(path)
+        if len(calls) == 1:  # who held it was the last one in the directory
+            path.unlink()
+        return take(fd, path)
+
+    monkeypatch.setattr(run_folder, "_lock", take_late)
+    with run_folder._guarded(tmp_path, 0.1):
+        assert len(calls) == 2
+        with pytest.raises(DiskError), run_folder._guarded(tmp_path, 0.1):
+            pass

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from ..errors import CheckpointError
 from ..runtime import Runtime
 from ..shard_tensor import ShardTensor
+from ..wrapped_tensors import is_wrapper
 from .contents import EXTRA, OPTIMIZER
 from .phases import broadcast, each
 from .writer import ShardWriter
@@ -100,6 +101,8 @@ def _expressible(value: Any, path: tuple[str, ...]) -> Any:
         return _Object(dict(value))
     if isinstance(value, list):
         return [_expressible(child, (*path, str(i))) for i, child in enumerate(value)] or _Object([])
+    if is_wrapper(value):
+        return _Object(value)  # it has no memory of its own that could be written
     return value
 
 

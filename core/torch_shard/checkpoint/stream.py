@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from .. import full_state, named_state, owned_state
+from ..errors import CheckpointError
 from ..flat_buffer import FlatBuffer
 from ..runtime import Runtime
 from ..shard_tensor import ShardTensor
 from ..whole import whole_flat, whole_slices
+from ..wrapped_tensors import is_wrapper
 from .scratch import copied
 from .tied import memory_key
 from .torch_file import Slot
@@ -147,11 +149,13 @@ class OptimizerStream:
 
         Raises:
             StateDictError: it holds a parameter that is not this model's.
+            CheckpointError: its state has tensors that consist of others.
         """
         self.runtime = runtime
         named_state.names_of(runtime, optimizer, model)
         self.params = [p for group in optimizer.param_groups for p in group["params"]]  # torch counts like this
         self.taken = optimizer.state_dict()
+        _refuse_wrappers(runtime, optimizer, self.taken["state"])
         self._cut = named_state.sharded_entries(runtime, self.params, self.taken["state"])
         self.key = (len(self.params), self._cut.key)
         self.structure: dict[str, Any] = {}
@@ -210,6 +214,22 @@ class OptimizerStream:
             entries = owned_state.sent(self.runtime, given, number, source, description, wanted, what)
             put(functools.partial(zip, self._owned[number], owned_state.tensors_of(entries)))
             del entries
+
+
+def _refuse_wrappers(runtime: Runtime, optimizer: Any, state: Any) -> None:
+    """Raise where a value of the state can't be streamed, because it has no memory of its own. Not collective.
+
+    Raises:
+        CheckpointError: names the class, and the remedy.
+    """
+    for number, entries in state.items():
+        for key, value in entries.items() if isinstance(entries, dict) else ():
+            if is_wrapper(value):
+                raise CheckpointError(
+                    f"rank {runtime.collectives.world_rank}: {key} of parameter {number} in {type(optimizer).__name__}'s state "
+                    f"is a {type(value).__name__}, which is made of several tensors; one file can't be written of such state "
+                    "piece by piece. Write a folder, engine.save, or gather it: engine.optim_state_dict."
+                )
 
 
 def _dtype_of(slices: Iterable[torch.Tensor | None]) -> torch.dtype:

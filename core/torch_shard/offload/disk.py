@@ -13,8 +13,8 @@ A unit (what is passed in one call) takes memory from the beginning of its read_
 `behind` may be unfinished; a further call waits. So with one unit read ahead, ``behind + 2`` units are in memory at most.
 
 Space is taken when a tensor is made: a full disk is an error then, and not the end of the process later. That holds where files
-are overwritten in place. File systems that copy on write (zfs; btrfs unless told otherwise by ``chattr +C``) need space with
-every write.
+are overwritten in place (ext4, xfs). File systems that copy on write (btrfs, zfs) need space for each write, too; if it is
+missing then, :meth:`DiskStore.wait` says so.
 """
 
 from __future__ import annotations

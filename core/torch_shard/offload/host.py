@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
+import weakref
 from collections import deque
 from typing import Any
 
@@ -10,6 +13,8 @@ import torch
 
 from ..collectives import Collectives, outside_inference
 from ..errors import HostStepError
+from . import host_memory, pinned
+from .disk import DiskStore
 from .host_thread import HostThread
 from .settings import Offload
 
@@ -17,12 +22,14 @@ __all__ = ["Host"]
 
 _IN_FLIGHT = 2  # gradients on their way to host memory, whose device memory is kept until they are there
 _SPARE = 2  # buffers of a size that are kept between backwards
+_BEHIND = 2  # units on their way to disk; beside them one is stepped on, and one read ahead
 
 
 class Host:
     """What the units of an engine share. On a machine without a GPU the device is the CPU, and all that would cross is copied."""
 
     def __init__(self, offload: Offload, collectives: Collectives) -> None:
+        """Allocates nothing yet; see :meth:`open`."""
         self.offload, self.collectives, self.device = offload, collectives, collectives.device
         self.on_cuda = self.device.type == "cuda"
         if self.on_cuda and collectives.gather_stream is None:  # one rank, which gathers all the same
@@ -32,6 +39,8 @@ class Host:
         self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
         # Orders of norms that were asked for of gradients: from then on they are taken while the gradients move.
         self.norms: set[float] = set()
+        self.disk: DiskStore | None = None
+        self.users: weakref.WeakSet[object] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Host:
         return self  # memory, streams and the thread belong to the process, not to a model
@@ -48,14 +57,50 @@ class Host:
         return made
 
     # -- memory ---------------------------------------------------------------------------------------------------
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """1-D, in host memory, page-locked where that is wanted and there is a GPU."""
-        with outside_inference():
-            return torch.empty(numel, dtype=dtype, pin_memory=self.on_cuda and self.offload.pin_memory and numel > 0)
+    def run_id(self) -> str:
+        """The same on all ranks and for all models that they shard, in no other run: which process is the first rank. Collective."""
+        text = f"{host_memory.host_identity()} {os.getpid()} {_started()}"
+        number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+        own = torch.tensor([number], dtype=torch.int64, device="cpu")
+        everyone: torch.Tensor = self.collectives.everyone.all_gather(own, "the set-up of offload")
+        return f"{int(everyone[0]):x}"
 
-    def copied(self, values: torch.Tensor) -> torch.Tensor:
-        """The same values in host memory of their own."""
-        made = self.empty(values.numel(), values.dtype)
+    def open(self, run_id: str) -> None:
+        """Take the directory for what is to lie on disk. Not collective.
+
+        Raises:
+            DiskError, UnavailableError: it can't be used.
+        """
+        if self.offload.nvme is not None:
+            self.disk = DiskStore(self.offload.nvme, run=run_id, rank=self.collectives.world_rank, behind=_BEHIND)
+
+    def leave(self, user: object) -> None:
+        """One of the engines that use it (a model's, or a copy's) is closed: the last one ends the thread, and deletes what is on
+        disk. Tensors stay readable."""
+        self.users.discard(user)
+        if not self.users:
+            self.thread.close()
+            if self.disk is not None:
+                self.disk.close()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """1-D, in host memory, page-locked where that is wanted and there is a GPU.
+
+        Raises:
+            HostMemoryError: the system does not give it.
+        """
+        with outside_inference():
+            return pinned.allocate(numel, dtype, pin=self.offload.pin_memory, device=self.device)
+
+    def empty_shard(self, numel: int, dtype: torch.dtype, name: str) -> torch.Tensor:
+        """The same for what the optimizer steps on, which may lie on disk. `name`: for the file."""
+        if self.disk is not None and self.offload.nvme_params:
+            return self.disk.allocate(f"parameters {name}", numel, dtype)
+        return self.empty(numel, dtype)
+
+    def copied(self, values: torch.Tensor, name: str) -> torch.Tensor:
+        """The values of a shard, 1-D, in memory of their own."""
+        made = self.empty_shard(values.numel(), values.dtype, name)
         made.copy_(values)
         return made
 
@@ -91,6 +136,11 @@ class Spares:
         self._host, self._numel = host, numel
         self._made: list[tuple[torch.Tensor, int]] = []
 
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Have one, before there is a gradient."""
+        if not self._made:
+            self.take(dtype)
+
     def take(self, dtype: torch.dtype) -> torch.Tensor:
         for buffer, alone in self._made:
             if buffer.dtype == dtype and _uses(buffer) == alone:
@@ -99,6 +149,15 @@ class Spares:
         if len(self._made) < _SPARE:
             self._made.append((buffer, _uses(buffer)))
         return buffer.detach()
+
+
+def _started() -> str:
+    """When this process began: process numbers are used again."""
+    try:
+        with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
 
 
 def _uses(buffer: torch.Tensor) -> int:

@@ -25,6 +25,14 @@ class HostGradients:
         self._spares = Spares(host, numel)
         self._only_arriving = False  # the latest work: there is nothing that the host does
 
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Take memory for gradients of this dtype.
+
+        Raises:
+            HostMemoryError: there is none.
+        """
+        self._spares.prepare(dtype)
+
     def receive(self, result: torch.Tensor) -> torch.Tensor:
         """`result`, 1-D, on the device and nobody else's any more, on its way to host memory: that memory. Sharded tensors that
         are made over it have to wait (``moving.hold``)."""

@@ -58,12 +58,23 @@ class HostShard:
         self._read: _Read | None = None
 
     def compute_in(self, dtype: torch.dtype) -> None:
-        """Of what dtype :meth:`copy_to` takes memory from here on."""
+        """Of what dtype :meth:`copy_to` takes memory from here on.
+
+        Raises:
+            HostMemoryError: there is no memory for it.
+        """
         self._compute, self._cast, self._resident, self._fresh = dtype, None, None, -1
+        if self._is_cast:
+            self._cast = self.host.empty(self.shard.numel(), dtype)
+
+    @property
+    def _is_cast(self) -> bool:
+        """Whether what crosses has memory of its own on the host: of another dtype, or since the shard lies on disk."""
+        return self._compute != self.shard.dtype or self.host.offload.nvme_params
 
     def _prepare(self) -> torch.Tensor:
         """What crosses, or is there already, with the values that the shard has now."""
-        if self._compute == self.shard.dtype and self.host.offload.params:
+        if not self.crosses:
             return self.shard
         if self._fresh != self.shard._version:
             self.refresh()
@@ -73,9 +84,7 @@ class HostShard:
 
     def refresh(self) -> None:
         """The shard has changed: make what crosses anew. On the thread that has changed it."""
-        if self._compute != self.shard.dtype:
-            if self._cast is None:
-                self._cast = self.host.empty(self.shard.numel(), self._compute)
+        if self._cast is not None:
             self.settle_reads()
             self._cast.copy_(self.shard)
         if not self.host.offload.params:
@@ -89,7 +98,7 @@ class HostShard:
     @property
     def crosses(self) -> bool:
         """Whether there is anything to make anew behind a step."""
-        return self._compute != self.shard.dtype or not self.host.offload.params
+        return self._cast is not None or not self.host.offload.params
 
     def copy_to(self, own: torch.Tensor) -> Crossing | None:
         """Fill `own`, on the device and in the dtype of computation, on the current stream; None where that is done at once.

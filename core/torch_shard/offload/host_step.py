@@ -54,6 +54,7 @@ class HostStep:
         self._rest = FlatStep(optimizer, runtime, REST)
         self._steps: dict[int, tuple[FlatBuffer, FlatStep]] = {}
         self._kinds: dict[type, type] = {}
+        self._on_disk: dict[int, list[torch.Tensor]] = {}  # by id of the flat buffer: its state
         self._options: list[Options] = []
         self._fresh: list[dict[str, Any]] = []
 
@@ -72,8 +73,9 @@ class HostStep:
         self._options = [Options(group) for group in optimizer.param_groups]
         refuse_unreduced(optimizer, self.runtime)
         together = Together()
-        for flat, step in self._in_order(optimizer):
-            self._step(optimizer, flat, step, together)
+        order = self._in_order(optimizer)
+        for (flat, step), following in zip(order, [*order[1:], None], strict=True):
+            self._step(optimizer, flat, step, together, None if following is None else following[0])
         for options in self._options:
             options.write_back()
         self._rest.open()
@@ -90,7 +92,9 @@ class HostStep:
     def _fresh_groups(self) -> list[dict[str, Any]]:
         return self._fresh
 
-    def _step(self, optimizer: Any, flat: FlatBuffer, step: FlatStep, together: Together) -> None:
+    def _step(
+        self, optimizer: Any, flat: FlatBuffer, step: FlatStep, together: Together, following: FlatBuffer | None
+    ) -> None:
         assert flat.host is not None and self.function is not None
         flat.host.moving.settle()
         step.count_as_before()
@@ -102,9 +106,10 @@ class HostStep:
             session.end()
             return
         counters = step.count_apart() if self._may_wait(optimizer, step) else None
-        task = functools.partial(self._run, optimizer, other, session, flat)
+        task = functools.partial(self._run, optimizer, other, session, flat, following)
         if counters is None:
             task()
+            self._to_disk(flat, step)
             for options, group in zip(self._options, groups, strict=True):
                 options.stepped(group)
             return
@@ -132,15 +137,54 @@ class HostStep:
         graph = any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups)
         return step.as_left and not scaled and plain and not graph
 
-    def _run(self, optimizer: Any, other: Any, session: Session, flat: FlatBuffer) -> None:
-        """The arithmetic of one flat buffer."""
+    def _run(
+        self, optimizer: Any, other: Any, session: Session, flat: FlatBuffer, following: FlatBuffer | None
+    ) -> None:
+        """The arithmetic of one flat buffer. `following`: what comes behind it."""
         assert self.function is not None and flat.host is not None
+        disk, kept = flat.host.host.disk, self._kept(flat)
+        if disk is not None:
+            if following is not None:
+                disk.read_ahead(self._kept(following))
+            disk.wait(kept)
         flat.host.settle_reads()
         self.function(other)
         session.end()
         if flat.host.crosses:
             with torch.no_grad():
                 flat.host.refresh()
+        if disk is not None:
+            disk.write_behind(kept)
+
+    # -- on disk --------------------------------------------------------------------------------------------------
+    def _kept(self, flat: FlatBuffer) -> list[torch.Tensor]:
+        """What a step on a flat buffer needs from disk."""
+        own = [flat.memory] if flat.host is not None and flat.host.host.offload.nvme_params else []
+        return own + self._on_disk.get(id(flat), [])
+
+    def _to_disk(self, flat: FlatBuffer, step: FlatStep) -> None:
+        """Put state there that was made or replaced since. The next step finds it there, and looks at everything anew.
+
+        Raises:
+            DiskError: there is no space; it stays where it is.
+        """
+        disk = flat.host.host.disk if flat.host is not None else None
+        if disk is None:
+            return
+        known = self._on_disk.get(id(flat), [])
+        kept: dict[int, torch.Tensor] = {}
+        for value in (value for runs in step.all_runs for value in runs.elements()):
+            base, local = value._flat, value._local
+            if not any(base is one for one in known) and id(base) not in kept:
+                kept[id(base)] = disk.allocate(f"state {value._spec.name}", base.numel(), base.dtype).copy_(base)
+            else:
+                kept.setdefault(id(base), base)
+            place = kept[id(base)]
+            if place is not base:
+                at = local.storage_offset() - base.storage_offset()
+                value._local, value._flat = place[at : at + local.numel()], place
+        self._on_disk[id(flat)] = list(kept.values())
+        disk.write_behind(kept.values())
 
     def _named(self, task: Callable[[], None], step: FlatStep, optimizer: Any) -> None:
         """On the host thread."""
@@ -186,7 +230,7 @@ class HostStep:
                 flat.host.moving.settle()
             step.count_as_before()
             step.forget()
-        self._steps = {}
+        self._steps, self._on_disk = {}, {}
         self._rest.forget()
 
 

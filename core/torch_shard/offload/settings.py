@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,10 @@ class Offload:
         optimizer: step in host memory, where the optimizer's state is then. ``False`` is for naming what is not offloaded; with
             `params` it is refused, since the step works where the parameters are.
         pin_memory: page-locked memory, without which copies hold up compute. ``False`` where the system does not give as much.
+        nvme: a directory, on a local disk: optimizer state is kept in files below it, read ahead of each unit's update and
+            written behind it, so that no more than four units' state is in memory. A run has the directory to itself; its files
+            are removed when it ends, and those of one that was killed when the next one begins. Linux only.
+        nvme_params: keep the parameters that the optimizer steps on there, too; what crosses to the device stays in memory.
 
     Raises:
         ConfigError: a value is of the wrong type, or the fields contradict each other.
@@ -34,14 +39,22 @@ class Offload:
     params: bool = True
     optimizer: bool = True
     pin_memory: bool = True
+    nvme: str | os.PathLike[str] | None = None
+    nvme_params: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("params", "optimizer", "pin_memory"):
+        for field in ("params", "optimizer", "pin_memory", "nvme_params"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(f"offload.{field} must be True or False, not {getattr(self, field)!r}.")
         if not self.optimizer:
             why = "the step works where the parameters are" if self.params else "nothing is left to offload"
             raise ConfigError(f"offload.optimizer: False with params={self.params}: {why}. Set it to True.")
+        if self.nvme is not None:
+            if not isinstance(self.nvme, (str, os.PathLike)) or not os.fspath(self.nvme):
+                raise ConfigError(f"offload.nvme must be None or the path of a directory, not {self.nvme!r}.")
+            object.__setattr__(self, "nvme", os.fspath(self.nvme))  # equal on ranks that mean the same
+        elif self.nvme_params:
+            raise ConfigError("offload.nvme_params needs a directory: set nvme, or leave it out.")
 
 
 def offload_of(value: Any) -> Offload | None:

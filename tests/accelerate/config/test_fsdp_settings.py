@@ -72,11 +72,12 @@ def test_every_fsdp2_yaml_is_translated(reshard: bool, tmp_path: Path) -> None:
         answers = {
             "fsdp_reshard_after_forward": reshard, "fsdp_state_dict_type": form,
             "fsdp_activation_checkpointing": flag, "fsdp_cpu_ram_efficient_loading": flag,
+            "fsdp_activation_checkpointing_offload": flag,
         }  # fmt: skip
         found = from_yaml(tmp_path, {**FSDP2, **answers, **wrap})
         assert found.strategy == ("full_shard" if reshard else "shard_grad_op")
         assert found.state_dict_type == form.split("_")[0].lower()
-        assert found.activation_checkpointing is flag and found.prefetch == 1
+        assert found.activation_checkpointing is found.activation_offload is flag and found.prefetch == 1
         check_wrap(found, wrap)
 
 
@@ -105,7 +106,7 @@ def test_every_field_of_the_plugin_has_a_row() -> None:
     ("answers", "named"),
     [
         ({"fsdp_offload_params": True}, "FSDP_OFFLOAD_PARAMS"),
-        ({"fsdp_activation_checkpointing": True, "fsdp_activation_checkpointing_offload": True}, "CHECKPOINTING_OFFLOAD"),
+        ({"fsdp_activation_checkpointing_offload": True}, "CHECKPOINTING_OFFLOAD.*FSDP_ACTIVATION_CHECKPOINTING .* is false"),
         ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "A"}, "AUTO_WRAP_POLICY"),
         ({"fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_transformer_layer_cls_to_wrap": "A"}, "TRANSFORMER_CLS_TO_WRAP"),
         ({"fsdp_auto_wrap_policy": "BLOCKS"}, "FSDP_AUTO_WRAP_POLICY"),
@@ -179,10 +180,6 @@ def test_the_plugins_precision_is_ours() -> None:
         ({"cpu_offload": True, "fsdp_version": 2}, "cpu_offload"),
         ({"param_init_fn": lambda m: None}, "param_init_fn"),
         ({"auto_wrap_policy": "size_based_wrap", "transformer_cls_names_to_wrap": ["A"], "min_num_params": 1}, "classes"),
-        (
-            {"activation_checkpointing": True, "activation_checkpointing_offload": True, "fsdp_version": 2},
-            "activation_checkpointing_offload",
-        ),
     ],
     ids=str,
 )  # fmt: skip

@@ -37,6 +37,7 @@ loss = trainer.evaluate()["eval_loss"]
 found = {"class": type(trainer.accelerator).__module__, "logs": [log for log in logs if log], "eval": loss}
 if args.process_index == 0:
     print("RESULT " + json.dumps(found))
+trainer.accelerator.end_training()  # without it Gloo's threads may abort the process at its end, under DDP too
 """
 
 

@@ -1,0 +1,362 @@
+"""Activation offload: what checkpointed layers keep, their inputs, waits for backward in host memory.
+
+One step, of three layers; each line is a stream of a GPU::
+
+    compute  | layer 0 | layer 1 | layer 2 | loss | again 2, backward 2 | again 1, backward 1 | again 0, backward 0 |
+    out      |  in 0   |  in 1   |  in 2   |
+    back                                          |         in 1        |         in 0        |
+
+A layer's input is copied out beside the layer's own forward. Its memory is given back where the next offloaded layer
+begins: there compute waits for the copy, so that at most two inputs are on the device, and a layer that is shorter than its
+copy waits for it. The input of the last layer stays until backward, which needs it first. When backward comes to a layer, the
+copy back of the input of the one before it is started; the one before is that of the forward, whatever it was.
+
+The copies are made by torch's saved-tensor hooks. They are around the call of the checkpoint, and so see what it keeps. Inside
+of it they would take the place of the hooks that checkpointing is made of, and the layer would keep all that it computes; for
+the same reason nothing is done where some other hook is in force: a checkpoint around the layer, or the user's ``save_on_cpu``.
+
+Without a GPU the copies are the same, between two places in host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any
+
+import torch
+
+from .errors import ConfigError, ShardError
+from .leaf import is_of_unit
+from .offload.host_buffers import HostBuffer, HostBuffers
+from .use import graph_task
+
+__all__ = ["MIN_BYTES", "ActivationOffload"]
+
+MIN_BYTES = 16 << 10
+"""Smaller tensors stay on the device: starting a copy of them takes longer than the copy."""
+
+# Who has pushed hooks for saved tensors; no public accessor (torch 2.13).
+_hooks_in_force: Any = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class ActivationOffload:
+    """Copies what autograd keeps to host memory, and back ahead of backward. One for a model, and not between threads.
+
+    For checkpoints of one's own, of either kind; ``activation_offload=`` of the front ends, and
+    :func:`~torch_shard.activation_checkpointing.checkpointed_layers`, do the same for layers by class::
+
+        offload = ActivationOffload()
+        for layer in self.layers:
+            with offload.inputs():
+                x = checkpoint(layer, x, use_reentrant=False)
+
+    Copied are dense tensors of any dtype that are not parameters, and not views of parameters that the engine has gathered. A
+    tensor that several layers take, such as a mask, is copied once. What is edited through ``.data`` meanwhile leaves no
+    trace, here as in autograd. A copy of the model, and a pickled one, has one of its own, which is empty.
+
+    Args:
+        min_bytes: smaller tensors stay where they are.
+
+    Attributes:
+        copied_out: bytes that were copied to the host, since it was made.
+        copied_back: bytes that were copied from there.
+        late: copies back that were started only when backward was there.
+
+    Raises:
+        ConfigError: `min_bytes` is not a positive number.
+
+    Not collective.
+    """
+
+    def __init__(self, min_bytes: int = MIN_BYTES) -> None:
+        if isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 1:
+            raise ConfigError(f"min_bytes must be a positive number of bytes, not {min_bytes!r}.")
+        self.min_bytes = min_bytes
+        self.copied_out = self.copied_back = self.late = 0
+        self._pools: dict[torch.device, HostBuffers] = {}
+        self._streams: dict[torch.device, _Streams | None] = {}
+        # By weak references all of it: the graph alone holds what is kept, so that nothing is left of one that is dropped.
+        self._copies: weakref.WeakValueDictionary[Any, _Copy] = weakref.WeakValueDictionary()
+        self._on_device: list[weakref.ref[_Copy]] = []
+        self._last: weakref.ref[_Call] | None = None
+
+    def __reduce__(self) -> Any:
+        return ActivationOffload, (self.min_bytes,)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that are held now, whether in use or for the next step."""
+        return sum(pool.held for pool in self._pools.values())
+
+    @property
+    def host_bytes_in_use(self) -> int:
+        """Bytes of it that hold something which a backward may need."""
+        for pool in self._pools.values():
+            pool.collect()
+        return sum(pool.in_use for pool in self._pools.values())
+
+    def inputs(self) -> contextlib.AbstractContextManager[Any]:
+        """Around one call of a checkpoint: what it keeps waits for backward in host memory.
+
+        Does nothing inside of another checkpoint, which keeps nothing of what is in it, in what backward computes again, and
+        where other hooks for saved tensors are in force.
+
+        Raises (in the forward):
+            HostMemoryError: there is no host memory for it, on this rank.
+
+        Raises (in backward):
+            ShardError: what was kept was changed in place after the checkpoint had it. Plain torch raises then, too.
+        """
+        if graph_task() != -1 or _hooks_in_force(True) is not None:
+            return contextlib.nullcontext()
+        self._let_go()
+        call = _Call(self)
+        return torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack)
+
+    def _let_go(self) -> None:
+        """Of the memory of what has been copied out."""
+        on_device, self._on_device = self._on_device, []
+        for ref in on_device:
+            copy = ref()
+            if copy is not None:
+                copy.let_go()
+
+    def _copy(self, tensor: torch.Tensor) -> _Copy | None:
+        """Its copy on the host, which may be under way, or have been there; None: it stays where it is."""
+        if not self.moves(tensor):
+            return None
+        storage, version = tensor.untyped_storage(), tensor._version
+        key = (tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), version)
+        copy = self._copies.get(key)
+        # The address may be that of other memory by now.
+        if copy is None or copy.storage() is not storage:
+            copy = _Copy(self, tensor, storage, version)
+            self._copies[key] = copy
+            self.copied_out += copy.nbytes
+        elif copy.source is None:
+            copy.stay(tensor, version)
+        self._on_device.append(weakref.ref(copy))
+        return copy
+
+    def moves(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is one of those that are copied."""
+        return (
+            # Not parameters, ShardTensors and other classes, whose memory is their own affair.
+            type(tensor) is torch.Tensor
+            and tensor.layout == torch.strided
+            and tensor.device.type != "meta"
+            and tensor.numel() * tensor.element_size() >= self.min_bytes
+            and not (tensor.requires_grad and tensor.is_leaf)  # the user's own, who keeps it
+            and not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
+            and not is_of_unit(tensor)
+            and _is_dense(tensor)
+            and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+        )
+
+    def _pool(self, device: torch.device) -> HostBuffers:
+        pool = self._pools.get(device)
+        if pool is None:
+            pool = self._pools[device] = HostBuffers(device)
+        return pool
+
+    def _streams_on(self, device: torch.device) -> _Streams | None:
+        if device not in self._streams:
+            self._streams[device] = _Streams(device) if device.type == "cuda" else None
+        return self._streams[device]
+
+
+class _Streams:
+    """CUDA: on which copies are made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
+class _OnDevice:
+    """Memory on the device that a side stream reads (a tensor being copied out) or writes (one coming back)."""
+
+    __slots__ = ("__weakref__", "event", "stream", "tensor", "version", "waited")
+
+    def __init__(self, tensor: torch.Tensor, version: int, event: Any, stream: Any) -> None:
+        self.tensor, self.version, self.event, self.stream = tensor, version, event, stream
+        self.waited = event is None
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether the tensor was, in place."""
+        return self.tensor._version != self.version
+
+    def wait(self) -> torch.Tensor:
+        """Have the current stream, which computes with it, wait for the copy."""
+        if self.event is not None:
+            # Hazards: reading what has not come back yet; and giving memory that is still read to the stream's next allocation.
+            torch.cuda.current_stream(self.tensor.device).wait_event(self.event)
+            self.waited = True
+        return self.tensor
+
+    def __del__(self) -> None:
+        if not self.waited:
+            # A graph was dropped with a copy under way. No stream is known here that could wait, so the allocator has to.
+            self.tensor.record_stream(self.stream)
+
+
+class _Copy:
+    """The values of one tensor on the host."""
+
+    __slots__ = (
+        "__weakref__", "buffer", "device", "dtype", "host", "live", "nbytes", "offload", "pool", "shape", "source", "storage",
+        "streams", "stride", "was_changed",
+    )  # fmt: skip
+
+    def __init__(
+        self, offload: ActivationOffload, tensor: torch.Tensor, storage: torch.UntypedStorage, version: int
+    ) -> None:
+        self.offload = offload
+        self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        self.storage, self.was_changed = weakref.ref(storage), False
+        self.nbytes = tensor.numel() * tensor.element_size()
+        self.streams = offload._streams_on(self.device)
+        self.pool = offload._pool(self.device)
+        self.buffer: HostBuffer = self.pool.take(self.nbytes)
+        self.host = self.buffer.memory[: self.nbytes].view(self.dtype)
+        with torch.no_grad():
+            source = tensor.detach()  # without the graph; its version is still the tensor's
+            event = self._run("out", self.host, _flat(source))
+        # Keeps the memory until compute waits for the copy.
+        self.source: _OnDevice | None = _OnDevice(
+            source, version, event, None if self.streams is None else self.streams.out
+        )
+        self.live: weakref.ref[_OnDevice] = weakref.ref(self.source)
+
+    def __del__(self) -> None:
+        if hasattr(self, "host"):  # else there was no memory for it
+            self.pool.give(self.buffer)
+
+    def _run(self, direction: str, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Copy; the event behind it."""
+        if self.streams is None:
+            target.copy_(source)
+            return None
+        stream = self.streams.out if direction == "out" else self.streams.back
+        # Hazards: copying out what compute has not written yet, and copying into memory that compute, which had it before, still
+        # uses.
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if self.buffer.event is not None:
+            # Hazards: overwriting on the host what an earlier user's copy back still reads; reading what is not there yet.
+            stream.wait_event(self.buffer.event)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        self.buffer.event = stream.record_event()
+        return self.buffer.event
+
+    def on_device(self) -> tuple[_OnDevice, bool]:
+        """The values on the device, which may be on their way, and whether they had to be copied for this."""
+        there = self.source or self.live()
+        if there is not None:
+            return there, False
+        with torch.no_grad():
+            # Memory of the stream that computes, to which it goes back; the copy waits for those who had it before.
+            tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+            event = self._run("back", _flat(tensor), self.host)
+        there = _OnDevice(tensor, tensor._version, event, None if self.streams is None else self.streams.back)
+        self.live = weakref.ref(there)
+        self.offload.copied_back += self.nbytes
+        return there, True
+
+    def stay(self, tensor: torch.Tensor, version: int) -> None:
+        """On the device as long as the layer runs that has it, too: it may be the last one, where backward begins."""
+        self.source = _OnDevice(tensor.detach(), version, None, None)
+        self.live = weakref.ref(self.source)
+
+    def let_go(self) -> None:
+        """Of the tensor whose copy this is."""
+        if self.source is not None:
+            # Compute has not waited for the copy so far: it may hold either value.
+            self.was_changed |= self.source.was_changed
+            self.source.wait()
+            self.source = None
+
+
+class _Kept:
+    """What autograd keeps in place of a tensor."""
+
+    __slots__ = ("__weakref__", "copy", "there")
+
+    def __init__(self, copy: _Copy) -> None:
+        self.copy = copy
+        self.there: _OnDevice | None = None  # asked for
+
+    def ask(self) -> bool:
+        """Start to copy it back, where it is not on the device; whether that was so."""
+        if self.there is not None:
+            return False
+        self.there, copied = self.copy.on_device()
+        return copied
+
+    def take(self) -> torch.Tensor:
+        self.ask()
+        there, self.there = self.there, None  # backward may come again: then from the host
+        assert there is not None
+        copy = self.copy
+        if copy.was_changed or there.was_changed:
+            raise ShardError(
+                f"activation_offload: the input of a checkpointed layer, {copy.dtype} of shape {tuple(copy.shape)}, was changed "
+                "in place after the layer had it, and backward needs what it was. Change a copy of it (x = x + y in place of "
+                "x += y)."
+            )
+        tensor = there.wait()
+        if copy.source is there:
+            copy.source = None  # its memory is backward's now
+        return tensor
+
+
+class _Call:
+    """One call of a checkpoint: what is kept of it comes back together."""
+
+    def __init__(self, offload: ActivationOffload) -> None:
+        self.offload = offload
+        self.kept: list[weakref.ref[_Kept]] = []
+        self.before: weakref.ref[_Call] | None = None
+        self.asked = -1  # by which backward
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        copy = self.offload._copy(tensor)
+        if copy is None:
+            return tensor
+        if not self.kept:
+            self.before, self.offload._last = self.offload._last, weakref.ref(self)
+        kept = _Kept(copy)
+        self.kept.append(weakref.ref(kept))
+        return kept
+
+    def unpack(self, kept: Any) -> torch.Tensor:
+        if not isinstance(kept, _Kept):
+            return kept  # type: ignore[no-any-return]
+        task = graph_task()
+        if task != -1:
+            self.offload.late += self._ask(task)
+            before = None if self.before is None else self.before()
+            if before is not None:
+                before._ask(task)
+        return kept.take()
+
+    def _ask(self, task: int) -> int:
+        """For all of it, once in a backward; how many copies that has started."""
+        if self.asked == task:
+            return 0
+        self.asked = task
+        found = [kept for kept in (ref() for ref in self.kept) if kept is not None]
+        return sum(kept.ask() for kept in found)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements are one block of memory, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    strides = tensor.stride()
+    return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim])).is_contiguous()

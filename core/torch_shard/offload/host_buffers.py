@@ -1,0 +1,116 @@
+"""Host memory for copies of what is on the device: buffers that are used again, in the same pattern step after step."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import HostMemoryError
+from .host_memory import formatted
+from .pinned import allocate, can_pin
+
+__all__ = ["HostBuffer", "HostBuffers"]
+
+_PAGE = 4096  # bytes
+_CLASSES = (
+    8  # sizes of buffers between a power of two and the next: at most an eighth of what is asked for is added to it
+)
+
+
+class HostBuffer:
+    """Host memory that is in use.
+
+    Attributes:
+        memory: 1-D, uint8, at least as many bytes as were asked for.
+        event: CUDA: behind the last copy from or to it. Who copies to it has that stream wait for this one first.
+    """
+
+    __slots__ = ("event", "memory", "used")
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.event: Any = None
+        self.used = 0  # when it was last taken
+
+
+class HostBuffers:
+    """A pool of them, for copies to and from one device. Not collective.
+
+    Memory is page-locked where copies to and from `device` need that. To allocate it takes long, and to give it back waits for
+    the device, so it is kept for the next step.
+
+    Attributes:
+        held: bytes of all buffers, at most twice what has been in use at once: where sizes change from step to step, those that
+            nobody has used for the longest time are given back before others are made.
+        in_use: bytes of those that are out, as of the last :meth:`take` or :meth:`collect`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.held = self.in_use = self._peak = self._clock = 0
+        self._free: dict[int, list[HostBuffer]] = {}
+        # Buffers come back from finalizers, which may run anywhere, in the middle of `take` too: they only append here.
+        self._returned: deque[HostBuffer] = deque()
+
+    def take(self, nbytes: int) -> HostBuffer:
+        """A buffer of at least `nbytes` bytes.
+
+        Raises:
+            HostMemoryError: there is no such memory. Nothing has changed, but for unused buffers that were given back.
+        """
+        self.collect()
+        size = _size_class(nbytes)
+        free = self._free.setdefault(size, [])
+        buffer = free.pop() if free else self._made(size)
+        self._clock += 1
+        buffer.used = self._clock
+        self.in_use += size
+        self._peak = max(self._peak, self.in_use)
+        return buffer
+
+    def give(self, buffer: HostBuffer) -> None:
+        """Back, whatever copies from or to it are still under way: ``buffer.event`` is behind the last one."""
+        self._returned.append(buffer)
+
+    def collect(self) -> None:
+        """Put what was given back where :meth:`take` finds it."""
+        while self._returned:
+            buffer = self._returned.popleft()
+            size = buffer.memory.numel()
+            self.in_use -= size
+            # Last in, first out: backward gives them back in reverse, so that the next forward takes each where it did before.
+            self._free[size].append(buffer)
+
+    def _made(self, size: int) -> HostBuffer:
+        self._give_back(size, max(self._peak, self.in_use + size))
+        try:
+            memory = allocate(size, torch.uint8, pin=can_pin(self.device), device=self.device)
+        except HostMemoryError as error:
+            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+            kind = "page-locked " if can_pin(self.device) else ""
+            raise type(error)(
+                f"rank {rank}: activation_offload: {formatted(size)} of {kind}host memory can't be had, beside "
+                f"{formatted(self.held)} that are held for it. Offload fewer layers, take smaller batches, or run fewer ranks on "
+                "this host."
+            ) from error
+        self.held += size
+        return HostBuffer(memory)
+
+    def _give_back(self, wanted: int, peak: int) -> None:
+        """Buffers that nobody uses, as long as there would be too much otherwise."""
+        unused = sorted((b for free in self._free.values() for b in free), key=lambda b: b.used)
+        for buffer in unused:
+            if self.held + wanted <= 2 * peak:
+                return
+            size = buffer.memory.numel()
+            self._free[size].remove(buffer)
+            self.held -= size
+            # Copies under way: `allocate` has the memory's end wait for the device.
+
+
+def _size_class(nbytes: int) -> int:
+    step = max(_PAGE, (1 << nbytes.bit_length()) // (2 * _CLASSES))
+    return -(-nbytes // step) * step

@@ -1,0 +1,86 @@
+"""The host memory of a model that is about to be sharded: enough of it, on every rank, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..collectives import Collectives
+from . import host_memory
+from .host import Host
+from .settings import Offload
+
+if TYPE_CHECKING:
+    from ..layout import FlatLayout
+    from ..plan import ParamInfo
+
+__all__ = ["check_memory", "open_host", "take_shards"]
+
+_Groups = Sequence[Sequence[tuple[Sequence["ParamInfo"], "FlatLayout"]]]  # by unit: what is flattened together
+
+
+def check_memory(offload: Offload, groups: _Groups, c: Collectives) -> None:
+    """Whether the ranks of each host fit in its memory. Collective.
+
+    What the model's present parameters take of it is free only when all of them are sharded, so it does not count.
+
+    Args:
+        offload: what is to lie there.
+        groups: of which layouts.
+        c: of the engine.
+
+    Raises:
+        HostMemoryError: on all ranks, with the figures. Nothing was allocated.
+    """
+    needed = sum(_needed(offload, infos[0], layout.shard_numel) for unit in groups for infos, layout in unit)
+    everyone = c.everyone
+
+    def gather(own: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = everyone.all_gather(own, "the set-up of offload")
+        return found
+
+    if c.backend == "fake":  # no rank answers
+        return
+    remedy = (
+        "Build the model on the meta device, so that it takes no memory beside its shards; keep parameters on disk "
+        "(Offload(nvme=..., nvme_params=True)); use more hosts; or leave offload out where the devices have room."
+    )
+    host_memory.check(needed, gather if c.world > 1 else None, remedy=remedy)
+
+
+def _needed(offload: Offload, info: ParamInfo, numel: int) -> int:
+    dtypes = info.dtypes
+    nbytes = 0 if offload.nvme_params else dtypes.stored.itemsize
+    if dtypes.casts or offload.nvme_params:
+        nbytes += dtypes.compute.itemsize
+    if info.requires_grad:
+        nbytes += dtypes.grad.itemsize
+    return numel * nbytes
+
+
+def open_host(offload: Offload, c: Collectives) -> tuple[Host, Exception | None]:
+    """With the error that this rank has met, which all are to hear of. Collective."""
+    host = Host(offload, c)
+    if offload.nvme is None:
+        return host, None
+    run = host.run_id()
+    try:
+        host.open(run)
+    except Exception as error:
+        return host, error
+    return host, None
+
+
+def take_shards(host: Host, groups: _Groups, names: Sequence[str]) -> dict[int, torch.Tensor]:
+    """Memory for all shards, by id of their layouts. Not collective. `names`: of the units.
+
+    Raises:
+        HostMemoryError, DiskError: there is none.
+    """
+    return {
+        id(layout): host.empty_shard(layout.shard_numel, infos[0].dtypes.stored, name)
+        for name, unit in zip(names, groups, strict=True)
+        for infos, layout in unit
+    }
