@@ -35,12 +35,13 @@ LABELS = {
     "fsdp1": "FSDP1",
     "fsdp2": "FSDP2",
     "ours": "torch_shard",
+    "offload": "torch_shard, offload",
     "autocast": "torch_shard under autocast",
     "autocast_alone": "torch_shard, autocast alone",
     "accelerate_ddp": "Accelerate with DDP",
     "accelerate": "Accelerate with torch_shard",
 }
-ENGINES = ("alone", "ddp", "fsdp1", "fsdp2", "ours")
+ENGINES = ("alone", "ddp", "fsdp1", "fsdp2", "ours", "offload")
 LOW_PRECISION = (*ENGINES, "autocast", "autocast_alone")
 """In bf16 the first two run under autocast; torch_shard gathers in bf16 without autocast, under it, or leaves all to it."""
 
@@ -67,6 +68,12 @@ class Runner:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
+
+    def settle(self) -> None:
+        """Wait for what a step has left to run in the background: offload's update of parameters."""
+        for p in self.model.parameters():
+            # Whoever asks for a slice waits for it. to_local() would note that the user may write to it, too.
+            getattr(p, "_local", None)
 
 
 @dataclass
@@ -101,16 +108,16 @@ def wrap(
     reduced, in that dtype, where the engine does not leave it to autocast.
     """
     blocks = list(blocks)
-    if name in ("ours", "autocast", "autocast_alone"):
+    if name in ("ours", "offload", "autocast", "autocast_alone"):
         import torch_shard
         from torch_shard.precision import norms_in
 
         precision = None
-        if low is not None and name == "ours":
+        if low is not None and name in ("ours", "offload"):
             precision = torch_shard.Precision(param_dtype=low)
         elif low is not None and name == "autocast":
             precision = torch_shard.Precision(param_dtype=low, keep=norms_in(model), cast_inputs=False)
-        engine = torch_shard.shard(model, precision=precision)
+        engine = torch_shard.shard(model, precision=precision, offload="cpu" if name == "offload" else None)
         return model, engine.clip_grad_norm_
     if name == "fsdp1":
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -187,7 +194,7 @@ def build(name: str, config: Any, device: torch.device, lr: float, low: torch.dt
     if name in FRONT_ENDS:
         return _with_accelerate(name, plain, device, lr, low)
     model, clip = wrap(name, plain, plain.blocks, device, low)
-    casts_itself = name in ("fsdp1", "fsdp2", "ours")
+    casts_itself = name in ("fsdp1", "fsdp2", "ours", "offload")
     return Runner(name, model, torch.optim.AdamW(model.parameters(), lr=lr), clip, None if casts_itself else low)
 
 

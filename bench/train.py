@@ -112,7 +112,7 @@ def compare(rank: int, args: argparse.Namespace, folder: str) -> None:
         data = batch(args.exact_steps + 1 + turn, rank, args.batch, config, device)
         first = turn % len(runners)  # no engine always follows the same one
         for runner in runners[first:] + runners[:first]:
-            seconds, cpu_seconds = timed_step(runner, data, device)
+            seconds, cpu_seconds = timed_steps(runner, data, device, args.steps)
             wall[runner.name].append(seconds)
             cpu[runner.name].append(cpu_seconds)
     everywhere: list[Any] = [None] * args.ranks
@@ -137,15 +137,17 @@ def train_plainly(args: argparse.Namespace, config: GPTConfig, device: torch.dev
     return [p.detach() for p in runner.model.parameters()]
 
 
-def timed_step(runner: Runner, data: list[Tensor], device: torch.device) -> tuple[float, float]:
-    """Return wall and CPU seconds of one step on this rank, all its threads together."""
+def timed_steps(runner: Runner, data: list[Tensor], device: torch.device, count: int) -> tuple[float, float]:
+    """Return wall and CPU seconds of one of `count` steps in a row on this rank, all its threads together."""
     gc.collect()
     synchronize(device)
     dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
-    runner.step(*data)
+    for _ in range(count):
+        runner.step(*data)
+    runner.settle()  # else the next engine would pay for it
     synchronize(device)
-    return time.perf_counter() - wall, time.process_time() - cpu
+    return (time.perf_counter() - wall) / count, (time.process_time() - cpu) / count
 
 
 # -- memory: one engine in processes of its own ----------------------------------------------------
@@ -233,11 +235,11 @@ def markdown(header: str, rows: list[list[str]]) -> str:
 
 
 def report_steps(args: argparse.Namespace, result: dict[str, dict[str, Any]]) -> None:
-    def ratio(name: str, to: str) -> str:
+    def ratio(name: str, to: str, of: str = "wall") -> str:
         if to not in result:
             return ""
         # Of the same round, so that a slow moment of the machine is in both.
-        pairs = zip(result[name]["wall"], result[to]["wall"], strict=True)
+        pairs = zip(result[name][of], result[to][of], strict=True)
         return f"{statistics.median(a / b for a, b in pairs):.2f}"
 
     rows = [
@@ -246,6 +248,7 @@ def report_steps(args: argparse.Namespace, result: dict[str, dict[str, Any]]) ->
             spread(values["wall"]),
             *(ratio(name, to) for to in ("fsdp2", "fsdp1", "ddp", "ours")),
             spread(values["cpu"]),
+            ratio(name, "ours", "cpu"),
             f"{values['sent'] / MIB:.1f}",
             f"{values['difference']:.1e}" if "difference" in values else "",
         ]
@@ -254,7 +257,7 @@ def report_steps(args: argparse.Namespace, result: dict[str, dict[str, Any]]) ->
     print(
         markdown(
             "engine | step s (min, median, max) | of FSDP2's | of FSDP1's | of DDP's | of torch_shard's | "
-            "CPU s per rank (min, median, max) | sent MiB per rank and step | "
+            "CPU s per rank (min, median, max) | of torch_shard's | sent MiB per rank and step | "
             f"difference from plain after {args.exact_steps} steps",
             rows,
         )
@@ -284,6 +287,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of the computation")
     parser.add_argument("--engines", help=f"some of: {','.join((*LOW_PRECISION, *FRONT_ENDS))}")
     parser.add_argument("--rounds", type=int, default=12, help="timed steps of each engine")
+    parser.add_argument(
+        "--steps", type=int, default=1, help="of an engine in a row, in each round; what is reported is of one"
+    )
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank and step")
     parser.add_argument("--exact-steps", type=int, default=4, help="steps before comparing")
     parser.add_argument("--threads", type=int, default=1, help="of torch, per rank")

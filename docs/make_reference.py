@@ -125,7 +125,7 @@ def pages() -> tuple[Page, ...]:
                 Entry(f"{core}/plan.py", "UnitPlan", "torch_shard.plan.UnitPlan"),
                 Entry(f"{core}/plan.py", "ParamInfo", "torch_shard.plan.ParamInfo"),
                 Entry(f"{core}/plan.py", "BufferInfo", "torch_shard.plan.BufferInfo"),
-                Entry(f"{core}/plan.py", "PredictedBytes", "torch_shard.plan.PredictedBytes"),
+                Entry(f"{core}/predicted.py", "PredictedBytes", "torch_shard.plan.PredictedBytes"),
             ),
         ),
         Page(

@@ -61,17 +61,19 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("micro", [2, *exhaustive(1)])
 @ranks(2, exhaustive=(1, 3))
 def test_training_gives_the_same_bits(rank, settings, micro):
-    found = {}
+    found, sent = {}, set()
     for offloaded in (False, True):
         torch.manual_seed(0)
         model = Net()
         engine = sharded(model, offloaded, True, **settings)
         found[offloaded] = trained(model, engine, rank, micro, sync=micro == 1)
+        sent.add(engine.bytes_sent)
         if offloaded:
             size = INPUT if "precision" in settings else 2 * INPUT
             assert offload_in(model).copied_out == 3 * micro * 4 * size and offload_in(model).late == 0
             assert offload_in(model).host_bytes_in_use == 0
     assert equal(found[True], found[False])
+    assert len(sent) == 1, "and what is gathered is gathered as often"
 
 
 @ranks(2)

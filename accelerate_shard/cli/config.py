@@ -122,6 +122,10 @@ QUESTIONS = (
         lambda a: False, "yes or no",
     ),
     Question(
+        "activation_offload", "Have the layers' inputs wait for that in host memory, to save more?", _yes_no,
+        lambda a: False, "yes or no", lambda a: a["activation_checkpointing"],
+    ),
+    Question(
         "state_dict_type", "How does save_state write models? sharded: each rank its part; full: files as under DDP.",
         _one_of(*_FORMS), lambda a: "sharded", _menu(*_FORMS),
     ),
@@ -197,6 +201,7 @@ def contents_of(answers: dict[str, Any]) -> dict[str, Any]:
         "fsdp_state_dict_type": f"{answers['state_dict_type']}_state_dict".upper(),
         "fsdp_cpu_ram_efficient_loading": False,
         "fsdp_activation_checkpointing": answers["activation_checkpointing"],
+        "shard_activation_offload": answers["activation_offload"],
         "shard_strategy": answers["strategy"],
         "shard_fp32_masters": answers["fp32_masters"],
     }

@@ -36,7 +36,7 @@ __all__ = ["MIN_BYTES", "ActivationOffload"]
 MIN_BYTES = 16 << 10
 """Smaller tensors stay on the device: starting a copy of them takes longer than the copy."""
 
-# Who has pushed hooks for saved tensors; no public accessor (torch 2.13).
+# Who has pushed hooks for saved tensors; no public accessor (torch 2.13; there since 2.8).
 _hooks_in_force: Any = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -50,6 +50,8 @@ class ActivationOffload:
         for layer in self.layers:
             with offload.inputs():
                 x = checkpoint(layer, x, use_reentrant=False)
+
+    A reentrant checkpoint saves its inputs behind the layer: there compute waits for copies, in place of running beside them.
 
     Copied are dense tensors of any dtype that are not parameters, and not views of parameters that the engine has gathered. A
     tensor that several layers take, such as a mask, is copied once. What is edited through ``.data`` meanwhile leaves no

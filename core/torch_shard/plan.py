@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .layout import ALIGNMENT
+from .offload.settings import Offload
 from .precision import Dtypes
+from .predicted import PredictedBytes, mib, predicted_bytes, shard_nbytes
 
-_MIB = 1024.0 * 1024.0
+__all__ = ["BufferInfo", "ParamInfo", "Plan", "PredictedBytes", "UnitPlan", "flat_order", "shard_nbytes"]
 
 
 @dataclass(frozen=True)
@@ -128,12 +129,20 @@ class UnitPlan:
         are frozen)."""
         return tuple(dict.fromkeys(p.dtypes for p in self.params))
 
+    @property
+    def flat_buffers(self) -> tuple[tuple[ParamInfo, ...], ...]:
+        """Its parameters, by the flat buffers in which they lie."""
+        found: dict[tuple[bool, bool, torch.dtype, Dtypes], list[ParamInfo]] = {}
+        for p in self.params:
+            found.setdefault((p.ways > 1, p.requires_grad, p.dtype, p.dtypes), []).append(p)
+        return tuple(map(tuple, found.values()))
+
     def shard_bytes(self, world_size: int, *, trainable_only: bool = False) -> int:
         """Bytes of one rank's shard over all dtypes of the unit, padding included."""
-        chosen = [p for p in self.params if p.requires_grad or not trainable_only]
         return sum(
-            shard_nbytes([p.nbytes for p in chosen if p.dtypes == dtypes], world_size, dtypes.alignment)
-            for dtypes in self.kinds
+            shard_nbytes([p.nbytes for p in params], world_size, params[0].dtypes.alignment)
+            for params in self.flat_buffers
+            if params[0].requires_grad or not trainable_only
         )
 
 
@@ -152,37 +161,6 @@ class BufferInfo:
 
 
 @dataclass(frozen=True)
-class PredictedBytes:
-    """Bytes that one rank will hold, Adam (two moments in the parameter's dtype) assumed.
-
-    The first three are held between steps, and ``residual``: what error feedback keeps of quantized
-    gradients. ``gathered_peak`` and ``gradient_buffer`` come on top
-    while a step runs: the units gathered at one time, and the largest unit's full gradient.
-    The ``unsharded_`` values are what a rank holds under DDP.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    gathered_peak: int
-    gradient_buffer: int
-    unsharded_parameters: int
-    unsharded_gradients: int
-    unsharded_optimizer: int
-    residual: int = 0
-
-    @property
-    def total(self) -> int:
-        """Parameters, gradients, optimizer state and residuals of one rank."""
-        return self.parameters + self.gradients + self.optimizer + self.residual
-
-    @property
-    def unsharded_total(self) -> int:
-        """The same three without sharding."""
-        return self.unsharded_parameters + self.unsharded_gradients + self.unsharded_optimizer
-
-
-@dataclass(frozen=True)
 class Plan:
     """Every parameter of a model, each in exactly one unit or ignored.
 
@@ -193,6 +171,7 @@ class Plan:
         buffers: All buffers of the model, in registration order, each object once.
         strategy: As in ``ShardConfig``; decides the predicted bytes only.
         prefetch: As in ``ShardConfig``; decides the predicted bytes only.
+        offload: As in ``ShardConfig``; decides the predicted bytes only.
     """
 
     units: tuple[UnitPlan, ...]
@@ -201,6 +180,7 @@ class Plan:
     buffers: tuple[BufferInfo, ...] = ()
     strategy: str = "full_shard"
     prefetch: int = 1
+    offload: Offload | None = None
 
     @property
     def params(self) -> tuple[ParamInfo, ...]:
@@ -222,24 +202,7 @@ class Plan:
     @property
     def predicted(self) -> PredictedBytes:
         """Bytes per rank under this plan and without it; see :class:`PredictedBytes`."""
-        full = sum(u.nbytes for u in self.units)
-        trainable = sum(p.nbytes for u in self.units for p in u.params if p.requires_grad)
-        sharded = self.strategy != "no_shard"
-        world = self.world_size if sharded else 1
-        grads = sum(u.shard_bytes(world, trainable_only=True) for u in self.units)
-        gradients = [sum(p.reduced_nbytes for p in u.params if p.requires_grad) for u in self.units]
-        largest_gradient = max(gradients, default=0)
-        return PredictedBytes(
-            parameters=sum(u.shard_bytes(world) for u in self.units),
-            gradients=grads,
-            optimizer=2 * grads,
-            gathered_peak=_gathered_peak(self, world > 1),
-            gradient_buffer=largest_gradient if world > 1 else 0,
-            unsharded_parameters=full,
-            unsharded_gradients=trainable,
-            unsharded_optimizer=2 * trainable,
-            residual=sum(p.residual_nbytes for p in self.params),
-        )
+        return predicted_bytes(self)
 
     def digest(self) -> int:
         """A stable 63-bit hash of :meth:`lines`: equal on ranks whose plans are equal."""
@@ -281,8 +244,8 @@ class Plan:
                 f"{len(self.params):,}",
                 f"{self.numel:,}",
                 "",
-                _mib(sum(u.nbytes for u in self.units)),
-                _mib(sum(u.shard_bytes(world) for u in self.units)),
+                mib(sum(u.nbytes for u in self.units)),
+                mib(sum(u.shard_bytes(world) for u in self.units)),
                 "",
             )
         )
@@ -299,24 +262,13 @@ class Plan:
             f"{len(unit.params):,}",
             f"{unit.numel:,}",
             ", ".join(map(str, unit.kinds)),
-            _mib(unit.nbytes),
-            _mib(unit.shard_bytes(world)),
+            mib(unit.nbytes),
+            mib(unit.shard_bytes(world)),
             "each itself" if len(group) > 1 else shown,
         )
 
     def _summary(self) -> list[str]:
-        b = self.predicted
-        ratio = b.unsharded_total / b.total if b.total else 1.0
-        residual = f" + error feedback {_mib(b.residual)}" if b.residual else ""
-        lines = [
-            "",
-            f"{self.strategy} over {self.world_size} ranks; per rank, Adam assumed:",
-            f"  parameters {_mib(b.parameters)} + gradients {_mib(b.gradients)} + optimizer "
-            f"{_mib(b.optimizer)}{residual} = {_mib(b.total)} MiB, against {_mib(b.unsharded_total)} MiB "
-            f"unsharded ({ratio:.2f}x)",
-            f"  during a step at most about {_mib(b.gathered_peak)} MiB of gathered parameters "
-            f"and {_mib(b.gradient_buffer)} MiB of gradient buffer more",
-        ]
+        lines = ["", *self.predicted.lines(self.strategy, self.world_size)]
         if self.ignored:
             lines.append(f"  ignored: {len(self.ignored)} parameters, left as they are")
         return lines
@@ -330,39 +282,6 @@ def flat_order(params: Iterable[ParamInfo]) -> tuple[ParamInfo, ...]:
     two long runs. Within these as registered.
     """
     return tuple(sorted(params, key=lambda p: (not p.requires_grad, str(p.dtypes), len(p.shape) < 2)))
-
-
-def shard_nbytes(sizes: Iterable[int], world_size: int, alignment: int = ALIGNMENT) -> int:
-    """Bytes of one rank's shard of a flat buffer that holds parameters of these byte sizes.
-
-    The same rule as ``FlatLayout``: every start and the shard itself are multiples of `alignment` bytes.
-    """
-
-    def round_up(nbytes: int) -> int:
-        return -(-nbytes // alignment) * alignment
-
-    total = 0
-    for size in sizes:
-        total = round_up(total) + size
-    return round_up(-(-total // world_size))
-
-
-def _gathered_peak(plan: Plan, sharded: bool) -> int:
-    """Most bytes of units gathered at one time, when units run in the plan's order."""
-    sizes = {u.name: sum(p.gathered_nbytes for p in u.params if sharded or p.dtypes.casts) for u in plan.units}
-    if plan.strategy not in ("full_shard", "hybrid_shard"):
-        return sum(sizes.values())
-    # A unit whose trigger encloses another unit's trigger stays gathered while that one runs.
-    prefixes: set[str] = set()
-    for unit in plan.units:
-        for trigger in unit.triggers:
-            parts = trigger.split(".") if trigger else []
-            prefixes.update(".".join(parts[:i]) for i in range(len(parts)))
-    enclosing = [any(t in prefixes for t in u.triggers) for u in plan.units]
-    held = sum(sizes[u.name] for u, encloses in zip(plan.units, enclosing, strict=True) if encloses)
-    passing = [sizes[u.name] for u, encloses in zip(plan.units, enclosing, strict=True) if not encloses]
-    window = plan.prefetch + 1
-    return held + max((sum(passing[i : i + window]) for i in range(len(passing))), default=0)
 
 
 def _equal_runs(units: Sequence[UnitPlan]) -> list[tuple[UnitPlan, ...]]:
@@ -395,7 +314,3 @@ def _aligned(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: tupl
 
     rule = "  ".join("-" * width for width in widths)
     return [line(head), rule, *(line(row) for row in rows[:-1]), rule, line(rows[-1])]
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / _MIB:,.2f}"

@@ -28,6 +28,7 @@ from torch import nn
 from .errors import ConfigError
 from .module_tree import ModuleTree, Node, buffers_of
 from .names import matches
+from .offload.settings import offload_of
 from .plan import Plan, UnitPlan, flat_order
 from .precision import precision_of
 
@@ -48,7 +49,8 @@ def make_plan(model: nn.Module, config: ShardConfig, world_size: int) -> Plan:
 
     Args:
         model: Any module; not changed.
-        config: Its ``units``, ``unit_bytes``, ``ignore``, ``precision``, ``quantized``, ``strategy`` and ``prefetch`` count.
+        config: Its ``units``, ``unit_bytes``, ``ignore``, ``precision``, ``quantized``, ``strategy``,
+            ``prefetch`` and ``offload`` count.
         world_size: Ranks that share the parameters.
 
     Returns:
@@ -71,6 +73,7 @@ def make_plan(model: nn.Module, config: ShardConfig, world_size: int) -> Plan:
         buffers=buffers_of(model),
         strategy=config.strategy,
         prefetch=config.prefetch,
+        offload=offload_of(config.offload),
     )
 
 

@@ -149,7 +149,7 @@ def _host(
     """Where shards are to be that are not on the device, with memory for all of them, by id of the layouts. Collective."""
     if offload is None:
         return None, {}
-    check_memory(offload, groups, c)
+    check_memory(plan, c)
     host, error = open_host(offload, c)
     shards: dict[int, torch.Tensor] = {}
     try:

@@ -147,7 +147,9 @@ def _as_grad(cls: type[ShardTensor], param: ShardTensor, value: Any) -> ShardTen
             return value
         problem = "a tensor cut differently between the ranks"
     elif value.shape == spec.shape:
-        return cls.from_full(value, spec)
+        with _NoTorchFunction():
+            device = param.device
+        return cls._wrap(slice_full(value.detach(), spec).to(device, copy=True), spec)
     else:
         problem = f"shape {tuple(value.shape)} in place of {tuple(spec.shape)}"
     raise NeedsGatherError(

@@ -181,18 +181,28 @@ def refuse_unreduced(optimizer: Any, runtime: Runtime) -> None:
                 )
 
 
-def refuse_offloaded(optimizer: Any, runtimes: Iterable[Runtime]) -> None:
-    """What steps on whole matrices sends them between devices.
+def refuse_offloaded(optimizer: Any, runtimes: Iterable[Runtime], matrix: bool) -> None:
+    """`matrix`: it steps on whole matrices, which are sent between devices.
 
     Raises:
-        ShardError: on all ranks; parameters are in the memory of a host with a GPU.
+        ShardError: on all ranks; parameters are in the memory of a host with a GPU, where it can't step.
     """
     for runtime in runtimes:
-        if runtime.host is not None and runtime.host.on_cuda:
+        if runtime.host is None or not runtime.host.on_cuda:
+            continue
+        cls = type(optimizer)
+        why = ""
+        if matrix:
+            why = "needs whole matrices, which it can't have there"
+        elif cls.__module__.partition(".")[0] == "apex":
+            why = "has kernels for GPUs only"
+        elif any(group.get("capturable") for group in optimizer.param_groups):
+            why = "is to be captured in a CUDA graph (capturable=True)"
+        if why:
             raise ShardError(
-                f"rank {runtime.collectives.world_rank}: {type(optimizer).__qualname__} needs whole matrices, which it can't "
-                "have in host memory (ShardConfig.offload). Use an optimizer that works element by element (AdamW), or leave "
-                "offload out. Nothing was changed."
+                f"rank {runtime.collectives.world_rank}: {cls.__module__}.{cls.__qualname__} {why}, and parameters are in host "
+                "memory (ShardConfig.offload). Use an optimizer of torch.optim that works element by element (AdamW), without "
+                "capturable, or leave offload out. Nothing was changed."
             )
 
 

@@ -101,6 +101,8 @@ class Unit:
         """The end of set-up: from here on modules compute in the dtypes that were asked for."""
         for flat in self.flats:
             flat.compute_in_its_dtype()
+            if flat.host is not None:
+                flat.host.prepare()
             if flat.gradients.home is not None and any(param.requires_grad for param in flat.params):
                 flat.gradients.home.prepare(flat.dtypes.grad)
         self.gathers = any(flat.gathers for flat in self.flats)

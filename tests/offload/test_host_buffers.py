@@ -51,11 +51,14 @@ def test_memory_that_cannot_be_had_is_an_error_that_says_how_much():
     pool = HostBuffers(CPU)
     kept = pool.take(1 << 20)
     before = (pool.held, pool.in_use)
-    said = (
-        r"rank 0: activation_offload: 1073741824.00 GiB of host memory .* beside 1.00 MiB that are held.*Offload fewer"
-    )
+    said = r"rank 0: activation_offload: 1073741824.00 GiB of host memory .* beside 1.00 MiB .* are available.*Offload fewer"
     with pytest.raises(HostMemoryError, match=said):
         pool.take(1 << 60)
+    assert (pool.held, pool.in_use) == before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch_shard.offload.host_buffers.available", lambda: None)  # a system that tells nothing
+        with pytest.raises(HostMemoryError, match="the system gives no more"):
+            pool.take(1 << 60)
     assert (pool.held, pool.in_use) == before
     pool.give(kept)
     assert pool.take(1 << 20) is kept

@@ -159,6 +159,26 @@ def test_a_step_that_fails_is_raised_where_it_is_missed(rank):
     dist.barrier()
 
 
+REFUSED = {
+    "Muon needs whole matrices": lambda p: torch.optim.Muon([v for v in p if v.dim() == 2]),
+    "AdamW is to be captured in a CUDA graph": lambda p: torch.optim.AdamW(p, capturable=True),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+@ranks(2)
+def test_an_optimizer_that_cannot_step_beside_a_gpu_is_refused(rank, said):
+    training = Training(rank, "cpu")
+    optimizer = REFUSED[said](list(training.model.parameters()))
+    loss_of(training.model, inputs(rank, 0)).backward()
+    before = training.engine.state_dict(form="full")
+    training.engine._runtime.host.on_cuda = True  # as on a machine with one
+    with pytest.raises(errors.ShardError, match=said):
+        optimizer.step()
+    training.engine._runtime.host.on_cuda = False
+    same(before, training.engine.state_dict(form="full"))
+
+
 @ranks(2)
 def test_a_gradient_that_is_kept_stays_as_it_was(rank):
     training = Training(rank, "cpu")
@@ -183,3 +203,19 @@ def test_a_copy_of_the_model_is_of_its_own(rank):
     same(before, offloaded.engine.state_dict(form="full"))
     offloaded.step(5)
     same(before, torch_shard.engine_of(twin).state_dict(form="full"))
+
+
+@ranks(2)
+def test_statistics_tell_what_was_waited_for_the_host_and_wait_for_nothing(rank):
+    _, offloaded = prepared(rank)
+    offloaded.engine.state_dict(form="full")
+    before = offloaded.engine.statistics()
+    go = threading.Event()
+    offloaded.engine._runtime.host.thread.do(go.wait)
+    offloaded.optimizer.step()
+    held = offloaded.engine.memory_summary(offloaded.optimizer)
+    assert is_moving(offloaded)
+    threading.Timer(0.2, go.set).start()
+    offloaded.engine.state_dict(form="full")
+    assert 0.1 < offloaded.engine.statistics().since(before).host_wait < 5
+    assert held == offloaded.engine.memory_summary(offloaded.optimizer)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import resource
+import threading
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+import torch_shard
 from tests.marks import exhaustive
-from tests.offload.models import Training, same
+from tests.offload.models import Model, Training, inputs, loss_of, same
 from tests.ranks import ranks
 from torch_shard import Precision
 from torch_shard.offload import Offload
@@ -89,3 +97,78 @@ def test_norms_of_other_orders_clip_as_without(rank, order):
             training.engine.clip_grad_norm_(0.1, order)
     assert plain.seen == offloaded.seen
     same(plain.state()[0], offloaded.state()[0])
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", *exhaustive("SGD")])
+@ranks(2, exhaustive=(1,))
+def test_stepping_in_backward_trains_as_without(rank, optimizer):
+    plain, offloaded = Training(rank, None, optimizer), Training(rank, "cpu", optimizer)
+    for training in (plain, offloaded):
+        training.engine.step_in_backward(training.optimizer)
+        for number in range(5):
+            training.step(number)
+    assert plain.seen == offloaded.seen
+    for one, other in zip(plain.state(), offloaded.state(), strict=True):
+        same(one, other)
+
+
+@ranks(2)
+def test_one_optimizer_over_two_models_trains_as_without(rank):
+    def train(offload):
+        models = [Model() for _ in range(2)]
+        engines = [torch_shard.shard(model, offload=offload) for model in models]
+        optimizer = torch.optim.AdamW([p for model in models for p in model.parameters()], lr=1e-2)
+        for number in range(4):
+            loss_of(nn.Sequential(*models), inputs(rank, number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [engine.state_dict(form="full") for engine in engines]
+
+    for one, other in zip(train(None), train("cpu"), strict=True):
+        same(one, other)
+
+
+@ranks(2)
+def test_a_checkpoint_goes_on_with_another_number_of_ranks_and_without_offload(rank, tmp_path):
+    offloaded, plain = Training(rank, "cpu"), Training(rank, None)
+    for training in (offloaded, plain):
+        for number in range(3):
+            training.step(number)
+    offloaded.engine.save(tmp_path, optimizer=offloaded.optimizer)  # the step is under way
+    parameters, states = plain.state()  # whole on the first rank
+    for offload in ("cpu", None):
+        group = dist.new_group([0]), dist.new_group([1])
+        model = Model()
+        engine = torch_shard.shard(model, offload=offload, mesh=DeviceMesh.from_group(group[rank], "cpu"))
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine.load(tmp_path, optimizer=optimizer)
+        found = engine.state_dict(form="full"), engine.optim_state_dict(optimizer)["state"]
+        if rank == 0:
+            same(found[0], parameters)
+            same(found[1], states["state"])
+
+
+@pytest.mark.exhaustive
+@ranks(2, timeout=300)
+def test_five_hundred_steps_take_no_more_memory(rank, tmp_path):
+    training = Training(rank, Offload(nvme=tmp_path), units=["blocks.*"])
+
+    def held():
+        gc.collect()
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+
+    for number in range(100):
+        training.step(number, accumulate=2, clip=0.5)
+    training.state()
+    before, threads, tensors = held(), threading.active_count(), count_tensors()
+    for number in range(100, 600):
+        training.step(number, accumulate=2, clip=0.5)
+    training.state()
+    assert held() - before < 4 << 20
+    assert threading.active_count() == threads
+    assert count_tensors() <= tensors + 10
+
+
+def count_tensors():
+    return sum(isinstance(found, torch.Tensor) for found in gc.get_objects())

@@ -16,13 +16,12 @@ from ..errors import HostStepError
 from . import host_memory, pinned
 from .disk import DiskStore
 from .host_thread import HostThread
-from .settings import Offload
+from .moving import Waits
+from .settings import BEHIND, IN_FLIGHT, Offload
 
 __all__ = ["Host"]
 
-_IN_FLIGHT = 2  # gradients on their way to host memory, whose device memory is kept until they are there
 _SPARE = 2  # buffers of a size that are kept between backwards
-_BEHIND = 2  # units on their way to disk; beside them one is stepped on, and one read ahead
 
 
 class Host:
@@ -40,6 +39,7 @@ class Host:
         # Orders of norms that were asked for of gradients: from then on they are taken while the gradients move.
         self.norms: set[float] = set()
         self.disk: DiskStore | None = None
+        self.waits = Waits()
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Host:
@@ -51,14 +51,18 @@ class Host:
             "parameters and optimizer state may be updated in part, so go on from a checkpoint."
         )
         made.__cause__ = error
-        channel = self.collectives.reduce_channel
-        if channel is not None:  # the other ranks have been stepped: none may go on with this one
-            channel.groups.give_up(self.collectives.world_rank, made)
+        self.give_up(made)
         return made
+
+    def give_up(self, error: Exception) -> None:
+        """This rank's step has failed. The others may have been stepped, so that none may go on with this one: they will hear."""
+        channel = self.collectives.reduce_channel
+        if channel is not None:
+            channel.groups.give_up(self.collectives.world_rank, error)
 
     # -- memory ---------------------------------------------------------------------------------------------------
     def run_id(self) -> str:
-        """The same on all ranks and for all models that they shard, in no other run: which process is the first rank. Collective."""
+        """The same on all ranks and for all their models, in no other run: which process is the first rank. Collective."""
         text = f"{host_memory.host_identity()} {os.getpid()} {_started()}"
         number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
         own = torch.tensor([number], dtype=torch.int64, device="cpu")
@@ -72,7 +76,7 @@ class Host:
             DiskError, UnavailableError: it can't be used.
         """
         if self.offload.nvme is not None:
-            self.disk = DiskStore(self.offload.nvme, run=run_id, rank=self.collectives.world_rank, behind=_BEHIND)
+            self.disk = DiskStore(self.offload.nvme, run=run_id, rank=self.collectives.world_rank, behind=BEHIND)
 
     def leave(self, user: object) -> None:
         """One of the engines that use it (a model's, or a copy's) is closed: the last one ends the thread, and deletes what is on
@@ -104,6 +108,10 @@ class Host:
         made.copy_(values)
         return made
 
+    def waited(self) -> float:
+        """Seconds for which other threads have waited for what is done to this memory."""
+        return self.waits.seconds
+
     # -- from the device ------------------------------------------------------------------------------------------
     def leaving(self) -> contextlib.AbstractContextManager[Any]:
         """The stream of copies to host memory, behind what the current one was given so far."""
@@ -118,7 +126,7 @@ class Host:
     def keep(self, event: Any, values: torch.Tensor) -> None:
         """`values` are read by a copy until `event`. Hazard: the stream that their memory belongs to would use it again."""
         self._leaving.append((event, values))
-        while self._leaving and (len(self._leaving) > _IN_FLIGHT or self._leaving[0][0].query()):
+        while self._leaving and (len(self._leaving) > IN_FLIGHT or self._leaving[0][0].query()):
             # Where the link is slower than backward, backward waits here: else device memory would fill with gradients.
             self._leaving.popleft()[0].synchronize()
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import HostMemoryError
-from .host_memory import formatted
+from .host_memory import available, formatted
 from .pinned import allocate, can_pin
 
 __all__ = ["HostBuffer", "HostBuffers"]
@@ -86,18 +86,24 @@ class HostBuffers:
 
     def _made(self, size: int) -> HostBuffer:
         self._give_back(size, max(self._peak, self.in_use + size))
+        room = available()
+        if room is not None and room < size:  # the system would give it, and end a process when it is written to
+            raise HostMemoryError(self._message(size, f"{formatted(room)} are available"))
         try:
             memory = allocate(size, torch.uint8, pin=can_pin(self.device), device=self.device)
         except HostMemoryError as error:
-            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-            kind = "page-locked " if can_pin(self.device) else ""
-            raise type(error)(
-                f"rank {rank}: activation_offload: {formatted(size)} of {kind}host memory can't be had, beside "
-                f"{formatted(self.held)} that are held for it. Offload fewer layers, take smaller batches, or run fewer ranks on "
-                "this host."
-            ) from error
+            raise type(error)(self._message(size, "the system gives no more")) from error
         self.held += size
         return HostBuffer(memory)
+
+    def _message(self, size: int, why: str) -> str:
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        kind = "page-locked " if can_pin(self.device) else ""
+        return (
+            f"rank {rank}: activation_offload: {formatted(size)} of {kind}host memory can't be had, beside "
+            f"{formatted(self.held)} that are held for it: {why}. Offload fewer layers, take smaller batches, or run fewer "
+            "ranks on this host."
+        )
 
     def _give_back(self, wanted: int, peak: int) -> None:
         """Buffers that nobody uses, as long as there would be too much otherwise."""

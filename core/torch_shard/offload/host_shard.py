@@ -50,7 +50,7 @@ class HostShard:
     def __init__(self, host: Host, shard: torch.Tensor, params: Sequence[Any]) -> None:
         """`params`: the sharded tensors over it, read when they are needed."""
         self.host, self.shard, self._params = host, shard, params
-        self.moving = Moving()
+        self.moving = Moving(host.waits)
         self._compute = shard.dtype
         self._cast: torch.Tensor | None = None  # in host memory
         self._resident: torch.Tensor | None = None  # on the device
@@ -58,14 +58,17 @@ class HostShard:
         self._read: _Read | None = None
 
     def compute_in(self, dtype: torch.dtype) -> None:
-        """Of what dtype :meth:`copy_to` takes memory from here on.
+        """Of what dtype :meth:`copy_to` takes memory from here on."""
+        self._compute, self._cast, self._resident, self._fresh = dtype, None, None, -1
+
+    def prepare(self) -> None:
+        """Take memory for what crosses; no other dtype follows. Before that the shard itself crosses.
 
         Raises:
-            HostMemoryError: there is no memory for it.
+            HostMemoryError: there is none.
         """
-        self._compute, self._cast, self._resident, self._fresh = dtype, None, None, -1
-        if self._is_cast:
-            self._cast = self.host.empty(self.shard.numel(), dtype)
+        if self._is_cast and self._cast is None:
+            self._cast = self.host.empty(self.shard.numel(), self._compute)
 
     @property
     def _is_cast(self) -> bool:

@@ -14,27 +14,21 @@ from .settings import Offload
 
 if TYPE_CHECKING:
     from ..layout import FlatLayout
-    from ..plan import ParamInfo
+    from ..plan import ParamInfo, Plan
 
 __all__ = ["check_memory", "open_host", "take_shards"]
 
 _Groups = Sequence[Sequence[tuple[Sequence["ParamInfo"], "FlatLayout"]]]  # by unit: what is flattened together
 
 
-def check_memory(offload: Offload, groups: _Groups, c: Collectives) -> None:
-    """Whether the ranks of each host fit in its memory. Collective.
+def check_memory(plan: Plan, c: Collectives) -> None:
+    """Whether the ranks of each host fit in its memory, optimizer state aside. Collective.
 
     What the model's present parameters take of it is free only when all of them are sharded, so it does not count.
-
-    Args:
-        offload: what is to lie there.
-        groups: of which layouts.
-        c: of the engine.
 
     Raises:
         HostMemoryError: on all ranks, with the figures. Nothing was allocated.
     """
-    needed = sum(_needed(offload, infos[0], layout.shard_numel) for unit in groups for infos, layout in unit)
     everyone = c.everyone
 
     def gather(own: torch.Tensor) -> torch.Tensor:
@@ -47,17 +41,7 @@ def check_memory(offload: Offload, groups: _Groups, c: Collectives) -> None:
         "Build the model on the meta device, so that it takes no memory beside its shards; keep parameters on disk "
         "(Offload(nvme=..., nvme_params=True)); use more hosts; or leave offload out where the devices have room."
     )
-    host_memory.check(needed, gather if c.world > 1 else None, remedy=remedy)
-
-
-def _needed(offload: Offload, info: ParamInfo, numel: int) -> int:
-    dtypes = info.dtypes
-    nbytes = 0 if offload.nvme_params else dtypes.stored.itemsize
-    if dtypes.casts or offload.nvme_params:
-        nbytes += dtypes.compute.itemsize
-    if info.requires_grad:
-        nbytes += dtypes.grad.itemsize
-    return numel * nbytes
+    host_memory.check(plan.predicted.host_at_setup, gather if c.world > 1 else None, remedy=remedy)
 
 
 def open_host(offload: Offload, c: Collectives) -> tuple[Host, Exception | None]:

@@ -8,7 +8,14 @@ from typing import Any
 
 from ..errors import ConfigError
 
-__all__ = ["Offload", "offload_of"]
+__all__ = ["BEHIND", "IN_FLIGHT", "PAGED", "Offload", "offload_of"]
+
+IN_FLIGHT = 2
+"""Gradients on their way to host memory, whose device memory is kept until they are there."""
+BEHIND = 2
+"""Units on their way to disk."""
+PAGED = BEHIND + 2
+"""Units in memory of those on disk: one is stepped on beside these, and one read ahead."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,137 @@
+"""The plan says, before anything is allocated, what offload takes of host memory, to the byte."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import torch_shard
+from tests.offload.models import Model, Training
+from tests.ranks import ranks
+from torch_shard import Precision, ShardConfig
+from torch_shard.offload import Offload
+from torch_shard.offload.host import Host
+
+BF16 = Precision(param_dtype=torch.bfloat16)
+
+
+@contextmanager
+def noted():
+    """The bytes of each host tensor that is made inside."""
+    made, empty = [], Host.empty
+
+    def note(host, numel, dtype):
+        made.append(numel * dtype.itemsize)
+        return empty(host, numel, dtype)
+
+    Host.empty = note
+    try:
+        yield made
+    finally:
+        Host.empty = empty
+
+
+def plan_of(offload, world_size=2, model=None, **settings):
+    return torch_shard.make_plan(model or Model(), ShardConfig(offload=offload, **settings), world_size=world_size)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("precision", [None, BF16, Precision(torch.bfloat16, keep_low_precision_grads=True)])
+@pytest.mark.parametrize("offload", ["cpu", Offload(params=False)])
+@ranks(2, exhaustive=(1, 3))
+def test_what_is_allocated_was_predicted(rank, offload, precision, sync):
+    with noted() as made:
+        training = Training(rank, offload, precision=precision)
+        for number in range(3):
+            training.step(number, accumulate=1 if sync else 3, clip=0.5, sync=sync)
+    b = training.engine.plan.predicted
+    assert sum(made) == (b.host if sync else b.host_peak) - b.optimizer
+    assert b.host_at_setup == b.host - b.optimizer
+    held = [v for state in training.optimizer.state.values() for v in state.values() if v.dim()]
+    unpadded = sum(v._local.nbytes for v in held)
+    assert unpadded <= b.optimizer <= unpadded + 2 * 64 * len(list(training.model.parameters()))
+
+
+@ranks(2)
+def test_frozen_parameters_have_no_gradient_but_a_copy_to_compute_with(rank):
+    model = Model().requires_grad_(False)
+    model.blocks[0].requires_grad_(True)
+    with noted() as made:
+        engine = torch_shard.shard(model, precision=BF16, offload="cpu")
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+    b = engine.plan.predicted
+    assert sum(made) == b.host - b.optimizer
+    assert 0 < b.gradients < b.parameters == 2 * b.cast_copy
+
+
+def test_without_offload_nothing_is_in_host_memory():
+    b = plan_of(None).predicted
+    assert b.host == b.host_peak == b.cast_copy == 0
+    assert b.device == b.total == b.parameters + b.gradients + b.optimizer
+
+
+def test_with_offload_the_device_holds_what_a_step_needs():
+    model = Model()
+    full, unit = (
+        4 * sum(p.numel() for p in model.parameters()),
+        4 * sum(p.numel() for p in model.blocks[0].parameters()),
+    )
+    b = plan_of("cpu", model=model).predicted
+    assert b.device == 0
+    assert b.host == pytest.approx(2 * full, rel=0.01)  # 16 bytes an element over two ranks
+    assert b.gathered_peak == 2 * unit  # one runs, one is prefetched
+    assert b.device_peak == b.gathered_peak + b.gradient_buffer + b.leaving
+    assert b.gradient_buffer == unit and b.leaving == pytest.approx(unit, rel=0.01)  # two halves
+
+
+def test_alone_the_device_holds_no_more():
+    """Without other ranks nothing is gathered, but copied."""
+    b, among_two = (plan_of("cpu", n).predicted for n in (1, 2))
+    assert b.gathered_peak == among_two.gathered_peak and b.gradient_buffer == among_two.gradient_buffer
+
+
+def test_slices_on_the_device_are_counted_there():
+    b = plan_of(Offload(params=False), precision=BF16).predicted
+    assert b.device == b.device_copy == b.parameters // 2
+    assert b.cast_copy == b.device_copy
+    assert b.total == b.host + b.device
+
+
+@pytest.mark.parametrize("nvme_params", [False, True])
+@ranks(2)
+def test_what_is_on_disk_was_predicted(rank, tmp_path, nvme_params):
+    offload = Offload(nvme=tmp_path, nvme_params=nvme_params)
+    with noted() as made:
+        training = Training(rank, offload, precision=BF16)
+        for number in range(2):
+            training.step(number)
+    b = training.engine.plan.predicted
+    assert training.engine._runtime.host.disk.transferred.allocated == b.disk
+    assert b.disk == b.optimizer + nvme_params * b.parameters
+    assert sum(made) == b.host == b.host_at_setup
+    # One flat buffer for each block: of the five pieces, the largest four.
+    assert 0 < b.paged <= b.disk and b.host_peak == b.host + b.arriving + b.paged
+
+
+def test_of_what_is_on_disk_four_units_are_in_memory():
+    model = torch.nn.Sequential(*(Model() for _ in range(5)))
+    b = plan_of(Offload(nvme="/scratch"), model=model).predicted
+    units = len(plan_of(None, model=model).units)
+    assert units == 20 and b.paged == pytest.approx(b.disk * 4 / units)
+
+
+def test_the_table_says_what_is_where():
+    b, table = plan_of("cpu", precision=BF16).predicted, plan_of("cpu", precision=BF16).table()
+    assert f"of these {b.host / 2**20:.2f} MiB in host memory (at most {b.host_peak / 2**20:.2f}" in table
+    assert "0.00 MiB on the device" in table and "copy for compute" in table
+    assert "host memory" not in plan_of(None).table()
+
+
+def test_a_model_on_meta_is_enough():
+    with torch.device("meta"):
+        model = Model()
+    assert plan_of("cpu", model=model).predicted == plan_of("cpu").predicted
