@@ -15,9 +15,11 @@ from typing import Any, get_args
 
 import torch
 
+from torch_shard import Offload
 from torch_shard.config import Strategy
 from torch_shard.errors import ConfigError
 
+from ..offload_text import FIELDS, read_offload, text_of
 from ..plugin import ShardPlugin, StateDictType
 
 __all__ = ["QUESTIONS", "Question", "add_to", "contents_of", "write"]
@@ -78,6 +80,12 @@ def _classes(text: str) -> tuple[str, ...]:
     return () if text.lower() == "auto" else tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def _offload(text: str) -> Offload | None:
+    if text.isdecimal() and int(text) < len(_OFFLOADS):
+        text = _OFFLOADS[int(text)]
+    return Offload(params=False) if text.lower() == "optimizer" else read_offload(text)
+
+
 def _devices(answers: dict[str, Any]) -> int:
     return 2 if answers["cpu"] else max(1, torch.accelerator.device_count())
 
@@ -86,6 +94,7 @@ def _precision(answers: dict[str, Any]) -> str:
     return "bf16" if not answers["cpu"] and torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
 
 
+_OFFLOADS = ("none", "cpu", "optimizer")
 _STRATEGIES, _FORMS, _PRECISIONS = get_args(Strategy), get_args(StateDictType), ("no", "bf16", "fp16")
 QUESTIONS = (
     Question("cpu", "Train on CPUs?", _yes_no, lambda a: not torch.accelerator.is_available(), "yes or no"),
@@ -93,6 +102,11 @@ QUESTIONS = (
     Question(
         "strategy", "What is sharded? full_shard is ZeRO-3, shard_grad_op ZeRO-2, shard_optim ZeRO-1, no_shard what DDP does.",
         _one_of(*_STRATEGIES), lambda a: "full_shard", _menu(*_STRATEGIES),
+    ),
+    Question(
+        "offload", "What lies in host memory, for models too large for the devices? cpu: parameters and optimizer state; "
+        "optimizer: that alone; or Offload's fields, as in nvme=/local_disk.",
+        _offload, lambda a: None, f"{_menu(*_OFFLOADS)}, or {', '.join(f'{name}=...' for name in FIELDS)}",
     ),
     Question(
         "layer_classes", "Which modules are gathered together? Names of layer classes, separated by commas, or auto.",
@@ -106,6 +120,10 @@ QUESTIONS = (
     Question(
         "activation_checkpointing", "Compute the layers' activations again in backward, to save memory?", _yes_no,
         lambda a: False, "yes or no",
+    ),
+    Question(
+        "activation_offload", "Have the layers' inputs wait for that in host memory, to save more?", _yes_no,
+        lambda a: False, "yes or no", lambda a: a["activation_checkpointing"],
     ),
     Question(
         "state_dict_type", "How does save_state write models? sharded: each rank its part; full: files as under DDP.",
@@ -158,7 +176,7 @@ def _answers(given: dict[str, str | None], ask: bool) -> dict[str, Any]:
 
 
 def _asked(question: Question, default: Any) -> Any:
-    shown = {True: "yes", False: "no", (): "auto"}.get(default, default)
+    shown = {True: "yes", False: "no", (): "auto", None: "none"}.get(default, default)
     while True:
         text = input(f"{question.text}\n  {question.form} [{shown}]: ").strip()
         if not text:
@@ -174,17 +192,21 @@ def contents_of(answers: dict[str, Any]) -> dict[str, Any]:
     classes: Sequence[str] = answers["layer_classes"]
     # A check of the combination, by the class that has the rules.
     ShardPlugin(strategy=answers["strategy"], layer_classes=classes, state_dict_type=answers["state_dict_type"])
+    offload: Offload | None = answers["offload"]
     fsdp = {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": answers["strategy"] in ("full_shard", "hybrid_shard"),
-        "fsdp_offload_params": False,
+        "fsdp_offload_params": offload == Offload(),
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_state_dict_type": f"{answers['state_dict_type']}_state_dict".upper(),
         "fsdp_cpu_ram_efficient_loading": False,
         "fsdp_activation_checkpointing": answers["activation_checkpointing"],
+        "shard_activation_offload": answers["activation_offload"],
         "shard_strategy": answers["strategy"],
         "shard_fp32_masters": answers["fp32_masters"],
     }
+    if offload not in (None, Offload()):
+        fsdp["shard_offload"] = text_of(offload)
     if classes:
         fsdp["fsdp_transformer_layer_cls_to_wrap"] = ",".join(classes)
     return {

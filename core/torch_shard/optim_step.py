@@ -24,7 +24,7 @@ from .held import OPEN, first_runtime, runtimes_of
 from .in_backward import InBackward
 from .matrix_engines import MatrixSteps
 from .matrix_step import MatrixStep
-from .offload.host_step import HostStep, steps_on_host
+from .offload.host_step import HostStep, refuse_disk, steps_on_host
 from .optim import Kind, is_torchs, kind_of, kind_of_step
 from .stand_in import Session, StandIn, stand_in
 from .step_checks import (
@@ -167,6 +167,7 @@ class StepWatch:
         kind = kind_of(type(optimizer)) or kind_of_step(type(optimizer), function)
         runtimes = runtimes_of(optimizer) or [runtime]
         refuse_offloaded(optimizer, runtimes, kind == "matrix")
+        refuse_disk(optimizer, runtimes, kind)
         if kind is None:
             return self._as_it_is(optimizer, args, kwargs, runtimes, frame)
         # What works on whole matrices refuses on all ranks together.
@@ -339,6 +340,11 @@ class StepWatch:
             )
         check_class(optimizer, runtime.collectives.world_rank)
         refuse_others(optimizer, runtime, "step_in_backward: ")
+        if runtime.host is not None and runtime.host.disk is not None:
+            raise ConfigError(
+                "step_in_backward: Offload(nvme=...) keeps optimizer state on disk, to be read ahead of a step on one unit after "
+                "another, in forward's order. Leave one of them out."
+            )
         runtime.in_backward = InBackward(optimizer, runtime)
         runtime.reductions.on_published = runtime.in_backward.step
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import time
 
 import pytest
 import torch
@@ -111,3 +113,56 @@ def test_a_directory_that_cannot_be_made_is_refused_before_anything_changes(rank
         torch_shard.shard(model, offload=Offload(nvme=tmp_path / "file" / "inside"))
     assert {name: id(p) for name, p in model.named_parameters()} == before
     assert not any(isinstance(p, torch_shard.ShardTensor) for p in model.parameters())
+
+
+class Unknown(torch.optim.Optimizer):
+    """Not declared to work element by element."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad, alpha=-0.1)
+
+
+@pytest.mark.parametrize("kind", [Unknown, torch.optim.Adafactor])
+@ranks(2)
+def test_an_optimizer_whose_state_would_stay_in_memory_is_refused(rank, tmp_path, kind):
+    training = Training(rank, Offload(nvme=tmp_path))
+    optimizer = kind(training.model.parameters())
+    loss_of(training.model, inputs(rank, 0)).backward()
+    before = training.engine.state_dict(form="full")
+    with pytest.raises(errors.ShardError, match=r"would keep its state in memory"):
+        optimizer.step()
+    same(before, training.engine.state_dict(form="full"))
+
+
+@ranks(2)
+def test_stepping_in_backward_is_refused(rank, tmp_path):
+    training = Training(rank, Offload(nvme=tmp_path))
+    with pytest.raises(errors.ConfigError, match="step_in_backward: Offload"):
+        training.engine.step_in_backward(training.optimizer)
+
+
+@ranks(2, fresh=True)
+def test_a_disk_that_is_full_on_one_rank_stops_all(rank, tmp_path, monkeypatch):
+    training = Training(rank, Offload(nvme=tmp_path))
+    loss_of(training.model, inputs(rank, 0)).backward()
+    if rank == 0:
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(errors.DiskError, match=r"rank 0: 'state blocks\..* can't be put on disk: No space left"):
+            training.optimizer.step()
+        monkeypatch.undo()
+    else:
+        training.optimizer.step()
+        begin = time.monotonic()
+        with pytest.raises(errors.ShardError, match="can't be put on disk"):
+            loss_of(training.model, inputs(rank, 1)).backward()
+        assert time.monotonic() - begin < 10
+    torch.distributed.barrier()

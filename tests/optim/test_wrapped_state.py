@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torch_shard
-from tests.compat.harness import MLP, Pair, batch, plain_backward
+from tests.compat.harness import MLP, Pair, average_grads, batch, plain_backward
 from tests.optim.helpers import O
 from tests.ranks import ranks, run
 from torch_shard.errors import CheckpointError, ShardError
@@ -154,6 +154,19 @@ def _resumes(rank: int, world_size: int, folder: str, way: str) -> None:
 def test_training_resumes_on_another_number_of_ranks(way, tmp_path):
     run(2, _saves, str(tmp_path))
     run(3, _resumes, str(tmp_path), way)
+
+
+@ranks(2)
+def test_the_closed_engine_leaves_it_to_the_plain_model(rank, world_size):
+    pair = pair_of(rank, world_size)
+    advance(pair, range(2))
+    pair.engine.close(pair.optimizer)
+    same_state(pair, {name: pair.optimizer.state[p] for name, p in pair.model.named_parameters()})
+    for model, optimizer in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
+        plain_backward(model, batch(rank, 2))
+        average_grads(model)
+        optimizer.step()
+    pair.check()
 
 
 @ranks(2)

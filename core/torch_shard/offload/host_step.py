@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ShardError
+from ..errors import DiskError, ShardError
 from ..flat_buffer import FlatBuffer
 from ..flat_step import REST, FlatStep, is_step_of_torchs
 from ..group_options import Options
 from ..held import runtimes_of
 from ..leaf import own_grad
+from ..optim import Kind
 from ..shard_tensor import ShardTensor
 from ..stand_in import Session, stand_in
 from ..step_checks import refuse_unreduced
@@ -34,13 +35,31 @@ from .host_thread import Together
 if TYPE_CHECKING:
     from ..runtime import Runtime
 
-__all__ = ["HostStep", "steps_on_host"]
+__all__ = ["HostStep", "refuse_disk", "steps_on_host"]
 
 
 def steps_on_host(optimizer: Any, runtimes: list[Runtime]) -> bool:
     """Whether a step of kind ``"elementwise"`` is a :class:`HostStep`."""
     # One over several engines is one step over all of them, in the training thread.
     return len(runtimes) == 1 and runtimes[0].host is not None and is_step_of_torchs(optimizer)
+
+
+def refuse_disk(optimizer: Any, runtimes: list[Runtime], kind: Kind | None) -> None:
+    """State on disk is moved by :class:`HostStep`. `kind`: of the optimizer.
+
+    Raises:
+        ShardError: on all ranks; `optimizer` steps another way, with ``Offload(nvme=...)``. Nothing was changed.
+    """
+    if kind == "elementwise" and steps_on_host(optimizer, runtimes):
+        return
+    for runtime in runtimes:
+        if runtime.host is not None and runtime.host.disk is not None:
+            cls = type(optimizer)
+            raise ShardError(
+                f"rank {runtime.collectives.world_rank}: {cls.__module__}.{cls.__qualname__} would keep its state in memory, and "
+                "Offload(nvme=...) is to keep it on disk, which it can for the element-wise classes of torch.optim, each with "
+                "the parameters of one sharded model. Use one of those, or leave nvme out. Nothing was changed."
+            )
 
 
 class HostStep:
@@ -111,7 +130,11 @@ class HostStep:
         task = functools.partial(self._run, optimizer, other, session, flat, following)
         if counters is None:
             task()
-            self._to_disk(flat, step)
+            try:
+                self._to_disk(flat, step)
+            except DiskError as error:
+                flat.host.host.give_up(error)
+                raise
             for options, group in zip(self._options, groups, strict=True):
                 options.stepped(group)
             return
@@ -168,7 +191,7 @@ class HostStep:
         """Put state there that was made or replaced since. The next step finds it there, and looks at everything anew.
 
         Raises:
-            DiskError: there is no space; it stays where it is.
+            DiskError: there is no space, or the disk has failed; what is in memory stays there.
         """
         disk = flat.host.host.disk if flat.host is not None else None
         if disk is None:

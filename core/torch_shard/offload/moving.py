@@ -8,10 +8,11 @@ taken away from them, and the first who asks for it waits. So whoever reads one,
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-__all__ = ["Moving", "Work", "whole_of"]
+__all__ = ["Moving", "Waits", "Work", "whole_of"]
 
 
 class Work(Protocol):
@@ -21,10 +22,19 @@ class Work(Protocol):
         """Return when it has ended; raise what it has raised."""
 
 
+class Waits:
+    """How long was waited for an engine's works, in all."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
 class Moving:
     """What is done to one flat buffer's memory in the background, and the tensors that wait for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits: Waits | None = None) -> None:
+        """`waits`: where the time that is waited is added."""
+        self._waits = waits or Waits()
         self._works: list[Work] = []
         self._taken: dict[int, tuple[Any, Any, Any]] = {}  # by id: tensor, its slice, and what that is a part of
         # Whoever waits does so for all; backward and an asynchronous save have threads of their own.
@@ -56,6 +66,13 @@ class Moving:
         """
         if not self._works:
             return
+        begun = time.perf_counter()
+        try:
+            self._settle()
+        finally:
+            self._waits.seconds += time.perf_counter() - begun
+
+    def _settle(self) -> None:
         with self._lock:
             while self._works:
                 try:

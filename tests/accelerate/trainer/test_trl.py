@@ -15,8 +15,9 @@ from tests.ranks import ranks
 pytest.importorskip("trl")
 
 
-def _tuned(shard: bool, folder: Any) -> list[dict[str, float]]:
+def _tuned(shard: bool, folder: Any, adapters: bool) -> list[dict[str, float]]:
     import datasets
+    import peft
     import pyarrow
     import trl
     from tokenizers import Tokenizer, models
@@ -44,12 +45,14 @@ def _tuned(shard: bool, folder: Any) -> list[dict[str, float]]:
             train_dataset=rows,
             processing_class=tokenizer,
             callbacks=[steps],
+            peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if adapters else None,
         )
         tuner.train()
     return steps.logs
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("adapters", [False, True], ids=["whole", "LoRA"])
 @ranks(2)
-def test_sft_logs_what_it_logs_unsharded(tmp_path):
-    assert_same_logs(_tuned(True, tmp_path / "ours"), _tuned(False, tmp_path / "stock"))
+def test_sft_logs_what_it_logs_unsharded(adapters, tmp_path):
+    assert_same_logs(_tuned(True, tmp_path / "ours", adapters), _tuned(False, tmp_path / "stock", adapters))
