@@ -155,7 +155,6 @@ def test_a_plugin_that_is_given_is_refused_with_what_it_says() -> None:
 
 def test_every_key_that_accelerate_knows_has_a_row() -> None:
     # The questionnaire is the list of keys: deepspeed_config["..."] = ...
-    from accelerate.commands.config import cluster
 
     asked = set(re.findall(r'deepspeed_config\[\s*"(\w+)"\s*\]', inspect.getsource(cluster)))
     assert asked and asked <= {key.yaml for key in KEYS}
