@@ -250,6 +250,30 @@ def test_a_module_that_stayed_sharded_is_sharded_anew_only_for_other_settings(wo
     assert [engine.config.offload for engine in engines] == [Offload(), Offload(), KEEPS, None]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("form", ["full", "sharded"])
+@ranks(2)
+def test_state_on_disk_trains_resumes_and_leaves_no_files_behind(world_size, tmp_path, form):
+    expected, _ = fit(world_size, "ddp", optimizer="adamw", max_epochs=3)
+    for params in (False, True):
+        disk, path = tmp_path / f"disk {params}", tmp_path / f"{params}.ckpt"
+        losses = []
+        for epochs, resume in ((1, None), (3, path)):
+            strategy = ShardStrategy(offload=Offload(nvme=disk, nvme_params=params), state_dict_type=form)
+            module = recording_class()("adamw")
+            t = trainer(
+                "lightning", world_size, strategy,
+                max_epochs=epochs, gradient_clip_val=0.5, accumulate_grad_batches=2,
+            )  # fmt: skip
+            module.on_train_end = lambda t=t, path=path: t.save_checkpoint(path)
+            t.fit(module, loader(world_size), loader(world_size, 2), ckpt_path=resume)
+            losses += module.seen
+        assert losses == pytest.approx(expected.seen, rel=1e-5)
+        assert_same_state(module.state_dict(), expected.state_dict())
+        t.strategy.barrier()
+        assert not any(disk.iterdir())
+
+
 @pytest.mark.parametrize("kind", [*exhaustive(swa, ema)])
 @ranks(2)
 def test_averages_of_the_weights_are_those_of_a_single_device(world_size, kind):
