@@ -81,6 +81,7 @@ bench: $(STAMP)
 	$(RUN) bench/overhead.py --short
 	$(RUN) bench/optim.py --short
 	$(RUN) bench/checkpoint.py --short
+	$(RUN) bench/offload.py --smoke
 
 docs: $(STAMP)
 	$(RUN) docs/make_reference.py

@@ -20,6 +20,8 @@ from torch_shard.log import logger
 
 from .fsdp_settings import KEYS, from_fsdp_environment
 from .launch_file import FILE_VARIABLE, launch_file, read_launch_file
+from .offload_text import FORM as OFFLOAD
+from .offload_text import offload_of_fields, read_offload
 from .plugin import ShardPlugin, StateDictType
 
 __all__ = ["PREFIX", "SETTINGS", "Setting", "launch_plugin", "own_names", "settings_table", "take_over_launch"]
@@ -106,6 +108,7 @@ SETTINGS = (
     Setting("prefetch", int, "a number of units"),
     Setting("shard_size", int, "a number of ranks"),
     Setting("reshard_after_forward", int, "a number of ranks"),
+    Setting("offload", read_offload, OFFLOAD),
     Setting("precision", _dtype, "fp32, bf16 or fp16: in which dtype parameters are gathered and computed with"),
     Setting("fp32_masters", _flag, _FLAG),
     Setting("activation_checkpointing", _layers, f"{_FLAG}, or names of classes, separated by commas"),
@@ -214,8 +217,7 @@ def _file_settings() -> tuple[dict[str, tuple[str, Any]], bool]:
     for key, value in (section if isinstance(section, Mapping) else {}).items():
         setting = _BY_YAML.get(key)
         if setting is not None:
-            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-            found[setting.field] = (key, _value(setting, f"{path}: {key}", text))
+            found[setting.field] = (key, _value(setting, f"{path}: {key}", value))
         elif str(key).startswith(PREFIX.lower()):
             close = _close(key, _BY_YAML)
             hint = f" Did you mean {close}?" if close else ""
@@ -232,8 +234,13 @@ def _close(name: str, known: Any) -> str | None:
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)), None)
 
 
-def _value(setting: Setting, name: str, text: str) -> Any:
+def _value(setting: Setting, name: str, value: Any) -> Any:
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
     try:
+        if setting.field == "offload" and isinstance(value, Mapping):
+            return offload_of_fields(value)
         return setting.read(text.strip())
-    except ValueError:
-        raise ConfigError(f"{name} must be {setting.form}, not {text!r}.") from None
+    except ValueError as error:
+        # Of those that are read here, offload has parts, and says which of them is wrong.
+        why = f" ({error})" if setting.field == "offload" else ""
+        raise ConfigError(f"{name} must be {setting.form}, not {text!r}{why}.") from None

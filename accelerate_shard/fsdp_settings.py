@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_shard import Precision
+from torch_shard import Offload, Precision
 from torch_shard.errors import ConfigError
 from torch_shard.log import logger
 
@@ -73,7 +73,8 @@ KEYS = (
     ),
     Key(
         "cpu_offload", "fsdp_offload_params", "FSDP_OFFLOAD_PARAMS",
-        "`true` is refused: nothing is offloaded to the CPU yet",
+        "`true`: `offload`, `'cpu'`; in the plugin `CPUOffloadPolicy(pin_memory=False)` too. `shard_offload` says what FSDP has "
+        "no key for",
     ),
     Key(
         "auto_wrap_policy", "fsdp_auto_wrap_policy", "FSDP_AUTO_WRAP_POLICY",
@@ -232,13 +233,17 @@ def from_fsdp_plugin(plugin: Any) -> ShardPlugin:
         ConfigError: no such plugin, or as for :func:`from_fsdp_environment`; names the plugin's field.
     """
     from accelerate import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
     if not isinstance(plugin, FullyShardedDataParallelPlugin):
         raise ConfigError(f"fsdp_plugin must be a FullyShardedDataParallelPlugin, not {type(plugin).__name__}.")
     said = {f.name: getattr(plugin, f.name) for f in dataclasses.fields(plugin)}
     reading = _Reading(said, lambda name: f"fsdp_plugin.{name}")
     offload = plugin.cpu_offload  # a bool, CPUOffload, or FSDP 2's policy
-    said["cpu_offload"] = getattr(offload, "offload_params", type(offload).__name__ == "CPUOffloadPolicy")
+    of_fsdp2 = isinstance(offload, CPUOffloadPolicy)
+    said["cpu_offload"] = offload if isinstance(offload, bool) else getattr(offload, "offload_params", of_fsdp2)
+    if of_fsdp2:
+        reading.found["offload"] = Offload(pin_memory=offload.pin_memory)
     if plugin.limit_all_gathers is False:
         reading.without_meaning.append("limit_all_gathers=False")
     for name in ("state_dict_config", "optim_state_dict_config"):
@@ -350,10 +355,7 @@ def _ignored(reading: _Reading) -> tuple[Any, ...]:
 
 def _finished(reading: _Reading, state_dict: str) -> ShardPlugin:
     if reading.flag("cpu_offload"):
-        raise ConfigError(
-            f"{reading.name('cpu_offload')}: nothing is offloaded to the CPU here yet. Set it to false; parameters, gradients "
-            "and optimizer state are sharded over the ranks."
-        )
+        reading.found.setdefault("offload", "cpu")
     again, offload = (reading.flag("activation_checkpointing" + end) for end in ("", "_offload"))
     if offload and not again:
         raise ConfigError(

@@ -32,6 +32,10 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
         "As 'shard_zero2' over the ranks of each node, with a copy on each node",
         {"strategy": "hybrid_shard_zero2"},
     ),
+    "shard_offload": (
+        "As 'shard', with parameters, gradients and optimizer state in the memory of the host",
+        {"offload": "cpu"},
+    ),
     "shard_spawn": ("As 'shard', with processes started by spawn", {"start_method": "spawn"}),
     "shard_fork": ("As 'shard', with processes started by fork, as notebooks need it", {"start_method": "fork"}),
 }

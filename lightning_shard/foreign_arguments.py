@@ -9,7 +9,10 @@ __all__ = ["REMEDIES", "advice"]
 
 _LEAVE = "leave it out: there is nothing to choose here"
 _GROUP = "leave it out: the group is that of all ranks; shard_size divides it for the hybrid strategies"
-_OFFLOAD = "nothing is offloaded to the CPU or to disk yet: take more ranks, or activation_checkpointing"
+_OFFLOAD = "offload='cpu', or offload=torch_shard.Offload(...) for a part of it, or a disk"
+_STREAMS = (
+    "leave it out: files are read ahead of each unit's update and written behind it, and there is nothing to choose"
+)
 _SCALER = "give Trainer or Fabric a plugin with a scaler of that setting, MixedPrecision('16-mixed', 'cuda', scaler)"
 _HOOK = (
     "register it when training starts: trainer.strategy.engine.register_comm_hook(state, hook), with FSDP's signature"
@@ -60,26 +63,19 @@ REMEDIES = {
     "zero_optimization": "strategy='no_shard' is without ZeRO",
     "stage": "strategy='shard_optim' is stage 1, 'shard_grad_op' stage 2, 'full_shard' stage 3",
     "remote_device": "create the model in configure_model, or under Trainer.init_module(empty_init=True): it gets slices only",
+    "offload_optimizer": "offload=torch_shard.Offload(params=False); offload='cpu' is for parameters, too",
+    "offload_parameters": "offload='cpu', which is for optimizer state, too",
+    "offload_params_device": "offload='cpu', or offload=torch_shard.Offload(nvme=directory, nvme_params=True) for a disk",
+    "offload_optimizer_device": "offload='cpu', or offload=torch_shard.Offload(nvme=directory) for a disk",
+    "nvme_path": "offload=torch_shard.Offload(nvme=directory)",
+    "pin_memory": "offload=torch_shard.Offload(pin_memory=False); memory is page-locked by default",
+    "params_buffer_count": "prefetch=(units) is how many are ahead of compute",
+    "params_buffer_size": _BUCKETS,
+    "max_in_cpu": "leave it out: what is on a disk leaves no more than some units in memory",
+    "sub_group_size": "unit_bytes; the optimizer steps unit by unit",
     **dict.fromkeys(
-        (
-            "offload_optimizer",
-            "offload_parameters",
-            "offload_params_device",
-            "nvme_path",
-            "params_buffer_count",
-            "params_buffer_size",
-            "max_in_cpu",
-            "offload_optimizer_device",
-            "optimizer_buffer_count",
-            "block_size",
-            "queue_depth",
-            "single_submit",
-            "overlap_events",
-            "thread_count",
-            "pin_memory",
-            "sub_group_size",
-        ),
-        _OFFLOAD,
+        ("optimizer_buffer_count", "block_size", "queue_depth", "single_submit", "overlap_events", "thread_count"),
+        _STREAMS,
     ),
     "cpu_checkpointing": "activation_offload takes classes of layers, or their names",
     "contiguous_gradients": _LEAVE,

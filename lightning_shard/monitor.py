@@ -28,7 +28,8 @@ class MonitorMixin:
 
     - ``shard/bytes_sent``: bytes sent for parameters and gradients;
     - ``shard/gather_wait``, ``shard/reduce_wait``: seconds in which training stood still until parameters, or sums of gradients,
-      had come; ``shard/other_wait``: until the other ranks had come;
+      had come; ``shard/other_wait``: until the other ranks had come; ``shard/host_wait``: until the host had stepped on
+      offloaded parameters, or copied them;
     - ``shard/wait_share``: the first two of these, as a share of the step's time;
     - ``shard/gathered_bytes``, ``shard/peak_gathered_bytes``: gathered parameters held at the step's end, and at most since the
       last time; ``shard/resident_bytes``: this rank's parameters, gradients and optimizer state;
@@ -167,6 +168,7 @@ class MonitorMixin:
             "gather_wait": window.gather_wait / window.steps,
             "reduce_wait": window.reduce_wait / window.steps,
             "other_wait": window.other_wait / window.steps,
+            "host_wait": window.host_wait / window.steps,
             "wait_share": window.share,
             "gathered_bytes": float(held["gathered"]),
             "peak_gathered_bytes": float(window.peak_gathered),

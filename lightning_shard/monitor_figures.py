@@ -19,6 +19,7 @@ class Window:
     gather_wait: float = 0.0
     reduce_wait: float = 0.0
     other_wait: float = 0.0
+    host_wait: float = 0.0
     peak_gathered: int = 0
 
     def add(self, seconds: float, figures: Statistics) -> None:
@@ -37,6 +38,7 @@ class Window:
         self.gather_wait += other.gather_wait
         self.reduce_wait += other.reduce_wait
         self.other_wait += other.other_wait
+        self.host_wait += other.host_wait
         self.peak_gathered = max(self.peak_gathered, other.peak_gathered)
 
     @property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
-from torch_shard import Precision, ShardConfig
+from torch_shard import Offload, Precision, Quantized, ShardConfig
 from torch_shard.activation_checkpointing import Layers, checked_layers
 from torch_shard.errors import ConfigError
 from torch_shard.group_timeout import group_timeout
@@ -126,4 +126,5 @@ def same_config(a: ShardConfig, b: ShardConfig) -> bool:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_same, a, b))
-    return a is b or (isinstance(a, (str, int, float, Precision)) and type(a) is type(b) and a == b)
+    by_value = (str, int, float, Precision, Quantized, Offload)
+    return a is b or (isinstance(a, by_value) and type(a) is type(b) and a == b)

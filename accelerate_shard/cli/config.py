@@ -8,16 +8,20 @@ which Accelerate's loader lets through and the runner reads.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
+from torch_shard import Offload
 from torch_shard.config import Strategy
 from torch_shard.errors import ConfigError
 
+from .. import deepspeed_settings
+from ..launch_file import read_launch_file
+from ..offload_text import FIELDS, read_offload, text_of
 from ..plugin import ShardPlugin, StateDictType
 
 __all__ = ["QUESTIONS", "Question", "add_to", "contents_of", "write"]
@@ -78,6 +82,12 @@ def _classes(text: str) -> tuple[str, ...]:
     return () if text.lower() == "auto" else tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def _offload(text: str) -> Offload | None:
+    if text.isdecimal() and int(text) < len(_OFFLOADS):
+        text = _OFFLOADS[int(text)]
+    return Offload(params=False) if text.lower() == "optimizer" else read_offload(text)
+
+
 def _devices(answers: dict[str, Any]) -> int:
     return 2 if answers["cpu"] else max(1, torch.accelerator.device_count())
 
@@ -86,6 +96,7 @@ def _precision(answers: dict[str, Any]) -> str:
     return "bf16" if not answers["cpu"] and torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
 
 
+_OFFLOADS = ("none", "cpu", "optimizer")
 _STRATEGIES, _FORMS, _PRECISIONS = get_args(Strategy), get_args(StateDictType), ("no", "bf16", "fp16")
 QUESTIONS = (
     Question("cpu", "Train on CPUs?", _yes_no, lambda a: not torch.accelerator.is_available(), "yes or no"),
@@ -93,6 +104,11 @@ QUESTIONS = (
     Question(
         "strategy", "What is sharded? full_shard is ZeRO-3, shard_grad_op ZeRO-2, shard_optim ZeRO-1, no_shard what DDP does.",
         _one_of(*_STRATEGIES), lambda a: "full_shard", _menu(*_STRATEGIES),
+    ),
+    Question(
+        "offload", "What lies in host memory, for models too large for the devices? cpu: parameters and optimizer state; "
+        "optimizer: that alone; or Offload's fields, as in nvme=/local_disk.",
+        _offload, lambda a: None, f"{_menu(*_OFFLOADS)}, or {', '.join(f'{name}=...' for name in FIELDS)}",
     ),
     Question(
         "layer_classes", "Which modules are gathered together? Names of layer classes, separated by commas, or auto.",
@@ -122,6 +138,7 @@ def add_to(commands: Any) -> None:
     """Add the command to the parser's."""
     parser = commands.add_parser("config", help="ask what is wanted, and write a YAML for accelerate launch")
     parser.add_argument("--config_file", default=DEFAULT_FILE, help=f"where to write it; {DEFAULT_FILE} by default")
+    parser.add_argument("--deepspeed", metavar="FILE", help="take what a YAML for DeepSpeed says as defaults")
     parser.add_argument("--yes", action="store_true", help="take the defaults where no option says otherwise")
     parser.add_argument("--force", action="store_true", help="replace the file where there is one")
     for question in QUESTIONS:
@@ -137,18 +154,41 @@ def run(arguments: argparse.Namespace) -> int:
     if path.exists() and not arguments.force:
         raise ConfigError(f"{path} is there already; --force replaces it.")
     given = {q.name: getattr(arguments, q.name) for q in QUESTIONS}
-    answers = _answers(given, ask=not arguments.yes)
+    told, hints = ({}, []) if arguments.deepspeed is None else _told(Path(arguments.deepspeed))
+    answers = _answers(given, ask=not arguments.yes, told=told)
     write(path, contents_of(answers))
+    for hint in hints:
+        print(f"No setting stands for {hint}")
     print(f"Wrote {path}. Run a script with it:")
     print(f"  accelerate launch --config_file {path} -m accelerate_shard train.py")
     print(f"Try it: accelerate-shard test --config_file {path}")
     return 0
 
 
-def _answers(given: dict[str, str | None], ask: bool) -> dict[str, Any]:
+def _told(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """Answers that a YAML for DeepSpeed gives, and what to do about the rest of it."""
+    contents = read_launch_file(path)
+    if contents.get("distributed_type") != "DEEPSPEED":
+        raise ConfigError(f"--deepspeed {path}: its distributed_type is {contents.get('distributed_type')}.")
+    said = deepspeed_settings.of_yaml(contents)
+    try:
+        answers = deepspeed_settings.answers_of(said)
+    except ConfigError as error:
+        raise ConfigError(f"--deepspeed {path}: {error}") from None
+    if contents.get("mixed_precision") in _PRECISIONS:
+        answers["mixed_precision"] = contents["mixed_precision"]
+    answers |= {"cpu": contents.get("use_cpu") is True, "num_processes": int(contents.get("num_processes") or 1)}
+    hints = deepspeed_settings.by_hand(said)
+    if contents.get("num_machines", 1) != 1:
+        hints.append(f"num_machines ({contents['num_machines']}): set it, machine_rank and main_process_ip in the file")
+    return answers, hints
+
+
+def _answers(given: dict[str, str | None], ask: bool, told: Mapping[str, Any]) -> dict[str, Any]:
     answers: dict[str, Any] = {}
     for question in QUESTIONS:
-        text, default = given[question.name], question.default(answers)
+        text = given[question.name]
+        default = told[question.name] if question.name in told else question.default(answers)
         if text is not None:
             try:
                 answers[question.name] = question.read(text)
@@ -162,7 +202,7 @@ def _answers(given: dict[str, str | None], ask: bool) -> dict[str, Any]:
 
 
 def _asked(question: Question, default: Any) -> Any:
-    shown = {True: "yes", False: "no", (): "auto"}.get(default, default)
+    shown = _shown(default)
     while True:
         text = input(f"{question.text}\n  {question.form} [{shown}]: ").strip()
         if not text:
@@ -173,15 +213,24 @@ def _asked(question: Question, default: Any) -> Any:
             print(f"  Please answer: {question.form}.")
 
 
+def _shown(answer: Any) -> Any:
+    if answer is None or isinstance(answer, Offload):
+        return text_of(answer)
+    if isinstance(answer, bool):
+        return "yes" if answer else "no"
+    return "auto" if answer == () else answer
+
+
 def contents_of(answers: dict[str, Any]) -> dict[str, Any]:
     """The YAML's contents, by Accelerate's keys, of the answers to :data:`QUESTIONS`."""
     classes: Sequence[str] = answers["layer_classes"]
     # A check of the combination, by the class that has the rules.
     ShardPlugin(strategy=answers["strategy"], layer_classes=classes, state_dict_type=answers["state_dict_type"])
+    offload: Offload | None = answers["offload"]
     fsdp = {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": answers["strategy"] in ("full_shard", "hybrid_shard"),
-        "fsdp_offload_params": False,
+        "fsdp_offload_params": offload == Offload(),
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_state_dict_type": f"{answers['state_dict_type']}_state_dict".upper(),
         "fsdp_cpu_ram_efficient_loading": False,
@@ -190,6 +239,8 @@ def contents_of(answers: dict[str, Any]) -> dict[str, Any]:
         "shard_strategy": answers["strategy"],
         "shard_fp32_masters": answers["fp32_masters"],
     }
+    if offload not in (None, Offload()):
+        fsdp["shard_offload"] = text_of(offload)
     if classes:
         fsdp["fsdp_transformer_layer_cls_to_wrap"] = ",".join(classes)
     return {

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torch_shard import Offload
 from torch_shard.errors import ConfigError
 from torch_shard.versions import __version__
 
@@ -99,4 +100,6 @@ def _version(name: str) -> str | None:
 def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(entry) for entry in value]
+    if isinstance(value, Offload):
+        return dataclasses.asdict(value)
     return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)

@@ -51,6 +51,8 @@ class ActivationOffload:
             with offload.inputs():
                 x = checkpoint(layer, x, use_reentrant=False)
 
+    A reentrant checkpoint saves its inputs behind the layer: there compute waits for copies, in place of running beside them.
+
     Copied are dense tensors of any dtype that are not parameters, and not views of parameters that the engine has gathered. A
     tensor that several layers take, such as a mask, is copied once. What is edited through ``.data`` meanwhile leaves no
     trace, here as in autograd. A copy of the model, and a pickled one, has one of its own, which is empty.

@@ -50,7 +50,17 @@ class EngineStatistics(abc.ABC):
         """
         c, gathered = self._runtime.collectives, self._runtime.gathered_bytes
         gathers, reductions, others = waits(c)
-        return Statistics(c.bytes_sent, c.bytes_sent_across, gathers, reductions, others, gathered.now, gathered.peak)
+        host = self._runtime.host
+        return Statistics(
+            c.bytes_sent,
+            c.bytes_sent_across,
+            gathers,
+            reductions,
+            others,
+            gathered.now,
+            gathered.peak,
+            0.0 if host is None else host.waited(),
+        )
 
     def time_waiting(self, enabled: bool = True) -> None:
         """On GPUs, time from now on what the streams that compute wait for collectives; elsewhere do nothing. Not collective.
@@ -93,14 +103,12 @@ class EngineStatistics(abc.ABC):
                 gradients += quantized.nbytes if quantized is not None else 0
                 with torch._C.DisableTorchFunctionSubclass():
                     for p in flat.params:
-                        local = getattr(p.grad, "_local", None)
-                        gradients += local.numel() * local.element_size() if local is not None else 0
+                        gradients += _own_bytes(p.grad) if p.grad is not None else 0
         several: Any = () if optimizer is None else optimizer if isinstance(optimizer, Iterable) else (optimizer,)
         for each in several:
             for entries in each.state.values():
                 for value in tensors_of(entries):
-                    mine = value._local if isinstance(value, ShardTensor) else value
-                    state += mine.numel() * mine.element_size()
+                    state += _own_bytes(value)
         gathered = self._runtime.gathered_bytes.now
         return {"parameters": parameters, "gradients": gradients, "optimizer": state, "gathered": gathered}
 
@@ -122,3 +130,10 @@ class EngineStatistics(abc.ABC):
                 none to look at, because an optimizer steps in backward.
         """
         return unit_norms.grad_norms(self._runtime, norm_type, parameters)
+
+
+def _own_bytes(tensor: torch.Tensor) -> int:
+    """What this rank has of it. Of a sharded one without its slice, which may just be written to."""
+    count = tensor._spec.length if isinstance(tensor, ShardTensor) else tensor.numel()
+    with torch._C.DisableTorchFunctionSubclass():
+        return count * tensor.dtype.itemsize

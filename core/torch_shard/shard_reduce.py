@@ -244,8 +244,10 @@ def foreach_norm(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> l
 def unscale_and_check(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> None:
     """Divide gradients by the loss scale; `found_inf` becomes 1 where any rank found one. Collective."""
     gradients, found_inf, inverse_scale = args
-    func([t._local if isinstance(t, cls) else t for t in gradients], found_inf, inverse_scale)
-    torch.autograd.graph.increment_version([t._local for t in gradients if isinstance(t, cls)])
+    slices = [t._local if isinstance(t, cls) else t for t in gradients]
+    func(slices, found_inf, inverse_scale)
+    # This operator does not count its changes itself, and what was found out about unchanged gradients, as their norm, is kept.
+    torch.autograd.graph.increment_version(slices)
     comms = {id(t._spec.comm): t._spec for t in gradients if isinstance(t, cls)}
     for spec in comms.values():
         spec.comm.all_reduce(found_inf, "max", f"the check for non-finite gradients from {spec.name} on")

@@ -38,6 +38,7 @@ class Statistics:
             network is says little about it.
         gathered: bytes of gathered parameters that this rank holds now.
         peak_gathered: the most of those at any moment since set-up, or since :meth:`Engine.reset_peak_gathered`.
+        host_wait: seconds that training has waited for the host to step on offloaded parameters, and for copies to and from it.
     """
 
     bytes_sent: int
@@ -47,10 +48,11 @@ class Statistics:
     other_wait: float
     gathered: int
     peak_gathered: int
+    host_wait: float = 0.0
 
     def since(self, earlier: Statistics) -> Statistics:
         """What was counted since `earlier`, figures of the same engine; `gathered` and `peak_gathered` stay as they are."""
-        counted = ("bytes_sent", "bytes_sent_across", "gather_wait", "reduce_wait", "other_wait")
+        counted = ("bytes_sent", "bytes_sent_across", "gather_wait", "reduce_wait", "other_wait", "host_wait")
         return dataclasses.replace(self, **{name: getattr(self, name) - getattr(earlier, name) for name in counted})
 
 

@@ -188,12 +188,12 @@ def test_a_save_that_fails_deletes_nothing(rank, tmp_path):
 # -- kills ------------------------------------------------------------------------------------------------------------
 
 
-def killed(path: Path, count: int, seed: int) -> None:
+def killed(path: Path, count: int, seed: int, *arguments: str) -> None:
     """Processes that save one checkpoint after the other are killed, all of them; then the newest loads and verifies."""
     generator = random.Random(seed)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     before, changed, log = -1, 0, path / "log"
-    command = [sys.executable, "-m", "tests.checkpoint.saver", str(path)]
+    command = [sys.executable, "-m", "tests.checkpoint.saver", str(path), *arguments]
     with (
         open(log, "wb") as errors,
         subprocess.Popen(
@@ -230,6 +230,13 @@ def verified(target: Path) -> int:
     assert verify(target) == []
     step: int = Checkpoint.open(target, sizes=True).read({}, ["extra"])["extra"]
     return step
+
+
+@pytest.mark.exhaustive
+def test_killed_with_offload_the_newest_checkpoint_is_whole_and_nothing_else_is_left(tmp_path):
+    killed(tmp_path, 20, 1, "offload")
+    left = [entry for entry in (tmp_path / "state").iterdir() if entry.name.startswith("torch-shard-rank")]
+    assert len(left) <= 2  # of the last run, which nobody has come after
 
 
 @pytest.mark.parametrize("count", [5, pytest.param(200, marks=pytest.mark.exhaustive)])

@@ -19,7 +19,7 @@ from tests.ranks import ranks
 from torch_shard import ShardTensor, engine_of
 from torch_shard.errors import ConfigError, ShardError, ShardPicklingError
 from torch_shard.fsdp import (
-    CPUOffloadPolicy,
+    CPUOffload,
     DataParallelMeshDims,
     FSDPModule,
     MixedPrecisionPolicy,
@@ -139,7 +139,10 @@ def test_reshard_after_forward_becomes_a_strategy(rank):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"offload_policy": CPUOffloadPolicy()}, "offload_policy: offload"),
+        (
+            {"offload_policy": CPUOffload(offload_params=True)},
+            "offload_policy must be an OffloadPolicy or a CPUOffloadPolicy",
+        ),
         ({"reshard_after_forward": "yes"}, "reshard_after_forward must be"),
         ({"mp_policy": torch.bfloat16}, "mp_policy must be"),
         ({"ignored_params": [nn.Linear(2, 2)]}, "ignored_params must hold Parameter"),

@@ -22,7 +22,6 @@ from torch_shard import ShardTensor, engine_of
 from torch_shard.errors import ConfigError, SetupError, ShardError, ShardPicklingError
 from torch_shard.fsdp import (
     BackwardPrefetch,
-    CPUOffload,
     MixedPrecision,
     ShardingStrategy,
     StateDictType,
@@ -393,7 +392,7 @@ def test_arguments_without_a_meaning_are_named_once(rank):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"cpu_offload": CPUOffload(offload_params=True)}, "cpu_offload: offload"),
+        ({"cpu_offload": True}, "cpu_offload must be a CPUOffload, not True"),
         ({"sharding_strategy": "FULL_SHARD"}, "sharding_strategy must be"),
         ({"mixed_precision": torch.bfloat16}, "mixed_precision must be"),
         ({"param_init_fn": 1}, "param_init_fn must be callable"),

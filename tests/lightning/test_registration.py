@@ -16,7 +16,16 @@ import torch
 import lightning_shard
 from tests.run_python import run_python
 
-NAMES = ["shard", "shard_zero2", "shard_zero1", "shard_hybrid", "shard_hybrid_zero2", "shard_spawn", "shard_fork"]
+NAMES = [
+    "shard",
+    "shard_zero2",
+    "shard_zero1",
+    "shard_hybrid",
+    "shard_hybrid_zero2",
+    "shard_offload",
+    "shard_spawn",
+    "shard_fork",
+]
 
 SCRIPT = """
 import json, logging, sys, warnings

@@ -21,7 +21,7 @@ from lightning_shard.foreign_arguments import REMEDIES
 from tests.lightning.helpers import assert_same_state, loader, net_class, trainer
 from tests.lightning.helpers import lightning_shard as package
 from tests.ranks import ranks
-from torch_shard import ShardConfig
+from torch_shard import Offload, ShardConfig
 from torch_shard.errors import ConfigError
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "lightning.md").read_text(encoding="utf-8")
@@ -30,6 +30,8 @@ WRAPPERS = {"ddp": DistributedDataParallel, "fsdp": FullyShardedDataParallel}
 OURS = {*inspect.signature(lightning_shard.for_lightning.ShardStrategy).parameters} | {
     field.name for field in dataclasses.fields(ShardConfig)
 }
+
+OFFLOAD = {field.name for field in dataclasses.fields(Offload)}
 
 
 def arguments_of(made: Any) -> set[str]:
@@ -80,7 +82,7 @@ def test_what_is_answered_is_not_taken_and_names_settings_that_there_are():
     assert not OURS & set(REMEDIES)
     for text in REMEDIES.values():
         for name in re.findall(r"(\w+)=", text):
-            assert name in OURS | {"devices", "empty_init", "strict_loading"} | {"precision", "config"}, text
+            assert name in OURS | OFFLOAD | {"devices", "empty_init", "strict_loading"} | {"precision", "config"}, text
 
 
 def _mean(seen: list[int], grad: torch.Tensor, output: torch.Tensor) -> None:

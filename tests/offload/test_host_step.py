@@ -203,3 +203,19 @@ def test_a_copy_of_the_model_is_of_its_own(rank):
     same(before, offloaded.engine.state_dict(form="full"))
     offloaded.step(5)
     same(before, torch_shard.engine_of(twin).state_dict(form="full"))
+
+
+@ranks(2)
+def test_statistics_tell_what_was_waited_for_the_host_and_wait_for_nothing(rank):
+    _, offloaded = prepared(rank)
+    offloaded.engine.state_dict(form="full")
+    before = offloaded.engine.statistics()
+    go = threading.Event()
+    offloaded.engine._runtime.host.thread.do(go.wait)
+    offloaded.optimizer.step()
+    held = offloaded.engine.memory_summary(offloaded.optimizer)
+    assert is_moving(offloaded)
+    threading.Timer(0.2, go.set).start()
+    offloaded.engine.state_dict(form="full")
+    assert 0.1 < offloaded.engine.statistics().since(before).host_wait < 5
+    assert held == offloaded.engine.memory_summary(offloaded.optimizer)

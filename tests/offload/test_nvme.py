@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import time
 
 import pytest
 import torch
@@ -142,3 +144,25 @@ def test_stepping_in_backward_is_refused(rank, tmp_path):
     training = Training(rank, Offload(nvme=tmp_path))
     with pytest.raises(errors.ConfigError, match="step_in_backward: Offload"):
         training.engine.step_in_backward(training.optimizer)
+
+
+@ranks(2, fresh=True)
+def test_a_disk_that_is_full_on_one_rank_stops_all(rank, tmp_path, monkeypatch):
+    training = Training(rank, Offload(nvme=tmp_path))
+    loss_of(training.model, inputs(rank, 0)).backward()
+    if rank == 0:
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(errors.DiskError, match=r"rank 0: 'state blocks\..* can't be put on disk: No space left"):
+            training.optimizer.step()
+        monkeypatch.undo()
+    else:
+        training.optimizer.step()
+        begin = time.monotonic()
+        with pytest.raises(errors.ShardError, match="can't be put on disk"):
+            loss_of(training.model, inputs(rank, 1)).backward()
+        assert time.monotonic() - begin < 10
+    torch.distributed.barrier()

@@ -8,7 +8,7 @@ import torch_shard
 from tests.offload.models import Model
 from tests.ranks import ranks
 from torch_shard import Offload, ShardConfig, errors
-from torch_shard.offload import host_memory
+from torch_shard.offload import host_memory, pinned
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,23 @@ def test_host_memory_that_is_short_is_told_before_anything_changes(rank, short, 
         torch_shard.shard(model, offload="cpu")
     assert not any(isinstance(p, torch_shard.ShardTensor) for p in model.parameters())
     monkeypatch.undo()
+    torch_shard.shard(model, offload="cpu").close()
+
+
+@pytest.mark.parametrize("call", [0, 5])  # for one of four shards, and of as many gradients
+@ranks(2)
+def test_memory_that_cannot_be_page_locked_on_one_rank_is_an_error_of_all(rank, call, monkeypatch):
+    allocate, calls = pinned.allocate, []
+
+    def refused(*args, **kwargs):
+        calls.append(args)
+        if rank == 1 and len(calls) > call:
+            raise errors.PinnedMemoryError("no memory can be page-locked: set Offload(pin_memory=False).")
+        return allocate(*args, **kwargs)
+
+    monkeypatch.setattr(pinned, "allocate", refused)
+    with pytest.raises(errors.ShardError, match=r"pin_memory=False"):
+        torch_shard.shard(Model(), offload="cpu")
+    monkeypatch.undo()
+    model = Model()
     torch_shard.shard(model, offload="cpu").close()

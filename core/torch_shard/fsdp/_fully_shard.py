@@ -50,7 +50,8 @@ def fully_shard(
             ranks: those over which they stay divided. Else they are released after forward.
         shard_placement_fn: cuts are flat; a mesh for single parameters is refused.
         mp_policy: as in :class:`torch_shard.Precision`; inner modules have the same, or none.
-        offload_policy: ``CPUOffloadPolicy`` is refused.
+        offload_policy: with ``CPUOffloadPolicy`` for any module the whole model is offloaded, as by
+            :class:`torch_shard.Offload`.
         ignored_params: are not sharded, nor reduced.
         dp_mesh_dims: refused.
 

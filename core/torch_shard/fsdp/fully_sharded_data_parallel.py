@@ -78,7 +78,8 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
         module: is not changed in class; submodules that `auto_wrap_policy` chooses are replaced by wrapped ones.
         process_group: the ranks; a pair (shard, replicate) for the hybrid strategies.
         sharding_strategy: the outermost one counts.
-        cpu_offload: refused.
+        cpu_offload: with ``CPUOffload(offload_params=True)`` for any module the whole model is offloaded, as by
+            :class:`torch_shard.Offload`.
         auto_wrap_policy: which submodules are wrapped, with the same arguments.
         backward_prefetch: None, without `forward_prefetch`: no prefetch.
         mixed_precision: as in :class:`torch_shard.Precision`; inner modules have the same, or none.

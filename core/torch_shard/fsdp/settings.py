@@ -17,11 +17,13 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecision,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     ShardingStrategy,
 )
 
 from ..errors import ConfigError
 from ..log import logger
+from ..offload.settings import Offload
 from ..precision import NONE, Precision
 
 __all__ = ["Request", "config_of", "of_fsdp", "of_fully_shard", "unused"]
@@ -50,6 +52,7 @@ class Request:
         init_fn: fills modules on the meta device.
         ignored: modules and parameters.
         device: where the shards shall be; None for wherever the model and its mesh say.
+        offload: what lies in host memory; None for nothing.
         arguments: what the caller gave, as far as it can be read again from the wrapped model.
     """
 
@@ -63,6 +66,7 @@ class Request:
     init_fn: Callable[[nn.Module], None] | None = None
     ignored: tuple[nn.Module | nn.Parameter, ...] = ()
     device: torch.device | None = None
+    offload: Offload | None = None
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -107,7 +111,8 @@ def of_fsdp(
     chosen = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
     if chosen not in _STRATEGIES:
         raise ConfigError(f"{api}: sharding_strategy must be a ShardingStrategy, not {chosen!r}.")
-    _refuse_offload(api, "cpu_offload", getattr(cpu_offload, "offload_params", False))
+    if cpu_offload is not None and not isinstance(cpu_offload, CPUOffload):
+        raise ConfigError(f"{api}: cpu_offload must be a CPUOffload, not {cpu_offload!r}.")
     if process_group is not None and device_mesh is not None:
         raise ConfigError(f"{api}: process_group and device_mesh say the same thing; pass one of them.")
     if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision):
@@ -137,6 +142,7 @@ def of_fsdp(
             *_entries(api, "ignored_states", ignored_states, (nn.Module, nn.Parameter)),
         ),
         device=_device(api, device_id),
+        offload=Offload() if cpu_offload is not None and cpu_offload.offload_params else None,
         arguments={"sharding_strategy": chosen, "mixed_precision": mixed_precision, "process_group": process_group},
     )
 
@@ -180,13 +186,6 @@ def _entries(api: str, name: str, given: Any, kinds: tuple[type, ...]) -> tuple[
     return found
 
 
-def _refuse_offload(api: str, name: str, asked: bool) -> None:
-    if asked:
-        raise ConfigError(
-            f"{api}: {name}: offload to the CPU is not there yet; leave it out, or shard a model on the CPU."
-        )
-
-
 # -- fully_shard --------------------------------------------------------------------------------------------------------
 
 
@@ -208,7 +207,10 @@ def of_fully_shard(
     api = "fully_shard"
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise ConfigError(f"{api}: mp_policy must be a MixedPrecisionPolicy, not {type(mp_policy).__name__}.")
-    _refuse_offload(api, "offload_policy", isinstance(offload_policy, CPUOffloadPolicy))
+    if not isinstance(offload_policy, OffloadPolicy | None):
+        raise ConfigError(
+            f"{api}: offload_policy must be an OffloadPolicy or a CPUOffloadPolicy, not {type(offload_policy).__name__}."
+        )
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):
         raise ConfigError(
             f"{api}: reshard_after_forward must be True, False, a number of ranks or None, not {reshard_after_forward!r}."
@@ -243,6 +245,9 @@ def of_fully_shard(
         if casts
         else None,
         ignored=ignored,
+        offload=Offload(pin_memory=bool(offload_policy.pin_memory))
+        if isinstance(offload_policy, CPUOffloadPolicy)
+        else None,
     )
 
 
@@ -285,6 +290,7 @@ def config_of(
         "init_fn": _init_fn(root, own, nested),
     }
     settings["precision"], outputs = _one_precision(own, nested)
+    settings["offload"] = _one_offload(root, own, nested)
     settings.update(_strategy(own, nested))
     group = _ranks(own.mesh)
     for name, (_, request) in nested.items():
@@ -392,6 +398,28 @@ def _one_precision(
             "they are stored."
         )
     return dataclasses.replace(base, keep=(*base.keep, *keep)), outputs
+
+
+def _one_offload(root: nn.Module, own: Request, nested: Mapping[str, tuple[nn.Module, Request]]) -> Offload | None:
+    """Of the whole model where it is asked for any part of it: no number depends on it, and less fits without."""
+    asked = {"the outermost module": own, **{name: request for name, (_, request) in nested.items()}}
+    chosen = {name: request.offload for name, request in asked.items() if request.offload is not None}
+    if not chosen:
+        return None
+    (first, offload), *others = chosen.items()
+    for name, other in others:
+        if other != offload:
+            raise ConfigError(
+                f"{asked[name].api}: {name} is offloaded with pin_memory={other.pin_memory}, and {first} with "
+                f"pin_memory={offload.pin_memory}; a model has one. Give all calls the same policy."
+            )
+    inside = {id(p) for module, _ in nested.values() for p in module.parameters()}
+    without = [name for name, (_, request) in nested.items() if request.offload is None]
+    if own.offload is None and any(id(p) not in inside for p in root.parameters()):
+        without.insert(0, "the outermost module")
+    if without:
+        unused(own.api, **{f"no offload of {', '.join(without)}": f"{first} is offloaded, and a model is as a whole"})
+    return offload
 
 
 def _shown(precision: Precision) -> str:

@@ -16,6 +16,7 @@ from ..errors import HostStepError
 from . import host_memory, pinned
 from .disk import DiskStore
 from .host_thread import HostThread
+from .moving import Waits
 from .settings import BEHIND, IN_FLIGHT, Offload
 
 __all__ = ["Host"]
@@ -38,6 +39,7 @@ class Host:
         # Orders of norms that were asked for of gradients: from then on they are taken while the gradients move.
         self.norms: set[float] = set()
         self.disk: DiskStore | None = None
+        self.waits = Waits()
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Host:
@@ -49,10 +51,14 @@ class Host:
             "parameters and optimizer state may be updated in part, so go on from a checkpoint."
         )
         made.__cause__ = error
-        channel = self.collectives.reduce_channel
-        if channel is not None:  # the other ranks have been stepped: none may go on with this one
-            channel.groups.give_up(self.collectives.world_rank, made)
+        self.give_up(made)
         return made
+
+    def give_up(self, error: Exception) -> None:
+        """This rank's step has failed. The others may have been stepped, so that none may go on with this one: they will hear."""
+        channel = self.collectives.reduce_channel
+        if channel is not None:
+            channel.groups.give_up(self.collectives.world_rank, error)
 
     # -- memory ---------------------------------------------------------------------------------------------------
     def run_id(self) -> str:
@@ -101,6 +107,10 @@ class Host:
         made = self.empty_shard(values.numel(), values.dtype, name)
         made.copy_(values)
         return made
+
+    def waited(self) -> float:
+        """Seconds for which other threads have waited for what is done to this memory."""
+        return self.waits.seconds
 
     # -- from the device ------------------------------------------------------------------------------------------
     def leaving(self) -> contextlib.AbstractContextManager[Any]:

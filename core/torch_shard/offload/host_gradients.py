@@ -25,7 +25,7 @@ class HostGradients:
     """
 
     def __init__(self, host: Host, numel: int) -> None:
-        self.host, self.moving = host, Moving()
+        self.host, self.moving = host, Moving(host.waits)
         self._spares = Spares(host, numel)
         self._only_arriving = False  # the latest work: there is nothing that the host does
 

@@ -58,7 +58,7 @@ class HostShard:
     def __init__(self, host: Host, shard: torch.Tensor, params: Sequence[Any]) -> None:
         """`params`: the sharded tensors over it, read when they are needed."""
         self.host, self.shard, self._params = host, shard, params
-        self.moving = Moving()
+        self.moving = Moving(host.waits)
         self._compute = shard.dtype
         self._cast: torch.Tensor | None = None  # in host memory
         self._resident: torch.Tensor | None = None  # on the device

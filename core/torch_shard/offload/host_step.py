@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ShardError
+from ..errors import DiskError, ShardError
 from ..flat_buffer import FlatBuffer
 from ..flat_step import REST, FlatStep, is_step_of_torchs
 from ..group_options import Options
@@ -145,7 +145,11 @@ class HostStep:
         task = functools.partial(self._run, optimizer, other, session, flat, following)
         if counters is None:
             task()
-            self._to_disk(flat, step)
+            try:
+                self._to_disk(flat, step)
+            except DiskError as error:
+                flat.host.host.give_up(error)
+                raise
             _note_home(flat, step)
             for options, group in zip(self._options, groups, strict=True):
                 options.stepped(group)
@@ -205,7 +209,7 @@ class HostStep:
         """Put state there that was made or replaced since. The next step finds it there, and looks at everything anew.
 
         Raises:
-            DiskError: there is no space; it stays where it is.
+            DiskError: there is no space, or the disk has failed; what is in memory stays there.
         """
         disk = flat.host.host.disk if flat.host is not None else None
         if disk is None:

@@ -10,11 +10,12 @@ over the memory, work on it has ended before whoever begins it returns.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-__all__ = ["Moving", "Work", "home_of", "whole_of"]
+__all__ = ["Moving", "Waits", "Work", "home_of", "whole_of"]
 
 
 class Work(Protocol):
@@ -31,10 +32,19 @@ class Work(Protocol):
         """Return when it has ended; raise what it has raised."""
 
 
+class Waits:
+    """How long was waited for an engine's works, in all."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
 class Moving:
     """What is done to one flat buffer's memory in the background, and the tensors that wait for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits: Waits | None = None) -> None:
+        """`waits`: where the time that is waited is added."""
+        self._waits = waits or Waits()
         self._works: list[Work] = []
         # By id; each has put its slice aside, with what that is a part of. Weak: a tensor refers to this, and autograd to
         # gradients, so that the garbage collector could not free them.
@@ -89,6 +99,13 @@ class Moving:
         """
         if not self._works and not self._taken:
             return
+        begun = time.perf_counter()
+        try:
+            self._settle()
+        finally:
+            self._waits.seconds += time.perf_counter() - begun
+
+    def _settle(self) -> None:
         error: Exception | None = None
         with self._lock:
             while self._works:

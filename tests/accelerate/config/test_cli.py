@@ -19,6 +19,7 @@ from accelerate_shard.cli.show import effective
 from tests.accelerate.config.launching import FSDP2, write_yaml
 from tests.accelerate.helpers import clean_state
 from tests.run_python import run_python
+from torch_shard import Offload
 
 CPU = ("--yes", "--cpu", "yes")
 
@@ -62,17 +63,17 @@ def test_every_answer_comes_back_from_the_file(strategy: str) -> None:
 def test_questions_are_asked_again_until_the_answer_is_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    typed = iter(["perhaps", "yes", "0", "4", "9", "2", "", "1", "", "", "full"])
+    typed = iter(["perhaps", "yes", "0", "4", "9", "2", "disk", "2", "", "1", "", "", "full"])
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or next(typed))
     assert main(["config"]) == 0
-    # Three of them twice; and without activation checkpointing there is nothing to ask about its inputs.
-    assert next(typed, None) is None and len(asked) == len(QUESTIONS) + 3 - 1
-    assert capsys.readouterr().out.count("Please answer") == 3
+    # Four of them twice; and without activation checkpointing there is nothing to ask about its inputs.
+    assert next(typed, None) is None and len(asked) == len(QUESTIONS) + 4 - 1
+    assert capsys.readouterr().out.count("Please answer") == 4
     contents = yaml.safe_load(Path("accelerate_shard.yaml").read_text(encoding="utf-8"))
     assert (contents["num_processes"], contents["mixed_precision"]) == (4, "bf16")
     assert effective("accelerate_shard.yaml") == ShardPlugin(
-        strategy="shard_optim", state_dict_type="full", fp32_masters=True
+        strategy="shard_optim", offload=Offload(params=False), state_dict_type="full", fp32_masters=True
     )
 
 
@@ -81,6 +82,7 @@ def test_questions_are_asked_again_until_the_answer_is_one(
     [
         (("--strategy", "zero"), "--strategy must be one of.*full_shard"),
         (("--num_processes", "0"), "--num_processes"),
+        (("--offload", "params=perhaps"), "--offload must be one of.*nvme=..."),
         (("--cpu", "maybe"), "--cpu"),
         (("--config_file", "x.toml"), "yaml"),
     ],
@@ -124,7 +126,7 @@ def test_env_shows_versions_and_what_a_configuration_comes_to(
     ("fsdp", "top", "said"),
     [
         ({"shard_prefetch": "many"}, {}, "shard_prefetch"),
-        ({"fsdp_offload_params": True}, {}, "FSDP_OFFLOAD_PARAMS"),
+        ({"fsdp_offload_params": "mostly"}, {}, "FSDP_OFFLOAD_PARAMS"),
         ({}, {"unknown": 1}, "unknown"),
         ({}, {"distributed_type": "DEEPSPEED"}, "DEEPSPEED"),
         ({}, {"distributed_type": "MEGATRON_LM"}, "MEGATRON_LM"),

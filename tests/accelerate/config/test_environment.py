@@ -18,6 +18,7 @@ from accelerate_shard.environment import SETTINGS, launch_plugin, take_over_laun
 from tests.accelerate.config.launching import FSDP1, FSDP2, write_yaml
 from tests.accelerate.helpers import OURS, clean_state
 from tests.logs import captured_log
+from torch_shard import Offload
 from torch_shard.errors import ConfigError
 
 EXAMPLES = {
@@ -26,6 +27,7 @@ EXAMPLES = {
     "units": ("layers.*, re:head.*", ("layers.*", "re:head.*")),
     "unit_bytes": ("1000", 1000),
     "prefetch": ("3", 3),
+    "offload": ("cpu, params=false", Offload(params=False)),
     "precision": ("bf16", Precision(torch.bfloat16)),
     "fp32_masters": ("true", True),
     "activation_checkpointing": ("Block", ("Block",)),

@@ -105,7 +105,7 @@ def test_every_field_of_the_plugin_has_a_row() -> None:
 @pytest.mark.parametrize(
     ("answers", "named"),
     [
-        ({"fsdp_offload_params": True}, "FSDP_OFFLOAD_PARAMS"),
+        ({"fsdp_offload_params": "mostly"}, "FSDP_OFFLOAD_PARAMS"),
         ({"fsdp_activation_checkpointing_offload": True}, "CHECKPOINTING_OFFLOAD.*FSDP_ACTIVATION_CHECKPOINTING .* is false"),
         ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "A"}, "AUTO_WRAP_POLICY"),
         ({"fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_transformer_layer_cls_to_wrap": "A"}, "TRANSFORMER_CLS_TO_WRAP"),
@@ -176,8 +176,6 @@ def test_the_plugins_precision_is_ours() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"cpu_offload": True}, "cpu_offload"),
-        ({"cpu_offload": True, "fsdp_version": 2}, "cpu_offload"),
         ({"param_init_fn": lambda m: None}, "param_init_fn"),
         ({"auto_wrap_policy": "size_based_wrap", "transformer_cls_names_to_wrap": ["A"], "min_num_params": 1}, "classes"),
     ],
