@@ -172,7 +172,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         return _DTYPES.get(self.mixed_precision)
 
     def _shard(self, model: nn.Module, config: ShardConfig) -> Engine:
-        if self.device_placement:
+        if self.device_placement and self.shard_plugin.offload is None:  # else the whole need not fit there
             before_sharding(model, self.device)
         with checkpointed_layers(model, self.shard_plugin, config):
             engine = torch_shard.shard(model, config, mesh=self._mesh())
@@ -187,8 +187,10 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
 
     def _mesh(self) -> Any:
         """None for the default group; on GPUs a mesh of their kind, so that parameters still on the CPU move there."""
-        if self.device.type == "cpu" or not dist.is_initialized():
+        if self.device.type == "cpu":
             return None
+        if not dist.is_initialized():
+            return None if self.shard_plugin.offload is None else self.device
         from torch.distributed.device_mesh import DeviceMesh
 
         group: Any = dist.group.WORLD

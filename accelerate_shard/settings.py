@@ -6,15 +6,18 @@ What selects other engines is refused here, before anything of Accelerate's stat
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from torch_shard.errors import ConfigError
 from torch_shard.log import logger
 
+from . import deepspeed_settings
 from ._private import shared_state
 from .enabling import enabled_plugin
 from .environment import launch_plugin, own_names, take_over_launch
 from .fsdp_settings import from_fsdp_plugin
+from .launch_file import launch_file, read_launch_file
 from .plugin import ShardPlugin, plugin_of
 
 __all__ = ["chosen_plugin", "refuse_other_engines", "share"]
@@ -45,7 +48,7 @@ def refuse_other_engines(arguments: dict[str, Any]) -> None:
         if arguments.get(name) is not None:
             raise ConfigError(
                 f"{name}: this Accelerator shards models itself and can't be combined with {engine}. Leave it out; "
-                "shard_plugin=ShardPlugin(...) has the settings of sharding."
+                f"shard_plugin=ShardPlugin(...) has the settings of sharding.{_of_plugins(name, arguments[name])}"
             )
     precision = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "")
     recipes = [type(h).__name__ for h in arguments.get("kwargs_handlers") or () if "Recipe" in type(h).__name__]
@@ -58,8 +61,30 @@ def refuse_other_engines(arguments: dict[str, Any]) -> None:
         if os.environ.get(name, "").lower() == "true":
             raise ConfigError(
                 f"{name}: the launch configuration selects {engine}, which this Accelerator can't be combined with. Launch "
-                "with a configuration without it (`accelerate-shard config` writes one)."
+                f"with a configuration without it (`accelerate-shard config{_OPTIONS.get(engine, '')}` writes one)."
+                f"{_of_launch(engine)}"
             )
+
+
+_OPTIONS = {"DeepSpeed": " --deepspeed FILE"}
+
+
+def _of_launch(engine: str) -> str:
+    if engine != "DeepSpeed":
+        return ""
+    said = deepspeed_settings.of_environment(os.environ)
+    path = launch_file()
+    if path is not None:  # the launcher does not export all of it
+        said |= deepspeed_settings.of_yaml(read_launch_file(path))
+    return deepspeed_settings.advice(said)
+
+
+def _of_plugins(name: str, plugins: Any) -> str:
+    if _OTHER_ENGINES[name] != "DeepSpeed":
+        return ""
+    found = list(plugins.values()) if isinstance(plugins, Mapping) else [plugins]
+    config = getattr(found[0], "deepspeed_config", None) if found else None
+    return deepspeed_settings.advice(deepspeed_settings.of_json(config))
 
 
 def chosen_plugin(shard_plugin: Any, fsdp_plugin: Any) -> ShardPlugin:

@@ -14,7 +14,7 @@ import torch
 from torch_shard.errors import ConfigError
 from torch_shard.whole import agree
 
-from . import _private
+from . import _private, deepspeed_settings
 from .accelerator import Accelerator
 from .shadowed import runtime_of
 from .trainer_checkpoint import all_ranks
@@ -45,7 +45,8 @@ def _refuse_others(trainer: Any) -> None:
     if args.deepspeed:
         raise ConfigError(
             "TrainingArguments.deepspeed: this Trainer shards the model itself and can't be combined with DeepSpeed. Leave it "
-            "out; ShardPlugin(strategy=...) has what its ZeRO stages have."
+            "out; ShardPlugin(strategy=..., offload=...) has what its ZeRO stages have."
+            f"{deepspeed_settings.advice(deepspeed_settings.of_json(args.deepspeed))}"
         )
     if getattr(args, "parallelism_config", None) is not None:
         raise ConfigError(

@@ -20,6 +20,7 @@ Attributes of Lightning's own objects that the strategy reads or writes, and why
 - ``Trainer.fit_loop._should_accumulate`` and ``fit_loop.epoch_loop._batches_that_stepped``: as the built-in monitors read them
   (see :func:`accumulates` and :func:`logged_step`);
 - ``Trainer._evaluation_loop.batch_progress`` and ``Trainer.predict_loop.batch_progress`` (see :func:`is_last_to_evaluate`);
+- ``TensorBoardLogger._log_graph`` and ``.log_graph``: read, and shadowed in the instance during a run (see :func:`traces_graph`);
 - ``WeightAveraging.setup``: shadowed in the instance for one call, to explain an error;
 - ``LightningModule.forward`` may be shadowed in the instance for the time of one call (as Lightning's own redirection
   for DDP does).
@@ -52,8 +53,12 @@ __all__ = [
     "private",
     "requeue_signal_of",
     "restore_requeue_handler",
+    "restore_sigterm_handling",
     "run_as_forward",
+    "set_received_sigterm",
     "shadow_requeue_handler",
+    "shadow_sigterm_handling",
+    "traces_graph",
 ]
 
 TESTED = ("2.6.6",)
@@ -98,6 +103,7 @@ class Private(Shared):
     TrainerFn: Any
     ModelCheckpoint: Any
     ModelPruning: Any
+    SIGTERMException: Any
     StochasticWeightAveraging: Any
     WeightAveraging: Any
 
@@ -153,6 +159,7 @@ def private(namespace: str) -> Private:
         MixedPrecision=pl("plugins.precision.MixedPrecision"),
         refused_precision=tuple(pl(f"plugins.precision.{name}") for name in _REFUSED_PRECISION),
         ModelPruning=pl("callbacks.ModelPruning"),
+        SIGTERMException=pl("utilities.exceptions.SIGTERMException"),
         StochasticWeightAveraging=pl("callbacks.StochasticWeightAveraging"),
         WeightAveraging=pl("callbacks.WeightAveraging"),
     )
@@ -220,6 +227,35 @@ def call_requeue_handler(trainer: Any, signum: int) -> None:
     """Save a checkpoint where the next job looks for it (collective), and requeue the job from rank 0."""
     connector = trainer._signal_connector
     getattr(type(connector), _REQUEUE_HANDLER)(connector, signum, None)
+
+
+# The same for SIGTERM. Before each batch of training the loop calls the second, which sends rank 0's answer to the others.
+_SIGTERM_HANDLER, _SIGTERM_CHECK = "_sigterm_notifier_fn", "_broadcast_sigterm_tensor"
+
+
+def shadow_sigterm_handling(trainer: Any, handler: Callable[[int, Any], None], check: Callable[[], None]) -> None:
+    """Have `handler` called in place of the Trainer's own, and `check` before each batch of training, in the next run."""
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    if hasattr(connector, _SIGTERM_HANDLER) and hasattr(
+        loop, _SIGTERM_CHECK
+    ):  # both, or a Lightning that has other ways
+        vars(connector)[_SIGTERM_HANDLER], vars(loop)[_SIGTERM_CHECK] = handler, check
+
+
+def restore_sigterm_handling(trainer: Any) -> None:
+    """Undo :func:`shadow_sigterm_handling`."""
+    vars(trainer._signal_connector).pop(_SIGTERM_HANDLER, None)
+    vars(trainer.fit_loop.epoch_loop).pop(_SIGTERM_CHECK, None)
+
+
+def set_received_sigterm(trainer: Any) -> None:
+    """Have the loops end after the batch that runs, with a SIGTERMException."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def traces_graph(logger: Any) -> bool:
+    """Whether a logger traces the model, on rank 0, when all ranks call its ``log_graph``: TensorBoardLogger if asked to."""
+    return bool(getattr(logger, "_log_graph", False))
 
 
 def average_of(callback: Any, private: Private) -> nn.Module | None:

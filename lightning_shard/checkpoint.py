@@ -202,11 +202,12 @@ class CheckpointMixin(SavingMixin):
 
     def _links(self) -> bool:
         """Whether a callback links to each checkpoint at once: until it is whole, the link would lead nowhere."""
-        return any(getattr(callback, "save_last", None) == "link" for callback in self._callbacks())
+        return any(getattr(callback, "save_last", None) == "link" for callback in self._of_trainer("callbacks"))
 
-    def _callbacks(self) -> list[Any]:
+    def _of_trainer(self, what: str) -> list[Any]:
+        """The Trainer's callbacks or loggers, where there is a Trainer."""
         module = self.lightning_module
-        return [] if module is None or module._trainer is None else module.trainer.callbacks
+        return [] if module is None or module._trainer is None else getattr(module.trainer, what)
 
     # -- names that ModelCheckpoint may take --------------------------------------------------------------------------
     def _show_pending(self, callbacks: list[Any]) -> None:

@@ -25,18 +25,20 @@ from . import precision as _precision
 from ._private import Private, run_as_forward
 from .checkpoint import CheckpointMixin, StateDictType
 from .full_checkpoint import is_sharded
+from .graph import gather_to_trace, leave_tracing
 from .memory import fits_on_every_rank
 from .one_run import one_run_at_a_time, run_has_ended
 from .ranks import LauncherMixin, RanksMixin, StartMethod, mesh_on
 from .requeue import RequeueMixin
 from .settings import LayersOrOne, SettingsMixin, same_config
 from .signature import show_config_fields
+from .sigterm import SigtermMixin
 from .uneven import EvaluationMixin
 
 __all__ = ["LauncherMixin", "StartMethod", "TrainerStrategyMixin"]
 
 
-class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, RanksMixin, SettingsMixin):
+class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, SigtermMixin, RanksMixin, SettingsMixin):
     """Trains with parameters, gradients and optimizer state sharded over the ranks; otherwise as DDP does.
 
     Args:
@@ -151,7 +153,9 @@ class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, Ranks
     def setup_environment(self) -> None:
         """Choose the device and join the process group."""
         super().setup_environment()
-        averaging.explain_meta(self._callbacks(), self._private)  # before the setup hooks, in which copies are made
+        averaging.explain_meta(
+            self._of_trainer("callbacks"), self._private
+        )  # before the setup hooks, in which copies are made
 
     # -- a run begins -------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -178,6 +182,7 @@ class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, Ranks
                 self.engine.attach(self._unwrapped(optimizer))
         self.setup_precision_plugin()
         self._show_pending(trainer.callbacks)
+        gather_to_trace(trainer.loggers, lambda: self.engine_or_none, self._whole_parameters_fit)
 
     def _prepare(self, trainer: Any) -> None:
         """Shard the model, and the averages of it. Collective."""
@@ -187,6 +192,7 @@ class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, Ranks
         self.accelerator.setup(trainer)
         one_run_at_a_time(self.lightning_module, self)
         self._defer_requeue(trainer)
+        self._defer_sigterm(trainer)
         averaging.check(trainer.callbacks, self.model, self._private)
         fitting = trainer.state.fn == self._private.TrainerFn.FITTING
         config = self._engine_config(self.precision_plugin, self.model)
@@ -278,7 +284,9 @@ class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, Ranks
         with self._cleaning_up():
             self._leave_whole()
         self._end_requeue()  # first: it may save, and what it needs is still there
+        self._restore_sigterm()
         self._hide_pending()
+        leave_tracing(self._of_trainer("loggers"))
         self._prepared = False
         run_has_ended(self.lightning_module, self)
         unsaved = self._finish_saves_at_end()
@@ -325,7 +333,7 @@ class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, Ranks
             return True
         if self._unshard_at_end is not None:
             return self._unshard_at_end
-        averages = averaging.parameters(self._callbacks(), self._private)
+        averages = averaging.parameters(self._of_trainer("callbacks"), self._private)
         if fits_on_every_rank(engine, self.optimizers, self.num_processes, self.reduce, averages):
             return True
         logger.warning(
@@ -335,11 +343,14 @@ class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, Ranks
         )
         return False
 
+    def _whole_parameters_fit(self) -> bool:
+        return fits_on_every_rank(self.engine, (), self.num_processes, self.reduce)
+
     def _unshard(self, engine: Engine) -> None:
         optimizers = [self._unwrapped(optimizer) for optimizer in self.optimizers]
         try:
             engine.close(*filter(is_sharded, optimizers))
-            averaging.unshard(self._callbacks(), engine.model, self._private, engine.device)
+            averaging.unshard(self._of_trainer("callbacks"), engine.model, self._private, engine.device)
         except UnitStateError as error:
             logger.warning("the model stays sharded after this run: %s", error)
 

@@ -37,6 +37,7 @@ class EvaluationMixin(_Base):  # type: ignore[misc]
     """The part of a strategy that runs the steps of ``validate``, ``test`` and ``predict``."""
 
     _answer_requeue: Callable[[], None]
+    _told_to_end: Callable[[], bool]
     _begins: bool = False  # no batch of this loop has been run
     _whole: contextlib.ExitStack | None = None  # while this rank goes alone
 
@@ -83,6 +84,7 @@ class EvaluationMixin(_Base):  # type: ignore[misc]
         if self._begins:
             # Here and not in a start hook: callbacks that swap weights there must find slices.
             self._begins = False
+            self._told_to_end()
             self._hold_whole_if_uneven(engine, step)
         last, agreement = is_last_to_evaluate(module.trainer), engine._runtime.agreement
         assert agreement is not None

@@ -17,7 +17,7 @@ from tests.compat.harness import MLP, batch, loss_of, plain_backward, same_param
 from tests.marks import exhaustive, quick
 from tests.ranks import ranks
 from tests.test_traffic import Collectives
-from torch_shard.errors import SetupError
+from torch_shard.errors import ConfigError, SetupError
 from torch_shard.shard_tensor import ShardTensor
 
 STRATEGIES = ["full_shard", "shard_grad_op", "shard_optim", "no_shard"]
@@ -63,8 +63,12 @@ def one_rank_mesh(rank: int, world_size: int) -> tuple[Any, list[int]]:
     return init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("outer", "inner"))["inner"], [rank]
 
 
+def a_device(rank: int, world_size: int) -> tuple[Any, list[int]]:
+    return torch.device("cpu"), list(range(world_size))
+
+
 @pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
-@pytest.mark.parametrize("mesh", [one_dimension, process_group, one_rank_group, one_rank_mesh])
+@pytest.mark.parametrize("mesh", [one_dimension, process_group, one_rank_group, one_rank_mesh, a_device])
 @ranks(2)
 def test_training_over_a_mesh_is_like_plain(rank, world_size, mesh, strategy):
     over, members = mesh(rank, world_size)
@@ -130,6 +134,16 @@ def test_a_mesh_of_two_dimensions_is_an_error_that_names_them(rank, world_size, 
 def test_a_mesh_of_another_type_is_an_error_that_names_it(rank):
     with pytest.raises(SetupError, match="list"):
         torch_shard.shard(MLP(), mesh=[0])
+
+
+@ranks(2)
+def test_a_device_that_shards_cannot_be_on_is_an_error_that_names_it(rank):
+    model = MLP()
+    with pytest.raises(SetupError, match=r"mesh: meta is no device of this machine's"):
+        torch_shard.shard(model, mesh=torch.device("meta"))
+    with pytest.raises(ConfigError, match=r"mesh_dims names dimensions of a DeviceMesh"):
+        torch_shard.shard(model, mesh=torch.device("cpu"), mesh_dims="dp")
+    torch_shard.shard(model)  # nothing has changed
 
 
 # -- parameters on meta -------------------------------------------------------------------------------------------------

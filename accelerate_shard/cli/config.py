@@ -8,7 +8,7 @@ which Accelerate's loader lets through and the runner reads.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -19,6 +19,8 @@ from torch_shard import Offload
 from torch_shard.config import Strategy
 from torch_shard.errors import ConfigError
 
+from .. import deepspeed_settings
+from ..launch_file import read_launch_file
 from ..offload_text import FIELDS, read_offload, text_of
 from ..plugin import ShardPlugin, StateDictType
 
@@ -136,6 +138,7 @@ def add_to(commands: Any) -> None:
     """Add the command to the parser's."""
     parser = commands.add_parser("config", help="ask what is wanted, and write a YAML for accelerate launch")
     parser.add_argument("--config_file", default=DEFAULT_FILE, help=f"where to write it; {DEFAULT_FILE} by default")
+    parser.add_argument("--deepspeed", metavar="FILE", help="take what a YAML for DeepSpeed says as defaults")
     parser.add_argument("--yes", action="store_true", help="take the defaults where no option says otherwise")
     parser.add_argument("--force", action="store_true", help="replace the file where there is one")
     for question in QUESTIONS:
@@ -151,18 +154,41 @@ def run(arguments: argparse.Namespace) -> int:
     if path.exists() and not arguments.force:
         raise ConfigError(f"{path} is there already; --force replaces it.")
     given = {q.name: getattr(arguments, q.name) for q in QUESTIONS}
-    answers = _answers(given, ask=not arguments.yes)
+    told, hints = ({}, []) if arguments.deepspeed is None else _told(Path(arguments.deepspeed))
+    answers = _answers(given, ask=not arguments.yes, told=told)
     write(path, contents_of(answers))
+    for hint in hints:
+        print(f"No setting stands for {hint}")
     print(f"Wrote {path}. Run a script with it:")
     print(f"  accelerate launch --config_file {path} -m accelerate_shard train.py")
     print(f"Try it: accelerate-shard test --config_file {path}")
     return 0
 
 
-def _answers(given: dict[str, str | None], ask: bool) -> dict[str, Any]:
+def _told(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """Answers that a YAML for DeepSpeed gives, and what to do about the rest of it."""
+    contents = read_launch_file(path)
+    if contents.get("distributed_type") != "DEEPSPEED":
+        raise ConfigError(f"--deepspeed {path}: its distributed_type is {contents.get('distributed_type')}.")
+    said = deepspeed_settings.of_yaml(contents)
+    try:
+        answers = deepspeed_settings.answers_of(said)
+    except ConfigError as error:
+        raise ConfigError(f"--deepspeed {path}: {error}") from None
+    if contents.get("mixed_precision") in _PRECISIONS:
+        answers["mixed_precision"] = contents["mixed_precision"]
+    answers |= {"cpu": contents.get("use_cpu") is True, "num_processes": int(contents.get("num_processes") or 1)}
+    hints = deepspeed_settings.by_hand(said)
+    if contents.get("num_machines", 1) != 1:
+        hints.append(f"num_machines ({contents['num_machines']}): set it, machine_rank and main_process_ip in the file")
+    return answers, hints
+
+
+def _answers(given: dict[str, str | None], ask: bool, told: Mapping[str, Any]) -> dict[str, Any]:
     answers: dict[str, Any] = {}
     for question in QUESTIONS:
-        text, default = given[question.name], question.default(answers)
+        text = given[question.name]
+        default = told[question.name] if question.name in told else question.default(answers)
         if text is not None:
             try:
                 answers[question.name] = question.read(text)
@@ -176,7 +202,7 @@ def _answers(given: dict[str, str | None], ask: bool) -> dict[str, Any]:
 
 
 def _asked(question: Question, default: Any) -> Any:
-    shown = {True: "yes", False: "no", (): "auto", None: "none"}.get(default, default)
+    shown = _shown(default)
     while True:
         text = input(f"{question.text}\n  {question.form} [{shown}]: ").strip()
         if not text:
@@ -185,6 +211,14 @@ def _asked(question: Question, default: Any) -> Any:
             return question.read(text)
         except ValueError:
             print(f"  Please answer: {question.form}.")
+
+
+def _shown(answer: Any) -> Any:
+    if answer is None or isinstance(answer, Offload):
+        return text_of(answer)
+    if isinstance(answer, bool):
+        return "yes" if answer else "no"
+    return "auto" if answer == () else answer
 
 
 def contents_of(answers: dict[str, Any]) -> dict[str, Any]:

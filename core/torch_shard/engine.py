@@ -341,9 +341,11 @@ def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = No
         model: any module; on the CPU, on this rank's GPU, or on meta. Optimizers built earlier stay valid.
         config: every choice; ``overrides`` are fields of :class:`ShardConfig` changed on top.
         mesh: a ``ProcessGroup`` or 1-D ``DeviceMesh``; the default group by default. Without an initialised process
-            group the model is prepared for one rank alone. Where ``torch.distributed.tensor.parallel`` has made parameters
-            DTensors over another dimension of the mesh (``mesh["tp"]``), the data-parallel one (``mesh["dp"]``): the engine's
-            ranks are those of both, and gradients are averaged over `mesh`.
+            group the model is prepared for one rank alone. A ``torch.device`` stands for the default, too, and says where
+            the model computes: parameters that are on the CPU go there unit by unit, never all at once. Where
+            ``torch.distributed.tensor.parallel`` has made parameters DTensors over another dimension of the mesh
+            (``mesh["tp"]``), the data-parallel one (``mesh["dp"]``): the engine's ranks are those of both, and gradients
+            are averaged over `mesh`.
 
     Returns:
         The handle. The model keeps its class, its parameter objects, and their names, shapes, dtypes and strides.

@@ -70,11 +70,13 @@ def resolve_mesh(mesh: Any, model: nn.Module, config: ShardConfig) -> Mesh:
             if rows is None
             else group_over(sorted(rank for row in rows for rank in row), config.timeout)
         )
+    elif isinstance(mesh, torch.device):
+        group, device = _default_group(), _checked_device(mesh)
     elif isinstance(mesh, (tuple, list)) and len(mesh) == 2:
         group, rows = _of_two_groups(mesh, config)
     else:
         group = _checked_group(mesh)
-    if group is not None and config.mesh_dims is not None and device is None:
+    if group is not None and config.mesh_dims is not None and not is_mesh:
         raise ConfigError("mesh_dims names dimensions of a DeviceMesh; pass one as mesh, or leave mesh_dims out.")
     device = device or _device_of(model, group)
     _check_backend(group, device)
@@ -140,7 +142,7 @@ def _checked_group(group: Any) -> Any:
         )
     if not isinstance(group, dist.ProcessGroup):
         raise SetupError(
-            "mesh must be a ProcessGroup, a DeviceMesh, a pair of process groups (shard, replicate) or None, not "
+            "mesh must be a ProcessGroup, a DeviceMesh, a torch.device, a pair of process groups (shard, replicate) or None, not "
             f"{type(group).__name__}."
         )
     return group
@@ -185,6 +187,15 @@ def _of_two_groups(groups: Sequence[Any], config: ShardConfig) -> tuple[Any, Seq
     said = told_by(others, name, json.dumps(own), config.timeout)
     rows = sorted(json.loads(text) for text in said.values())
     return group_over(sorted(rank for row in rows for rank in row), config.timeout), rows
+
+
+def _checked_device(device: torch.device) -> torch.device:
+    if device.type == "cuda" and torch.cuda.is_available():
+        return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+    if device.type != "cpu":
+        there = "" if device.type == "cuda" else "; shards can be on the CPU and on CUDA devices"
+        raise SetupError(f"mesh: {device} is no device of this machine's{there}.")
+    return torch.device("cpu")
 
 
 def _device_of(model: nn.Module, group: Any) -> torch.device:

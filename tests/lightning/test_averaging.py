@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,13 @@ def every_epoch(namespace: str = "lightning", **options: Any) -> Any:
     return EveryEpoch(**options)
 
 
-MAKERS = {"swa": swa, "ema": ema, "epoch": every_epoch}
+MAKERS = {
+    "swa": swa,
+    "ema": ema,
+    "epoch": every_epoch,
+    "from step": functools.partial(ema, update_starting_at_step=7),
+    "from epoch": functools.partial(ema, update_starting_at_epoch=1),
+}
 
 
 class Held(Callback):
@@ -89,7 +96,11 @@ def assert_same_average(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategy"), [("swa", "shard"), ("ema", "shard"), *exhaustive(("epoch", "shard"), ("ema", "shard_zero2"))]
+    ("kind", "strategy"),
+    [
+        *(("swa", "shard"), ("ema", "shard")),
+        *exhaustive(("epoch", "shard"), ("ema", "shard_zero2"), ("from step", "shard"), ("from epoch", "shard")),
+    ],
 )
 @ranks(2)
 def test_averages_and_what_is_validated_with_them_are_those_of_a_single_device(world_size, kind, strategy):
@@ -179,6 +190,59 @@ def test_a_run_that_is_resumed_while_it_averages_ends_as_one_that_was_not_interr
             own, other = (c["callbacks"][name].pop("average_model_state", {}) for c in (found, wanted))
             assert_same_state(own, other)
             assert found["callbacks"][name] == wanted["callbacks"][name]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("kind", ["swa", "ema", "from step", "from epoch"])
+@ranks(2)
+def test_a_run_that_is_resumed_within_an_epoch_goes_on_as_with_ddp(rank, world_size, kind, form, tmp_path):
+    """From the second of six batches of the second epoch, of which Lightning then gives the first ones again."""
+
+    def run(strategy, folder, ckpt_path=None):
+        module, callback = WithLambda(), swa(swa_epoch_start=1) if kind == "swa" else MAKERS[kind]()
+        save = NAMESPACES["lightning"].callbacks.ModelCheckpoint(
+            tmp_path / folder, filename="{step}", every_n_train_steps=4, save_top_k=-1
+        )
+        options = {"enable_checkpointing": True, "max_epochs": 4, "callbacks": [callback, save]}
+        t = trainer("lightning", world_size, strategy, **options)
+        t.fit(module, loader(world_size), loader(world_size, 2), ckpt_path=ckpt_path)
+        return module, callback, t
+
+    def own():
+        return ShardStrategy(state_dict_type=form)
+
+    run("ddp", "ddp")
+    run(own(), "shard")
+    expected, reference, plain = run("ddp", "other", tmp_path / "ddp" / "step=8.ckpt")
+    for folder in ("shard", "ddp"):
+        module, callback, t = run(own(), "another", tmp_path / folder / "step=8.ckpt")
+        assert_same_state(module.state_dict(), expected.state_dict())
+        assert_same_average(callback, reference)
+        assert t.global_step == plain.global_step
+        assert float(t.callback_metrics["val"]) == pytest.approx(float(plain.callback_metrics["val"]), rel=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("form", ["full", "sharded"])
+@ranks(2)
+def test_a_run_that_begins_to_average_goes_on_from_a_checkpoint_without_averages(rank, world_size, form, tmp_path):
+    found = []
+    for strategy in ("ddp", form):
+
+        def run(folder, epochs, callbacks, ckpt_path=None, strategy=strategy):
+            chosen = strategy if strategy == "ddp" else ShardStrategy(state_dict_type=strategy)
+            options = {"enable_checkpointing": True, "max_epochs": epochs, "callbacks": [*callbacks, saving(folder)]}
+            module = WithLambda()
+            trainer("lightning", world_size, chosen, **options).fit(module, loader(world_size), ckpt_path=ckpt_path)
+            return module
+
+        run(tmp_path / strategy, 1, [])
+        callback = MAKERS["from step"]()
+        found.append((run(tmp_path / "other", 3, [callback], tmp_path / strategy / "epoch=0.ckpt"), callback))
+    (expected, reference), (module, callback) = found
+    assert_same_state(module.state_dict(), expected.state_dict())
+    assert_same_average(callback, reference)
 
 
 class Normed(NAMESPACES["lightning"].LightningModule):

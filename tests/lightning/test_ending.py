@@ -6,20 +6,22 @@ import os
 import signal
 import stat
 import time
+from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import ConcatDataset, DataLoader
 
-import lightning_shard
+import lightning_shard.sigterm
 from tests.lightning.helpers import BATCHES, assert_same_state, loader, net_class, trainer
 from tests.marks import exhaustive
 from tests.ranks import ranks
 from tests.run_python import run_python
 from torch_shard import ShardConfig, ShardError
+from torch_shard.whole import anywhere
 
 
 def same_batches(world_size):
@@ -157,6 +159,54 @@ def test_sigterm_on_all_ranks_ends_the_run_on_all_after_the_same_step(rank, worl
     assert steps == [(SIGTERMException, 3)]
 
 
+@pytest.mark.parametrize("moment", ["training", "agreement", *exhaustive("validation")])
+@pytest.mark.parametrize("victim", [1, *exhaustive(0)])
+@ranks(2)
+def test_sigterm_on_one_rank_ends_the_run_on_all_after_the_same_step(
+    rank, world_size, victim, moment, tmp_path, monkeypatch
+):
+    """Only one machine is taken away, say. With DDP the rank that gets it and the others wait for each other."""
+    steps: list[Any] = []
+
+    class Net(net_class("lightning")):
+        def training_step(self, batch, index):
+            if (moment, rank, index) == ("training", victim, 2):
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().training_step(batch, index)
+
+        def on_validation_start(self):
+            if (moment, rank) == ("validation", victim):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    class Notes(Callback):
+        def on_exception(self, trainer, module, exception):
+            steps.append((type(exception), trainer.global_step, str(trainer.state.stage)))
+
+    def while_ranks_agree(*args: Any) -> bool:
+        asked.append(args)
+        if (moment, rank, len(asked)) == ("agreement", victim, 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return anywhere(*args)
+
+    asked: list[Any] = []
+    monkeypatch.setattr(lightning_shard.sigterm, "anywhere", while_ranks_agree)
+    module = Net()
+    callbacks = [Notes(), OnExceptionCheckpoint(tmp_path)]
+    t = trainer("lightning", world_size, callbacks=callbacks, max_epochs=2, enable_checkpointing=True)
+    with pytest.raises(SIGTERMException):
+        t.fit(module, same_batches(world_size), loader(world_size))
+    during = "RunningStage.VALIDATING" if moment == "validation" else "RunningStage.TRAINING"
+    assert steps == [(SIGTERMException, 6 if moment == "validation" else 3, during)]
+    assert "_sigterm_notifier_fn" not in vars(t._signal_connector)
+    if moment == "validation":
+        return
+    # What was saved then is whole.
+    again, expected = net_class("lightning")(), net_class("lightning")()
+    for each, path in ((again, tmp_path / "on_exception.ckpt"), (expected, None)):
+        trainer("lightning", world_size, max_epochs=2).fit(each, same_batches(world_size), ckpt_path=path)
+    assert_same_state(again.state_dict(), expected.state_dict())
+
+
 # -- errors ---------------------------------------------------------------------------------------------------------------
 
 
@@ -190,8 +240,6 @@ def test_an_error_on_one_rank_is_its_error_and_ends_the_others(rank, world_size,
 @pytest.mark.exhaustive
 @ranks(2, fresh=True, group_timeout=20, timeout=90)
 def test_a_checkpoint_on_an_exception_of_one_rank_does_not_hide_the_exception(rank, world_size, tmp_path):
-    from lightning.pytorch.callbacks import OnExceptionCheckpoint
-
     class Fails(net_class("lightning")):
         def training_step(self, batch, index):
             if index == 2 and rank == 1:
@@ -214,8 +262,6 @@ def test_a_checkpoint_on_an_exception_of_one_rank_does_not_hide_the_exception(ra
 
 @ranks(2)
 def test_a_checkpoint_on_an_exception_of_all_ranks_is_written_and_resumed(world_size, tmp_path):
-    from lightning.pytorch.callbacks import OnExceptionCheckpoint
-
     class Fails(net_class("lightning")):
         failing = True
 
@@ -299,9 +345,10 @@ def test_a_script_ends_on_all_ranks_with_a_failure_and_says_the_first_error_firs
 
 
 @pytest.mark.exhaustive
-def test_a_script_that_is_told_to_end_does_so_on_all_ranks(tmp_path):
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_script_that_is_told_to_end_does_so_on_all_ranks(tmp_path, victim):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    done = run_python(script, "SIGTERM", 0, "shard", folder=tmp_path, timeout=300)  # Lightning's exit status
+    done = run_python(script, "SIGTERM", victim, "shard", folder=tmp_path, timeout=300)  # Lightning's exit status
     said = sorted(line for line in done.stdout.splitlines() if line.startswith("ENDED "))
     assert said == ["ENDED 0 SIGTERMException", "ENDED 1 SIGTERMException"]

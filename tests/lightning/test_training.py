@@ -74,6 +74,9 @@ def test_hybrid_on_two_nodes_equals_a_single_device(rank, world_size, strategy):
         local_rank = staticmethod(lambda: rank % 2)
         node_rank = staticmethod(lambda: rank // 2)
 
+        def teardown(self) -> None:
+            """Lightning's own takes WORLD_SIZE out of the environment, which later tests in these processes need."""
+
     found = []
 
     class Look(Callback):

@@ -42,7 +42,8 @@ def found_by_tuner(world_size: int, strategy: Any, folder: Any) -> Any:
 
 def found_by_callback(world_size: int, strategy: Any, folder: Any) -> Any:
     module, finder = Tuned(), LearningRateFinder(min_lr=1e-4, num_training_steps=15, early_stop_threshold=None)
-    t = trainer("lightning", world_size, strategy, max_epochs=2, default_root_dir=folder, callbacks=[finder])
+    # Of its steps the callback leaves the first ten out: two epochs have too few.
+    t = trainer("lightning", world_size, strategy, max_epochs=4, default_root_dir=folder, callbacks=[finder])
     t.fit(module, loader(world_size))
     return module, finder.optimal_lr.results, finder.optimal_lr.suggestion()
 
