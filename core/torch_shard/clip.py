@@ -119,7 +119,8 @@ class _Gradients:
     def settle(self) -> None:
         """Wait for what is on its way to host memory."""
         for flat in self._at_home.values():
-            flat.shard  # noqa: B018 (it waits)
+            assert flat.gradients.home is not None
+            flat.gradients.home.moving.settle()
 
     def norms(self, tensor: torch.Tensor, p: float) -> list[torch.Tensor] | None:
         """Those of its pieces, where they were taken on the way. Else it may be read."""
@@ -275,21 +276,30 @@ def local_norm(
     """The norm of all of them together, 0-d, on `device`. `known`: the norms of a tensor's pieces, where there are some."""
     norms: list[torch.Tensor] = []
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    ready: dict[int, torch.Tensor] = {}  # by id of the piece
     for t in tensors:
-        found = known(t, p) if known is not None and t.numel() else None
+        if not t.numel():
+            continue
+        found = known(t, p) if known is not None else None
+        pieces: Sequence[torch.Tensor]
         if found is not None and all(norm.dtype == dtype for norm in found):
-            norms += found
-        elif t.numel():
-            groups.setdefault((t.device, t.dtype), []).extend(_pieces(t))
-    if not norms and not groups:  # what does not change a norm of norms
+            # In its place among the others, since the order of a sum shows in its last bits.
+            pieces = found
+            ready.update(zip(map(id, found), found, strict=True))
+        else:
+            pieces = _pieces(t)
+        groups.setdefault((t.device, t.dtype), []).extend(pieces)
+    if not groups:  # what does not change a norm of norms
         return torch.full((), math.inf if p < 0 else 0.0, dtype=dtype, device=device)
     for (_, kind), group in groups.items():
-        if len(group) == 1 and len(groups) == 1 and not norms:
-            return torch.linalg.vector_norm(group[0], p, dtype=dtype).to(device)
-        if kind.is_floating_point and p not in (-math.inf,):
-            norms += torch._foreach_norm(group, p, dtype=dtype)
+        rest = [t for t in group if id(t) not in ready]
+        if len(rest) == len(group) == 1 and len(groups) == 1:
+            return torch.linalg.vector_norm(rest[0], p, dtype=dtype).to(device)
+        if rest and kind.is_floating_point and p not in (-math.inf,):
+            made = iter(torch._foreach_norm(rest, p, dtype=dtype))
         else:
-            norms += [torch.linalg.vector_norm(t, p).to(dtype) for t in group]
+            made = iter([torch.linalg.vector_norm(t, p).to(dtype) for t in rest])
+        norms += [ready[id(t)] if id(t) in ready else next(made) for t in group]
     if len(norms) == 1:
         return norms[0].to(device)
     if any(norm.device != device for norm in norms):

@@ -78,7 +78,7 @@ class FlatBuffer:
             for start, stop in layout.gaps()
             if start < last and stop > first
         ]
-        home = None if self.host is None else HostGradients(self.host.host, layout.shard_numel, self.host.moving)
+        home = None if self.host is None else HostGradients(self.host.host, layout.shard_numel)
         self.gradients = GradientBuffer(layout, dtypes, self.params, collectives, home)
         self._build(self.dtype, None)
 
@@ -88,6 +88,19 @@ class FlatBuffer:
         if self.host is not None:
             self.host.moving.settle()
         return self.memory
+
+    def settle(self) -> None:
+        """Wait for all that is done to the shard, its state and its gradients in the background."""
+        if self.host is not None and self.gradients.home is not None:
+            self.host.moving.settle()
+            self.gradients.home.moving.settle()
+
+    @property
+    def version(self) -> int:
+        """Of the shard's values, behind what is written to it. What only reads it is not waited for."""
+        if self.host is not None:
+            self.host.moving.settle_writes()
+        return self.memory._version
 
     def _build(self, compute: torch.dtype, code: BlockCode | None) -> None:
         """The gathered buffer and the leaves, of this dtype. `code`: how shards are sent, where that is not as they are."""
@@ -179,7 +192,7 @@ class FlatBuffer:
     # -- gathering ----------------------------------------------------------------------------------------------
     def start_gather(self, what: str) -> Pending | QuantizedGather | Crossing | None:
         """Fill the gathered buffer, which has memory; None where that is done at once. Collective."""
-        self.fresh_version = self.shard._version
+        self.fresh_version = self.version
         if self.code is not None:
             source = self.shard.to(self.full.device)
             gather = QuantizedGather(self.collectives, self.code, source, self.full, what)
@@ -229,7 +242,7 @@ class FlatBuffer:
 
     def is_stale(self) -> bool:
         """Whether a parameter was edited since it was gathered."""
-        return self.gathers and self.fresh_version != self.shard._version
+        return self.gathers and self.fresh_version != self.version
 
     def edited_unseen(self) -> bool:
         """Whether the own slot is no longer what was gathered. Slow: compares all values, bitwise, so that a NaN equals

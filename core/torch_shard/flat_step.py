@@ -229,7 +229,7 @@ class FlatStep:
             ]
         check_units(optimizer, {id(unit): unit for own in self._groups for unit in own.units.values()}.values())
         for flat in (flat for own in self._groups for flat in own.runs.flats if flat.host is not None):
-            flat.host.moving.settle()  # type: ignore[union-attr]
+            flat.settle()
         ways = [own.way(group, self._torchs) for own, group in zip(self._groups, groups, strict=True)]
         changed = [
             (own.runs, split)

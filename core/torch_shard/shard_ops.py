@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import NeedsGatherError
+from .offload.moving import home_of
 from .shard_reduce import REDUCTIONS, foreach_norm, unscale_and_check
 from .shard_spec import ShardSpec, broadcast_slice, gather_error, same_cut, slice_full
 
@@ -168,6 +169,14 @@ def alias(cls: type[ShardTensor], source: Any) -> ShardTensor:
     result = cls._wrap(source._local, source._spec, source._unit_ref)
     if "_origin" in source.__dict__:  # see shard_functions
         result._origin = source._origin  # type: ignore[attr-defined]
+    return _following(source, result)
+
+
+def _following(source: Any, result: ShardTensor) -> ShardTensor:
+    """`result` is of the same memory as `source`."""
+    home = home_of(source)
+    if home is not None:
+        home.follow(result)
     return result
 
 
@@ -191,7 +200,7 @@ def _same_shape(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> An
         if func._opname != "as_strided" and wanted.count(-1) == 1 and len(wanted) == len(spec.shape):
             wanted = [own if size == -1 else size for size, own in zip(wanted, spec.shape, strict=True)]
         if wanted == list(spec.shape) and (stride is None or stride == list(spec.stride)):
-            return cls._wrap(source._local, spec, source._unit_ref)
+            return _following(source, cls._wrap(source._local, spec, source._unit_ref))
     raise needs_gather(cls, func, args, kwargs)
 
 

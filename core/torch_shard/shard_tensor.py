@@ -19,6 +19,7 @@ from . import shard_attributes, shard_functions, shard_ops
 from .errors import ShardPicklingError
 from .layout import Box
 from .leaf import own_grad, set_own_grad
+from .offload.moving import home_of
 from .shard_spec import ScalarComm, ShardSpec, broadcast_slice, same_cut, slice_full
 
 __all__ = ["ScalarComm", "ShardSpec", "ShardTensor", "broadcast_slice", "same_cut", "slice_full"]
@@ -133,6 +134,9 @@ class ShardTensor(torch.Tensor):
         unit = self._unit_ref() if self._unit_ref is not None else None
         if unit is not None:
             unit.exposed = True
+        home = home_of(self)
+        if home is not None:
+            home.exposed = True
         return self._local
 
     def full_tensor(self) -> torch.Tensor:
@@ -176,7 +180,7 @@ class ShardTensor(torch.Tensor):
             grad = own_grad(self)
             if grad is not None:
                 set_own_grad(result, copy.deepcopy(grad, memo))
-        own = {"_local", "_spec", "_unit_ref", "_flat", "_in_slots", "_moving"}
+        own = {"_local", "_spec", "_unit_ref", "_flat", "_in_slots", "_moving", "_home", "_aside"}
         for key, value in self.__dict__.items():
             if key not in own:
                 result.__dict__[key] = copy.deepcopy(value, memo)

@@ -131,6 +131,8 @@ def _write(summons: Summons) -> None:
                     flat.shard.copy_(flat.own_slot(summons.buffers[number]))
                 unify_replicas(flat, what)
             unit.outdated = True  # a collective leaves no trace in the shard's version
+            if flat.host is not None:
+                flat.host.outdate()
             if summons.overlay and flat.gathers:
                 flat.full.copy_(whole_flat(flat, what))
             for enclosing in open_on(unit):  # these edits stay, whatever becomes of theirs

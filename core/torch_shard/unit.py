@@ -484,7 +484,7 @@ def _first_attribute(module: nn.Module) -> int:
 OWN_COUNT = 4  # attributes that every sharded parameter has: `_local`, `_spec`, `_unit_ref`, `_is_param`
 _OWN_ATTRIBUTES = {
     "_local", "_spec", "_unit_ref", "_flat", "_in_slots", "_unreduced", "_outdated", "_lost", "_origin", "_converted",
-    "_is_param", "_place", "_moving", "data_taken",
+    "_is_param", "_place", "_moving", "_home", "_aside", "data_taken",
 }  # fmt: skip
 
 

@@ -18,10 +18,14 @@ _CHUNK = 1 << 20  # elements that are added, and whose norms are taken while the
 
 
 class HostGradients:
-    """`numel`: of the shard; `moving`: what is done to its memory."""
+    """`numel`: of the shard.
 
-    def __init__(self, host: Host, numel: int, moving: Moving) -> None:
-        self.host, self.moving = host, moving
+    Attributes:
+        moving: the work on them. That on the shard is another: a forward need not wait for gradients.
+    """
+
+    def __init__(self, host: Host, numel: int) -> None:
+        self.host, self.moving = host, Moving(host.waits)
         self._spares = Spares(host, numel)
         self._only_arriving = False  # the latest work: there is nothing that the host does
 
@@ -36,7 +40,9 @@ class HostGradients:
     def receive(self, result: torch.Tensor) -> torch.Tensor:
         """`result`, 1-D, on the device and nobody else's any more, on its way to host memory: that memory. Sharded tensors that
         are made over it have to wait (``moving.hold``)."""
+        self.moving.tidy()  # what a step has read may be used again
         into = self._spares.take(result.dtype)
+        into._home = self.moving  # type: ignore[attr-defined]
         if self.host.on_cuda:
             found = {p: list(torch._foreach_norm([result], p, dtype=_wide(result))) for p in self.host.norms}
             self._begin(self._leave(result, into))
@@ -92,7 +98,7 @@ class HostGradients:
         self.host.norms.add(p)  # next time they are there
         if not self._only_arriving:
             self.moving.settle()
-        noted = getattr(base, "_norms", None)
+        noted = None if self.moving.exposed else getattr(base, "_norms", None)  # else no version shows an edit
         return noted[1].get(p) if noted is not None and noted[0] == base._version else None
 
     def scale(
@@ -100,8 +106,19 @@ class HostGradients:
     ) -> None:
         """Multiply `base` by a 0-d factor, which may still be on its way. `gaps`: its padding; `shown`: the tensors over it."""
 
+        event = None
+        if self.host.on_cuda:
+            # Hazards: the norms were taken before the gradients are here, so these may still arrive when the factor is known; and
+            # the stream that computes the factor is not the host thread's.
+            with self.host.leaving():
+                factor = factor.to("cpu", non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
+
         def work() -> None:
-            known = factor.cpu()
+            if event is not None:
+                event.synchronize()
+            known = factor
             if known == 1.0:
                 return
             base.mul_(known)
@@ -117,6 +134,14 @@ class _Arrival:
 
     def __init__(self, event: Any) -> None:
         self._event = event
+
+    @property
+    def writes(self) -> bool:
+        return True
+
+    def has_ended(self) -> bool:
+        ended: bool = self._event.query()
+        return ended
 
     def wait(self) -> None:
         self._event.synchronize()

@@ -19,6 +19,14 @@ class _Read:
     def __init__(self, event: Any) -> None:
         self._event = event
 
+    @property
+    def writes(self) -> bool:
+        return False
+
+    def has_ended(self) -> bool:
+        ended: bool = self._event.query()
+        return ended
+
     def wait(self) -> None:
         self._event.synchronize()
 
@@ -44,7 +52,7 @@ class HostShard:
 
     Attributes:
         shard: the flat buffer's.
-        moving: the work on it, and on its gradients and state.
+        moving: the work on it, and on its state.
     """
 
     def __init__(self, host: Host, shard: torch.Tensor, params: Sequence[Any]) -> None:
@@ -79,7 +87,7 @@ class HostShard:
         """What crosses, or is there already, with the values that the shard has now."""
         if not self.crosses:
             return self.shard
-        if self._fresh != self.shard._version:
+        if self._fresh != self.shard._version or self.moving.exposed:
             self.refresh()
         held = self._cast if self._resident is None else self._resident
         assert held is not None
@@ -87,8 +95,8 @@ class HostShard:
 
     def refresh(self) -> None:
         """The shard has changed: make what crosses anew. On the thread that has changed it."""
+        self.settle_reads()
         if self._cast is not None:
-            self.settle_reads()
             self._cast.copy_(self.shard)
         if not self.host.offload.params:
             source = self.shard if self._cast is None else self._cast
@@ -97,6 +105,10 @@ class HostShard:
             # Blocks this thread: whoever gathers next finds it done, on whatever stream.
             self._resident.copy_(source)
         self._fresh = self.shard._version
+
+    def outdate(self) -> None:
+        """The shard has changed in a way that its version does not show."""
+        self._fresh = -1
 
     @property
     def crosses(self) -> bool:
@@ -112,11 +124,12 @@ class HostShard:
             return None
         event = torch.cuda.Event()
         event.record()
-        if source.device.type == "cpu":
-            self._read = _Read(event)
-            if source is self.shard:
-                # Hazard: an edit of a parameter by the user would reach the copy that is still under way.
-                self.moving.begin(self._read, self._params)
+        # Also of what is kept on the device, which a step would overwrite.
+        self._read = _Read(event)
+        if source is self.shard:
+            # Hazard: an edit of a parameter by the user would reach the copy that is still under way.
+            self.moving.tidy()
+            self.moving.begin(self._read, self._params)
         return Crossing(event, self.host.device)
 
     def settle_reads(self) -> None:

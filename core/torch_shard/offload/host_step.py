@@ -93,8 +93,11 @@ class HostStep:
         refuse_unreduced(optimizer, self.runtime)
         together = Together()
         order = self._in_order(optimizer)
-        for (flat, step), following in zip(order, [*order[1:], None], strict=True):
-            self._step(optimizer, flat, step, together, None if following is None else following[0])
+        # First look at all of it, so that a step which is refused has changed nothing.
+        looked = [self._look(optimizer, flat, step) for flat, step in order]
+        following = [*(flat for flat, _ in order[1:]), None]
+        for (flat, step), (other, session, groups), behind in zip(order, looked, following, strict=True):
+            self._step(optimizer, flat, step, other, session, groups, together, behind)
         for options in self._options:
             options.write_back()
         assert self.runtime.host is not None
@@ -113,16 +116,28 @@ class HostStep:
     def _fresh_groups(self) -> list[dict[str, Any]]:
         return self._fresh
 
-    def _step(
-        self, optimizer: Any, flat: FlatBuffer, step: FlatStep, together: Together, following: FlatBuffer | None
-    ) -> None:
-        assert flat.host is not None and self.function is not None
-        flat.host.moving.settle()
+    def _look(self, optimizer: Any, flat: FlatBuffer, step: FlatStep) -> tuple[Any, Session, list[dict[str, Any]]]:
+        """Take everything as it is now, and change nothing: what the arithmetic of one flat buffer is called with."""
+        flat.settle()
         step.count_as_before()
         step.announced = False
         groups = self._fresh = [options.fresh() for options in self._options]
         other, session = stand_in(optimizer, step, self._kinds)
         session.groups()  # opens it
+        return other, session, groups
+
+    def _step(
+        self,
+        optimizer: Any,
+        flat: FlatBuffer,
+        step: FlatStep,
+        other: Any,
+        session: Session,
+        groups: list[dict[str, Any]],
+        together: Together,
+        following: FlatBuffer | None,
+    ) -> None:
+        assert flat.host is not None and flat.gradients.home is not None and self.function is not None
         if not any(runs.pieces for runs in step.all_runs):
             session.end()
             return
@@ -135,6 +150,7 @@ class HostStep:
             except DiskError as error:
                 flat.host.host.give_up(error)
                 raise
+            _note_home(flat, step)
             for options, group in zip(self._options, groups, strict=True):
                 options.stepped(group)
             return
@@ -152,7 +168,9 @@ class HostStep:
         step.announced = True
         host = flat.host.host
         work = host.thread.do(functools.partial(self._named, task, step, optimizer), together)
-        flat.host.moving.begin(work, _tensors(flat, step))
+        _note_home(flat, step)
+        flat.gradients.home.moving.begin(work, _gradients(flat))
+        flat.host.moving.begin(work, [*flat.params, *(value for runs in step.all_runs for value in runs.elements())])
 
     @staticmethod
     def _may_wait(optimizer: Any, step: FlatStep) -> bool:
@@ -251,8 +269,7 @@ class HostStep:
     def forget(self) -> None:
         """Let go of everything that was kept for the next step."""
         for flat, step in self._steps.values():
-            if flat.host is not None:
-                flat.host.moving.settle()
+            flat.settle()
             step.count_as_before()
             step.forget()
         self._steps, self._on_disk = {}, {}
@@ -265,9 +282,16 @@ def _is_number(option: Any) -> bool:
     return option is None or isinstance(option, (bool, int, float, torch.Tensor))
 
 
-def _tensors(flat: FlatBuffer, step: FlatStep) -> list[Any]:
-    """What lies in the memory that a step writes to or reads."""
+def _gradients(flat: FlatBuffer) -> list[Any]:
+    """Which a step reads."""
     with torch._C.DisableTorchFunctionSubclass():
         grads = [own_grad(p) for p in flat.params]
-    state = [value for runs in step.all_runs for value in runs.elements()]
-    return [*flat.params, *(g for g in grads if isinstance(g, ShardTensor)), *state]
+    return [grad for grad in grads if isinstance(grad, ShardTensor)]
+
+
+def _note_home(flat: FlatBuffer, step: FlatStep) -> None:
+    """Of state: see :func:`.moving.home_of`."""
+    assert flat.host is not None
+    for base in (value.__dict__.get("_flat") for runs in step.all_runs for value in runs.elements()):
+        if base is not None and not hasattr(base, "_home"):
+            base._home = flat.host.moving

@@ -51,6 +51,13 @@ class Task:
             self._do = None  # and the memory that it refers to
             self._done.set()
 
+    @property
+    def writes(self) -> bool:
+        return True
+
+    def has_ended(self) -> bool:
+        return self._done.is_set() and self.error is None
+
     def wait(self) -> None:
         """Return when it has ended.
 
@@ -122,6 +129,7 @@ def _serve(tasks: _Queue[Task | None], device: torch.device) -> None:
 
 
 def _stop(tasks: _Queue[Task | None], thread: threading.Thread, pid: int) -> None:
-    if pid == os.getpid() and thread.is_alive() and thread is not threading.current_thread():
+    if pid == os.getpid() and thread.is_alive():
         tasks.put(None)
-        thread.join()
+        if thread is not threading.current_thread():  # which has run the last task of a model that is gone
+            thread.join()
