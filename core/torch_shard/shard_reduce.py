@@ -245,6 +245,10 @@ def unscale_and_check(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any)
     """Divide gradients by the loss scale; `found_inf` becomes 1 where any rank found one. Collective."""
     gradients, found_inf, inverse_scale = args
     slices = [t._local if isinstance(t, cls) else t for t in gradients]
+    if found_inf.device.type == "cpu" and torch.cuda.is_available() and torch.cuda.is_initialized():
+        # Gradients in host memory, and a GradScaler whose scale is on the GPU: it asks for copies and does not wait for them.
+        # Hazards: the scale is read before it is there, and what is found here is overwritten by its arrival.
+        torch.cuda.current_stream().synchronize()
     func(slices, found_inf, inverse_scale)
     # This operator does not count its changes itself, and what was found out about unchanged gradients, as their norm, is kept.
     torch.autograd.graph.increment_version(slices)

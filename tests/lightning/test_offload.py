@@ -14,11 +14,11 @@ import torch_shard
 from lightning_shard._registry import strategy_class
 from lightning_shard.for_lightning import ShardStrategy
 from tests.lightning.fabric_helpers import NAMESPACES as FABRIC_NAMESPACES
-from tests.lightning.helpers import assert_same_state, both_namespaces, loader, net_class, trainer
+from tests.lightning.helpers import assert_same_state, either_namespace, loader, net_class, trainer
 from tests.lightning.test_averaging import assert_same_average, ema, fit_both, swa
 from tests.lightning.test_cli import CLASS, cli
 from tests.lightning.test_fabric import assert_trains_like_ddp
-from tests.marks import exhaustive
+from tests.marks import exhaustive, quick
 from tests.ranks import ranks, run
 from torch_shard import Offload, ShardConfig
 
@@ -67,7 +67,7 @@ def assert_fits_like_ddp(world_size: int, strategy: Any, offload: Offload, **opt
     assert_same_state(module.state_dict(), expected.state_dict())
 
 
-@both_namespaces
+@either_namespace
 @ranks(2)
 def test_the_registered_name_trains_validates_clips_and_accumulates_like_ddp(world_size, namespace):
     assert_fits_like_ddp(world_size, "shard_offload", Offload(), namespace=namespace)
@@ -250,6 +250,30 @@ def test_a_module_that_stayed_sharded_is_sharded_anew_only_for_other_settings(wo
     assert [engine.config.offload for engine in engines] == [Offload(), Offload(), KEEPS, None]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("form", ["full", "sharded"])
+@ranks(2)
+def test_state_on_disk_trains_resumes_and_leaves_no_files_behind(world_size, tmp_path, form):
+    expected, _ = fit(world_size, "ddp", optimizer="adamw", max_epochs=3)
+    for params in (False, True):
+        disk, path = tmp_path / f"disk {params}", tmp_path / f"{params}.ckpt"
+        losses = []
+        for epochs, resume in ((1, None), (3, path)):
+            strategy = ShardStrategy(offload=Offload(nvme=disk, nvme_params=params), state_dict_type=form)
+            module = recording_class()("adamw")
+            t = trainer(
+                "lightning", world_size, strategy,
+                max_epochs=epochs, gradient_clip_val=0.5, accumulate_grad_batches=2,
+            )  # fmt: skip
+            module.on_train_end = lambda t=t, path=path: t.save_checkpoint(path)
+            t.fit(module, loader(world_size), loader(world_size, 2), ckpt_path=resume)
+            losses += module.seen
+        assert losses == pytest.approx(expected.seen, rel=1e-5)
+        assert_same_state(module.state_dict(), expected.state_dict())
+        t.strategy.barrier()
+        assert not any(disk.iterdir())
+
+
 @pytest.mark.parametrize("kind", [*exhaustive(swa, ema)])
 @ranks(2)
 def test_averages_of_the_weights_are_those_of_a_single_device(world_size, kind):
@@ -263,7 +287,7 @@ def test_averages_of_the_weights_are_those_of_a_single_device(world_size, kind):
 # -- the other ways to choose it ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("namespace", FABRIC_NAMESPACES)
+@pytest.mark.parametrize("namespace", quick(FABRIC_NAMESPACES, ["lightning.fabric"]))
 @ranks(2)
 def test_fabric_trains_like_ddp(namespace):
     assert_trains_like_ddp("shard_offload", namespace, accumulate=2, clip={"max_norm": 0.1})
@@ -297,7 +321,7 @@ def test_the_command_line_sets_it(way):
 @pytest.mark.parametrize(
     "value", ["cpu", {"params": False}, {"class_path": "torch_shard.Offload", "init_args": {"params": False}}], ids=str
 )
-@pytest.mark.parametrize("of", ["strategy", "config"])
+@pytest.mark.parametrize("of", ["strategy", *exhaustive("config")])
 def test_a_file_sets_it(tmp_path, value, of):
     settings: Any = {"offload": value}
     if of == "config":

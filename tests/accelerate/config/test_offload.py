@@ -154,17 +154,14 @@ SHOWN = SCRIPT.replace(
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("fsdp", "variables", "wanted"),
     [
-        pytest.param({**FSDP2, "fsdp_offload_params": True}, {}, Offload()),
-        pytest.param({**FSDP1, "fsdp_offload_params": True}, {}, Offload(), marks=pytest.mark.exhaustive),
-        pytest.param(
-            FSDP2, {"SHARD_OFFLOAD": "params=false"}, Offload(params=False), marks=pytest.mark.exhaustive
-        ),
-        pytest.param(
-            {**FSDP2, "shard_offload": {"nvme": "disk"}}, {}, Offload(nvme="disk"), marks=pytest.mark.exhaustive
-        ),
+        ({**FSDP2, "fsdp_offload_params": True}, {}, Offload()),
+        ({**FSDP1, "fsdp_offload_params": True}, {}, Offload()),
+        (FSDP2, {"SHARD_OFFLOAD": "params=false"}, Offload(params=False)),
+        ({**FSDP2, "shard_offload": {"nvme": "disk"}}, {}, Offload(nvme="disk")),
     ],
     ids=["fsdp 2", "fsdp 1", "a variable", "a mapping"],
 )  # fmt: skip

@@ -1,0 +1,54 @@
+"""Offload on a GPU: one process without a process group, and a GradScaler whose gradients are in host memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torch_shard
+from tests.gpu.models import GPT, tokens
+from tests.run_python import run_python
+from torch_shard import Precision, ShardTensor
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch sees none here")
+
+
+def train(offload: str | None, device: torch.device) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Steps with a scaler, of which the third overflows: losses, scales and norms, weights."""
+    torch.manual_seed(0)
+    model = GPT().float()
+    mesh = device if offload else None
+    if offload is None:
+        model = model.to(device)
+    settings = {"precision": Precision(param_dtype=torch.float16), "offload": offload, "unit_bytes": 2000}
+    engine = torch_shard.shard(model, mesh=mesh, **settings)
+    assert engine.device == device
+    assert all(isinstance(p, ShardTensor) and (p.device.type == "cpu") == bool(offload) for p in model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda", init_scale=256.0, growth_interval=2)
+    losses, others = [], []
+    for step in range(6):
+        loss = model(tokens(0, step, device)).float().pow(2).mean()
+        torch.cuda._sleep(50_000_000)  # the scale's copy to the host waits behind it
+        scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        norm = float(engine.clip_grad_norm_(0.5))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        others += [scaler.get_scale(), norm if step != 2 else 0.0]
+    state = {name: value.cpu() for name, value in engine.state_dict().items()}
+    engine.close()
+    return losses, others, state
+
+
+def alone() -> None:
+    device = torch.device("cuda", 0)
+    plain, offloaded = train(None, device), train("cpu", device)
+    torch.testing.assert_close(offloaded, plain, rtol=1e-3, atol=1e-4)
+
+
+def test_one_process_scales_clips_and_steps_as_without_offload(tmp_path):
+    code = "from tests.gpu.test_offload_front import alone; alone()"
+    run_python("-c", code, folder=tmp_path)
