@@ -125,13 +125,19 @@ def _is_average(p: torch.Tensor, like: ShardTensor) -> bool:
     return isinstance(p, ShardTensor) and p._unit_ref is None and same_cut(p._spec, like._spec)
 
 
+def _copied(p: ShardTensor, like: ShardTensor) -> ShardTensor:
+    # The slice of a copy: to hand out that of a parameter means to the engine that somebody may edit it, unseen, from then on.
+    copied: Any = p.detach().clone()
+    return ShardTensor(copied.to_local(), like._spec)
+
+
 def _cut(p: torch.Tensor, like: ShardTensor, engine: Engine) -> ShardTensor:
     """This rank's slice of one parameter of a copy, in memory of its own."""
     if p.is_meta:  # the copy of a module that has got its memory since
-        return ShardTensor(like.to_local().detach().clone(), like._spec)
+        return _copied(like, like)
     if isinstance(p, ShardTensor):
         if same_cut(p._spec, like._spec):
-            return ShardTensor(p.to_local().detach().clone(), like._spec)
+            return _copied(p, like)
         whole = gathered(p, engine.device)
     else:
         # Ranks may have initialised the module differently: slices of different averages would make none.

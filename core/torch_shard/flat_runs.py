@@ -25,6 +25,7 @@ from .counters import Counters
 from .errors import ShardError
 from .flat_buffer import FlatBuffer
 from .flat_piece import Piece, RoundedPiece
+from .flat_segments import Run, Segment, fit_fused, runs_of
 from .leaf import set_own_grad
 from .shard_tensor import ShardTensor
 from .state_signature import signature
@@ -32,38 +33,10 @@ from .unit import OWN_COUNT, copy_attributes
 
 __all__ = ["Runs", "grad_of"]
 
-SMALL = 1 << 14
-"""Segments of fewer elements are worked on together..."""
-TOGETHER = 1 << 20
-"""...up to this many elements in all, so that copies of values and gradients stay small."""
-
 _NONE, _HERE, _OTHER = 0, 1, 2  # a parameter's gradient: none; in its unit's reduced slice; the user's own
 _flat, _spec, _local = map(operator.attrgetter, ("_flat", "_spec", "_local"))
 grad_of: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 """``.grad`` as autograd keeps it; to be called with ``__torch_function__`` disabled."""
-
-
-class _Segment:
-    def __init__(self, shard: int, start: int, stop: int, grad: torch.Tensor | None) -> None:
-        self.shard, self.start, self.stop = shard, start, stop
-        self.grad = grad  # None: where the shard's reduced slice has it
-        self.offset = 0  # in the run
-        self.members: list[int] = []
-
-
-class _Run:
-    """Parameters that take the same step. `members` are their numbers; some may have no elements on this rank."""
-
-    def __init__(self, segments: list[_Segment], kind: Any) -> None:
-        self.segments, self.kind = segments, kind
-        self.members = [i for segment in segments for i in segment.members]
-        self.length = 0
-        self.places: dict[int, int] = {}  # of a member: where its segment begins in the run, less where in the shard
-        for segment in segments:
-            segment.offset = self.length
-            self.places.update((i, self.length - segment.start) for i in segment.members)
-            self.length += segment.stop - segment.start
-        self.pieces: list[Piece] = []
 
 
 class Runs:
@@ -110,7 +83,7 @@ class Runs:
         self.counters = Counters()
         self.fits_fused = False
         """Whether a fused kernel on the CPU takes all pieces with the state that they have."""
-        self._runs: list[_Run] = []
+        self._runs: list[Run] = []
         # As the last step has left it. `regular`: all gradients came from reductions.
         self._regular, self._split = False, -1
         self._present: list[ShardTensor] = []
@@ -188,12 +161,12 @@ class Runs:
             if pattern[i]
         }
         segments, empty = self._segments(pattern, kinds)
-        self._runs = _runs(segments, kinds)
+        self._runs = runs_of(segments, kinds)
         for i in empty:  # their counters go with those of others, so that all ranks agree
             run = next((run for run in self._runs if run.kind == kinds[i]), None)
             if run is None:
-                segment = _Segment(self.shard_of[i], 0, 0, None if pattern[i] == _HERE else self._shard(i)[0:0])
-                run = _Run([segment], kinds[i])
+                segment = Segment(self.shard_of[i], 0, 0, None if pattern[i] == _HERE else self._shard(i)[0:0])
+                run = Run([segment], kinds[i])
                 self._runs.append(run)
             run.members.append(i)
         for run in self._runs:
@@ -278,9 +251,9 @@ class Runs:
             piece.state["step"] = value
         self._counting = []
 
-    def _segments(self, pattern: list[int], kinds: dict[int, Any]) -> tuple[list[_Segment], list[int]]:
+    def _segments(self, pattern: list[int], kinds: dict[int, Any]) -> tuple[list[Segment], list[int]]:
         """Parameters with neighbours that may be stepped together; and those that this rank holds nothing of."""
-        segments: list[_Segment] = []
+        segments: list[Segment] = []
         empty: list[int] = []
         last = -1  # the slot that the open segment ends with
         for i, kind in kinds.items():
@@ -299,14 +272,14 @@ class Runs:
                 or kinds[segment.members[0]] != kind
             ):
                 grad: Any = self.params[i].grad if other else None
-                segment = _Segment(self.shard_of[i], start, stop, grad._local if other else None)
+                segment = Segment(self.shard_of[i], start, stop, grad._local if other else None)
                 segments.append(segment)
             segment.members.append(i)
             segment.stop = stop
             last = slot
         return segments, empty
 
-    def _cut(self, run: _Run, state: Any, split: int) -> None:
+    def _cut(self, run: Run, state: Any, split: int) -> None:
         """Into pieces, with their state."""
         entries = state.get(self.params[run.members[0]]) or {}
         bases = self._bases(run, state) if entries else {}
@@ -331,7 +304,7 @@ class Runs:
                     piece.state[key] = value.clone() if start and isinstance(value, torch.Tensor) else value
             run.pieces.append(piece)
 
-    def _piece(self, run: _Run, values: list[torch.Tensor], start: int) -> Piece:
+    def _piece(self, run: Run, values: list[torch.Tensor], start: int) -> Piece:
         """`values`: of all segments, or of a part of the only one that begins at `start` in it."""
         sources = []
         for segment in run.segments:
@@ -367,7 +340,7 @@ class Runs:
         return stop - start
 
     # -- state ----------------------------------------------------------------------------------------------------
-    def _bases(self, run: _Run, state: Any) -> dict[str, torch.Tensor]:
+    def _bases(self, run: Run, state: Any) -> dict[str, torch.Tensor]:
         """The run's state as one tensor for each key; copied together where it is not."""
         bases: dict[str, torch.Tensor] = {}
         for key, value in state[self.params[run.members[0]]].items():
@@ -384,7 +357,7 @@ class Runs:
             bases[key] = base
         return bases
 
-    def _common(self, run: _Run, values: list[Any]) -> torch.Tensor | None:
+    def _common(self, run: Run, values: list[Any]) -> torch.Tensor | None:
         """The memory of which the values are the parts that belong to the run, or None."""
         base = values[0].__dict__.get("_flat")
         if base is None:
@@ -405,7 +378,7 @@ class Runs:
         whole: torch.Tensor = base[begin : begin + run.length]
         return whole
 
-    def _part(self, run: _Run, base: torch.Tensor, i: int) -> torch.Tensor:
+    def _part(self, run: Run, base: torch.Tensor, i: int) -> torch.Tensor:
         start, stop = self.ranges[i]
         if start == stop:
             return base[0:0]
@@ -422,7 +395,7 @@ class Runs:
         self._elements = [value for value in self._values if isinstance(value, ShardTensor)]
         self._memory = list(map(_local, self._elements))
         self._seen = self._all_attributes() if self._attributes else []
-        self.fits_fused = _fit_fused(self.pieces)
+        self.fits_fused = fit_fused(self.pieces)
 
     # -- after a step ---------------------------------------------------------------------------------------------
     def publish(self, state: Any) -> None:
@@ -451,7 +424,7 @@ class Runs:
                 part = None if grad is None else self._part(run, grad.detach(), i)
                 set_own_grad(self.params[i], None if part is None else ShardTensor._wrap(part, self.specs[i]))
 
-    def _publish(self, run: _Run, state: Any) -> None:
+    def _publish(self, run: Run, state: Any) -> None:
         first = run.pieces[0].state
         if not first and not any(state.get(self.params[i]) for i in run.members):
             return
@@ -481,7 +454,7 @@ class Runs:
             else:
                 own[key] = value.clone()
 
-    def _publish_elements(self, run: _Run, key: str, entries: list[dict[str, Any]]) -> None:
+    def _publish_elements(self, run: Run, key: str, entries: list[dict[str, Any]]) -> None:
         parts = [piece.state[key] for piece in run.pieces]
         if any(part.shape != piece.param.shape for part, piece in zip(parts, run.pieces, strict=True)):
             spec = self.specs[run.members[0]]
@@ -500,34 +473,3 @@ class Runs:
             else:
                 own[key] = held = ShardTensor._wrap(part, self.specs[i])
             held._flat = base  # type: ignore[attr-defined]
-
-
-def _runs(segments: list[_Segment], kinds: dict[int, Any]) -> list[_Run]:
-    """Each large segment is a run; the small ones of a kind are one together."""
-    runs: list[_Run] = []
-    small: dict[Any, list[_Segment]] = {}
-    count = 0
-    for segment in segments:
-        kind, length = kinds[segment.members[0]], segment.stop - segment.start
-        if segment.grad is None and length < SMALL and count + length <= TOGETHER:
-            small.setdefault(kind, []).append(segment)
-            count += length
-        else:
-            runs.append(_Run([segment], kind))
-    return runs + [_Run(found, kind) for kind, found in small.items()]
-
-
-def _fit_fused(pieces: Sequence[Piece]) -> bool:
-    """torch's for-loop takes a mixture of state that is there and state that is not (SGD's momentum), counters that are Python
-    numbers, and other dtypes than the parameter's; the fused kernels raise."""
-    kinds: set[frozenset[str]] = set()
-    for piece in pieces:
-        kinds.add(frozenset(key for key, value in piece.state.items() if value is not None))
-        for value in piece.state.values():
-            if value is None:
-                continue
-            if not isinstance(value, torch.Tensor):
-                return False
-            if value.dtype != (piece.param.dtype if value.dim() else torch.float32):
-                return False
-    return len(kinds) < 2

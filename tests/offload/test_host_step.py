@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import os
+import select
 import threading
 import time
 
@@ -219,3 +222,33 @@ def test_statistics_tell_what_was_waited_for_the_host_and_wait_for_nothing(rank)
     offloaded.engine.state_dict(form="full")
     assert 0.1 < offloaded.engine.statistics().since(before).host_wait < 5
     assert held == offloaded.engine.memory_summary(offloaded.optimizer)
+
+
+@ranks(1)
+def test_a_child_that_is_forked_finds_what_was_stepped(rank):
+    plain, offloaded = prepared(rank)
+    read, write = os.pipe()
+    offloaded.engine._runtime.host.thread.do(functools.partial(time.sleep, 0.2))
+    offloaded.optimizer.step()
+    plain.optimizer.step()
+    expected = plain.model.blocks[3][1].weight.to_local().clone()
+    child = os.fork()
+    if not child:
+        same_values = torch.equal(offloaded.model.blocks[3][1].weight.to_local(), expected)
+        os.write(write, b"1" if same_values else b"0")
+        os._exit(0)
+    os.close(write)
+    assert select.select([read], [], [], 20)[0] and os.read(read, 1) == b"1"
+    os.waitpid(child, 0)
+
+
+@ranks(1)
+def test_groups_with_names_are_stepped_in_the_background(rank):
+    training = Training(rank, "cpu")
+    training.optimizer.param_groups[0]["name"] = "everything"
+    for number in range(2):
+        training.step(number)
+    loss_of(training.model, inputs(rank, 99)).backward()
+    with held_up(training):
+        training.optimizer.step()
+        assert is_moving(training)

@@ -37,9 +37,13 @@ def holder(directory: Path, name: str, answer: Connection, with_child: bool) -> 
     store = DiskStore(directory, run=name, rank=3)
     state = store.allocate("state", 1 << 16, torch.float32).fill_(7.0)
     child = 0
+    read, write = os.pipe()
     if with_child and (child := os.fork()) == 0:
+        os.write(write, b"1")  # it runs: what is done in a child behind a fork is done
         time.sleep(60)
         os._exit(0)
+    if with_child:
+        os.read(read, 1)
     answer.send((store.path, child))
     time.sleep(60)
     del state

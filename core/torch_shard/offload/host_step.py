@@ -175,8 +175,9 @@ class HostStep:
     @staticmethod
     def _may_wait(optimizer: Any, step: FlatStep) -> bool:
         scaled = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
-        # What is no number may be what the step fails for, which its caller is to hear of.
-        plain = all(map(_is_number, (v for group in optimizer.param_groups for k, v in group.items() if k != "params")))
+        # What is no number may be what the step fails for, which its caller is to hear of. (Names of groups are the user's own.)
+        known = optimizer.defaults
+        plain = all(map(_is_number, (v for group in optimizer.param_groups for k, v in group.items() if k in known)))
         graph = any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups)
         return step.as_left and not scaled and plain and not graph
 

@@ -72,6 +72,19 @@ class Task:
             raise self.thread.failed(self.error)
 
 
+_running: weakref.WeakSet[HostThread] = weakref.WeakSet()
+"""Threads of this process that have been given tasks: a fork, which no thread survives, waits for those."""
+
+
+def _before_fork() -> None:
+    for thread in list(_running):
+        thread.rest()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)
+
+
 class HostThread:
     """Started with the first task; ends with :meth:`close`, at exit, or when nobody refers to it any more."""
 
@@ -97,10 +110,16 @@ class HostThread:
         self._queue.put(task)
         return task
 
+    def rest(self) -> None:
+        """Wait until all that was given is done. What has failed is raised where it is missed."""
+        if self._pid == os.getpid() and threading.get_ident() != self.ident:
+            self.do(_nothing).wait()
+
     def _start(self) -> None:
         if self._pid == os.getpid():
             return
-        self._pid = os.getpid()  # threads don't survive a fork
+        self._pid = os.getpid()  # a forked child has no thread
+        _running.add(self)
         self._queue = _Queue()
         self._thread = threading.Thread(
             target=_serve, args=(self._queue, self._device), name="torch-shard-host", daemon=True
@@ -114,6 +133,10 @@ class HostThread:
         if self._end is not None:
             self._end()
         self._end, self._thread, self._pid = None, None, -1
+
+
+def _nothing() -> None:
+    pass
 
 
 def _serve(tasks: _Queue[Task | None], device: torch.device) -> None:
