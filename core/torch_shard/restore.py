@@ -38,6 +38,9 @@ def close_units(
     optimizers = list(optimizers)
     try:
         for unit in runtime.units:
+            for flat in unit.flats:
+                if flat.host is not None:
+                    flat.host.moving.settle()  # until then it has weak references to what waits for it
             _check(unit)
     except Exception as problem:  # the other ranks must hear of it
         error = problem
