@@ -28,12 +28,13 @@ from .unfilled import guard
 __all__ = ["from_pretrained"]
 
 _SHARDING = "Leave it out: shard() and Accelerator.prepare put each rank's part on its device."
+_OFFLOAD = "Leave it out: ShardPlugin(offload=...) keeps parameters and optimizer state in host memory or on disk."
 _REFUSED = {
     "device_map": _SHARDING,
     "max_memory": _SHARDING,
-    "offload_folder": _SHARDING,
-    "offload_buffers": _SHARDING,
-    "offload_state_dict": _SHARDING,
+    "offload_folder": _OFFLOAD,
+    "offload_buffers": "Leave it out: buffers are on the device.",
+    "offload_state_dict": "Leave it out: on the host there is never more than this rank's part.",
     "distributed_config": "Tensor parallelism within transformers can't be combined with sharding; leave it out.",
     "tp_plan": "Tensor parallelism within transformers can't be combined with sharding; leave it out.",
     "tp_size": "Tensor parallelism within transformers can't be combined with sharding; leave it out.",
