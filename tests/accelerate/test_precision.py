@@ -24,6 +24,7 @@ from tests.accelerate.helpers import (
     train,
     whole_parameters,
 )
+from tests.marks import exhaustive
 from tests.ranks import ranks
 
 BF16 = {"mixed_precision": "bf16", "epochs": 2}
@@ -207,7 +208,7 @@ def test_gradients_are_unscaled_by_hand_as_under_ddp():
 
 # -- compiled models --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("mixed_precision", ["no", pytest.param("bf16", marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("way", ["whole", "regional", "by hand"])
+@pytest.mark.parametrize("way", ["regional", *exhaustive("whole", "by hand")])
 @ranks(2, timeout=150)
 def test_compiled_models_train_as_under_ddp(way, mixed_precision):
     from accelerate.utils import TorchDynamoPlugin

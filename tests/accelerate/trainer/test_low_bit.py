@@ -32,7 +32,7 @@ def _refused(own, *named):
     assert all(torch.equal(value, before[name]) for name, value in own.model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", OF_BITSANDBYTES)
+@pytest.mark.parametrize("name", exhaustive(*OF_BITSANDBYTES))
 @ranks(2)
 def test_an_optimizer_of_bitsandbytes_is_refused_with_a_remedy(name, tmp_path):
     pytest.importorskip("bitsandbytes")
