@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import resource
 import sys
 import weakref
@@ -156,5 +157,7 @@ def test_three_epochs_of_the_demo_take_no_more_memory_than_one(rank, world_size,
     look = settings["callbacks"][-1]
     assert len(look.resident) == 3
     assert not look.objects[2] - look.objects[1]  # fewer, where tests before this one had left something
-    # One gradient of the model, 7 MiB, kept at each step would be 100 MiB an epoch.
-    assert look.resident[2] - look.resident[0] < 16 * MIB, [n / MIB for n in look.resident]
+    # One gradient of the model, 7 MiB, kept at each step would be 100 MiB an epoch. In the second epoch Lightning and torch take
+    # memory for the first time, with "ddp" 27 MiB here, and 2 to 5 more in the third.
+    grown = [(later - before) / MIB for before, later in itertools.pairwise(look.resident)]
+    assert grown[0] < 27 and grown[1] < 2, grown

@@ -252,3 +252,13 @@ def test_groups_with_names_are_stepped_in_the_background(rank):
     with held_up(training):
         training.optimizer.step()
         assert is_moving(training)
+
+
+@ranks(2)
+def test_state_is_in_the_order_of_the_groups(rank):
+    training = Training(rank, "cpu")
+    backwards = list(training.model.parameters())[::-1]
+    optimizer = torch.optim.AdamW([{"params": backwards[:5]}, {"params": backwards[5:], "lr": 0.1}])
+    loss_of(training.model, inputs(rank, 0)).backward()
+    optimizer.step()
+    assert [id(p) for p in optimizer.state] == [id(p) for p in backwards]

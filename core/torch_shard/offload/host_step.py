@@ -98,6 +98,8 @@ class HostStep:
         following = [*(flat for flat, _ in order[1:]), None]
         for (flat, step), (other, session, groups), behind in zip(order, looked, following, strict=True):
             self._step(optimizer, flat, step, other, session, groups, together, behind)
+        if not all(step.as_left for _, step in order):
+            _sort_state(optimizer)
         for options in self._options:
             options.write_back()
         assert self.runtime.host is not None
@@ -275,6 +277,15 @@ class HostStep:
             step.forget()
         self._steps, self._on_disk = {}, {}
         self._rest.forget()
+
+
+def _sort_state(optimizer: Any) -> None:
+    """In the order in which torch makes state, that of the groups, and not of units: users go through it."""
+    state = optimizer.state
+    listed = [p for group in optimizer.param_groups for p in group["params"] if p in state]
+    if [id(p) for p in state if isinstance(p, torch.Tensor)] != [id(p) for p in listed]:
+        for p in listed:
+            state[p] = state.pop(p)
 
 
 def _is_number(option: Any) -> bool:
