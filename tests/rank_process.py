@@ -248,7 +248,12 @@ def call_body(
     kwargs.update({name: value for name, value in ours.items() if name in wanted})
     if "device" in kwargs:
         kwargs["device"] = _rank_device(kwargs["device"], rank)
-    body(**kwargs)
+    try:
+        body(**kwargs)
+    finally:  # a copy of pytest's fixture, which is undone in the test process only
+        for value in kwargs.values():
+            if isinstance(value, pytest.MonkeyPatch):
+                value.undo()
 
 
 def _rank_device(device: str, rank: int) -> torch.device:

@@ -22,6 +22,7 @@ class AskedUnit:
         self.leaf = nn.Parameter(whole)
         self.is_summoned = False
         self.gathers = self.casts = self.rounding = False
+        self.host = None
         self.asked = []
         self.done = []
 

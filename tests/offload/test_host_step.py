@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import torch_shard
+from tests.marks import exhaustive
 from tests.offload.models import Training, inputs, loss_of, same
 from tests.ranks import ranks
 from torch_shard import errors
@@ -99,7 +100,9 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    "reader", ["parameter", "state", *exhaustive(*[r for r in READERS if r not in ("parameter", "state")])]
+)
 @ranks(2)
 def test_who_reads_waits(rank, reader):
     plain, offloaded = prepared(rank)

@@ -33,8 +33,8 @@ def trains_alike(rank, offload, steps, optimizer="AdamW", settings=None, **how):
         same(one, other)
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("clip", [0.5, *exhaustive(None)])
+@pytest.mark.parametrize("accumulate", [4, *exhaustive(1)])
 @ranks(2, exhaustive=(1, 3))
 def test_it_trains_as_without(rank, accumulate, clip):
     trains_alike(rank, "cpu", 20, accumulate=accumulate, clip=clip)
