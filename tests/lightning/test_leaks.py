@@ -80,6 +80,12 @@ def all_callbacks(folder: Path) -> list[Any]:
     ]
 
 
+def assert_level(look: Look) -> None:
+    """One tensor more is there now and then, with "ddp", too; a leak is one for each step, of which there are several."""
+    grown = look.objects[2] - look.objects[1]  # fewer, where tests before this one had left something
+    assert set(grown) <= {"tensors"} and grown["tensors"] < 2, grown
+
+
 def options(folder: Path, rank: int) -> dict[str, Any]:
     return {
         "max_epochs": 3,
@@ -109,7 +115,7 @@ def test_epochs_leave_no_tensors_and_no_objects_of_the_engine_behind(rank, world
     look = settings["callbacks"][-1]
     assert look.objects[0]["Engine"] == 1
     # The first epochs leave something for good: scores of the two best checkpoints, for example.
-    assert not look.objects[2] - look.objects[1]  # fewer, where tests before this one had left something
+    assert_level(look)
 
 
 @ranks(2)
@@ -157,7 +163,7 @@ def epochs_of_the_demo(rank: int, world_size: int, folder: Path, strategy: str) 
     trainer("lightning", world_size, strategy, **settings).fit(Demo("tiny", 3 * steps))
     look = settings["callbacks"][-1]
     assert len(look.resident) == 3
-    assert not look.objects[2] - look.objects[1]  # fewer, where tests before this one had left something
+    assert_level(look)
     return [(later - before) / MIB for before, later in itertools.pairwise(look.resident)]
 
 
