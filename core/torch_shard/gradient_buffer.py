@@ -249,7 +249,9 @@ class GradientBuffer:
             for param in self.params:
                 if not param.requires_grad:
                     continue
-                flat = whole_of(own_grad(param))
+                grad = own_grad(param)
+                # Asked of each parameter in each reduction: only what moves to host memory needs more than an attribute.
+                flat = getattr(grad, "_flat", None) if self.home is None else whole_of(grad)
                 if flat is None or (base is not None and flat is not base) or flat.dtype != self.dtypes.grad:
                     return None
                 base = flat
