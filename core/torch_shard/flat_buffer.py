@@ -95,11 +95,15 @@ class FlatBuffer:
             self.host.moving.settle()
             self.gradients.home.moving.settle()
 
+    def settle_step(self) -> None:
+        """Wait for the host's step on the shard and its state."""
+        if self.host is not None:
+            self.host.moving.settle_writes()
+
     @property
     def version(self) -> int:
         """Of the shard's values, behind what is written to it. What only reads it is not waited for."""
-        if self.host is not None:
-            self.host.moving.settle_writes()
+        self.settle_step()
         return self.memory._version
 
     def _build(self, compute: torch.dtype, code: BlockCode | None) -> None:

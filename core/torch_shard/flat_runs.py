@@ -27,6 +27,7 @@ from .flat_buffer import FlatBuffer
 from .flat_piece import Piece, RoundedPiece
 from .flat_segments import Run, Segment, fit_fused, runs_of
 from .leaf import set_own_grad
+from .offload.moving import slice_of, whole_of
 from .shard_tensor import ShardTensor
 from .state_signature import signature
 from .unit import OWN_COUNT, copy_attributes
@@ -37,6 +38,14 @@ _NONE, _HERE, _OTHER = 0, 1, 2  # a parameter's gradient: none; in its unit's re
 _flat, _spec, _local = map(operator.attrgetter, ("_flat", "_spec", "_local"))
 grad_of: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 """``.grad`` as autograd keeps it; to be called with ``__torch_function__`` disabled."""
+
+
+def _whole_of(grad: Any) -> torch.Tensor:
+    """Its ``_flat``, which may be on its way to host memory."""
+    found: torch.Tensor | None = whole_of(grad)
+    if found is None:
+        raise AttributeError("_flat")
+    return found
 
 
 class Runs:
@@ -78,6 +87,10 @@ class Runs:
             self.flats[n].layout.local_range(spec.index, self.flats[n].collectives.rank)
             for n, spec in zip(self.shard_of, self.specs, strict=True)
         ]
+        # To look at gradients is not to wait for them.
+        offloaded = any(flat.host is not None for flat in self.flats)
+        self._whole_of: Any = _whole_of if offloaded else _flat
+        self._slice_of: Any = slice_of if offloaded else _local
         self.pieces: list[Piece] = []
         self.stepped: list[ShardTensor] = []
         self.counters = Counters()
@@ -106,13 +119,14 @@ class Runs:
 
     # -- before a step --------------------------------------------------------------------------------------------
     def is_as_left(self, state: Any, split: int) -> bool:
-        """Whether nothing but the gradients is new; these are taken then. `split`: elements of a piece, 0 for any number."""
+        """Whether nothing but the gradients is new; these are what :meth:`load` takes then. `split`: elements of a piece, 0 for
+        any number."""
         if not self._regular or split != self._split:
             return False
         # In C as far as possible: this is done for each parameter in each step.
         try:
             grads = list(map(grad_of, self._present))
-            results = list(map(_flat, grads))
+            results = list(map(self._whole_of, grads))
             specs = map(_spec, grads)
         except AttributeError:  # None, or not the reduction's
             return False
@@ -139,12 +153,15 @@ class Runs:
         return True
 
     def _point(self, grads: Sequence[Any]) -> None:
-        parts = list(map(_local, grads))
+        parts = list(map(self._slice_of, grads))
         for piece, numbers in self._gathered:
             piece.grads = [parts[n] for n in numbers]
         for piece, slot, first, start, length in self._narrowed:
-            piece.grads[slot] = grads[first]._flat.narrow(0, start, length)
+            piece.grads[slot] = self._whole_of(grads[first]).narrow(0, start, length)
         self.counters.load()
+
+    def load(self) -> None:
+        """Give the pieces their values and gradients, which must be there."""
         for piece in self.pieces:
             piece.load()
 

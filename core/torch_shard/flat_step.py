@@ -192,6 +192,8 @@ class FlatStep:
         self.state = _State({})
         self._working: list[_Working] = []
         self.announced = False  # that the parameters change, already
+        # Whether :meth:`open` waits for no gradients and leaves :meth:`load` to whoever does the arithmetic, in host memory.
+        self.later = False
         self.as_left = False
         """Whether the latest :meth:`open` has found all but the gradients as the step before had left it."""
 
@@ -228,8 +230,9 @@ class FlatStep:
                 _Group(list(group["params"]), twice, self.runtimes, optimizer, self._only) for group in groups
             ]
         check_units(optimizer, {id(unit): unit for own in self._groups for unit in own.units.values()}.values())
-        for flat in (flat for own in self._groups for flat in own.runs.flats if flat.host is not None):
-            flat.settle()
+        hosted = [flat for own in self._groups for flat in own.runs.flats if flat.host is not None]
+        for flat in hosted:
+            flat.settle_step() if self.later else flat.settle()
         ways = [own.way(group, self._torchs) for own, group in zip(self._groups, groups, strict=True)]
         changed = [
             (own.runs, split)
@@ -237,6 +240,8 @@ class FlatStep:
             if not own.runs.is_as_left(state, split)
         ]
         if changed:
+            for flat in hosted:
+                flat.settle()
             for runtime in self.runtimes:
                 shard_state(optimizer, runtime)
             self._widen(state)
@@ -250,9 +255,17 @@ class FlatStep:
                 self._add(own, group, fuse)
         for flat in {id(flat): flat for own in self._groups for flat in own.rounded}.values():
             flat.rounding.begin()  # type: ignore[union-attr]
+        if not self.later:
+            self.load()
         if not self._torchs:  # others may work on all groups at once, in whatever order
             for work in self._working:
                 _enter(work)
+
+    def load(self) -> None:
+        """Behind :meth:`open`, where that is :attr:`later`: take values and gradients, which must be there, as they are now."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for own in self._groups:
+                own.runs.load()
 
     def _widen(self, state: Any) -> None:
         """What steps in bf16 have left behind, or the user has made like the parameters."""

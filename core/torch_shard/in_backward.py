@@ -7,6 +7,8 @@ A unit whose values backward may need once more behind its last gradient (``x @ 
 stepped at the end. Every forward of a unit that backward has not come back to yet counts, as long as its graph is alive: a
 fact of the program, so that ranks with one graph decide alike. What this cannot see (a checkpoint with
 ``use_reentrant=True`` records no forward) is noted where the unit is computed with, and at the end all ranks raise.
+
+With offload the host thread steps, and backward goes on: what is said here of a step is when it is handed over.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from .flat_step import FlatStep
 from .gradient_buffer import GradientBuffer
 from .group_options import Options
 from .leaf import own_grad, set_own_grad
+from .offload.host_step import steps_on_host
+from .offload.host_units import HostUnits
 from .shard_tensor import ShardTensor
 from .stand_in import stand_in
 from .step_checks import refuse_others
@@ -58,10 +62,17 @@ class InBackward:
         scaled_losses.follow()
         step = type(optimizer).step
         self._function = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+        self._host: HostUnits | None = None
+        if steps_on_host(optimizer, [runtime]):
+            self._host = HostUnits(optimizer)
+            self._host.function = self._function
+        self._followed: dict[int, FlatBuffer] = {}  # on disk: what came behind each flat buffer in the latest backward
+        self._latest: FlatBuffer | None = None
+        fresh = self._fresh_groups if self._host is None else self._host.fresh_groups
         self._steps: dict[int, tuple[FlatBuffer, FlatStep]] = {}
         for unit in runtime.units:
             for flat in unit.flats:
-                self._steps[id(flat.gradients)] = flat, FlatStep(optimizer, runtime, flat, self._fresh_groups)
+                self._steps[id(flat.gradients)] = flat, FlatStep(optimizer, runtime, flat, fresh)
         self._stepped: set[int] = set()
         self._kinds: dict[type, type] = {}
         self._options: list[Options] = []  # of the groups, as the latest backward found them
@@ -103,6 +114,9 @@ class InBackward:
             for noted in (self._stepped, self._issued, self._gathered, self._demanded):
                 noted.clear()
             self._options = [Options(group) for group in self.optimizer.param_groups]
+            if self._host is not None:
+                self._host.begin(self._options)
+                self._latest = None
             self._begun = self._inside
         with torch._C.DisableTorchFunctionSubclass():
             for group in self.optimizer.param_groups:
@@ -250,13 +264,10 @@ class InBackward:
                 f"{self._where}parameters of {flat.layout.slots[0].name}'s unit got gradients twice in one backward, so they "
                 "can't be stepped during it; leave engine.step_in_backward() out."
             )
-        self._fresh = [options.fresh() for options in self._options]
-        other, session = stand_in(self.optimizer, work, self._kinds)
-        self._function(other)
-        session.end()
-        for options, group in zip(self._options, self._fresh, strict=True):
-            options.stepped(group)
-        self._fresh = []
+        if self._host is None:
+            self._step_here(work)
+        else:
+            self._step_on_host(self._host, flat, work)
         self.optimizer._opt_called = True  # as far as torch's schedulers are concerned
         self._stepped.add(id(gradients))
         unit = flat.unit()
@@ -269,6 +280,24 @@ class InBackward:
         if held and not flat.gathers:
             # They are the parameters: who still has one saved must hear of it.
             torch.autograd.graph.increment_version(flat.leaves)
+
+    def _step_here(self, work: FlatStep) -> None:
+        self._fresh = [options.fresh() for options in self._options]
+        other, session = stand_in(self.optimizer, work, self._kinds)
+        self._function(other)
+        session.end()
+        for options, group in zip(self._options, self._fresh, strict=True):
+            options.stepped(group)
+        self._fresh = []
+
+    def _step_on_host(self, host: HostUnits, flat: FlatBuffer, work: FlatStep) -> None:
+        looked = host.look(flat, work)
+        if looked is None:
+            return
+        host.step(looked, self._followed.get(id(flat)))
+        if self._latest is not None:
+            self._followed[id(self._latest)] = flat
+        self._latest = flat
 
     # -- what can't be had together ---------------------------------------------------------------------------------
     def check_reader(self) -> None:

@@ -270,7 +270,7 @@ class StepWatch:
             if watch._works.get(optimizer) is not work:
                 watch._works.set(optimizer, work)  # which forgets when any of the engines is closed
         if isinstance(work, HostStep):
-            work.function = function.__wrapped__ if getattr(function, "hooked", False) else function
+            work.call(function.__wrapped__ if getattr(function, "hooked", False) else function)
         other, step.session = stand_in(optimizer, work, self._kinds)
         session = step.session
         self._begins(step, frame)
@@ -340,11 +340,7 @@ class StepWatch:
             )
         check_class(optimizer, runtime.collectives.world_rank)
         refuse_others(optimizer, runtime, "step_in_backward: ")
-        if runtime.host is not None and runtime.host.disk is not None:
-            raise ConfigError(
-                "step_in_backward: Offload(nvme=...) keeps optimizer state on disk, to be read ahead of a step on one unit after "
-                "another, in forward's order. Leave one of them out."
-            )
+        refuse_disk(optimizer, [runtime], kind)
         runtime.in_backward = InBackward(optimizer, runtime)
         runtime.reductions.on_published = runtime.in_backward.step
 

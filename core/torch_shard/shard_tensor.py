@@ -135,9 +135,7 @@ class ShardTensor(torch.Tensor):
         if unit is not None:
             unit.exposed = True
         home = home_of(self)
-        if home is not None:
-            home.exposed = True
-        return self._local
+        return self._local if home is None else home.hand_out(self)
 
     def full_tensor(self) -> torch.Tensor:
         """Return the whole tensor: plain, original shape and strides, new memory, no gradient.

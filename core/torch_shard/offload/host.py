@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import threading
 import weakref
 from collections import deque
 from typing import Any
@@ -36,6 +37,7 @@ class Host:
         self.thread = HostThread(self.device, self._failed)
         self._stream: Any = None
         self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
+        self._leaving_lock = threading.Lock()
         # Orders of norms that were asked for of gradients: from then on they are taken while the gradients move.
         self.norms: set[float] = set()
         self.disk: DiskStore | None = None
@@ -125,15 +127,24 @@ class Host:
 
     def keep(self, event: Any, values: torch.Tensor) -> None:
         """`values` are read by a copy until `event`. Hazard: the stream that their memory belongs to would use it again."""
-        self._leaving.append((event, values))
-        while self._leaving and (len(self._leaving) > IN_FLIGHT or self._leaving[0][0].query()):
-            # Where the link is slower than backward, backward waits here: else device memory would fill with gradients.
-            self._leaving.popleft()[0].synchronize()
+        with self._leaving_lock:
+            self._leaving.append((event, values))
+            while self._leaving and (len(self._leaving) > IN_FLIGHT or self._leaving[0][0].query()):
+                # Where the link is slower than backward, backward waits here: else device memory would fill with gradients.
+                self._leaving[0][0].synchronize()
+                self._leaving.popleft()
 
-    def forget_ended(self) -> None:
-        """Let go of the device memory of copies, once they have ended."""
-        while self._leaving:
-            self._leaving.popleft()[0].synchronize()
+    def forget_arrived(self) -> None:
+        """Let go of the device memory of copies, once they have ended: behind a step on what they have brought."""
+        if not self.on_cuda:
+            return
+
+        def forget() -> None:
+            with self._leaving_lock:
+                while self._leaving and self._leaving[0][0].query():
+                    self._leaving.popleft()
+
+        self.thread.do(forget)
 
 
 class Spares:

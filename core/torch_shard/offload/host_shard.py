@@ -62,12 +62,13 @@ class HostShard:
         self._compute = shard.dtype
         self._cast: torch.Tensor | None = None  # in host memory
         self._resident: torch.Tensor | None = None  # on the device
-        self._fresh = -1  # the version of the shard that these hold
+        self._fresh = (-1, 0)  # which values of the shard these hold
         self._read: _Read | None = None
 
     def compute_in(self, dtype: torch.dtype) -> None:
         """Of what dtype :meth:`copy_to` takes memory from here on."""
-        self._compute, self._cast, self._resident, self._fresh = dtype, None, None, -1
+        self._compute, self._cast, self._resident = dtype, None, None
+        self.outdate()
 
     def prepare(self) -> None:
         """Take memory for what crosses; no other dtype follows. Before that the shard itself crosses.
@@ -87,11 +88,17 @@ class HostShard:
         """What crosses, or is there already, with the values that the shard has now."""
         if not self.crosses:
             return self.shard
-        if self._fresh != self.shard._version or self.moving.exposed:
+        exposed = self.moving.exposed  # first: the values that there are change with it
+        if exposed or self._fresh != self._values:
             self.refresh()
         held = self._cast if self._resident is None else self._resident
         assert held is not None
         return held
+
+    @property
+    def _values(self) -> tuple[int, int]:
+        """Others, if the shard has been written to since; or where no version shows that, may have been."""
+        return self.shard._version, self.moving.ended
 
     def refresh(self) -> None:
         """The shard has changed: make what crosses anew. On the thread that has changed it."""
@@ -104,11 +111,11 @@ class HostShard:
                 self._resident = torch.empty(source.numel(), dtype=source.dtype, device=self.host.device)
             # Blocks this thread: whoever gathers next finds it done, on whatever stream.
             self._resident.copy_(source)
-        self._fresh = self.shard._version
+        self._fresh = self._values
 
     def outdate(self) -> None:
         """The shard has changed in a way that its version does not show."""
-        self._fresh = -1
+        self._fresh = (-1, 0)
 
     @property
     def crosses(self) -> bool:

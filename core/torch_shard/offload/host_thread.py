@@ -13,7 +13,7 @@ import torch
 
 from ..errors import HostStepError
 
-__all__ = ["HostThread", "Task", "Together"]
+__all__ = ["HostThread", "Later", "Task", "Together", "finish"]
 
 _Queue = queue.SimpleQueue
 
@@ -51,6 +51,11 @@ class Task:
             self._do = None  # and the memory that it refers to
             self._done.set()
 
+    def finish(self) -> None:
+        """On the thread, in a task that was given behind this one: raise what this one has raised, as it is."""
+        if self.error is not None:
+            raise self.error
+
     @property
     def writes(self) -> bool:
         return True
@@ -70,6 +75,38 @@ class Task:
             self._done.wait()
         if self.error is not None:
             raise self.thread.failed(self.error)
+
+
+class Later(Task):
+    """A task that waits until somebody waits for it, or until another task has it done (:meth:`finish`)."""
+
+    __slots__ = ()
+
+    def begin(self) -> None:
+        """Have the thread do it now, behind all that was given before. May be called again."""
+        if not self._done.is_set():
+            self.thread.put(self)
+
+    def run(self) -> None:
+        # One thread runs all tasks, so that nobody else is in the middle of it.
+        if not self._done.is_set():
+            super().run()
+
+    def finish(self) -> None:
+        self.run()
+        super().finish()
+
+    def wait(self) -> None:
+        self.begin()
+        super().wait()
+
+
+def finish(work: Any) -> None:
+    """On the host thread: wait for what was begun before the task that runs, and raise what it has raised, as it is."""
+    if isinstance(work, Task):
+        work.finish()
+    else:
+        work.wait()
 
 
 _running: weakref.WeakSet[HostThread] = weakref.WeakSet()
@@ -105,10 +142,17 @@ class HostThread:
 
     def do(self, what: Callable[[], None], of: Together | None = None) -> Task:
         """Have `what` done, behind all that was given before."""
-        self._start()
         task = Task(what, of or Together(), self)
-        self._queue.put(task)
+        self.put(task)
         return task
+
+    def later(self, what: Callable[[], None]) -> Later:
+        """Have `what` done when somebody waits for it, at the latest."""
+        return Later(what, Together(), self)
+
+    def put(self, task: Task) -> None:
+        self._start()
+        self._queue.put(task)
 
     def rest(self) -> None:
         """Wait until all that was given is done. What has failed is raised where it is missed."""

@@ -3,8 +3,8 @@
 While a copy is on its way, or the host thread steps on parameters, the sharded tensors over that memory *have* no slice: it is
 taken away from them, and the first who asks for it waits. So whoever reads one, by whatever way (an operation, a checkpoint,
 ``to_local()``), finds what is there after the work, never before or in between. So do other sharded tensors over the same
-memory (``p.detach()``, ``p.data``, what ``model.state_dict()`` returns). Plain tensors can't wait: once the user was given one
-over the memory, work on it has ended before whoever begins it returns.
+memory (``p.detach()``, ``p.data``, what ``model.state_dict()`` returns). Plain tensors can't wait: as long as the user has one
+over the memory, or a view of it, work on it has ended before whoever begins it returns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-__all__ = ["Moving", "Waits", "Work", "home_of", "whole_of"]
+import torch
+
+from .handed_out import HandedOut
+from .host_thread import Later
+
+__all__ = ["Moving", "Waits", "Work", "home_of", "slice_of", "whole_of"]
 
 
 class Work(Protocol):
@@ -50,7 +55,8 @@ class Moving:
         # gradients, so that the garbage collector could not free them.
         self._taken: dict[int, weakref.ref[Any]] = {}
         self._aliases: dict[int, weakref.ref[Any]] = {}  # by id: the user's sharded tensors over the memory
-        self.exposed = False  # the user was given the memory itself
+        self._given: list[HandedOut] = []  # plain tensors over the memory that the user may still have
+        self.ended = 0  # how many of those are gone
         # Whoever waits does so for all; backward and an asynchronous save have threads of their own.
         self._lock = threading.RLock()
 
@@ -60,12 +66,46 @@ class Moving:
     def begin(self, work: Work, tensors: Iterable[Any] = ()) -> None:
         """`work` writes to the memory, in which `tensors` lie, sharded tensors. Works end in the order in which they began."""
         with self._lock:
+            for earlier in self._works:
+                if isinstance(earlier, Later):
+                    earlier.begin()
             self._works.append(work)
             self.hold(tensors)
             self.hold([alias for alias in (ref() for ref in list(self._aliases.values())) if alias is not None])
         if self.exposed:
             self.settle()
 
+    @property
+    def works(self) -> tuple[Work, ...]:
+        """What was begun and perhaps not ended."""
+        with self._lock:
+            return tuple(self._works)
+
+    # -- for plain tensors ----------------------------------------------------------------------------------------
+    def hand_out(self, tensor: Any) -> torch.Tensor:
+        """The slice of a sharded tensor in the memory, for the user, who may edit it unseen as long as he has it."""
+        with self._lock:
+            local: torch.Tensor = tensor._local  # waits
+            if not local.numel():
+                return local
+            given, result = HandedOut.of(local, tensor.__dict__.get("_flat"))
+            self._given.append(given)
+            return result
+
+    @property
+    def exposed(self) -> bool:
+        """Whether the user has a plain tensor over the memory. Where it tells that there is one no more, :attr:`ended` has
+        grown: what was noted of the memory before then may have been edited unseen."""
+        if not self._given:
+            return False
+        with self._lock:
+            for given in [one for one in self._given if not one.is_held()]:
+                given.forget()
+                self._given.remove(given)
+                self.ended += 1
+            return bool(self._given)
+
+    # -- for sharded tensors --------------------------------------------------------------------------------------
     def follow(self, alias: Any) -> None:
         """One more sharded tensor lies in the memory; kept by weak reference."""
         number, own = id(alias), weakref.ref(self)
@@ -141,10 +181,12 @@ class Moving:
             own.pop("_aside", None)
         self._taken = {}
 
-    def whole_of(self, tensor: Any) -> Any:
+    def aside(self, tensor: Any) -> tuple[Any, Any]:
+        """Its slice, and what that is a part of."""
         with self._lock:
             own = tensor.__dict__
-            return own["_aside"][1] if "_aside" in own else own.get("_flat")
+            found: tuple[Any, Any] = own["_aside"] if "_aside" in own else (own["_local"], own.get("_flat"))
+            return found
 
 
 def whole_of(tensor: Any) -> Any:
@@ -154,7 +196,14 @@ def whole_of(tensor: Any) -> Any:
         return None
     own = tensor.__dict__
     moving: Moving | None = own.get("_moving")
-    return own.get("_flat") if moving is None else moving.whole_of(tensor)
+    return own.get("_flat") if moving is None else moving.aside(tensor)[1]
+
+
+def slice_of(tensor: Any) -> Any:
+    """The slice of a sharded tensor, without waiting for what is written to it."""
+    own = tensor.__dict__
+    moving: Moving | None = own.get("_moving")
+    return own["_local"] if moving is None else moving.aside(tensor)[0]
 
 
 def home_of(tensor: Any) -> Moving | None:
