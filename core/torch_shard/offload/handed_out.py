@@ -1,8 +1,7 @@
 """Plain tensors over memory that the host works on, and whether anybody still has one.
 
-Such a tensor has a storage of its own, over the same memory and with the same version counter as what it stands for. The
-storage is shared by everything that was made from the tensor (views, NumPy arrays), so that its use count tells when all of
-that is gone.
+Such a tensor has a storage of its own, over the same memory, and the version counter of what it stands for. The storage is
+shared by everything that was made from the tensor (views, NumPy arrays), so that it is gone when all of that is.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
 __all__ = ["HandedOut"]
@@ -21,11 +21,10 @@ _data: Any = torch.Tensor.data  # type: ignore[attr-defined]
 class HandedOut:
     """One of them."""
 
-    __slots__ = ("_most", "_storage", "_whole")
+    __slots__ = ("_storage", "_whole")
 
-    def __init__(self, storage: torch.UntypedStorage, whole: torch.Tensor | None) -> None:
-        self._storage = storage
-        self._most = _uses(storage)  # with the tensor itself
+    def __init__(self, tensor: torch.Tensor, whole: torch.Tensor | None) -> None:
+        self._storage: Any = StorageWeakRef(tensor.untyped_storage())
         self._whole = None if whole is None else weakref.ref(whole)
 
     @staticmethod
@@ -36,21 +35,14 @@ class HandedOut:
             other = from_dlpack(torch._C._to_dlpack(local.detach().view(torch.uint8))).view(local.dtype)
             result = local.detach()  # shares the version counter, also with what is assigned to its data
             _data.__set__(result, other)
-            storage = other.untyped_storage()
-            del other
-        return HandedOut(storage, whole), result
+        return HandedOut(result, whole), result
 
     def is_held(self) -> bool:
         """Whether somebody has it, or something made from it."""
-        return _uses(self._storage) >= self._most
+        return not self._storage.expired()
 
     def forget(self) -> None:
         """Nobody has it any more. No version shows whether it was edited: what was noted of the values goes."""
         whole = None if self._whole is None else self._whole()
         if whole is not None:
             whole.__dict__.pop("_norms", None)
-
-
-def _uses(storage: torch.UntypedStorage) -> int:
-    found: int = torch._C._storage_Use_Count(storage._cdata)
-    return found

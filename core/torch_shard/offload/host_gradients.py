@@ -63,6 +63,7 @@ class HostGradients:
                 arrival.wait()
             self._write(base, arrived, torch.Tensor.add_)
 
+        self.moving.hurry()
         self._begin(self.host.thread.do(work), shown)
 
     def _begin(self, work: Work, tensors: Iterable[Any] = ()) -> None:

@@ -66,14 +66,19 @@ class Moving:
     def begin(self, work: Work, tensors: Iterable[Any] = ()) -> None:
         """`work` writes to the memory, in which `tensors` lie, sharded tensors. Works end in the order in which they began."""
         with self._lock:
-            for earlier in self._works:
-                if isinstance(earlier, Later):
-                    earlier.begin()
+            self.hurry()
             self._works.append(work)
             self.hold(tensors)
             self.hold([alias for alias in (ref() for ref in list(self._aliases.values())) if alias is not None])
         if self.exposed:
             self.settle()
+
+    def hurry(self) -> None:
+        """Have what waits to be asked for done now: before the host thread is given what must come behind it."""
+        with self._lock:
+            for work in self._works:
+                if isinstance(work, Later):
+                    work.begin()
 
     @property
     def works(self) -> tuple[Work, ...]:
