@@ -225,8 +225,9 @@ class Engine(EngineState, EngineStatistics):
         ``optimizer.step()`` may stay where it is: it finds no gradients but those of parameters that are not the engine's.
         The user's step hooks are not called; hooks on accumulated gradients are, before the step, but not at one moment on
         all ranks, so that they must not communicate (`p.grad.norm()` does). Learning rates count as they are when backward
-        runs. If the ranks turn out to have done different things, some units have been updated already. Call on all ranks;
-        not collective.
+        runs. If the ranks turn out to have done different things, some units have been updated already. With offload it is the
+        host thread that steps, and backward goes on: whoever reads parameters or state waits, and what fails there is raised then
+        (HostStepError). Call on all ranks; not collective.
 
         Args:
             optimizer: of an element-wise class (:mod:`torch_shard.optim`); None ends it.
@@ -234,10 +235,10 @@ class Engine(EngineState, EngineStatistics):
         Raises:
             ConfigError: an optimizer of another kind, one that lists a parameter twice, or one that holds parameters of another
                 sharded model; the last of these by a backward, too, where they were added later.
-            ShardError: by a backward that computes with a unit once more after its step (a weight in two checkpoints with
-                ``use_reentrant=True``), on all ranks, when some units have been stepped; by the next backward, under
-                :meth:`no_sync` or with ``torch.amp.GradScaler``; and by :meth:`clip_grad_norm_`, :meth:`clip_grad_value_` and
-                ``torch.nn.utils``' functions of these names.
+            ShardError: one that is not torch.optim's own, with ``Offload(nvme=...)``; by a backward that computes with a unit
+                once more after its step (a weight in two checkpoints with ``use_reentrant=True``), on all ranks, when some units
+                have been stepped; by the next backward, under :meth:`no_sync` or with ``torch.amp.GradScaler``; and by
+                :meth:`clip_grad_norm_`, :meth:`clip_grad_value_` and ``torch.nn.utils``' functions of these names.
         """
         self._watch.step_in_backward(optimizer)
 

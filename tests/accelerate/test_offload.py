@@ -143,6 +143,22 @@ def test_a_training_that_is_resumed_is_one_that_was_not_interrupted(
             torch.testing.assert_close(losses, rest, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("form", ["sharded", *exhaustive("full")])
+@ranks(2)
+def test_a_checkpoint_costs_no_step_in_the_training_thread(form: Any, tmp_path: Any) -> None:
+    with accelerator(OURS, shard_plugin=offloaded(state_dict_type=form)) as acc:
+        run = Run(acc, size=48)
+        flats = [flat for unit in engine_of(run.model).units for flat in unit.flats]
+        run.train(steps=3)
+        assert all(flat.host.moving for flat in flats)
+        acc.save_state(tmp_path / "c")
+        run.train(skip=3, steps=1)
+        assert all(flat.host.moving for flat in flats)
+        acc.load_state(tmp_path / "c")
+        run.train(steps=2)  # the first one with state that was loaded looks at it
+        assert all(flat.host.moving for flat in flats)
+
+
 def _saved(rank: int, world_size: int, folder: Any) -> Any:
     with accelerator(OURS, shard_plugin=offloaded()) as acc:
         first = Run(acc, size=48)

@@ -219,6 +219,31 @@ def test_a_run_resumes_from_both_forms_with_and_without_offload(tmp_path, form, 
     assert run(2, resumed, (first, second), form, tmp_path / "first.ckpt") == [form == "sharded"] * 2
 
 
+class SavesAndCounts(Callback):
+    """Saves behind the third batch; after each: of how many flat buffers the step goes on behind it, and of how many not."""
+
+    def __init__(self, path: Any) -> None:
+        self.path, self.counts = path, []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        flats = [flat for unit in trainer.strategy.engine.units for flat in unit.flats]
+        self.counts.append((sum(bool(f.host.moving) for f in flats), sum(not f.host.moving for f in flats)))
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("form", ["sharded", *exhaustive("full")])
+@ranks(2)
+def test_a_checkpoint_costs_no_step_in_the_training_thread(world_size, form, tmp_path):
+    for resume in (None, tmp_path / "a.ckpt"):
+        counter = SavesAndCounts(tmp_path / "a.ckpt")
+        strategy = ShardStrategy(offload="cpu", state_dict_type=form)
+        t = trainer("lightning", world_size, strategy, max_epochs=4, callbacks=[counter], gradient_clip_val=0.5)
+        t.fit(recording_class()("adamw"), loader(world_size), ckpt_path=resume)
+        found = [not waited for _, waited in counter.counts]
+        assert len(found) > 5 and found == [False] + [True] * (len(found) - 1)  # the first one makes the state
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("strategies", [("ddp", "cpu"), ("cpu", "ddp")], ids=str)
 def test_a_file_goes_to_ddp_and_comes_from_it(tmp_path, strategies):

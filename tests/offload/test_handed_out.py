@@ -112,7 +112,7 @@ def test_a_slice_that_is_read_costs_no_step_in_the_training_thread(rank):
 
 
 @pytest.mark.parametrize(
-    "offload, precision", [("cpu", torch.bfloat16), *exhaustive((Offload(params=False), None), ("cpu", None))]
+    ("offload", "precision"), [("cpu", torch.bfloat16), *exhaustive((Offload(params=False), None), ("cpu", None))]
 )
 @ranks(2)
 def test_an_edit_that_no_version_shows_is_computed_with(rank, offload, precision):

@@ -135,16 +135,10 @@ class Host:
                 self._leaving.popleft()
 
     def forget_arrived(self) -> None:
-        """Let go of the device memory of copies, once they have ended: behind a step on what they have brought."""
-        if not self.on_cuda:
-            return
-
-        def forget() -> None:
-            with self._leaving_lock:
-                while self._leaving and self._leaving[0][0].query():
-                    self._leaving.popleft()
-
-        self.thread.do(forget)
+        """Let go of the device memory of copies that have ended."""
+        with self._leaving_lock:
+            while self._leaving and self._leaving[0][0].query():
+                self._leaving.popleft()
 
 
 class Spares:

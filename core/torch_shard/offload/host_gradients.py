@@ -127,7 +127,7 @@ class HostGradients:
                 for start, stop in gaps:
                     base[start:stop].zero_()
 
-        # Right before the step on these, or when somebody reads them: each unit's step comes as soon as it can.
+        # Right before the step on these, or when somebody reads them: else the first unit's step would wait for all of it.
         self._begin(self.host.thread.later(work), shown)
 
 

@@ -97,8 +97,6 @@ class HostStep:
             _sort_state(optimizer)
         for own in options:
             own.write_back()
-        assert self.runtime.host is not None
-        self.runtime.host.forget_arrived()
         self._rest.open()
 
     def _in_order(self, optimizer: Any) -> list[tuple[FlatBuffer, FlatStep]]:

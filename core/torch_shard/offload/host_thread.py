@@ -186,6 +186,8 @@ def _nothing() -> None:
 def _serve(tasks: _Queue[Task | None], device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # What it copies to the device must not wait for all that the training thread has queued there.
+        torch.cuda.set_stream(torch.cuda.Stream(device))
     with torch.no_grad():
         while True:
             task = tasks.get()

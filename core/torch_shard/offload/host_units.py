@@ -23,6 +23,7 @@ from ..group_options import Options
 from ..leaf import own_grad
 from ..shard_tensor import ShardTensor
 from ..stand_in import Session, stand_in
+from .host import Host
 from .host_thread import Together, finish
 from .moving import Work
 
@@ -87,6 +88,7 @@ class HostUnits:
         task = functools.partial(self._run, looked, optimizer, following)
         if counters is None:
             flat.settle()
+            flat.host.host.forget_arrived()
             task()
             try:
                 self._to_disk(flat, step)
@@ -109,9 +111,9 @@ class HostUnits:
             # A graph that has saved a parameter must not be run any more: from now on, and not from when it is updated.
             torch.autograd.graph.increment_version([p for runs in step.all_runs for p in runs.stepped])
         step.announced = True
-        arriving = flat.gradients.home.moving.works
-        behind = functools.partial(_behind, arriving, task, step, type(optimizer).__qualname__)
-        work = flat.host.host.thread.do(behind, self._together)
+        host, arriving = flat.host.host, flat.gradients.home.moving.works
+        behind = functools.partial(_behind, host, arriving, task, step, type(optimizer).__qualname__)
+        work = host.thread.do(behind, self._together)
         _note_home(flat, step)
         flat.gradients.home.moving.begin(work, _gradients(flat))
         flat.host.moving.begin(work, [*flat.params, *(value for runs in step.all_runs for value in runs.elements())])
@@ -173,10 +175,11 @@ class HostUnits:
         self._on_disk, self._ahead = {}, None
 
 
-def _behind(works: Iterable[Work], task: Callable[[], None], step: FlatStep, name: str) -> None:
+def _behind(host: Host, works: Iterable[Work], task: Callable[[], None], step: FlatStep, name: str) -> None:
     """On the host thread: what is done to the gradients, and then the step on them."""
     for work in works:
         finish(work)
+    host.forget_arrived()
     try:
         task()
     except Exception as error:

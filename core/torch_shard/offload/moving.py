@@ -93,6 +93,7 @@ class Moving:
             local: torch.Tensor = tensor._local  # waits
             if not local.numel():
                 return local
+            _ = self.exposed  # else those that are gone would add up where nothing is ever stepped on
             given, result = HandedOut.of(local, tensor.__dict__.get("_flat"))
             self._given.append(given)
             return result
