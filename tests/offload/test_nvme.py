@@ -140,10 +140,16 @@ def test_an_optimizer_whose_state_would_stay_in_memory_is_refused(rank, tmp_path
 
 
 @ranks(2)
-def test_stepping_in_backward_is_refused(rank, tmp_path):
+def test_stepping_in_backward_is_refused_where_state_would_stay_in_memory(rank, tmp_path):
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                p.data.add_(p.grad, alpha=-0.1)
+
+    torch_shard.optim.register(Own)
     training = Training(rank, Offload(nvme=tmp_path))
-    with pytest.raises(errors.ConfigError, match="step_in_backward: Offload"):
-        training.engine.step_in_backward(training.optimizer)
+    with pytest.raises(errors.ShardError, match="would keep its state in memory"):
+        training.engine.step_in_backward(Own(training.model.parameters()))
 
 
 @ranks(2, fresh=True)
