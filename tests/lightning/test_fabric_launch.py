@@ -126,7 +126,5 @@ def test_fabric_run_trains_with_offload_where_its_own_option_leaves_the_name_out
     variables = {"LT_STRATEGY": "shard_offload"} if way == "variable" else {}
     done = run_python(*program, *options, path, "cli", folder=tmp_path, **variables)
     assert result(done.stdout) == [True, 2, pytest.approx(loss, rel=1e-5)]
-    refused = run_python(
-        *program, *options, "--strategy", "shard_offload", path, "cli", folder=tmp_path, expected=None
-    )
+    refused = run_python(*program, *options, "--strategy", "shard_offload", path, "cli", folder=tmp_path, expected=None)
     assert "'shard_offload' is not one of" in refused.stderr
