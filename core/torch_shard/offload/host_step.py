@@ -17,8 +17,6 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..errors import ShardError
 from ..flat_buffer import FlatBuffer
 from ..flat_step import REST, FlatStep, is_step_of_torchs
@@ -88,13 +86,14 @@ class HostStep:
         options = [Options(group) for group in optimizer.param_groups]
         refuse_unreduced(optimizer, self.runtime)
         self._units.begin(options)
+        held = len(optimizer.state)
         # First look at all of it, so that a step which is refused has changed nothing.
         all_looked = [self._units.look(flat, step) for flat, step in self._in_order(optimizer)]
         looked = [found for found in all_looked if found is not None]
         for number, found in enumerate(looked):
             self._units.step(found, looked[number + 1].flat if number + 1 < len(looked) else None)
-        if not all(found.step.as_left for found in looked):
-            _sort_state(optimizer)
+        if len(optimizer.state) > held:
+            _sort_state(optimizer, held)
         for own in options:
             own.write_back()
         self._rest.open()
@@ -144,10 +143,10 @@ class HostStep:
         self._rest.forget()
 
 
-def _sort_state(optimizer: Any) -> None:
-    """In the order in which torch makes state, that of the groups, and not of units: users go through it."""
+def _sort_state(optimizer: Any, held: int) -> None:
+    """What state has been made since there were `held` entries, in the order in which torch makes it, that of the groups, and not
+    of units: users go through it."""
     state = optimizer.state
-    listed = [p for group in optimizer.param_groups for p in group["params"] if p in state]
-    if [id(p) for p in state if isinstance(p, torch.Tensor)] != [id(p) for p in listed]:
-        for p in listed:
-            state[p] = state.pop(p)
+    made = set(map(id, list(state)[held:]))
+    for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in made):
+        state[p] = state.pop(p)
