@@ -146,7 +146,7 @@ def test_stepping_in_backward_is_refused_where_state_would_stay_in_memory(rank, 
             for p in self.param_groups[0]["params"]:
                 p.data.add_(p.grad, alpha=-0.1)
 
-    torch_shard.optim.register(Own)
+    torch_shard.optim.register(Own, kind="elementwise")
     training = Training(rank, Offload(nvme=tmp_path))
     with pytest.raises(errors.ShardError, match="would keep its state in memory"):
         training.engine.step_in_backward(Own(training.model.parameters()))
