@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .counters import part_shared
 from .flat_buffer import FlatBuffer
 from .flat_piece import Piece, RoundedPiece
 from .flat_runs import Runs
@@ -238,6 +239,7 @@ class FlatStep:
         if changed:
             for runtime in self.runtimes:
                 shard_state(optimizer, runtime)
+            part_shared(state)
             self._widen(state)
             for runs, split in changed:
                 runs.arrange(state, split)
