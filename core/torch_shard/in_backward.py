@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import scaled_losses
+from .counters import part_shared
 from .errors import ConfigError, ShardError
 from .flat_buffer import FlatBuffer
 from .flat_step import FlatStep
@@ -114,6 +115,7 @@ class InBackward:
             for noted in (self._stepped, self._issued, self._gathered, self._demanded):
                 noted.clear()
             self._options = [Options(group) for group in self.optimizer.param_groups]
+            part_shared(self.optimizer.state)
             if self._host is not None:
                 self._host.begin(self._options)
                 self._latest = None

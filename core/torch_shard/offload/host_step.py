@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..counters import part_shared
 from ..errors import ShardError
 from ..flat_buffer import FlatBuffer
 from ..flat_step import REST, FlatStep, is_step_of_torchs
@@ -87,6 +88,7 @@ class HostStep:
         refuse_unreduced(optimizer, self.runtime)
         self._units.begin(options)
         held = len(optimizer.state)
+        part_shared(optimizer.state)  # of which each flat buffer's step sees its own part
         # First look at all of it, so that a step which is refused has changed nothing.
         all_looked = [self._units.look(flat, step) for flat, step in self._in_order(optimizer)]
         looked = [found for found in all_looked if found is not None]
