@@ -131,6 +131,7 @@ def test_a_blocking_collective_after_a_meeting_gives_the_same_norm(rank, world_s
     model(torch.randn(4, 5)).sum().backward()
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_rank_that_alone_meets_for_a_norm_is_an_error_that_names_it(rank, world_size):
     model = nn.Sequential(nn.Linear(5, WIDTH), Block(WIDTH))
