@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .layout import ALIGNMENT
-from .offload.settings import IN_FLIGHT, PAGED
+from .offload.settings import IN_FLIGHT, PAGED, STAGED
 
 if TYPE_CHECKING:
     from .offload.settings import Offload
@@ -36,8 +36,11 @@ class PredictedBytes:
             crosses to the device. Held between steps.
         device_copy: with ``Offload(params=False)`` the slices that stay on the device. Held between steps.
         arriving: of gradients, a second buffer in host memory, which comes with accumulation: it holds what arrives until it is
-            added.
-        leaving: of gradients, on the device, while they are copied to host memory.
+            added. Where gradients are narrower on their way, they need it under ``no_sync`` only.
+        staging: of gradients, in host memory, where they arrive narrower than ``.grad`` has them. Held between steps. Over Gloo,
+            whose sums are not narrower where parameters are sharded, it is not taken.
+        leaving: of gradients, on the device, while they are copied to host memory: slices of one unit, in the dtype in which they
+            were reduced, unless that of ``.grad`` is narrower.
         disk: what of parameters and optimizer state is in files.
         paged: how much of that is in memory at one time, while the optimizer steps.
     """
@@ -55,6 +58,7 @@ class PredictedBytes:
     cast_copy: int = 0
     device_copy: int = 0
     arriving: int = 0
+    staging: int = 0
     leaving: int = 0
     disk: int = 0
     paged: int = 0
@@ -75,9 +79,9 @@ class PredictedBytes:
 
     @property
     def host(self) -> int:
-        """In host memory between steps, with offload: parameters, their copy, gradients and optimizer state, as far as they are
-        not on disk. 0 without."""
-        return self._sharded + self.cast_copy - self.disk if self.offloaded else 0
+        """In host memory between steps, with offload: parameters, their copy, gradients, what they arrive in, and optimizer
+        state, as far as they are not on disk. 0 without."""
+        return self._sharded + self.cast_copy + self.staging - self.disk if self.offloaded else 0
 
     @property
     def host_at_setup(self) -> int:
@@ -151,7 +155,8 @@ def predicted_bytes(plan: Plan) -> PredictedBytes:
         cast_copy=sum(map(_computed, copied)),
         device_copy=0 if offload is None or offload.params else sum(map(_computed, shards)),
         arriving=0 if offload is None else gradients,
-        leaving=0 if offload is None else _leaving(by_unit),
+        staging=0 if offload is None else _staging(trained, plan.world_size > 1),
+        leaving=0 if offload is None else _leaving(by_unit, plan.world_size > 1),
         disk=sum(kept),
         paged=min(sum(kept), PAGED * max(kept, default=0)),
     )
@@ -164,7 +169,7 @@ def _gradient_buffer(plan: Plan, world: int) -> int:
     return max(
         (
             sum(
-                p.reduced_nbytes if world > 1 else p.local_numel * p.dtypes.grad.itemsize
+                p.reduced_nbytes if plan.world_size > 1 else p.local_numel * p.dtypes.crossing(reduced=False).itemsize
                 for p in unit.params
                 if p.requires_grad
             )
@@ -201,10 +206,16 @@ def _on_disk(shard: _Shard, offload: Offload) -> int:
     return copies * shard.numel * shard.dtypes.stored.itemsize
 
 
-def _leaving(shards: Iterable[list[_Shard]]) -> int:
+def _leaving(shards: Iterable[list[_Shard]], reduced: bool) -> int:
     return IN_FLIGHT * max(
-        (sum(s.numel * s.dtypes.grad.itemsize for s in of_unit if s.trains) for of_unit in shards), default=0
+        (sum(s.numel * s.dtypes.crossing(reduced).itemsize for s in of_unit if s.trains) for of_unit in shards),
+        default=0,
     )
+
+
+def _staging(trained: Iterable[_Shard], reduced: bool) -> int:
+    arriving = ((s, s.dtypes.crossing(reduced)) for s in trained)
+    return STAGED * max((s.numel * dtype.itemsize for s, dtype in arriving if dtype != s.dtypes.grad), default=0)
 
 
 def shard_nbytes(sizes: Iterable[int], world_size: int, alignment: int = ALIGNMENT) -> int:
