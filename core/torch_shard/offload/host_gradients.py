@@ -150,7 +150,7 @@ class HostGradients:
         adds: bool = False,
         known: _Norms | None = None,
     ) -> None:
-        """Cast, multiplied, and added or put into place. Norms of the outcome are taken chunk by chunk, unless they are `known`."""
+        """Cast, multiplied, and added or put into place. Norms of the outcome are taken chunk by chunk, unless `known`."""
         found: _Norms = {p: [] for p in self.host.norms} if known is None else known
         casts, numel = arrived.dtype != into.dtype, max(1, into.numel())
         length = PIECE if numel > 2 * PIECE else numel
