@@ -121,8 +121,8 @@ class GradientBuffer:
         return flat
 
     def _widen(self) -> torch.Tensor:
-        """More is to be added to a gradient that was only to be sent on, or it comes in another dtype than the leaf's: from here on
-        in the dtype of ``.grad``, as without offload."""
+        """More is to be added to a gradient that was only to be sent on, or it comes in another dtype than the leaf's: from here
+        on in the dtype of ``.grad``, as without offload."""
         narrow, streams = self.flat, self._streams
         assert narrow is not None
         here = torch.cuda.current_stream(narrow.device) if streams else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,8 +65,12 @@ class Staging:
         else:
             self._buffers.append(self._buffers.pop(0))
         task, self._buffers[-1].task = self._buffers[-1].task, None  # one that has failed says so once
-        if task is not None:
-            task.wait()
+        if task is not None and not task.has_ended():
+            begun = time.perf_counter()
+            try:
+                task.wait()
+            finally:
+                self._host.waits.seconds += time.perf_counter() - begun
         part = self._buffers[-1].like(values)
         if part is None:
             self._buffers[-1] = self._made(values.nbytes)
