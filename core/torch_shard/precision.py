@@ -234,6 +234,8 @@ class Dtypes:
     def crossing(self, reduced: bool) -> torch.dtype:
         """In which gradients go to host memory: that of the reduction or, where nothing is `reduced`, that in which modules give
         them; in that of ``.grad`` unless it is wider. A cast to a wider one is exact, and can as well be made there."""
+        if reduced and self.quantized is not None and self.quantized.gradients is not None:
+            return self.grad  # as which codes are added up
         given = self.reduce if reduced else self.compute
         return given if widens(given, self.grad) else self.grad
 
