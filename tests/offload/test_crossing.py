@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_shard
-from tests.marks import exhaustive, quick
+from tests.marks import exhaustive, one_at_a_time
 from tests.offload.beside_gpu import beside_gpu
 from tests.offload.models import Model, inputs, loss_of, same
 from tests.ranks import ranks
-from torch_shard import Precision
+from torch_shard import Precision, errors
 from torch_shard.offload.settings import IN_FLIGHT, STAGED
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -82,31 +82,29 @@ def test_units_of_several_dtypes_train_as_without(rank, kind, accumulate):
     trains_alike(rank, kind, accumulate=accumulate, clip=0.5)
 
 
-@pytest.mark.parametrize("clip", [0.5, *exhaustive(None)])
-@pytest.mark.parametrize("accumulate", [1, *exhaustive(4)])
-@pytest.mark.parametrize("kind", ["16-mixed", *exhaustive("bf16-mixed", "reduced in bf16", "norms in fp32")])
+@one_at_a_time(kind=["16-mixed", "bf16-mixed", "reduced in bf16", "norms in fp32"], accumulate=[1, 4], clip=[0.5, None])
 @ranks(3, exhaustive=(2,))
 def test_replicas_whose_sums_are_narrow_train_as_without(rank, kind, accumulate, clip):
     """With three ranks fp16 is divided before the sum and behind it."""
     trains_alike(rank, kind, accumulate=accumulate, clip=clip, strategy="no_shard")
 
 
-@pytest.mark.parametrize("clip", [0.5, *exhaustive(None)])
-@pytest.mark.parametrize("kind", ["bf16-mixed", *exhaustive("16-mixed", "reduced in bf16")])
-@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard")])
+@one_at_a_time(
+    kind=["bf16-mixed", "16-mixed", "reduced in bf16"], strategy=["full_shard", "no_shard"], clip=[0.5, None]
+)
 @ranks(1, exhaustive=(2,))
 def test_under_no_sync_as_without(rank, kind, strategy, clip):
     trains_alike(rank, kind, accumulate=3, sync=False, clip=clip, strategy=strategy)
 
 
-MANNERS = [{"clip": 0.5}, {"clip": 0.5, "accumulate": 4}, {"clip": 0.5, "accumulate": 3, "sync": False}]
-
-
-@pytest.mark.parametrize("how", quick(MANNERS, MANNERS[:1]))
-@pytest.mark.parametrize("kind", ["bf16-mixed", *exhaustive("16-mixed", "fp32", "reduced in fp32", "norms in fp32")])
+@one_at_a_time(
+    kind=["bf16-mixed", "16-mixed", "fp32", "reduced in fp32", "norms in fp32"],
+    how=[{"accumulate": 1}, {"accumulate": 4}, {"accumulate": 3, "sync": False}],
+)
 @ranks(1, exhaustive=(3,))
 def test_beside_a_gpu_as_without(rank, world_size, kind, how):
-    trains_alike(rank, kind, gpu=True, strategy="no_shard" if world_size > 1 else "full_shard", **how)
+    strategy = "no_shard" if world_size > 1 else "full_shard"
+    trains_alike(rank, kind, gpu=True, strategy=strategy, clip=0.5, **how)
 
 
 # -- what crosses -----------------------------------------------------------------------------------------------------
@@ -264,3 +262,22 @@ def test_the_host_is_never_further_behind_than_there_are_buffers(rank):
         model(inputs(rank, number)).sum().backward()
     assert len(before) == STAGED
     assert sorted(before) == sorted(buffer._memory.data_ptr() for buffer in host.staging._buffers)
+
+
+@ranks(1)
+def test_buffers_grow_with_what_arrives_and_a_failure_is_raised_once(rank):
+    *_, host, _ = prepared(1)
+    values = torch.ones(1 << 16, dtype=BF16)
+    staged, part = host.staging.take(values)
+    assert part.shape == values.shape and part.dtype is BF16
+
+    def fail():
+        raise ValueError("no such gradient")
+
+    staged.task = host.thread.do(fail)
+    others = [host.staging.take(values) for _ in range(STAGED - 1)]
+    assert len({part.data_ptr(), *(other.data_ptr() for _, other in others)}) == STAGED
+    with pytest.raises(errors.HostStepError, match="no such gradient"):
+        host.staging.take(values)
+    for _ in range(STAGED):
+        host.staging.take(values)

@@ -70,7 +70,7 @@ def test_where_codes_are_gathered_the_copies_are_codes(rank, tmp_path, offload, 
         for number in range(3):
             training.step(number)
     b = training.engine.plan.predicted
-    assert sum(made) == b.host - (0 if b.disk else b.optimizer)
+    assert sum(made) == b.host - b.staging - (0 if b.disk else b.optimizer)
     flats = [flat for unit in training.engine.units for flat in unit.flats]
     assert sum(flat.host._resident.nbytes for flat in flats if not offload.params) == b.device_copy
     quantized = [flat for flat in flats if flat.code is not None]
