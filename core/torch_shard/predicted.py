@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from .layout import ALIGNMENT
 from .offload.settings import IN_FLIGHT, PAGED, STAGED
+from .reduction import IN_FLIGHT_ON_STREAMS
 
 if TYPE_CHECKING:
     from .block_code import BlockCode
@@ -40,6 +41,8 @@ class PredictedBytes:
             added. Where gradients are narrower on their way, they need it under ``no_sync`` only.
         staging: of gradients, in host memory, where they arrive narrower than ``.grad`` has them. Held between steps. Over Gloo,
             whose sums are not narrower where parameters are sharded, it is not taken.
+        reducing: of gradients, on the device, with several ranks: units in flight beside the one whose gradients are made, with
+            the slices that they become, as on GPUs. On top, while a step runs.
         leaving: of gradients, on the device, while they are copied to host memory: slices of one unit, in the dtype in which they
             were reduced, unless that of ``.grad`` is narrower.
         disk: what of parameters and optimizer state is in files.
@@ -60,6 +63,7 @@ class PredictedBytes:
     device_copy: int = 0
     arriving: int = 0
     staging: int = 0
+    reducing: int = 0
     leaving: int = 0
     disk: int = 0
     paged: int = 0
@@ -102,7 +106,7 @@ class PredictedBytes:
     @property
     def device_peak(self) -> int:
         """While a step runs, without activations and buffers of the model."""
-        return self.device + self.gathered_peak + self.gradient_buffer + self.leaving
+        return self.device + self.gathered_peak + self.gradient_buffer + self.reducing + self.leaving
 
     def lines(self, strategy: str, world_size: int) -> list[str]:
         """In words, for a plan's table."""
@@ -122,10 +126,11 @@ class PredictedBytes:
                 f"  of these {mib(self.host)} MiB in host memory (at most {mib(self.host_peak)}, where gradients are "
                 f"accumulated), {f'{mib(self.disk)} MiB on disk, ' if self.disk else ''}{mib(self.device)} MiB on the device"
             )
+        reducing = f", {mib(self.reducing)} MiB of gradients that are being reduced" if self.reducing else ""
         leaving = f" and {mib(self.leaving)} MiB of gradients on their way to the host" if self.leaving else ""
         lines.append(
             f"  during a step at most about {mib(self.gathered_peak)} MiB of gathered parameters "
-            f"and {mib(self.gradient_buffer)} MiB of gradient buffer{leaving} more"
+            f"and {mib(self.gradient_buffer)} MiB of gradient buffer{reducing}{leaving} more"
         )
         return lines
 
@@ -157,6 +162,7 @@ def predicted_bytes(plan: Plan) -> PredictedBytes:
         device_copy=0 if offload is None or offload.params else sum(map(_crossing, shards)),
         arriving=0 if offload is None else gradients,
         staging=0 if offload is None else _staging(trained, plan.world_size > 1),
+        reducing=_reducing(plan, by_unit),
         leaving=0 if offload is None else _leaving(by_unit, plan.world_size > 1),
         disk=sum(kept),
         paged=min(sum(kept), PAGED * max(kept, default=0)),
@@ -215,6 +221,21 @@ def _leaving(shards: Iterable[list[_Shard]], reduced: bool) -> int:
         (sum(s.numel * s.dtypes.crossing(reduced).itemsize for s in of_unit if s.trains) for of_unit in shards),
         default=0,
     )
+
+
+def _reducing(plan: Plan, shards: Iterable[list[_Shard]]) -> int:
+    """Of the units in flight and, until the oldest has been collected, the slice of one more."""
+    cut = (
+        plan.strategy != "no_shard"
+    )  # else a sum lies where the gradients were, and becomes ``.grad`` unless it goes to the host
+    if plan.world_size == 1 or (not cut and plan.offload is None):
+        return 0
+    held = []
+    for unit, of_unit in zip(plan.units, shards, strict=True):
+        whole = sum(p.reduced_nbytes for p in unit.params if p.requires_grad)
+        own = sum(s.numel * s.dtypes.reduce.itemsize for s in of_unit if s.trains) if cut else 0
+        held.append(IN_FLIGHT_ON_STREAMS * whole + (IN_FLIGHT_ON_STREAMS + 1) * own)
+    return max(held, default=0)
 
 
 def _staging(trained: Iterable[_Shard], reduced: bool) -> int:

@@ -16,7 +16,13 @@ from .watch import POLL, Pending
 if TYPE_CHECKING:
     from .collectives import Collectives
 
-__all__ = ["Reduction", "cast"]
+__all__ = ["IN_FLIGHT", "IN_FLIGHT_ON_STREAMS", "Reduction", "cast"]
+
+# Reductions in flight: each holds its unit's gradients and, over Gloo, what is received, which is as large. Above this many,
+# backward pauses for the oldest, but not for long: a rank that leaves a parameter unused issues its reductions at the end of
+# backward only, and until then it may need a gather from this one. On a GPU one more, else its queue would run empty while the
+# host waits.
+IN_FLIGHT, IN_FLIGHT_ON_STREAMS = 1, 2
 
 
 @dataclass(eq=False)

@@ -111,14 +111,15 @@ def test_with_offload_the_device_holds_what_a_step_needs():
     assert b.device == 0
     assert b.host == pytest.approx(2 * full, rel=0.01)  # 16 bytes an element over two ranks
     assert b.gathered_peak == 2 * unit  # one runs, one is prefetched
-    assert b.device_peak == b.gathered_peak + b.gradient_buffer + b.leaving
+    assert b.device_peak == b.gathered_peak + b.gradient_buffer + b.reducing + b.leaving
     assert b.gradient_buffer == unit and b.leaving == pytest.approx(unit / 2, rel=0.01)  # this rank's half
 
 
 def test_alone_the_device_holds_no_more():
-    """Without other ranks nothing is gathered, but copied."""
+    """Without other ranks nothing is gathered, but copied; and nothing is reduced."""
     b, among_two = (plan_of("cpu", n).predicted for n in (1, 2))
     assert b.gathered_peak == among_two.gathered_peak and b.gradient_buffer == among_two.gradient_buffer
+    assert b.reducing == 0 and among_two.reducing == pytest.approx(3.5 * b.gradient_buffer, rel=0.01)
 
 
 def test_slices_on_the_device_are_counted_there():
