@@ -11,7 +11,7 @@ from torch import nn
 
 import torch_shard
 from tests.marks import one_at_a_time
-from tests.offload.models import HALF, OFFLOADS, Training, alike, chosen, inputs, loss_of
+from tests.offload.models import HALF, OFFLOADS, Training, alike, chosen, inputs, loss_of, same
 from tests.ranks import ranks
 
 
@@ -158,3 +158,28 @@ def test_edits_beside_the_hosts_step(rank, tmp_path, offload, optimizer, precisi
         return t.seen, *t.state()
 
     alike(train, chosen(offload, tmp_path))
+
+
+@one_at_a_time(in_backward=[False, True], offload=["cpu", "disk"])
+@ranks(2)
+def test_one_counter_for_parameters_of_several_units_counts_for_each(rank, tmp_path, offload, in_backward):
+    def train(offload, shared):
+        t = Training(rank, offload, lambda m: torch.optim.AdamW([*m.parameters()][::-1], lr=1e-2))
+        if in_backward:
+            t.engine.step_in_backward(t.optimizer)
+        for number in range(5):
+            t.step(number)
+            states = [t.optimizer.state[block[1].weight] for block in t.model.blocks]
+            if number == 1:
+                one = torch.tensor(7.0)
+                for own in states:
+                    own["step"] = one if shared else one.clone()
+            if number == 2:
+                states[3]["step"] = states[0]["step"] if shared else states[0]["step"].clone()
+            if number == 3:
+                states[1]["step"] = states[2]["step"] if shared else states[2]["step"].clone()
+        return t.seen, *t.state()
+
+    wanted = train(None, False)
+    same(train(None, True), wanted)
+    same(train(chosen(offload, tmp_path), True), wanted)

@@ -8,7 +8,19 @@ from torch import nn
 
 import torch_shard
 from tests.marks import one_at_a_time
-from tests.offload.models import HALF, OFFLOADS, OPTIMIZERS, Model, Training, alike, chosen, inputs, loss_of, same
+from tests.offload.models import (
+    HALF,
+    OFFLOADS,
+    OPTIMIZERS,
+    Model,
+    Training,
+    alike,
+    chosen,
+    inputs,
+    loss_of,
+    same,
+    steps,
+)
 from tests.ranks import ranks
 from torch_shard import errors
 
@@ -92,6 +104,28 @@ def test_a_closure(rank, tmp_path, offload, optimizer):
             t.seen.append(t.optimizer.step(closure).item())
             t.read(number)
         return t.seen, *t.state()
+
+    alike(train, chosen(offload, tmp_path))
+
+
+class Uneven(Model):
+    """Tied and frozen parameters, one of the root's own, and some to leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[3][1].weight = self.blocks[0][1].weight
+        self.blocks[1].requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+@one_at_a_time(ignore=[("blocks.2.0.*",), ()], offload=OFFLOADS, optimizer=["AdamW", "SGD"])
+@ranks(2, exhaustive=(1, 3))
+def test_parameters_that_are_tied_frozen_or_left_out(rank, tmp_path, offload, optimizer, ignore):
+    def train(offload):
+        return steps(Training(rank, offload, optimizer, make=Uneven, precision=HALF, ignore=ignore), clip=0.5)
 
     alike(train, chosen(offload, tmp_path))
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..counters import part_shared
 from ..errors import DiskError, ShardError
 from ..flat_buffer import FlatBuffer
 from ..flat_step import REST, FlatStep, is_step_of_torchs
@@ -93,6 +94,7 @@ class HostStep:
         refuse_unreduced(optimizer, self.runtime)
         together = Together()
         held = len(optimizer.state)
+        part_shared(optimizer.state)  # of which each flat buffer's step sees its own part
         order = self._in_order(optimizer)
         # First look at all of it, so that a step which is refused has changed nothing.
         looked = [self._look(optimizer, flat, step) for flat, step in order]
