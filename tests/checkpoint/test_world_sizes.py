@@ -33,8 +33,8 @@ def test_every_number_of_ranks_loads_what_every_other_has_saved(size, of_all_siz
         run(size, loads, str(of_all_sizes / f"from-{first}"), {})
 
 
-# Each strategy on both sides; two of these run every time. The pairs of all of them, and of all numbers of ranks up to three, only
-# in the exhaustive set.
+# Each strategy on both sides; two of these run every time. The pairs of all of them, and of all numbers of ranks up to three,
+# only in the exhaustive set.
 SAMPLE = [
     (2, "full_shard", 3, "no_shard"),
     (3, "no_shard", 2, "shard_grad_op"),
