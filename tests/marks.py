@@ -23,3 +23,18 @@ def quick(values: Iterable[Any], chosen: Iterable[Any]) -> list[Any]:
     values, chosen = list(values), list(chosen)
     assert all(value in values for value in chosen), f"{chosen} of {values}"
     return [value if value in chosen else exhaustive(value)[0] for value in values]
+
+
+def one_at_a_time(**axes: list[Any]) -> Any:
+    """Arguments of a test, each with its usual value first: the usual row runs every time; in the exhaustive set each argument
+    has its other values in turn, beside the usual ones of the others.
+
+    ::
+
+        @one_at_a_time(optimizer=["AdamW", "SGD"], strategy=["full_shard", "shard_grad_op", "no_shard"])  # four rows
+    """
+    usual = {name: values[0] for name, values in axes.items()}
+    rows = [tuple({**usual, name: value}.values()) for name, values in axes.items() for value in values[1:]]
+    if len(axes) == 1:
+        return pytest.mark.parametrize(*axes, [*usual.values(), *exhaustive(*(value for (value,) in rows))])
+    return pytest.mark.parametrize(tuple(axes), [tuple(usual.values()), *exhaustive(*rows)])

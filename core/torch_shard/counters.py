@@ -15,10 +15,26 @@ import torch
 
 from .shard_tensor import ShardTensor
 
-__all__ = ["Counters"]
+__all__ = ["Counters", "part_shared"]
 
 _version = operator.attrgetter("_version")
 _place: Any = torch.Tensor.data_ptr
+
+
+def part_shared(state: Any) -> None:
+    """Where the user has given two parameters of an optimizer's `state` one counter, let each count for itself from now on."""
+    plain = [
+        value for own in state.values() if type(own) is dict for value in own.values() if type(value) is torch.Tensor
+    ]
+    if len(set(map(id, plain))) == len(plain):  # asked in each step
+        return
+    seen: set[int] = set()
+    for own in (own for own in state.values() if type(own) is dict):
+        for key, value in own.items():  # the key stays, so the dict may be gone through
+            if type(value) is torch.Tensor and not value.dim():
+                if id(value) in seen:
+                    own[key] = value.clone()
+                seen.add(id(value))
 
 
 class _Followers:
@@ -58,7 +74,6 @@ class Counters:
         """Find them: for each run in the state of its members and in that of its pieces."""
         known, self._sets = self._sets, []
         self._elsewhere, self._copies, self._copied = [], [], []
-        seen: set[int] = set()
         for members, pieces in runs:
             for key, leader in (members[0] or {}).items():
                 if isinstance(leader, ShardTensor) or not isinstance(leader, torch.Tensor):
@@ -67,15 +82,7 @@ class Counters:
                     if isinstance(piece.get(key), torch.Tensor):
                         self._copies.append(piece[key])
                         self._copied.append(leader)
-                followers = []
-                seen.add(id(leader))
-                for own in members[1:]:
-                    if own is None or key not in own:
-                        continue
-                    if id(own[key]) in seen:  # one for two parameters, by the user
-                        own[key] = own[key].clone()
-                    seen.add(id(own[key]))
-                    followers.append(own[key])
+                followers = [own[key] for own in members[1:] if own is not None and key in own]
                 if leader.device.type != "cpu":
                     self._elsewhere += [leader, *followers]
                 if followers:

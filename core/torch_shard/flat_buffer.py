@@ -119,7 +119,7 @@ class FlatBuffer:
         else:
             self.full = self.shard
         if self.host is not None:
-            self.host.compute_in(compute)
+            self.host.compute_in(compute, code)
         # What this rank keeps between forward and backward, where few ranks gather it again then.
         self.part: torch.Tensor | None = None
         if self.sharded and self.collectives.again_channel is not None:
@@ -194,10 +194,14 @@ class FlatBuffer:
         """Fill the gathered buffer, which has memory; None where that is done at once. Collective."""
         self.fresh_version = self.version
         if self.code is not None:
-            source = self.shard.to(self.full.device)
-            gather = QuantizedGather(self.collectives, self.code, source, self.full, what)
-            self._sent, self._edited = gather.sent, None
-            return gather
+            sent = torch.empty(self.code.nbytes, dtype=torch.uint8, device=self.full.device)
+            if self.host is None:
+                with torch.no_grad():
+                    self.code.encode(self.shard.unsqueeze(0), sent.unsqueeze(0))
+            else:
+                self.host.copy_to(sent)
+            self._sent, self._edited = sent, None
+            return QuantizedGather(self.collectives, self.code, sent, self.full, what)
         if self.host is not None:
             crossing = self.host.copy_to(self.own)
             if not self.sharded:

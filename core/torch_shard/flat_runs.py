@@ -184,9 +184,9 @@ class Runs:
         self._keep(state)
         self._point(list(map(grad_of, self._present)))
 
-    def _kind(self, i: int) -> tuple[torch.dtype, bool]:
+    def _kind(self, i: int) -> tuple[torch.dtype, bool, torch.device]:
         flat = self.flats[self.shard_of[i]]
-        return flat.dtype, flat.rounding is not None
+        return flat.dtype, flat.rounding is not None, flat.memory.device  # of two models one may be in host memory
 
     def _stands_out(self, p: ShardTensor) -> bool:
         return self._attributes and len(p.__dict__) > OWN_COUNT

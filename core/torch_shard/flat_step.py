@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .counters import part_shared
 from .flat_buffer import FlatBuffer
 from .flat_piece import Piece, RoundedPiece
 from .flat_runs import Runs
@@ -138,7 +139,6 @@ class _Group:
             type(optimizer) in _FUSED_ON_CPU
             and self.on_cpu
             and {flat.dtype if flat.rounding is None else EXACT for flat in flats} <= _FUSED_DTYPES
-            and not self.rest  # whose gradients may be sparse, or come later
         )
 
     def way(self, options: dict[str, Any], torchs: bool) -> tuple[bool, int]:
@@ -239,6 +239,7 @@ class FlatStep:
         if changed:
             for runtime in self.runtimes:
                 shard_state(optimizer, runtime)
+            part_shared(state)
             self._widen(state)
             for runs, split in changed:
                 runs.arrange(state, split)
@@ -277,10 +278,10 @@ class FlatStep:
 
     def _add(self, own: _Group, group: dict[str, Any], fuse: bool) -> None:
         """Make the step's groups of one of the user's."""
-        options = {key: value for key, value in group.items() if key != "params"}
+        options = given = {key: value for key, value in group.items() if key != "params"}
         pieces = own.runs.pieces
         if fuse and own.runs.fits_fused:
-            options["fused"] = True
+            options = {**given, "fused": True}
         # torch's own do not mind how many groups there are.
         limit = own.at_once or (0 if options.get("fused") else _LIST)
         if not self._torchs:
@@ -292,6 +293,10 @@ class FlatStep:
                 taken += 1
             self._working.append(_Working(own, group, options, pieces[:taken], last=False))
             pieces = pieces[taken:]
+        if own.rest and options is not given:  # whose gradients may be sparse
+            if pieces:
+                self._working.append(_Working(own, group, options, pieces, last=False))
+            options, pieces = given, []
         self._working.append(_Working(own, group, options, pieces, last=True))
 
     # -- for the optimizer, and after it --------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import scaled_losses
+from .counters import part_shared
 from .errors import ConfigError, ShardError
 from .flat_buffer import FlatBuffer
 from .flat_step import FlatStep
@@ -103,6 +104,7 @@ class InBackward:
             for noted in (self._stepped, self._issued, self._gathered, self._demanded):
                 noted.clear()
             self._options = [Options(group) for group in self.optimizer.param_groups]
+            part_shared(self.optimizer.state)
             self._begun = self._inside
         with torch._C.DisableTorchFunctionSubclass():
             for group in self.optimizer.param_groups:

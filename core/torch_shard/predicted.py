@@ -10,6 +10,7 @@ from .layout import ALIGNMENT
 from .offload.settings import IN_FLIGHT, PAGED
 
 if TYPE_CHECKING:
+    from .block_code import BlockCode
     from .offload.settings import Offload
     from .plan import Plan, UnitPlan
     from .precision import Dtypes
@@ -32,8 +33,8 @@ class PredictedBytes:
     to pages; that is not in it.
 
     Attributes:
-        cast_copy: of parameters, in the dtype in which modules compute, where they are stored in another one or on disk: what
-            crosses to the device. Held between steps.
+        cast_copy: of parameters, in the dtype in which modules compute, where they are stored in another one or on disk, or as
+            codes, where these are gathered: what crosses to the device. Held between steps.
         device_copy: with ``Offload(params=False)`` the slices that stay on the device. Held between steps.
         arriving: of gradients, a second buffer in host memory, which comes with accumulation: it holds what arrives until it is
             added.
@@ -135,7 +136,7 @@ def predicted_bytes(plan: Plan) -> PredictedBytes:
     gradients = sum(s.numel * s.dtypes.grad.itemsize for s in trained)
     trainable = sum(p.nbytes for p in plan.params if p.requires_grad)
     always = offload is not None and offload.nvme_params
-    copied = [s for s in shards if s.dtypes.casts or always] if offload is not None else []
+    copied = [s for s in shards if s.dtypes.casts or s.code is not None or always] if offload is not None else []
     kept = [] if offload is None or offload.nvme is None else [_on_disk(s, offload) for s in shards]
     return PredictedBytes(
         parameters=sum(s.numel * s.dtypes.stored.itemsize for s in shards),
@@ -148,8 +149,8 @@ def predicted_bytes(plan: Plan) -> PredictedBytes:
         unsharded_optimizer=2 * trainable,
         residual=sum(p.residual_nbytes for p in plan.params),
         offloaded=offload is not None,
-        cast_copy=sum(map(_computed, copied)),
-        device_copy=0 if offload is None or offload.params else sum(map(_computed, shards)),
+        cast_copy=sum(map(_crossing, copied)),
+        device_copy=0 if offload is None or offload.params else sum(map(_crossing, shards)),
         arriving=0 if offload is None else gradients,
         leaving=0 if offload is None else _leaving(by_unit),
         disk=sum(kept),
@@ -181,6 +182,7 @@ class _Shard:
     numel: int  # with padding
     dtypes: Dtypes
     trains: bool
+    code: BlockCode | None  # what is gathered in place of values
 
 
 def _shards(unit: UnitPlan, world: int) -> list[_Shard]:
@@ -188,12 +190,14 @@ def _shards(unit: UnitPlan, world: int) -> list[_Shard]:
     for params in unit.flat_buffers:
         dtypes = params[0].dtypes
         nbytes = shard_nbytes([p.nbytes for p in params], world, dtypes.alignment)
-        found.append(_Shard(nbytes // dtypes.stored.itemsize, dtypes, params[0].requires_grad))
+        numel = nbytes // dtypes.stored.itemsize
+        code = None if dtypes.quantized is None or world == 1 else dtypes.quantized.parameter_code(dtypes, numel)
+        found.append(_Shard(numel, dtypes, params[0].requires_grad, code))
     return found
 
 
-def _computed(shard: _Shard) -> int:
-    return shard.numel * shard.dtypes.compute.itemsize
+def _crossing(shard: _Shard) -> int:
+    return shard.numel * shard.dtypes.compute.itemsize if shard.code is None else shard.code.nbytes
 
 
 def _on_disk(shard: _Shard, offload: Offload) -> int:

@@ -23,21 +23,15 @@ __all__ = ["QuantizedGather", "QuantizedGradients", "QuantizedReduction"]
 
 
 class QuantizedGather:
-    """Like a :class:`~torch_shard.watch.Pending`: of a gather that is complete once its codes have been read.
+    """Like a :class:`~torch_shard.watch.Pending`: of a gather that is complete once its codes have been read."""
 
-    Attributes:
-        sent: this rank's payload, in memory of its own.
-    """
-
-    def __init__(self, c: Collectives, code: BlockCode, shard: torch.Tensor, full: torch.Tensor, what: str) -> None:
-        """Start it. Collective; call under ``c.gathering()``."""
+    def __init__(self, c: Collectives, code: BlockCode, sent: torch.Tensor, full: torch.Tensor, what: str) -> None:
+        """Start it: `sent` is this rank's payload, 1-D. Collective; call under ``c.gathering()``."""
         self._code, self._full = code, full
         with torch.no_grad():
-            self.sent = torch.empty(code.nbytes, dtype=torch.uint8, device=full.device)
-            code.encode(shard.unsqueeze(0), self.sent.unsqueeze(0))
             payloads = torch.empty(c.size, code.nbytes, dtype=torch.uint8, device=full.device)
             self._payloads: torch.Tensor | None = payloads
-            self._pending = c.all_gather(payloads.view(-1), self.sent, what)
+            self._pending = c.all_gather(payloads.view(-1), sent, what)
         if c.gather_stream is not None:
             self._decode()
             assert self._pending.event is not None

@@ -52,3 +52,32 @@ def alone() -> None:
 def test_one_process_scales_clips_and_steps_as_without_offload(tmp_path):
     code = "from tests.gpu.test_offload_front import alone; alone()"
     run_python("-c", code, folder=tmp_path)
+
+
+def mixed() -> None:
+    """One optimizer over a model in host memory and one on the GPU."""
+    device = torch.device("cuda", 0)
+
+    def train(offload: str | None) -> list[dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        models = [torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).to(device)]
+        if offload is None:
+            models[0].to(device)
+        engines = [
+            torch_shard.shard(models[0], mesh=device if offload else None, offload=offload),
+            torch_shard.shard(models[1]),
+        ]
+        optimizer = torch.optim.AdamW([p for model in models for p in model.parameters()], lr=0.01)
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).to(device)
+        for _ in range(3):
+            models[1](models[0](x)).pow(2).mean().backward()
+            torch.nn.utils.clip_grad_value_([p for model in models for p in model.parameters()], 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [{name: value.cpu() for name, value in engine.state_dict().items()} for engine in engines]
+
+    torch.testing.assert_close(train("cpu"), train(None), rtol=1e-5, atol=1e-6)
+
+
+def test_one_optimizer_steps_a_model_in_host_memory_and_one_on_the_gpu(tmp_path):
+    run_python("-c", "from tests.gpu.test_offload_front import mixed; mixed()", folder=tmp_path)

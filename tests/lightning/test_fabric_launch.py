@@ -112,3 +112,19 @@ def test_fabric_run_takes_the_name(namespace, tmp_path):
     name, ranks, loss = result(run_python(*program, "run", *options, "shard", path, "cli", folder=tmp_path).stdout)
     assert (name, ranks) == ("ShardFabricStrategy", 2)
     assert loss == pytest.approx(result(run_python(path, "ddp", folder=tmp_path).stdout)[2], rel=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", ["variable", "script"])
+def test_fabric_run_trains_with_offload_where_its_own_option_leaves_the_name_out(way, tmp_path):
+    path = script(tmp_path)
+    loss = result(run_python(path, "ddp", folder=tmp_path).stdout)[2]
+    text = path.read_text().replace("type(fabric.strategy).__name__", "fabric.strategy.config.offload is not None")
+    path.write_text(text.replace("Fabric() if", 'Fabric(strategy="shard_offload") if') if way == "script" else text)
+    program = ("-c", "from lightning.fabric.cli import _main; _main()", "run")
+    options = ("--accelerator", "cpu", "--devices", 2, "--main-port", 29733)
+    variables = {"LT_STRATEGY": "shard_offload"} if way == "variable" else {}
+    done = run_python(*program, *options, path, "cli", folder=tmp_path, **variables)
+    assert result(done.stdout) == [True, 2, pytest.approx(loss, rel=1e-5)]
+    refused = run_python(*program, *options, "--strategy", "shard_offload", path, "cli", folder=tmp_path, expected=None)
+    assert "'shard_offload' is not one of" in refused.stderr

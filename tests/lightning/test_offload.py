@@ -239,6 +239,36 @@ def test_after_a_run_the_module_is_plain_and_a_later_run_trains_on(world_size):
 
 
 @ranks(2)
+def test_optimizer_state_is_in_the_order_of_ddp_while_training_and_behind_it(world_size):
+    def fitted(strategy: Any) -> Any:
+        orders = []
+
+        class Unfrozen(net_class("lightning")):
+            """Of parameters that take part later, the state is made later."""
+
+            def on_train_start(self) -> None:
+                self.inner.requires_grad_(False)
+
+            def on_train_epoch_start(self) -> None:
+                self.inner.requires_grad_(self.current_epoch > 0)
+
+            def configure_optimizers(self) -> Any:
+                named = dict(self.named_parameters())
+                groups = ([p for p in named.values() if p.ndim == n] for n in (1, 2, 0))
+                return torch.optim.AdamW([{"params": params} for params in groups if params], lr=0.01)
+
+            def on_train_end(self) -> None:
+                orders.append(list(t.optimizers[0].state_dict()["state"]))
+
+        t = trainer("lightning", world_size, strategy, max_epochs=2)
+        t.fit(Unfrozen(), loader(world_size))
+        return [*orders, list(t.optimizers[0].state_dict()["state"])]
+
+    expected, found = fitted("ddp_find_unused_parameters_true"), fitted("shard_offload")
+    assert found == expected and expected[0] != sorted(expected[0])
+
+
+@ranks(2)
 def test_a_module_that_stayed_sharded_is_sharded_anew_only_for_other_settings(world_size):
     module, engines = net_class("lightning")(), []
     for offload in ("cpu", Offload(), KEEPS, None):

@@ -6,6 +6,11 @@ import torch
 from torch import nn
 
 import torch_shard
+from torch_shard import Offload, Precision
+
+HALF = Precision(param_dtype=torch.bfloat16)
+OFFLOADS = ["cpu", "kept", "disk", "all on disk"]
+"""For :func:`chosen`."""
 
 OPTIMIZERS = {
     "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
@@ -40,13 +45,14 @@ def loss_of(model, x):
 
 
 class Training:
-    """A sharded model with its optimizer. `offload`: as in ShardConfig."""
+    """A sharded model with its optimizer. `offload`: as in ShardConfig; `optimizer`: a name of OPTIMIZERS, or a function of the
+    model; `make`: of the model."""
 
-    def __init__(self, rank, offload, optimizer="AdamW", **settings):
+    def __init__(self, rank, offload, optimizer="AdamW", make=Model, **settings):
         self.rank = rank
-        self.model = Model()
+        self.model = make()
         self.engine = torch_shard.shard(self.model, torch_shard.ShardConfig(offload=offload, **settings))
-        self.optimizer = OPTIMIZERS[optimizer](self.model)
+        self.optimizer = OPTIMIZERS.get(optimizer, optimizer)(self.model)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.95)
         self.seen = []
 
@@ -62,6 +68,17 @@ class Training:
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
+
+    def read(self, number):
+        """Look at one thing after the other, a step each: what is read waits for what is done to it."""
+        last = list(self.model.parameters())[-1]
+        if number % 4 == 1:
+            self.seen.append(last.detach().full_tensor())
+        if number % 4 == 2:
+            kept = self.optimizer.state.get(last, {})
+            self.seen += [v.full_tensor() for v in kept.values() if isinstance(v, torch_shard.ShardTensor)]
+        if number % 4 == 3:
+            self.seen.append(self.engine.state_dict(form="full"))
 
     def state(self):
         """Everything, whole: parameters and optimizer state."""
@@ -87,3 +104,23 @@ def same(one, other):
             assert torch.equal(value, other[key]), key
         else:
             assert value == other[key], key
+
+
+def chosen(name, directory):
+    """A setting of OFFLOADS, whose files go below `directory`; None for no offload."""
+    if name in ("disk", "all on disk"):
+        return Offload(nvme=directory, nvme_params=name != "disk")
+    return Offload(params=False) if name == "kept" else name
+
+
+def steps(training, count=5, **how):
+    """Train, with a look at something behind each step. All that can be compared."""
+    for number in range(count):
+        training.step(number, **how)
+        training.read(number)
+    return training.seen, *training.state()
+
+
+def alike(train, offload):
+    """What `train` returns, a function of a setting of offload, is the same without it."""
+    same(train(None), train(offload))

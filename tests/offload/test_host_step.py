@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import torch_shard
 from tests.marks import exhaustive
-from tests.offload.models import Training, inputs, loss_of, same
+from tests.offload.models import Model, Training, inputs, loss_of, same
 from tests.ranks import ranks
 from torch_shard import errors
 
@@ -265,3 +265,24 @@ def test_state_is_in_the_order_of_the_groups(rank):
     loss_of(training.model, inputs(rank, 0)).backward()
     optimizer.step()
     assert [id(p) for p in optimizer.state] == [id(p) for p in backwards]
+
+
+@ranks(2)
+def test_state_that_is_made_later_follows_that_which_there_is_as_in_torch(rank):
+    found = []
+    for sharded in (False, True):
+        model = Model()
+        names = {id(p): name for name, p in model.named_parameters()}
+        if sharded:
+            torch_shard.shard(model, offload="cpu")
+        optimizer = torch.optim.AdamW(
+            [{"params": [*model.blocks[2:].parameters()]}, {"params": [*model.blocks[:2].parameters()]}]
+        )
+        model.blocks[1:3].requires_grad_(False)
+        for number in range(4):
+            model.blocks[number].requires_grad_(True)
+            loss_of(model, inputs(rank, number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([names[id(p)] for p in optimizer.state])
+    assert found[0] == found[1]

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import torch_shard
+from tests.marks import exhaustive
 from tests.offload.models import Model, Training
 from tests.ranks import ranks
-from torch_shard import Precision, ShardConfig
+from torch_shard import Precision, Quantized, ShardConfig
 from torch_shard.offload import Offload
 from torch_shard.offload.host import Host
 
@@ -52,6 +53,30 @@ def test_what_is_allocated_was_predicted(rank, offload, precision, sync):
     held = [v for state in training.optimizer.state.values() for v in state.values() if v.dim()]
     unpadded = sum(v._local.nbytes for v in held)
     assert unpadded <= b.optimizer <= unpadded + 2 * 64 * len(list(training.model.parameters()))
+
+
+@pytest.mark.parametrize("precision", [None, *exhaustive(BF16)])
+@pytest.mark.parametrize("offload", ["kept", *exhaustive("cpu", "disk")])
+@ranks(2, exhaustive=(3,))
+def test_where_codes_are_gathered_the_copies_are_codes(rank, tmp_path, offload, precision):
+    offload = {"cpu": Offload(), "kept": Offload(params=False), "disk": Offload(nvme=tmp_path, nvme_params=True)}[
+        offload
+    ]
+    quantized = Quantized("int8", min_size=4096)  # of the matrices alone
+    with noted() as made:
+        training = Training(rank, offload, precision=precision, quantized=quantized)
+        for number in range(3):
+            training.step(number)
+    b = training.engine.plan.predicted
+    assert sum(made) == b.host - (0 if b.disk else b.optimizer)
+    flats = [flat for unit in training.engine.units for flat in unit.flats]
+    assert sum(flat.host._resident.nbytes for flat in flats if not offload.params) == b.device_copy
+    quantized = [flat for flat in flats if flat.code is not None]
+    kept = [flat.host._cast if offload.params else flat.host._resident for flat in quantized]
+    elements = sum(flat.memory.numel() for flat in quantized)
+    assert sum(tensor.nbytes for tensor in kept) == pytest.approx(
+        elements * (1 + 4 / 256), rel=0.01
+    )  # a scale for each 256
 
 
 @ranks(2)

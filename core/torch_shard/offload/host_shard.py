@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..block_code import BlockCode
 from .host import Host
 from .moving import Moving
 
@@ -48,7 +49,7 @@ class Crossing:
 
 class HostShard:
     """Optimizers step on :attr:`shard`. What crosses is that, or where modules compute in another dtype a copy in that one, made
-    when the shard was stepped on, so that half as many bytes cross.
+    when the shard was stepped on, so that half as many bytes cross. Or where shards are sent as codes, these.
 
     Attributes:
         shard: the flat buffer's.
@@ -60,14 +61,16 @@ class HostShard:
         self.host, self.shard, self._params = host, shard, params
         self.moving = Moving(host.waits)
         self._compute = shard.dtype
-        self._cast: torch.Tensor | None = None  # in host memory
+        self._code: BlockCode | None = None
+        self._cast: torch.Tensor | None = None  # in host memory, or codes
         self._resident: torch.Tensor | None = None  # on the device
         self._fresh = -1  # the version of the shard that these hold
         self._read: _Read | None = None
 
-    def compute_in(self, dtype: torch.dtype) -> None:
-        """Of what dtype :meth:`copy_to` takes memory from here on."""
-        self._compute, self._cast, self._resident, self._fresh = dtype, None, None, -1
+    def compute_in(self, dtype: torch.dtype, code: BlockCode | None = None) -> None:
+        """What :meth:`copy_to` gives from here on: values of this dtype, or the payload of `code`."""
+        self._compute, self._code = dtype, code
+        self._cast, self._resident, self._fresh = None, None, -1
 
     def prepare(self) -> None:
         """Take memory for what crosses; no other dtype follows. Before that the shard itself crosses.
@@ -75,13 +78,12 @@ class HostShard:
         Raises:
             HostMemoryError: there is none.
         """
-        if self._is_cast and self._cast is None:
+        if self._cast is not None:
+            return
+        if self._code is not None:
+            self._cast = self.host.empty(self._code.nbytes, torch.uint8)
+        elif self._compute != self.shard.dtype or self.host.offload.nvme_params:  # which is not read for each gather
             self._cast = self.host.empty(self.shard.numel(), self._compute)
-
-    @property
-    def _is_cast(self) -> bool:
-        """Whether what crosses has memory of its own on the host: of another dtype, or since the shard lies on disk."""
-        return self._compute != self.shard.dtype or self.host.offload.nvme_params
 
     def _prepare(self) -> torch.Tensor:
         """What crosses, or is there already, with the values that the shard has now."""
@@ -96,7 +98,9 @@ class HostShard:
     def refresh(self) -> None:
         """The shard has changed: make what crosses anew. On the thread that has changed it."""
         self.settle_reads()
-        if self._cast is not None:
+        if self._cast is not None and self._code is not None:
+            self._code.encode(self.shard.unsqueeze(0), self._cast.unsqueeze(0))
+        elif self._cast is not None:
             self._cast.copy_(self.shard)
         if not self.host.offload.params:
             source = self.shard if self._cast is None else self._cast
@@ -116,8 +120,8 @@ class HostShard:
         return self._cast is not None or not self.host.offload.params
 
     def copy_to(self, own: torch.Tensor) -> Crossing | None:
-        """Fill `own`, on the device and in the dtype of computation, on the current stream; None where that is done at once.
-        Values must have settled."""
+        """Fill `own`, on the device, with values in the dtype of computation, or with their codes, on the current stream; None
+        where that is done at once. Values must have settled."""
         source = self._prepare()
         own.copy_(source, non_blocking=True)
         if not self.host.on_cuda:

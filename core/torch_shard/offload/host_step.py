@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..counters import part_shared
 from ..errors import DiskError, ShardError
 from ..flat_buffer import FlatBuffer
 from ..flat_step import REST, FlatStep, is_step_of_torchs
@@ -92,14 +93,16 @@ class HostStep:
         self._options = [Options(group) for group in optimizer.param_groups]
         refuse_unreduced(optimizer, self.runtime)
         together = Together()
+        held = len(optimizer.state)
+        part_shared(optimizer.state)  # of which each flat buffer's step sees its own part
         order = self._in_order(optimizer)
         # First look at all of it, so that a step which is refused has changed nothing.
         looked = [self._look(optimizer, flat, step) for flat, step in order]
         following = [*(flat for flat, _ in order[1:]), None]
         for (flat, step), (other, session, groups), behind in zip(order, looked, following, strict=True):
             self._step(optimizer, flat, step, other, session, groups, together, behind)
-        if not all(step.as_left for _, step in order):
-            _sort_state(optimizer)
+        if len(optimizer.state) > held:
+            _sort_state(optimizer, held)
         for options in self._options:
             options.write_back()
         assert self.runtime.host is not None
@@ -279,13 +282,13 @@ class HostStep:
         self._rest.forget()
 
 
-def _sort_state(optimizer: Any) -> None:
-    """In the order in which torch makes state, that of the groups, and not of units: users go through it."""
+def _sort_state(optimizer: Any, held: int) -> None:
+    """What state has been made since there were `held` entries, in the order in which torch makes it, that of the groups, and not
+    of units: users go through it."""
     state = optimizer.state
-    listed = [p for group in optimizer.param_groups for p in group["params"] if p in state]
-    if [id(p) for p in state if isinstance(p, torch.Tensor)] != [id(p) for p in listed]:
-        for p in listed:
-            state[p] = state.pop(p)
+    made = set(map(id, list(state)[held:]))
+    for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in made):
+        state[p] = state.pop(p)
 
 
 def _is_number(option: Any) -> bool:
