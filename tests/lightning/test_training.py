@@ -358,7 +358,12 @@ def test_a_module_made_without_memory_goes_on_from_a_checkpoint_as_on_a_single_d
     torch.distributed.barrier()
     expected = net_class("lightning")(optimizer="adamw")
     single("lightning", max_epochs=2).fit(expected, loader(1), ckpt_path=path)
-    t = trainer("lightning", world_size, max_epochs=2)
+
+    def fill(part: nn.Module) -> None:
+        for value in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+            value.fill_(7.0)
+
+    t = trainer("lightning", world_size, lightning_shard.ShardStrategy(init_fn=fill), max_epochs=2)
     with t.init_module(empty_init=True):
         module = net_class("lightning")(optimizer="adamw")
     assert all(value.is_meta for value in module.state_dict().values())
