@@ -26,7 +26,7 @@ from typing import Any
 import engines  # noqa: F401 (puts the examples on the path)
 import torch
 from gpt import GPT
-from offload_steps import LABELS, MODELS, compare, find_out, plan_of
+from offload_steps import LABELS, LOW, MODELS, compare, find_out, plan_of
 from train import markdown, spawn, spread
 
 from torch_shard.offload import host_memory
@@ -35,6 +35,7 @@ GIB, GB = 2**30, 1e9
 ADAM = 28
 """Bytes of host memory a parameter: of fp32 value, gradient and two moments, all read, all but the gradient written."""
 CAST = 6  # fp32 read and bf16 written
+WIDEN = 6  # the other way round
 
 
 def activations(model: str, batch: int) -> int:
@@ -116,7 +117,7 @@ def floor(model: str, tokens: int, machine: dict[str, float]) -> str:
     """What a step takes at least, from what this machine was measured to move and compute.
 
     The host updates parameters beside the next forward; clipping needs all gradients first. So a step is the longer of forward
-    and update, and backward behind it. Parameters cross before each, gradients in backward.
+    and update, and backward behind it. Parameters cross before each, gradients in backward, in bf16, and the host widens them.
     """
     count, predicted = numel(model), plan_of(model, "offload").predicted
     nbytes = ADAM + CAST * (predicted.cast_copy > 0)
@@ -129,16 +130,18 @@ def floor(model: str, tokens: int, machine: dict[str, float]) -> str:
         return said[0] + "\n\nNo GPU here: neither the link nor computation was measured, so no step is predicted."
     forward = 2 * count * tokens / machine["compute"]
     there = predicted.cast_copy / machine["both"]  # each way, in forward and again in backward
-    back = predicted.gradients / machine["both"]
-    step = max(forward, update, there) + max(2 * forward, there, back)
+    back = LOW.itemsize * count / machine["both"]
+    widening = WIDEN * count / machine["host"]
+    step = max(forward, update, there) + max(2 * forward, there, back, widening)
     said.append(
         f"The link moves {machine['to'] / GB:.1f} GB/s to the device, {machine['from'] / GB:.1f} from it, "
-        f"{machine['both'] / GB:.1f} each way at once: parameters take {there:.3f} s, twice, gradients {back:.3f} s. "
+        f"{machine['both'] / GB:.1f} each way at once: parameters take {there:.3f} s, twice, gradients {back:.3f} s, "
+        f"and {widening:.3f} s to be widened on the host. "
         f"Products in bf16 run at {machine['compute'] / 1e12:.0f} TFLOPS: forward takes {forward:.3f} s, backward "
         f"{2 * forward:.3f} s."
     )
     said.append(
-        "Predicted step: max(forward, update, parameters) + max(backward, parameters, gradients) = "
+        "Predicted step: max(forward, update, parameters) + max(backward, parameters, gradients, widening) = "
         f"{step:.3f} s, {tokens / step:.0f} tokens/s."
     )
     return "\n".join(said)

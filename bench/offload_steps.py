@@ -15,7 +15,7 @@ from gpt import GPT, GPTConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-__all__ = ["LABELS", "MODELS", "compare", "find_out", "link_speed", "memory_speed", "plan_of", "waiting"]
+__all__ = ["LABELS", "LOW", "MODELS", "compare", "find_out", "link_speed", "memory_speed", "plan_of", "waiting"]
 
 LOW = torch.bfloat16
 LR = 1e-4

@@ -18,6 +18,13 @@ def exhaustive(*values: Any) -> list[Any]:
     return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.exhaustive) for v in values]
 
 
+def seldom(*values: Any) -> list[Any]:
+    """The same for usual values of a test of tests/compat, which ``make test-all`` runs in every mode (see its conftest.py)."""
+    return [
+        pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.exhaustive(usual=True)) for v in values
+    ]
+
+
 def quick(values: Iterable[Any], chosen: Iterable[Any]) -> list[Any]:
     """All `values` in their order, of which only the `chosen` ones run every time."""
     values, chosen = list(values), list(chosen)

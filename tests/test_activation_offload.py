@@ -346,6 +346,7 @@ def test_copies_of_the_model_have_buffers_of_their_own():
     assert offload_in(other).copied_out == 12 * INPUT
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("compiled", ["the layers", *exhaustive("the model", "what is in the layers")])
 def test_compiled_models_have_the_same_numbers_and_their_inputs_moved(compiled):
     torch._dynamo.reset()

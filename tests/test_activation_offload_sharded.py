@@ -149,6 +149,7 @@ def test_views_of_gathered_weights_are_not_copied(rank, strategy):
     assert equal(*found)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_copy_of_a_sharded_model_offloads_on_its_own(rank):
     torch.manual_seed(0)

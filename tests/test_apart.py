@@ -79,6 +79,7 @@ def lonely(rank, model, engine, what):
 # -- the error on the other rank ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("what", quick(LONELY, ["save"]))
 @ranks(2, timeout=40)
 def test_training_after_an_operation_that_one_rank_alone_ran_is_an_error_on_both_at_once(rank, what):

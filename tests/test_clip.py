@@ -28,7 +28,7 @@ def trained(world_size: int, rank: int, **config: Any) -> tuple[nn.Module, nn.Mo
     return plain, model, engine
 
 
-@pytest.mark.parametrize("p", [2.0, 1.0, 3.5, 0.5, INF, 0.0, -1.0])
+@pytest.mark.parametrize("p", [2.0, *exhaustive(1.0), 3.5, *exhaustive(0.5), INF, *exhaustive(0.0, -1.0)])
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard")])
 @ranks(2, exhaustive=(1, 3))
 def test_norms_of_every_order(p: float, strategy: str, rank: int, world_size: int) -> None:
@@ -75,7 +75,7 @@ class Mixed(nn.Module):
         return self.c(self.b(self.a(x).to(torch.bfloat16)).double())
 
 
-@pytest.mark.parametrize("p", [2.0, INF])
+@pytest.mark.parametrize("p", [2.0, *exhaustive(INF)])
 @ranks(3, exhaustive=(2,))
 def test_several_dtypes(p: float, rank: int, world_size: int) -> None:
     models = []
@@ -120,8 +120,8 @@ class Beside(nn.Module):
 
 
 @pytest.mark.parametrize("users", [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize("p", [2.0, INF, 0.0, *exhaustive(1.0, -1.0)])
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("p", [2.0, INF, *exhaustive(0.0, 1.0, -1.0)])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard")])
 @ranks(2, exhaustive=(3,))
 def test_ignored_parameters_that_some_ranks_leave_out(
     strategy: str, p: float, users: tuple[int, ...], rank: int, world_size: int
@@ -182,7 +182,7 @@ def test_replaced_and_missing_gradients(rank: int, world_size: int) -> None:
     assert_grads(model, plain)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), INF])
+@pytest.mark.parametrize("bad", [float("nan"), *exhaustive(INF)])
 @ranks(2)
 def test_nonfinite_norms(bad: float, rank: int, world_size: int) -> None:
     plain, model, engine = trained(world_size, rank)

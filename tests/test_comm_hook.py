@@ -25,7 +25,7 @@ def with_hook(pair: Pair, state: Any, hook: Any) -> Pair:
     return pair
 
 
-@ranks(2, 3, exhaustive=(4,))
+@ranks(2, exhaustive=(3, 4))
 @pytest.mark.parametrize("strategy", [*SHARDED, "no_shard"])
 def test_torchs_own_hooks_train_like_plain(strategy, rank, world_size):
     hook = default_hooks.allreduce_hook if strategy == "no_shard" else default_hooks.reduce_scatter_hook
@@ -36,7 +36,7 @@ def test_torchs_own_hooks_train_like_plain(strategy, rank, world_size):
 
 
 @ranks(2)
-@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("sync", [True, *exhaustive(False)])
 def test_micro_batches_are_accumulated(sync, rank, world_size):
     pair = with_hook(
         Pair(MLP, rank, world_size), default_hooks.DefaultState(dist.group.WORLD), default_hooks.reduce_scatter_hook
@@ -75,7 +75,7 @@ class Compress:
 
 
 @ranks(2, exhaustive=(3,))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive(torch.float16)])
 @pytest.mark.parametrize("strategy", [*SHARDED, "no_shard"])
 def test_compression_that_replaces_what_it_is_given(strategy, dtype, rank, world_size):
     torch.manual_seed(0)
@@ -119,6 +119,7 @@ class PowerSGD:
         output.copy_(torch.outer(p, q).view(-1)[rank * output.numel() : (rank + 1) * output.numel()])
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_hook_with_state_of_its_own_for_each_call(rank, world_size):
     """Rank-one gradients with error feedback train a model almost as whole ones do."""

@@ -67,7 +67,7 @@ def test_writing(strategy: str, ranks_arg: Any, place: Any, write: bool, rank: i
     assert_same(full(model, engine), plain)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
 @ranks(3)
 def test_the_lowest_named_rank_decides(strategy: str, rank: int) -> None:
     plain, model, engine = sharded(strategy=strategy)
@@ -83,7 +83,7 @@ def test_the_lowest_named_rank_decides(strategy: str, rank: int) -> None:
 
 @pytest.mark.parametrize("strategy", FULL_SHARD)
 @pytest.mark.parametrize(("ranks_arg", "place"), [(None, None), (1, "cpu"), *exhaustive((None, "cpu"), (1, None))])
-@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize("write", [*exhaustive(False), True])
 @ranks(2)
 def test_gradients(strategy: str, ranks_arg: Any, place: Any, write: bool, rank: int, world_size: int) -> None:
     plain, model, engine = sharded(strategy=strategy)
@@ -204,7 +204,7 @@ def test_an_exception_restores_and_writes_nothing(strategy: str, rank: int) -> N
     model(batch(rank)).sum().backward()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
 @ranks(2)
 def test_training_goes_on_before_inside_and_after(strategy: str, rank: int, world_size: int) -> None:
     plain, model, engine = sharded(strategy=strategy)

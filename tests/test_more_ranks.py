@@ -38,6 +38,7 @@ def test_an_optimizer_built_before_sharding_trains_like_plain(rank, world_size, 
     same_params(model, plain)
 
 
+@pytest.mark.exhaustive
 @ranks(3)
 def test_an_optimizer_that_has_stepped_before_sharding_trains_like_plain(rank, world_size):
     torch.manual_seed(0)
@@ -82,7 +83,7 @@ def test_blocks_compiled_before_sharding_train_like_plain(rank, world_size):
         torch.testing.assert_close(ours[name].detach().full_tensor(), p.detach(), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+@pytest.mark.parametrize("kind", [*exhaustive("SGD"), "AdamW"])
 @ranks(3)
 def test_weight_decay_groups_chosen_by_name_after_sharding_train_like_plain(rank, world_size, kind):
     make = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}[kind]
@@ -91,6 +92,7 @@ def test_weight_decay_groups_chosen_by_name_after_sharding_train_like_plain(rank
     assert sizes[0] == sizes[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
 @ranks(3)
 def test_a_gan_with_two_engines_trains_like_plain(rank, world_size, strategy):

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import OptimStateKeyType as TorchKeyType
 
 from tests.compat.harness import Pair, batch, plain_backward
-from tests.marks import exhaustive
+from tests.marks import exhaustive, quick
 from tests.optim.helpers import O, Odd, backward_both, same_optimizers, trainable
 from tests.optim.matrix_optimizers import advance, maker
 from tests.ranks import ranks
@@ -74,7 +74,7 @@ def goes_on(pair: Pair, loaded: dict[str, Any]) -> None:
     advance(pair, range(10, 13))
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name", quick(MAKE, ["AdamW"]))
 @ranks(2, exhaustive=(1, 3, 4))
 def test_full_state_is_that_of_the_plain_optimizer_by_name(rank, world_size, name):
     pair = trained(name, rank, world_size)
@@ -88,7 +88,7 @@ def test_full_state_is_that_of_the_plain_optimizer_by_name(rank, world_size, nam
             same_dicts(found, by_name(pair))
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name", quick(MAKE, ["Muon"]))
 @ranks(2, exhaustive=(1, 3, 4))
 def test_full_state_on_every_rank_is_cut(rank, world_size, name):
     pair = trained(name, rank, world_size)
@@ -96,7 +96,7 @@ def test_full_state_on_every_rank_is_cut(rank, world_size, name):
     goes_on(pair, optim_state.shard_full_optim_state_dict(full, pair.model, optim=pair.optimizer))
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name", quick(MAKE, ["AdamW"]))
 @pytest.mark.parametrize("keys", ["names", *exhaustive("numbers")])
 @ranks(2, exhaustive=(1, 3, 4))
 def test_full_state_on_rank_0_is_scattered(rank, world_size, keys, name):
@@ -121,7 +121,7 @@ def test_empty_entries_are_scattered_too(rank, world_size):
     goes_on(pair, optim_state.scatter_full_optim_state_dict(given, pair.model, optim=pair.optimizer))
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name", quick(MAKE, ["Muon"]))
 @ranks(2, exhaustive=(1, 3, 4))
 def test_sharded_state_is_saved_by_dcp_and_goes_back(rank, world_size, name, tmp_path):
     pair = trained(name, rank, world_size)
@@ -139,7 +139,7 @@ def test_sharded_state_is_saved_by_dcp_and_goes_back(rank, world_size, name, tmp
     goes_on(pair, optim_state.flatten_sharded_optim_state_dict(sharded, pair.model, pair.optimizer))
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name", quick(MAKE, ["AdamW"]))
 @ranks(2)
 def test_state_of_a_plain_optimizer_goes_in_and_comes_out(rank, world_size, name):
     pair = trained(name, rank, world_size)

@@ -103,6 +103,7 @@ def test_a_failing_rank_shows_its_own_traceback_and_output_and_is_replaced(short
     assert not {row[0] for row in before} & {row[0] for row in after}
 
 
+@pytest.mark.exhaustive
 def test_a_hang_ends_at_the_timeout_and_shows_where_it_is():
     run(2, reset_signals)  # as Lightning does at the end of a run; it is the signal that asks for the stacks
     begin = time.monotonic()
@@ -123,6 +124,7 @@ def test_ranks_that_may_die_are_no_failure():
     assert run(2, survive_rank_1, may_die=(1,), group_timeout=10) == ["survived", None]
 
 
+@pytest.mark.exhaustive
 def test_a_test_that_leaves_the_group_out_of_step_fails(short_grace):
     with pytest.raises(RankFailure, match="the test left the"):
         run(2, leave_the_group_out_of_step, timeout=10)
@@ -132,6 +134,7 @@ def test_groups_that_a_test_makes_are_gone_in_the_next():
     assert run(2, make_a_group) == run(2, make_a_group)
 
 
+@pytest.mark.exhaustive
 def test_fresh_processes_are_used_once():
     kept = run(2, identify)
     first, second = run(2, identify, fresh=True), run(2, identify, fresh=True)

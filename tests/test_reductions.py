@@ -54,6 +54,34 @@ def _most_whole_gradients(pair: Pair, rank: int, steps: int) -> list[int]:
     return most[:-1]
 
 
+class Stack(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(64, 64) for _ in range(BLOCKS)))
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+@ranks(2)
+def test_what_reductions_hold_was_predicted(rank, offload):
+    torch.manual_seed(0)
+    model = Stack()
+    engine = torch_shard.shard(model, units=["*"], offload=offload)
+    reductions, most = engine._runtime.reductions, [0]
+    buffers = [flat.gradients for unit in engine._runtime.units for flat in unit.flats]
+
+    def look(*_: object) -> None:
+        making = [each.flat for each in buffers if each.flat is not None]
+        moving = [buffer for _, reduction in reductions._in_flight for buffer in (reduction.grad, reduction.received)]
+        most.append(sum(buffer.nbytes for buffer in making + moving))
+
+    for layer in model:
+        layer.weight.register_hook(look)
+        layer.bias.register_hook(look)
+    for step in range(4):
+        model(torch.full((4, 64), 1.0 + step + rank)).sum().backward()
+    b = engine.plan.predicted
+    assert 0 < max(most) <= b.gradient_buffer + b.reducing
+
+
 @ranks(2)
 def test_a_tied_weight_holds_up_no_reduction(rank, world_size):
     pair = Pair(Tied, rank, world_size, unit_bytes=300)
@@ -131,6 +159,7 @@ def test_a_blocking_collective_after_a_meeting_gives_the_same_norm(rank, world_s
     model(torch.randn(4, 5)).sum().backward()
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_rank_that_alone_meets_for_a_norm_is_an_error_that_names_it(rank, world_size):
     model = nn.Sequential(nn.Linear(5, WIDTH), Block(WIDTH))

@@ -26,7 +26,7 @@ def parts(engine: torch_shard.Engine) -> int:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, HYBRID, *exhaustive({"prefetch": 0}, {"prefetch": 3}, {"single_communicator": True})]
+    "settings", [{}, *exhaustive(HYBRID, {"prefetch": 0}, {"prefetch": 3}, {"single_communicator": True})]
 )
 @ranks(4)
 def test_it_trains_like_plain(settings, rank, world_size):
@@ -112,6 +112,7 @@ class Recomputes(MLP):
         return self.head(x)
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_a_recomputation_computes_with_what_was_edited_since_forward(rank, world_size):
     def run(model: nn.Module, x: torch.Tensor) -> None:
@@ -154,6 +155,7 @@ def test_a_model_that_gets_no_backward_keeps_nothing_between_steps(rank, world_s
         assert parts(engine) == 0
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_evaluation_and_gathered_between_forward_and_backward(rank, world_size):
     pair = Pair(MLP, rank, world_size, **TWO)
@@ -186,7 +188,7 @@ def test_a_part_is_not_used_after_a_step(rank, world_size):
     pair.check()
 
 
-@pytest.mark.parametrize("precision", [torch.bfloat16, None])
+@pytest.mark.parametrize("precision", [*exhaustive(torch.bfloat16), None])
 @ranks(4)
 def test_parts_hold_what_modules_compute_with(precision, rank, world_size):
     """To the bit the same as without them, at the size of the computation's dtype."""
@@ -208,6 +210,7 @@ def test_parts_hold_what_modules_compute_with(precision, rank, world_size):
         assert torch.equal(p.to_local(), q.to_local())
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_what_was_sent_as_codes_is_gathered_again_as_it_was(rank, world_size):
     """To the bit as without parts; edits of a recomputed forward are compared with the right values."""
@@ -228,6 +231,7 @@ def test_what_was_sent_as_codes_is_gathered_again_as_it_was(rank, world_size):
         assert torch.equal(p.to_local(), q.to_local())
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_a_backward_that_fails_leaves_nothing_behind(rank, world_size):
     pair = Pair(MLP, rank, world_size, **TWO)

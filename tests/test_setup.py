@@ -68,7 +68,7 @@ def a_device(rank: int, world_size: int) -> tuple[Any, list[int]]:
 
 
 @pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
-@pytest.mark.parametrize("mesh", [one_dimension, process_group, one_rank_group, one_rank_mesh, a_device])
+@pytest.mark.parametrize("mesh", [one_dimension, *exhaustive(process_group), one_rank_group, one_rank_mesh, a_device])
 @ranks(2)
 def test_training_over_a_mesh_is_like_plain(rank, world_size, mesh, strategy):
     over, members = mesh(rank, world_size)
@@ -87,7 +87,7 @@ def test_training_over_a_mesh_of_ranks_in_another_order_is_like_plain(rank, worl
     trains_like_plain(model, plain, rank, members)
 
 
-@pytest.mark.parametrize("name", ["rows", "columns"])
+@pytest.mark.parametrize("name", [*exhaustive("rows"), "columns"])
 @ranks(4)
 def test_training_over_one_dimension_of_a_mesh_is_like_plain_on_the_batches_of_those_ranks(rank, world_size, name):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
@@ -109,6 +109,7 @@ def test_training_over_a_group_of_some_ranks_needs_nothing_of_the_others(rank, w
     trains_like_plain(model, plain, rank, [0, 2])
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_two_engines_over_different_meshes_train_like_plain(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("both", "alone"))
@@ -434,7 +435,7 @@ def test_a_buffer_of_an_ignored_module_stays_the_ranks_own(rank, copied):
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize("on_meta", [*exhaustive(False), True])
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_optim", "no_shard")])
 def test_a_model_sharded_under_inference_mode_evaluates_and_then_trains_like_plain(rank, world_size, strategy, on_meta):
     plain = built_with(0)

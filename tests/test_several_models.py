@@ -11,6 +11,7 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import Block, average_grads, batch, same, same_grads
+from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard.errors import DivergenceError
 
@@ -29,7 +30,7 @@ def _twins(kind: str) -> tuple[nn.Module, nn.Module]:
 
 
 @pytest.mark.parametrize("how", ["no_grad", "one_loss", "two_losses"])
-@pytest.mark.parametrize("kind", ["twin", "larger", "copy"])
+@pytest.mark.parametrize("kind", ["twin", *exhaustive("larger"), "copy"])
 @ranks(2)
 def test_forwards_of_two_models_in_another_order_on_one_rank_are_an_error(rank, kind, how):
     pair = _twins(kind)

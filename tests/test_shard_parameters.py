@@ -36,7 +36,7 @@ def test_it_takes_a_parameters_place(rank, world_size):
     same(weight.detach(), before * 2)
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_autograd_through_local_arithmetic_equals_plain(rank, world_size):
     losses = [
         lambda p: p.sum(),

@@ -11,7 +11,7 @@ from tests.shard_cases import REDUCTIONS
 from tests.shard_helpers import SHAPES, GroupComm, same, sharded, values
 
 
-@ranks(1, 2, 3)
+@ranks(1, 2, exhaustive=(3,))
 def test_reductions_to_a_scalar_are_those_of_the_whole(rank, world_size):
     plain = values()
     shards = sharded(plain, rank, world_size)
@@ -84,7 +84,7 @@ def test_foreach_norm_is_one_collective_and_right(rank, world_size):
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_clip_grad_norm_of_torch_is_right(rank, world_size, foreach):
     for order in (2.0, 1.0, math.inf):
         parameters, reference = [], []

@@ -85,7 +85,7 @@ def test_slicing_an_expanded_operand_does_not_materialise_it():
 # -- arithmetic ---------------------------------------------------------------------------------------------------
 
 
-@ranks(1, 2, 3)
+@ranks(1, 2, exhaustive=(3,))
 def test_elementwise_arithmetic_equals_plain(rank, world_size):
     plain = values()
     shards = sharded(plain, rank, world_size)
@@ -208,7 +208,7 @@ FILLS = [
 ]
 
 
-@ranks(1, 2, 3)
+@ranks(1, 2, exhaustive=(3,))
 def test_the_same_seed_gives_what_plain_torch_gives(rank, world_size):
     plain = values()
     shards = {name: nn.Parameter(t) for name, t in sharded(plain, rank, world_size).items()}

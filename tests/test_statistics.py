@@ -114,6 +114,7 @@ def test_waiting_counts_by_what_is_waited_for(purpose: str, kind: str, how: str)
     assert set(found.values()) == {0.0}
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_waiting_for_a_rank_that_begins_late_is_not_waiting_for_the_network(rank: int) -> None:
     assert waited_for("other_wait", "before", rank) or rank == 1
@@ -144,6 +145,7 @@ def test_gathered_bytes_now_and_at_most(config: dict[str, Any], peak: int) -> No
     assert engine.statistics().gathered == 0
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_what_few_ranks_keep_for_backward_counts_as_gathered() -> None:
     model = Row()
@@ -217,6 +219,7 @@ def reference_norms(plain: nn.Module, engine: torch_shard.Engine, p: float, only
     return norms
 
 
+@pytest.mark.exhaustive
 @ranks(4, exhaustive=(2,))
 def test_norms_of_units_under_hybrid_sharding(rank: int, world_size: int) -> None:
     plain, model = build(), build()

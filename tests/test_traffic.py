@@ -124,7 +124,7 @@ def place(events: list[str], event: str) -> int:
     return events.index(event) if event in events else -1
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("ahead", [*exhaustive(0), 1, *exhaustive(2)])
 @ranks(2, exhaustive=(3,))
 def test_units_are_gathered_as_far_ahead_as_prefetch_says(rank, world_size, ahead):
     pair = Pair(Chain, rank, world_size, units=UNITS, prefetch=ahead)
@@ -187,7 +187,7 @@ def sent(collectives: Collectives, world_size: int) -> int:
     return total // world_size
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
 @ranks(3, exhaustive=(2, 4))
 def test_a_step_sends_the_bytes_that_the_formula_says(rank, world_size, strategy):
     pair = Pair(Chain, rank, world_size, units=UNITS, strategy=strategy)
@@ -216,7 +216,7 @@ def test_five_ranks_gather_by_an_all_gather_and_send_as_many_bytes(rank, world_s
     assert seen.named("_allgather_base_") and not seen.named("broadcast_")
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op")])
 @ranks(2, exhaustive=(3,))
 def test_on_gloo_gradients_travel_by_one_all_to_all_for_each_unit(rank, world_size, strategy):
     pair = Pair(Chain, rank, world_size, units=UNITS, strategy=strategy)
@@ -276,7 +276,7 @@ def test_shard_grad_op_keeps_parameters_gathered_to_the_end_of_backward(rank, wo
     pair.check()
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("prefetch", [*exhaustive(0), 1, *exhaustive(2)])
 @ranks(2, exhaustive=(3,))
 def test_full_shard_holds_few_gathered_units_at_once(rank, world_size, prefetch):
     pair = Pair(lambda: Chain(layers=8), rank, world_size, units=UNITS, prefetch=prefetch)
@@ -291,7 +291,7 @@ def test_full_shard_holds_few_gathered_units_at_once(rank, world_size, prefetch)
     pair.check()
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("prefetch", [*exhaustive(0), 1, *exhaustive(2)])
 @ranks(2)
 def test_the_plan_predicts_how_much_is_gathered_at_once(rank, world_size, prefetch):
     pair = Pair(lambda: Chain(layers=8), rank, world_size, units=UNITS, prefetch=prefetch)
@@ -305,7 +305,7 @@ def test_the_plan_predicts_how_much_is_gathered_at_once(rank, world_size, prefet
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
-@pytest.mark.parametrize("setting", ["debug", "single_communicator"])
+@pytest.mark.parametrize("setting", ["debug", *exhaustive("single_communicator")])
 @ranks(2, exhaustive=(3,))
 def test_debug_and_a_single_communicator_train_like_plain(rank, world_size, strategy, setting):
     train_both(MLP, rank, world_size, strategy=strategy, steps=4, **{setting: True})
@@ -361,7 +361,7 @@ def test_a_single_communicator_carries_gathers_and_reductions(rank):
     assert gathers == reductions and len(gathers) == 1
 
 
-@pytest.mark.parametrize("single_first", [True, False])
+@pytest.mark.parametrize("single_first", [True, *exhaustive(False)])
 @ranks(2)
 def test_the_choice_of_a_single_communicator_is_each_engines_own(rank, single_first):
     for single in (single_first, not single_first):
@@ -373,7 +373,7 @@ def test_the_choice_of_a_single_communicator_is_each_engines_own(rank, single_fi
 # -- memory ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
 @ranks(2, exhaustive=(1, 3))
 def test_between_steps_a_rank_holds_its_share_and_nothing_gathered(rank, world_size, strategy):
     def adam(model: nn.Module) -> torch.optim.Optimizer:

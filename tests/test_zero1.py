@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,7 +28,7 @@ def of_ddp(model: nn.Module, world_size: int) -> float:
     return 2 * sum(p.numel() * p.element_size() for p in model.parameters()) * (world_size - 1) / world_size
 
 
-@ranks(2, 4)
+@ranks(2, exhaustive=(4,))
 def test_a_step_of_several_micro_batches_sends_what_ddp_does(rank, world_size):
     torch.manual_seed(0)
     model = MLP(width=64)
@@ -174,6 +175,7 @@ def _raise(*_: Any) -> None:
     raise ZeroDivisionError
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_edits_that_leave_no_trace_count(rank, world_size):
     """Written on one rank for all; by a collective, past autograd, through NumPy, on the memory itself."""
@@ -222,6 +224,7 @@ def test_an_edit_between_forwards_of_a_submodule_counts(rank, world_size):
             pair.each(lambda m: m.inp.weight.mul_(0.5))
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_full_state_dict_leaves_nothing_gathered(rank, world_size):
     pair = Pair(MLP, rank, world_size, strategy="shard_optim")

@@ -111,6 +111,8 @@ class Collectives:
         # Gloo does not know every dtype.
         self._sends_bytes = self.backend == "gloo" and self.device.type == "cpu"
         self._broadcasts = self._sends_bytes and 1 < self.size <= _BROADCASTS
+        # Slices of a sum over the ranks are in no narrower dtype than `.grad`, whatever dtype they have sent.
+        self.sums_wide = self.backend == "gloo" and self.size > 1 and self.across_channel is None
         self.averaged = self.topology.averaged
         row = self.topology.row_of(self.world_rank)
         few = sorted(self.again_channel.members) if self.again_channel is not None else [self.world_rank]

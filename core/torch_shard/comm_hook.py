@@ -14,6 +14,7 @@ import torch
 
 from .collectives import Collectives
 from .errors import ConfigError, ShardError, UnitStateError
+from .reduction import cast
 from .watch import Pending
 from .whole import agree
 
@@ -31,8 +32,11 @@ class CommHook:
     function: Callable[..., Any]
     error: Exception | None = None  # that it raised in this backward
 
-    def start(self, collectives: Collectives, grad: torch.Tensor, dtype: torch.dtype) -> HookedReduction:
-        """Call it with this rank's own gradients of a unit, 1-D, not divided. It may replace what it is given."""
+    def start(
+        self, collectives: Collectives, grad: torch.Tensor, dtype: torch.dtype, narrow: bool = False
+    ) -> HookedReduction:
+        """Call it with this rank's own gradients of a unit, 1-D, not divided. It may replace what it is given. `dtype`, `narrow`:
+        what `finish` will be called with."""
         c = collectives
         with torch.no_grad(), c.reducing():
             expected = (grad.numel() // c.size,)
@@ -49,7 +53,7 @@ class CommHook:
                 self.error = self.error or error
                 result = torch.zeros(expected, dtype=grad.dtype, device=grad.device)
             if c.across_channel is None:
-                return HookedReduction(c, grad, result.to(dtype), c.reduced())
+                return HookedReduction(c, grad, cast(result, dtype, narrow), c.reduced())
             # The mean of the means; the copies are as large as each other.
             result = result.to(grad.dtype) / c.topology.replicas
             pending = c.all_reduce_across(result, "the mean of the copies' gradients")
@@ -79,15 +83,15 @@ class HookedReduction:
         if self.pending is not None:
             self.pending.settle(seconds)
 
-    def finish(self, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's slice, in `dtype`."""
+    def finish(self, dtype: torch.dtype, narrow: bool = False) -> torch.Tensor:
+        """This rank's slice, in `dtype`; with `narrow` in its own, if that is narrower."""
         if self.event is not None:
             # Hazard: compute must not read the slice before the hook has written it.
             torch.cuda.current_stream(self.collectives.device).wait_event(self.event)
         if self.pending is not None:
             self.pending.wait()
         # What a hook was given is not used again: it may have kept it.
-        return self.result.to(dtype)
+        return cast(self.result, dtype, narrow)
 
 
 def register(runtime: Runtime, state: Any, hook: Callable[..., Any]) -> None:

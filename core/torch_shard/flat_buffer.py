@@ -78,7 +78,7 @@ class FlatBuffer:
             for start, stop in layout.gaps()
             if start < last and stop > first
         ]
-        home = None if self.host is None else HostGradients(self.host.host, layout.shard_numel)
+        home = None if self.host is None else HostGradients(self.host.host, layout.shard_numel, unit.index)
         self.gradients = GradientBuffer(layout, dtypes, self.params, collectives, home)
         self._build(self.dtype, None)
 

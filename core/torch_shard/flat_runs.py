@@ -80,6 +80,7 @@ class Runs:
         ]
         self.pieces: list[Piece] = []
         self.stepped: list[ShardTensor] = []
+        self.stepped_flats: list[FlatBuffer] = []
         self.counters = Counters()
         self.fits_fused = False
         """Whether a fused kernel on the CPU takes all pieces with the state that they have."""
@@ -151,7 +152,7 @@ class Runs:
     def arrange(self, state: Any, split: int) -> None:
         """Take everything as it is now, and divide it into runs anew."""
         # First let go of what there was: state that was replaced since.
-        self._runs, self.pieces, self.stepped = [], [], []
+        self._runs, self.pieces, self.stepped, self.stepped_flats = [], [], [], []
         self._entries, self._values, self._elements, self._memory, self._seen = [], [], [], [], []
         self._gathered, self._narrowed, self._regular = [], [], False
         pattern = self._gradients()
@@ -172,7 +173,9 @@ class Runs:
         for run in self._runs:
             self._cut(run, state, split)
         self.pieces = [piece for run in self._runs for piece in run.pieces]
-        self.stepped = [self.params[i] for run in self._runs for i in run.members]
+        members = [i for run in self._runs for i in run.members]
+        self.stepped = [self.params[i] for i in members]
+        self.stepped_flats = [self.flats[n] for n in dict.fromkeys(self.shard_of[i] for i in members)]
         self._regular, self._split = _OTHER not in pattern, split
         present = [i for i, kind in enumerate(pattern) if kind == _HERE]
         self._present = [self.params[i] for i in present]

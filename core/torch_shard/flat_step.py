@@ -249,8 +249,10 @@ class FlatStep:
         for own, group, (fuse, _) in zip(self._groups, groups, ways, strict=True):
             if own.runs.params or own.rest or self._only is None:
                 self._add(own, group, fuse)
-        for flat in {id(flat): flat for own in self._groups for flat in own.rounded}.values():
-            flat.rounding.begin()  # type: ignore[union-attr]
+        # A step counts for what has gradients, whoever looks at the rest.
+        for flat in {id(flat): flat for own in self._groups for flat in own.runs.stepped_flats}.values():
+            if flat.rounding is not None:
+                flat.rounding.begin()
         if not self._torchs:  # others may work on all groups at once, in whatever order
             for work in self._working:
                 _enter(work)

@@ -14,9 +14,9 @@ from .flat_views import FlatViews, cut_of
 from .layout import FlatLayout
 from .leaf import own_grad, set_own_grad
 from .offload.moving import whole_of
-from .precision import Dtypes
+from .precision import Dtypes, widens
 from .quantized_transfers import QuantizedGradients
-from .reduction import Reduction
+from .reduction import Reduction, cast
 from .shard_spec import slot_view
 from .shard_tensor import ShardTensor
 from .unfinished import Unfinished
@@ -59,10 +59,13 @@ class GradientBuffer:
         self.unfinished = Unfinished(params)
         self.partial = False  # the running backward does not end an accumulation, and reduces all the same
         self.results: list[torch.Tensor] = []  # reduced slices waiting to be published as .grad
-        self._streams: set[Any] = set()  # CUDA: those on which gradients arrived
-        self.opens = self._opens(False)  # the dtype of `flat`, where it is made now
+        # CUDA: those on which gradients arrived, where another stream reads them.
+        self._streams: set[Any] = set()
+        self._notes_streams = collectives.reduce_stream is not None or (home is not None and home.host.on_cuda)
+        self._narrow = False  # `flat` is to hold gradients as they arrive, and can't hold sums of them
         before = _divided_before(collectives.averaged) if dtypes.reduce is torch.float16 else collectives.averaged
         self._divide(1.0 / before, before / collectives.averaged)
+        self.opens = self._opens(False)  # the dtype of `flat`, where it is made now
         self.hook: CommHook | None = None  # reduces in place of the engine
         self.quantized: QuantizedGradients | None = None
         if dtypes.quantized is not None and collectives.size > 1:
@@ -106,15 +109,38 @@ class GradientBuffer:
 
     def _open(self) -> torch.Tensor:
         if self.flat is None:
-            self.flat = self.collectives.take(self.layout.numel, self.opens)
-            self._views = FlatViews.of(self.flat, self.layout.slots, self._cut)
+            if self.home is not None:
+                self.home.host.make_room()
+            self._narrow = self.collectives.averaged == 1 and widens(self.opens, self.dtypes.grad)
+            self.flat = self._taken(self.opens)
+        return self.flat
+
+    def _taken(self, dtype: torch.dtype) -> torch.Tensor:
+        flat = self.collectives.take(self.layout.numel, dtype)
+        self._views = FlatViews.of(flat, self.layout.slots, self._cut)
+        return flat
+
+    def _widen(self) -> torch.Tensor:
+        """More is to be added to a gradient that was only to be sent on, or it comes in another dtype than the leaf's: from here
+        on in the dtype of ``.grad``, as without offload."""
+        narrow, streams = self.flat, self._streams
+        assert narrow is not None
+        here = torch.cuda.current_stream(narrow.device) if streams else None
+        if here is not None:
+            join(here, streams)
+        self._narrow, self.flat = False, self._taken(self.dtypes.grad).copy_(narrow)
+        for stream in streams:
+            # Hazard: the narrow one's memory is that of one of them, and is read here until then.
+            join(stream, [here])
         return self.flat
 
     def _opens(self, deferred: bool) -> torch.dtype:
         """What is reduced at once has the dtype of the reduction, what more is added to a wide one."""
         if deferred:
             return self.dtypes.accumulated
-        return self.dtypes.grad if self.collectives.averaged == 1 else self.dtypes.reduce
+        if self.collectives.averaged > 1:
+            return self.dtypes.reduce
+        return self.dtypes.grad if self.home is None or self._factor != 1.0 else self.dtypes.crossing(reduced=False)
 
     # -- from the leaves ----------------------------------------------------------------------------------------
     def begin_backward(self, checked: bool = False, deferred: bool = False, partial: bool = False) -> None:
@@ -155,8 +181,10 @@ class GradientBuffer:
         """Add a leaf's gradient, divided by the number of ranks; True if it was the last one missing. Copied at once: its
         memory may be used again, by autograd or by the function that it comes from."""
         flat = self.flat if self.flat is not None else self._open()
-        if self.collectives.reduce_stream is not None:
+        if self._notes_streams:
             self._streams.add(torch.cuda.current_stream(flat.device))
+        if self._narrow and (self.holds[index] or grad.dtype != flat.dtype):
+            flat = self._widen()
         assert self._views is not None
         into = self._views.view(flat, index)
         if self.holds[index]:
@@ -192,14 +220,14 @@ class GradientBuffer:
                 if not has:
                     slot_view(grad, slot).zero_()
         if self.collectives.averaged == 1:
-            self._keep(grad.to(self.dtypes.grad))
+            self._keep(cast(grad, self.dtypes.grad, self.home is not None), streams=streams)
             return None
         if self.quantized is not None:
             return self.quantized.start(grad, held, self.dtypes.grad, what, streams)
         if grad.dtype != self.dtypes.reduce:
             grad = self._converted(grad)
         if self.hook is not None:
-            return self.hook.start(self.collectives, grad, self.dtypes.grad)
+            return self.hook.start(self.collectives, grad, self.dtypes.grad, self.home is not None)
         return self.collectives.reduce(grad, what, streams)
 
     def _converted(self, grad: torch.Tensor) -> torch.Tensor:
@@ -213,12 +241,14 @@ class GradientBuffer:
     def collect(self, reduction: Reduction | HookedReduction) -> None:
         """Take the slice of a reduction; added at once where every `.grad` is a view of one earlier slice, else published
         later."""
-        result = reduction.finish(self.dtypes.grad)
-        if self._rest != 1.0:
-            result.mul_(self._rest)
-        self._keep(result)
+        result, factor = reduction.finish(self.dtypes.grad, self.home is not None), self._rest
+        if factor != 1.0 and result.dtype == self.dtypes.grad:
+            result.mul_(factor)
+            factor = 1.0
+        self._keep(result, factor)
 
-    def _keep(self, result: torch.Tensor) -> None:
+    def _keep(self, result: torch.Tensor, factor: float = 1.0, streams: Sequence[Any] = ()) -> None:
+        """`factor`: what it has to be multiplied with once it is wide. `streams`: CUDA: those that its memory may belong to."""
         home = self.home
         # With one rank nothing is in flight behind it, so that it can as well be added when it is published.
         base = self._published() if home is not None or self.collectives.averaged > 1 else None
@@ -228,9 +258,9 @@ class GradientBuffer:
             else:
                 self.results.append(result)
         elif base is not None:
-            home.add(base, result, self._shown())
+            home.add(base, result, self._shown(), factor, streams)
         else:
-            self.results.append(home.receive(result))
+            self.results.append(home.receive(result, self.dtypes.grad, factor, streams))
 
     def scale(self, base: torch.Tensor, factor: torch.Tensor, gaps: Sequence[tuple[int, int]]) -> None:
         """Multiply `base`, in host memory, which has all gradients, by a 0-d factor, in the background. `gaps`: its padding."""
@@ -324,7 +354,8 @@ class GradientBuffer:
         start, stop = self.layout.rank_range(self.collectives.rank)
         own = self.flat[start:stop]
         # What goes to host memory is read behind this, when more may have been added.
-        own = own.to(self.dtypes.grad) if self.home is None else self.home.receive(own.to(self.dtypes.grad, copy=True))
+        dtype = self.dtypes.grad
+        own = own.to(dtype) if self.home is None else self.home.receive(own.to(dtype, copy=True), dtype)
         return own.split_with_sizes(self._pieces)
 
     def keep_held(self) -> None:
@@ -400,7 +431,7 @@ class GradientBuffer:
                     grad._lost = self.lost = True
         if self.flat is not None:
             self.collectives.give(self.flat)
-        self.flat, self._views, self.results = None, None, []
+        self.flat, self._views, self._narrow, self.results = None, None, False, []
         self._streams = set()
         self.holds = [False] * len(self.holds)
         self.arrived = [False] * len(self.arrived)

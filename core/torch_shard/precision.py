@@ -39,6 +39,7 @@ __all__ = [
     "modules_named",
     "norms_in",
     "precision_of",
+    "widens",
 ]
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -230,11 +231,24 @@ class Dtypes:
         """Bytes in storage to which starts are aligned, so that they are to 16 bytes in each of the dtypes."""
         return ALIGNMENT * self.stored.itemsize // self.smallest
 
+    def crossing(self, reduced: bool) -> torch.dtype:
+        """In which gradients go to host memory: that of the reduction or, where nothing is `reduced`, that in which modules give
+        them; in that of ``.grad`` unless it is wider. A cast to a wider one is exact, and can as well be made there."""
+        if reduced and self.quantized is not None and self.quantized.gradients is not None:
+            return self.grad  # as which codes are added up
+        given = self.reduce if reduced else self.compute
+        return given if widens(given, self.grad) else self.grad
+
     @property
     def accumulated(self) -> torch.dtype:
         """Of gradients that are summed on one rank before they are reduced."""
         wide = torch.float32 if self.stored in FLOATS and self.stored.itemsize < 4 else self.stored
         return wide if wide.itemsize > self.reduce.itemsize else self.reduce
+
+
+def widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
+    """Whether `wide` has more bytes than `narrow` and all of its values."""
+    return narrow.itemsize < wide.itemsize and torch.promote_types(narrow, wide) == wide
 
 
 def checked_modules(field: str, value: Any) -> tuple[Any, ...]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .layout import ALIGNMENT
-from .offload.settings import IN_FLIGHT, PAGED
+from .offload.settings import IN_FLIGHT, PAGED, STAGED
+from .reduction import IN_FLIGHT_ON_STREAMS
 
 if TYPE_CHECKING:
     from .block_code import BlockCode
@@ -37,8 +38,13 @@ class PredictedBytes:
             codes, where these are gathered: what crosses to the device. Held between steps.
         device_copy: with ``Offload(params=False)`` the slices that stay on the device. Held between steps.
         arriving: of gradients, a second buffer in host memory, which comes with accumulation: it holds what arrives until it is
-            added.
-        leaving: of gradients, on the device, while they are copied to host memory.
+            added. Where gradients are narrower on their way, they need it under ``no_sync`` only.
+        staging: of gradients, in host memory, where they arrive narrower than ``.grad`` has them. Held between steps. Over Gloo,
+            whose sums are not narrower where parameters are sharded, it is not taken.
+        reducing: of gradients, on the device, with several ranks: units in flight beside the one whose gradients are made, with
+            the slices that they become, as on GPUs. On top, while a step runs.
+        leaving: of gradients, on the device, while they are copied to host memory: slices of one unit, in the dtype in which they
+            were reduced, unless that of ``.grad`` is narrower.
         disk: what of parameters and optimizer state is in files.
         paged: how much of that is in memory at one time, while the optimizer steps.
     """
@@ -56,6 +62,8 @@ class PredictedBytes:
     cast_copy: int = 0
     device_copy: int = 0
     arriving: int = 0
+    staging: int = 0
+    reducing: int = 0
     leaving: int = 0
     disk: int = 0
     paged: int = 0
@@ -76,9 +84,9 @@ class PredictedBytes:
 
     @property
     def host(self) -> int:
-        """In host memory between steps, with offload: parameters, their copy, gradients and optimizer state, as far as they are
-        not on disk. 0 without."""
-        return self._sharded + self.cast_copy - self.disk if self.offloaded else 0
+        """In host memory between steps, with offload: parameters, their copy, gradients, what they arrive in, and optimizer
+        state, as far as they are not on disk. 0 without."""
+        return self._sharded + self.cast_copy + self.staging - self.disk if self.offloaded else 0
 
     @property
     def host_at_setup(self) -> int:
@@ -98,7 +106,7 @@ class PredictedBytes:
     @property
     def device_peak(self) -> int:
         """While a step runs, without activations and buffers of the model."""
-        return self.device + self.gathered_peak + self.gradient_buffer + self.leaving
+        return self.device + self.gathered_peak + self.gradient_buffer + self.reducing + self.leaving
 
     def lines(self, strategy: str, world_size: int) -> list[str]:
         """In words, for a plan's table."""
@@ -118,10 +126,11 @@ class PredictedBytes:
                 f"  of these {mib(self.host)} MiB in host memory (at most {mib(self.host_peak)}, where gradients are "
                 f"accumulated), {f'{mib(self.disk)} MiB on disk, ' if self.disk else ''}{mib(self.device)} MiB on the device"
             )
+        reducing = f", {mib(self.reducing)} MiB of gradients that are being reduced" if self.reducing else ""
         leaving = f" and {mib(self.leaving)} MiB of gradients on their way to the host" if self.leaving else ""
         lines.append(
             f"  during a step at most about {mib(self.gathered_peak)} MiB of gathered parameters "
-            f"and {mib(self.gradient_buffer)} MiB of gradient buffer{leaving} more"
+            f"and {mib(self.gradient_buffer)} MiB of gradient buffer{reducing}{leaving} more"
         )
         return lines
 
@@ -152,7 +161,9 @@ def predicted_bytes(plan: Plan) -> PredictedBytes:
         cast_copy=sum(map(_crossing, copied)),
         device_copy=0 if offload is None or offload.params else sum(map(_crossing, shards)),
         arriving=0 if offload is None else gradients,
-        leaving=0 if offload is None else _leaving(by_unit),
+        staging=0 if offload is None else _staging(trained, plan.world_size > 1),
+        reducing=_reducing(plan, by_unit),
+        leaving=0 if offload is None else _leaving(by_unit, plan.world_size > 1),
         disk=sum(kept),
         paged=min(sum(kept), PAGED * max(kept, default=0)),
     )
@@ -165,7 +176,7 @@ def _gradient_buffer(plan: Plan, world: int) -> int:
     return max(
         (
             sum(
-                p.reduced_nbytes if world > 1 else p.local_numel * p.dtypes.grad.itemsize
+                p.reduced_nbytes if plan.world_size > 1 else p.local_numel * p.dtypes.crossing(reduced=False).itemsize
                 for p in unit.params
                 if p.requires_grad
             )
@@ -205,10 +216,31 @@ def _on_disk(shard: _Shard, offload: Offload) -> int:
     return copies * shard.numel * shard.dtypes.stored.itemsize
 
 
-def _leaving(shards: Iterable[list[_Shard]]) -> int:
+def _leaving(shards: Iterable[list[_Shard]], reduced: bool) -> int:
     return IN_FLIGHT * max(
-        (sum(s.numel * s.dtypes.grad.itemsize for s in of_unit if s.trains) for of_unit in shards), default=0
+        (sum(s.numel * s.dtypes.crossing(reduced).itemsize for s in of_unit if s.trains) for of_unit in shards),
+        default=0,
     )
+
+
+def _reducing(plan: Plan, shards: Iterable[list[_Shard]]) -> int:
+    """Of the units in flight and, until the oldest has been collected, the slice of one more."""
+    cut = (
+        plan.strategy != "no_shard"
+    )  # else a sum lies where the gradients were, and becomes ``.grad`` unless it goes to the host
+    if plan.world_size == 1 or (not cut and plan.offload is None):
+        return 0
+    held = []
+    for unit, of_unit in zip(plan.units, shards, strict=True):
+        whole = sum(p.reduced_nbytes for p in unit.params if p.requires_grad)
+        own = sum(s.numel * s.dtypes.reduce.itemsize for s in of_unit if s.trains) if cut else 0
+        held.append(IN_FLIGHT_ON_STREAMS * whole + (IN_FLIGHT_ON_STREAMS + 1) * own)
+    return max(held, default=0)
+
+
+def _staging(trained: Iterable[_Shard], reduced: bool) -> int:
+    arriving = ((s, s.dtypes.crossing(reduced)) for s in trained)
+    return STAGED * max((s.numel * dtype.itemsize for s, dtype in arriving if dtype != s.dtypes.grad), default=0)
 
 
 def shard_nbytes(sizes: Iterable[int], world_size: int, alignment: int = ALIGNMENT) -> int:

@@ -155,7 +155,7 @@ class QuantizedReduction(Reduction):
     def _dtype_across(self) -> torch.dtype:
         return self._across
 
-    def _own_sum(self, dtype: torch.dtype) -> torch.Tensor:
+    def _own_sum(self, dtype: torch.dtype, narrow: bool = False) -> torch.Tensor:
         c = self.collectives
         with torch.no_grad(), outside_inference():
             total = torch.empty(self._code.numel, dtype=dtype, device=self.received.device)

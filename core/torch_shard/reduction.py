@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import ShardError
+from .precision import widens
 from .watch import POLL, Pending
 
 if TYPE_CHECKING:
     from .collectives import Collectives
 
-__all__ = ["Reduction"]
+__all__ = ["IN_FLIGHT", "IN_FLIGHT_ON_STREAMS", "Reduction", "cast"]
+
+# Reductions in flight: each holds its unit's gradients and, over Gloo, what is received, which is as large. Above this many,
+# backward pauses for the oldest, but not for long: a rank that leaves a parameter unused issues its reductions at the end of
+# backward only, and until then it may need a gather from this one. On a GPU one more, else its queue would run empty while the
+# host waits.
+IN_FLIGHT, IN_FLIGHT_ON_STREAMS = 1, 2
 
 
 @dataclass(eq=False)
@@ -65,7 +72,7 @@ class Reduction:
     def _dtype_across(self) -> torch.dtype:
         return self.grad.dtype
 
-    def _own_sum(self, dtype: torch.dtype) -> torch.Tensor:
+    def _own_sum(self, dtype: torch.dtype, narrow: bool = False) -> torch.Tensor:
         """The first part has ended: this rank's slice. Gives the buffers back."""
         c = self.collectives
         if c.backend == "gloo" and self.received is not self.grad:
@@ -73,8 +80,8 @@ class Reduction:
             c.give(self.grad)
             c.give(self.received)
             return out
-        if self.received.dtype != dtype:
-            out = self.received.to(dtype)
+        out = cast(self.received, dtype, narrow)
+        if out is not self.received:
             c.give(self.grad)
             return out
         if self.received is not self.grad:  # else an all-reduce in place: the buffer itself is the result
@@ -100,8 +107,8 @@ class Reduction:
         while not self.begun.query() and time.monotonic() < deadline:
             time.sleep(POLL)
 
-    def finish(self, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's slice of the sum, in `dtype`."""
+    def finish(self, dtype: torch.dtype, narrow: bool = False) -> torch.Tensor:
+        """This rank's slice of the sum, in `dtype`; with `narrow` in that of the sum, if that is narrower."""
         c = self.collectives
         for stream in self.streams:
             # Hazard: the buffer's memory goes back to the stream that it was made on, which may not be the one that
@@ -110,7 +117,12 @@ class Reduction:
         while self.across:
             c.waiting[0].go_across()
         self.pending.wait()
-        return self._own_sum(dtype) if self.total is None else self.total.to(dtype)
+        return self._own_sum(dtype, narrow) if self.total is None else cast(self.total, dtype, narrow)
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype, narrow: bool) -> torch.Tensor:
+    """`tensor` in `dtype`; with `narrow` only if that makes it no wider, since others will do it elsewhere, and exactly."""
+    return tensor if narrow and widens(tensor.dtype, dtype) else tensor.to(dtype)
 
 
 def _sum(chunks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -19,7 +19,7 @@ from .agreement import Agreement
 from .collectives import Collectives
 from .errors import ShardError
 from .gradient_buffer import SEEN, WANTED, GradientBuffer
-from .reduction import Reduction
+from .reduction import IN_FLIGHT, IN_FLIGHT_ON_STREAMS, Reduction
 
 if TYPE_CHECKING:
     from .comm_hook import CommHook, HookedReduction
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from .in_backward import InBackward
     from .unit import Unit
 
-# Reductions in flight: each holds two buffers of its unit's size. Above this many, backward pauses for the oldest, but
-# not for long: a rank that leaves a parameter unused issues its reductions at the end of backward only, and until then
-# it may need a gather from this one. On a GPU one more, else its queue would run empty while the host waits.
-_IN_FLIGHT, _IN_FLIGHT_ON_STREAMS = 1, 2
 PAUSE = 0.2  # seconds
 # ... that a rank whose backward failed waits for reductions inside its copy, so that the copies stay in step. Where the others
 # have failed with it, they come at once.
@@ -100,7 +96,7 @@ class Reductions:
                 self._in_flight.append((gradients, reduction))
             elif self.on_published is not None:
                 self._publish_now(gradients)
-        limit = _IN_FLIGHT if self.collectives.reduce_stream is None else _IN_FLIGHT_ON_STREAMS
+        limit = IN_FLIGHT if self.collectives.reduce_stream is None else IN_FLIGHT_ON_STREAMS
         while self._in_flight:
             oldest = self._in_flight[0][1]
             few = len(self._in_flight) <= limit

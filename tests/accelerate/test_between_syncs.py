@@ -73,7 +73,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("plugin", quick(PLUGINS, ["full_shard"]))
-@pytest.mark.parametrize("mistake", quick(MISTAKES, [clip_by_accelerator, clip_by_torch, step]))
+@pytest.mark.parametrize("mistake", quick(MISTAKES, [clip_by_accelerator, step]))
 @ranks(2)
 def test_after_a_backward_under_no_sync_what_ddp_would_do_with_each_ranks_own_gradients_is_an_error(mistake, plugin):
     """At once, or where it can't be seen before the next backward, there."""

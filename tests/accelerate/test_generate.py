@@ -13,7 +13,7 @@ from torch import nn
 from accelerate_shard import ShardPlugin, generation
 from tests.accelerate.helpers import OURS, STOCK, accelerator, engine_of
 from tests.hf_models import VOCAB, build
-from tests.marks import exhaustive
+from tests.marks import exhaustive, quick
 from tests.ranks import ranks
 from torch_shard.errors import MissingRankError, ShardError
 
@@ -51,7 +51,7 @@ WAYS = {"gathered": contextlib.nullcontext, "token by token": too_little_memory}
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", *exhaustive("llama")])
 @ranks(2)
 def test_greedy_text_is_the_stock_model_s_on_ranks_of_different_lengths(rank: int, name: str, way: str) -> None:
     wanted = text(build(name)[0], rank)
@@ -84,9 +84,9 @@ def test_parameters_are_sent_once_for_the_whole_text(rank: int) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"do_sample": True, "top_k": 5},
+        *exhaustive({"do_sample": True, "top_k": 5}),
         {"num_beams": 3, "num_return_sequences": 2},
-        {"do_sample": True, "num_beams": 2},
+        *exhaustive({"do_sample": True, "num_beams": 2}),
     ],
     ids=["sampling", "beams", "sampled beams"],
 )
@@ -152,7 +152,7 @@ def test_generating_between_steps_changes_nothing_in_training(rank: int, mode: A
     assert train(OURS, False)[0] == losses
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", quick(WAYS, ["gathered"]))
 @ranks(2)
 def test_mixed_precision_generates_as_stock(rank: int, way: str) -> None:
     def scores(kind: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -169,6 +169,7 @@ def test_mixed_precision_generates_as_stock(rank: int, way: str) -> None:
     torch.testing.assert_close(ours, stock, **tolerance)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_rank_that_does_not_generate_is_missed(rank: int) -> None:
     with accelerator(OURS, shard_plugin=ShardPlugin(timeout=1)) as acc:
@@ -190,6 +191,7 @@ def test_a_rank_that_trains_meanwhile_is_told_so(rank: int) -> None:
             acc.backward(loss(model(**inputs)))
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_an_assistant_model_that_is_sharded_too_is_gathered(rank: int) -> None:
     plain, helper = build("llama")[0].eval(), build("llama", seed=1)[0].eval()

@@ -23,6 +23,7 @@ import torch_shard
 from accelerate_shard import from_pretrained
 from tests.accelerate.helpers import OURS, STOCK, accelerator
 from tests.hf_models import NAMES, build
+from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard.errors import CheckpointError, ConfigError, SetupError
 
@@ -62,7 +63,7 @@ def loaded(cls: Any, path: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n not in ("gpt2", "mixtral", "t5"))) for n in NAMES]
+    "name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n not in ("gpt2", "mixtral"))) for n in NAMES]
 )
 @ranks(2)
 def test_a_model_is_what_transformers_loads(name, tmp_path):
@@ -88,8 +89,7 @@ def test_one_rank_loads_as_several_do(tmp_path):
     ("stored", "options"),
     [
         (torch.float32, {"dtype": torch.bfloat16}),
-        (torch.bfloat16, {"torch_dtype": "auto"}),
-        (torch.bfloat16, {"dtype": "float32"}),
+        *exhaustive((torch.bfloat16, {"torch_dtype": "auto"}), (torch.bfloat16, {"dtype": "float32"})),
     ],
 )
 @ranks(2)
@@ -171,7 +171,7 @@ def test_entries_of_another_size_are_an_error_or_initialised(tmp_path):
     assert_equal(model, reference)
 
 
-@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("equal", [True, *exhaustive(False)])
 @ranks(2)
 def test_where_the_files_have_both_of_two_tied_weights_their_values_decide(rank, equal, tmp_path):
     from safetensors.torch import load_file, save_file
@@ -224,7 +224,7 @@ def training(kind: Any, make: Any, mixed_precision: str = "no") -> tuple[list[fl
         return losses, acc.unwrap_model(model)
 
 
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@pytest.mark.parametrize("mixed_precision", [*exhaustive("no"), "bf16"])
 @ranks(2)
 def test_training_goes_as_with_the_model_that_transformers_loads(mixed_precision, tmp_path):
     cls = saved("gpt2", tmp_path)
@@ -268,6 +268,7 @@ def test_adapters_are_what_they_are_on_the_model_that_transformers_loads(rank, t
     assert all(torch.equal(found[key], value) for key, value in adapter.items())
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_an_adapter_with_modules_that_it_replaces_is_put_on_as_on_any_model(rank, tmp_path):
     peft = pytest.importorskip("peft")
@@ -294,7 +295,7 @@ def test_an_adapter_with_modules_that_it_replaces_is_put_on_as_on_any_model(rank
         assert_equal(model, reference)
 
 
-@pytest.mark.parametrize("modules", [None, ["lm_head"]])
+@pytest.mark.parametrize("modules", [None, *exhaustive(["lm_head"])])
 @ranks(2)
 def test_transformers_own_adapters_are_loaded_saved_and_added_before_it_is_sharded(rank, modules, tmp_path):
     peft = pytest.importorskip("peft")
@@ -322,8 +323,9 @@ def test_transformers_own_adapters_are_loaded_saved_and_added_before_it_is_shard
 # -- before it is sharded ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("compiled", [False, *exhaustive(True)])
 @ranks(2)
-def test_before_it_is_sharded_a_model_says_that_it_has_no_values_and_nothing_is_written(rank, tmp_path):
+def test_before_it_is_sharded_a_model_says_that_it_has_no_values_and_nothing_is_written(rank, compiled, tmp_path):
     cls = saved("gpt2", tmp_path / "base")
     model = loaded(cls, tmp_path / "base")
     ids = torch.tensor([[5, 6, 7]])
@@ -340,14 +342,14 @@ def test_before_it_is_sharded_a_model_says_that_it_has_no_values_and_nothing_is_
                 use(own)
     assert not target.exists()
     assert inspect.signature(model.forward) == inspect.signature(cls.forward.__get__(model))
-    compiled = torch.compile(model, backend="eager")
+    used = torch.compile(model, backend="eager") if compiled else model
     reference = cls.from_pretrained(tmp_path / "base")
     model.save_pretrained(target, state_dict=reference.state_dict())  # values of the user's
     assert rank != 0 or (target / "model.safetensors").is_file()
     torch_shard.shard(model)
     assert not {"forward", "generate", "save_pretrained", "load_adapter"} & vars(model).keys()
     assert torch.equal(model(input_ids=ids).logits, reference(input_ids=ids).logits)
-    torch.testing.assert_close(compiled(input_ids=ids).logits, reference(input_ids=ids).logits)
+    torch.testing.assert_close(used(input_ids=ids).logits, reference(input_ids=ids).logits)
 
 
 @ranks(2)

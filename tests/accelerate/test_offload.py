@@ -71,6 +71,7 @@ def test_other_numbers_of_ranks_train_as_under_ddp() -> None:
     assert_same(train(OURS, shard_plugin=offloaded(), optimizer=adamw), train(STOCK, optimizer=adamw))
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_bf16_is_that_without_offload() -> None:
     options = {"mixed_precision": "bf16", "epochs": 2}
@@ -117,8 +118,8 @@ def test_a_scaler_skips_the_same_steps_as_under_ddp_and_what_is_clipped_is_unsca
 @pytest.mark.parametrize(
     ("form", "first", "second"),
     [
-        ("sharded", "cpu", "cpu"), ("full", "cpu", "cpu"),
-        *exhaustive(("sharded", "cpu", None), ("sharded", None, KEEPS), ("full", None, "cpu")),
+        ("sharded", "cpu", "cpu"),
+        *exhaustive(("full", "cpu", "cpu"), ("sharded", "cpu", None), ("sharded", None, KEEPS), ("full", None, "cpu")),
     ],
     ids=str,
 )  # fmt: skip

@@ -129,7 +129,7 @@ def test_packed_buffers_train_as_under_ddp_and_keep_every_bit() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("precision", [None, Precision()], ids=["gathered in bf16", "autocast alone"])
+@pytest.mark.parametrize("precision", [None, *exhaustive(Precision())], ids=["gathered in bf16", "autocast alone"])
 @ranks(2)
 def test_packed_parameters_are_not_cast_under_bf16(precision: Any) -> None:
     wanted = train(STOCK, mixed_precision="bf16")

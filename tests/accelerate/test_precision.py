@@ -53,7 +53,7 @@ def test_bf16_gathers_parameters_so_and_differs_from_ddp_by_its_rounding():
 
 @pytest.mark.parametrize(
     "precision",
-    [Precision(), Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, **KEPT)],
+    [*exhaustive(Precision()), Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, **KEPT)],
     ids=["autocast alone", "reduced in fp32"],
 )
 @ranks(2)
@@ -104,6 +104,7 @@ def careful():
     return Careful()
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_layers_called_where_autocast_is_off_work_and_give_back_fp32():
     """As ``model.encode(x)`` and generation of encoder-decoder models do."""
@@ -160,7 +161,7 @@ def _fp16(acc):
     acc.native_amp = True
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard")])
 @ranks(2)
 def test_with_fp16_an_overflow_on_one_rank_skips_the_step_on_all_as_under_ddp(strategy, rank):
     results = []
@@ -207,6 +208,7 @@ def test_gradients_are_unscaled_by_hand_as_under_ddp():
 
 
 # -- compiled models --------------------------------------------------------------------------------------------------
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mixed_precision", ["no", pytest.param("bf16", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("way", ["regional", *exhaustive("whole", "by hand")])
 @ranks(2, timeout=150)

@@ -29,6 +29,7 @@ from tests.accelerate.helpers import (
     sgd,
     whole_parameters,
 )
+from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard import Engine
 from torch_shard.errors import SetupError, ShardError
@@ -83,7 +84,9 @@ def twice(acc, *given):
     return acc.prepare(*acc.prepare(*given))
 
 
-@pytest.mark.parametrize("way", [model_first, scheduler_first, one_by_one, optimizer_after, twice])
+@pytest.mark.parametrize(
+    "way", [model_first, *exhaustive(scheduler_first, one_by_one), optimizer_after, *exhaustive(twice)]
+)
 @ranks(2)
 def test_every_order_trains_as_ddp_does(way):
     results = []
@@ -218,7 +221,7 @@ class Sparse(nn.Module):
         return self.weight @ x
 
 
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@pytest.mark.parametrize("mixed_precision", ["no", *exhaustive("bf16")])
 @ranks(2)
 def test_a_prepare_that_fails_leaves_nothing_half_done(mixed_precision):
     with accelerator(mixed_precision=mixed_precision) as acc:
@@ -320,7 +323,7 @@ def test_a_later_accelerator_without_settings_has_those_of_the_first():
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("method", ["free_memory", "clear"])
+@pytest.mark.parametrize("method", ["free_memory", *exhaustive("clear")])
 @ranks(2)
 def test_models_that_were_freed_are_gone(method):
     with accelerator(mixed_precision="bf16") as acc:

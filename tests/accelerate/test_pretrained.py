@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from accelerate_shard import ShardPlugin
 from tests.accelerate.helpers import OURS, accelerator
 from tests.hf_models import build
+from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard.errors import ConfigError, MissingRankError, ShardError, StateDictError
 
@@ -31,7 +32,7 @@ def assert_loads(folder: Path, wanted: dict[str, torch.Tensor]) -> None:
         assert torch.equal(loaded[name], value), name
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", *exhaustive("llama")])
 @ranks(2)
 def test_called_on_all_ranks_it_saves_the_whole_model(tmp_path: Path, name: str) -> None:
     model, _, _ = build(name)

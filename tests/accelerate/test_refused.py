@@ -197,6 +197,7 @@ def test_settings_of_ddps_hooks_that_do_nothing_are_named():
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
+@pytest.mark.exhaustive
 def test_lomo_optimizers_are_refused_by_name(monkeypatch):
     made = types.ModuleType("lomo_optim")
     monkeypatch.setitem(sys.modules, "lomo_optim", made)

@@ -28,7 +28,7 @@ from tests.accelerate.helpers import (
     whole_parameters,
 )
 from tests.logs import captured_log
-from tests.marks import quick
+from tests.marks import exhaustive, quick
 from tests.ranks import ranks
 from torch_shard.errors import ConfigError, ShardError
 
@@ -36,7 +36,7 @@ STRATEGIES = ["full_shard", "shard_grad_op", "shard_optim", "no_shard"]
 DEFERRED = ShardPlugin(defer_gradient_sync=True)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard", "no_shard"]))
 @ranks(2)
 def test_losses_norms_and_weights_are_those_of_ddp(strategy):
     assert_same(train(OURS, shard_plugin=ShardPlugin(strategy=strategy), epochs=2), train(STOCK, epochs=2))
@@ -98,6 +98,7 @@ def test_one_optimizer_over_two_models_trains_and_resumes_as_under_ddp(strategy,
     assert_same(train_two(STOCK, optimizer, load=str(tmp_path / "full")), wanted)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_one_optimizer_over_two_models_accumulates_and_computes_in_bf16_as_under_ddp():
     options = {"gradient_accumulation_steps": 2}
@@ -107,8 +108,8 @@ def test_one_optimizer_over_two_models_accumulates_and_computes_in_bf16_as_under
 
 
 # -- accumulation -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("defer", [False, True])
-@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard", "no_shard"]))
+@pytest.mark.parametrize("defer", [False, *exhaustive(True)])
+@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
 @ranks(2)
 def test_accumulated_steps_are_those_of_ddp(strategy, defer):
     """Five batches a rank: the last accumulation ends early, with the dataloader."""
@@ -117,7 +118,7 @@ def test_accumulated_steps_are_those_of_ddp(strategy, defer):
     assert_same(train(OURS, shard_plugin=plugin, **options), train(STOCK, **options))
 
 
-@pytest.mark.parametrize("sync_each_batch", [False, True])
+@pytest.mark.parametrize("sync_each_batch", [False, *exhaustive(True)])
 @ranks(2)
 def test_accumulation_across_the_end_of_the_dataloader_is_that_of_ddp(sync_each_batch):
     plan = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False, sync_each_batch=sync_each_batch)
@@ -160,7 +161,7 @@ def _triggered(acc, model, batches):
         acc.backward(losses[-1])
 
 
-@pytest.mark.parametrize("plugin", [ShardPlugin(), DEFERRED], ids=["each", "deferred"])
+@pytest.mark.parametrize("plugin", [ShardPlugin(), *exhaustive(DEFERRED)], ids=["each", "deferred"])
 @pytest.mark.parametrize("way", [_in_no_sync, _triggered])
 @ranks(2)
 def test_no_sync_and_trigger_sync_in_backward_do_what_they_do_under_ddp(way, plugin):
@@ -230,8 +231,8 @@ def _none(a, b):
     return []
 
 
-@pytest.mark.parametrize("norm_type", quick([2, 1, float("inf")], [2, float("inf")]))
-@pytest.mark.parametrize("which", [_all, _some, _a_generator, _both, _parts_of_both, _none])
+@pytest.mark.parametrize("norm_type", [2, *exhaustive(1, float("inf"))])
+@pytest.mark.parametrize("which", [_all, *exhaustive(_some, _a_generator), _both, _parts_of_both, _none])
 @ranks(2)
 def test_the_norm_of_any_parameters_of_any_models_is_that_of_ddp(which, norm_type):
     _compare_gradients(
@@ -239,7 +240,7 @@ def test_the_norm_of_any_parameters_of_any_models_is_that_of_ddp(which, norm_typ
     )
 
 
-@pytest.mark.parametrize("which", [_all, _some, _one, _both])
+@pytest.mark.parametrize("which", [_all, *exhaustive(_some, _one), _both])
 @ranks(2)
 def test_values_of_any_gradients_are_clipped_as_under_ddp(which):
     _compare_gradients(lambda acc, a, b: acc.clip_grad_value_(which(a, b), 0.01))
@@ -282,7 +283,7 @@ def test_parameters_left_out_of_sharding_are_clipped_alike_on_all_ranks():
         acc.clip_grad_norm_([model.embed.weight, *other.layers.parameters()], 0.01)
 
 
-@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
+@pytest.mark.parametrize("clip", ["clip_grad_norm_", *exhaustive("clip_grad_value_")])
 @ranks(2)
 def test_clipping_between_micro_batches_is_an_error_where_ddp_would_clip_each_ranks_own_gradients(rank, clip):
     for plugin in (None, DEFERRED):
@@ -339,7 +340,7 @@ def test_unused_parameters_and_buffers_are_as_under_ddp():
     )
 
 
-@pytest.mark.parametrize("broadcast", [True, False])
+@pytest.mark.parametrize("broadcast", [True, *exhaustive(False)])
 @ranks(2)
 def test_broadcast_buffers_is_taken_over(broadcast):
     means = []
@@ -353,7 +354,7 @@ def test_broadcast_buffers_is_taken_over(broadcast):
     torch.testing.assert_close(means[1], means[0])
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard")])
 @ranks(2)
 def test_the_hook_that_compresses_gradients_gives_ddps_numbers(strategy):
     """fp16's; DDP refuses the one of bf16 on the CPU."""

@@ -175,6 +175,7 @@ def test_a_trigger_of_one_rank_is_seen_by_all(rank):
         assert seen == [False, True, False]
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_profile_writes_a_trace_of_each_rank(rank, tmp_path):
     with accelerator(kwargs_handlers=[ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path))]) as acc:
@@ -301,6 +302,7 @@ def test_join_uneven_inputs_sets_even_batches_inside_where_stock_does(rank):
                 assert len([on_cpu.backward(loss_of(model, batch)) for batch in data]) == 3
 
 
+@pytest.mark.exhaustive
 @ranks(2, fresh=True)
 def test_without_it_the_rank_that_goes_on_alone_gets_an_error_and_not_a_hang():
     with accelerator(shard_plugin=ShardPlugin(timeout=3.0), **UNEVEN) as acc:

@@ -63,6 +63,7 @@ def test_a_timeout_that_is_no_time_is_refused():
 
 
 # -- one rank at work ---------------------------------------------------------------------------------------------------
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_main_process_that_works_alone_is_waited_for_with_a_warning(rank):
     slow = watch.SLOW
@@ -88,6 +89,7 @@ def test_a_main_process_that_works_alone_is_waited_for_with_a_warning(rank):
         assert "tests/accelerate" in forward and "rank 0 waits in no operation of the engine" in forward
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_wait_for_everyone_waits_for_longer_than_a_short_timeout(rank):
     with accelerator() as acc:
@@ -166,6 +168,7 @@ def test_wait_for_everyone_is_a_barrier_wherever_stock_allows_one(rank):
             acc.wait_for_everyone()
 
 
+@pytest.mark.exhaustive
 @ranks(2, fresh=True)
 def test_wait_for_everyone_stays_a_barrier_after_an_engine_was_given_up(rank):
     with accelerator(shard_plugin=ShardPlugin(timeout=2.0)) as acc:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tests.checkpoint.helpers import build, files_of, load, same, save, train, whole
 from tests.checkpoint.test_one_step import verified
+from tests.marks import exhaustive
 from tests.odd_model import Net
 from tests.ranks import ranks
 from torch_shard.checkpoint.staging import Staging
@@ -86,7 +87,7 @@ def test_the_next_save_waits_and_both_are_whole(rank, tmp_path):
     assert files_of(tmp_path) == ["step-3"]
 
 
-@pytest.mark.parametrize("call", ["save", "load", "close", "finish_saving"])
+@pytest.mark.parametrize("call", ["save", *exhaustive("load", "close"), "finish_saving"])
 @ranks(2)
 def test_a_failure_on_one_rank_is_raised_by_the_next_call_on_all(rank, call, tmp_path):
     model, engine, optimizer = build(model=Net)
@@ -112,6 +113,7 @@ def test_a_failure_on_one_rank_is_raised_by_the_next_call_on_all(rank, call, tmp
     assert verified(tmp_path / "d") == "new"
 
 
+@pytest.mark.exhaustive
 def test_a_wait_that_is_interrupted_can_be_waited_for_again(tmp_path):
     model, engine, optimizer = build(model=Net)
     expected = whole(engine)

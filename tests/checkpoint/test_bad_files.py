@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tests.checkpoint.helpers import adamw, build, files_of, load, same, save, train, whole
+from tests.marks import exhaustive
 from tests.odd_model import Net
 from tests.ranks import ranks
 from torch_shard.checkpoint.dcp import load_metadata
@@ -69,7 +70,9 @@ def values_of(folder: Path, name: str) -> tuple[str, int]:
     raise KeyError(name)
 
 
-@pytest.mark.parametrize("name", ["model.0.weight", "model.1.bias", "optimizer.state.0.weight.exp_avg", "extra"])
+@pytest.mark.parametrize(
+    "name", ["model.0.weight", *exhaustive("model.1.bias"), "optimizer.state.0.weight.exp_avg", *exhaustive("extra")]
+)
 @ranks(2)
 def test_a_flipped_bit_is_found_with_file_and_parameter(name, rank, tmp_path):
     def damage(folder: Path) -> None:
@@ -102,7 +105,7 @@ def test_missing_metadata(rank, tmp_path):
     refused(rank, tmp_path, lambda c: (c / ".metadata").unlink(), r"\.metadata is missing")
 
 
-@pytest.mark.parametrize("file", ["manifest.json", ".metadata"])
+@pytest.mark.parametrize("file", ["manifest.json", *exhaustive(".metadata")])
 @ranks(2)
 def test_a_flipped_bit_in_a_description(file, rank, tmp_path):
     refused(rank, tmp_path, lambda c: flip(c / file, (c / file).stat().st_size // 2), f"{file} is damaged")

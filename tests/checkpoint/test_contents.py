@@ -13,10 +13,10 @@ from torch import nn
 import torch_shard
 from tests.checkpoint.helpers import build, load, same, save, train, whole
 from tests.compat.harness import MLP, batch, plain_backward
-from tests.marks import exhaustive
+from tests.marks import exhaustive, quick
 from tests.odd_model import Net
 from tests.optim.helpers import Odd
-from tests.optim.matrix_optimizers import NAMES, maker
+from tests.optim.matrix_optimizers import MAKE, maker
 from tests.ranks import ranks, run
 from torch_shard.errors import CheckpointError, ConfigError, DivergenceError, StateDictError
 
@@ -45,7 +45,7 @@ def whole_matrices(rank: int, world_size: int, name: str, path: str, saving: boo
     engine.close()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick(MAKE, ["Muon"]))
 @pytest.mark.parametrize(("first", "second"), [(2, 3), *exhaustive((3, 2), (2, 1), (1, 2))])
 def test_state_of_whole_matrices_goes_to_whoever_owns_it(name, first, second, tmp_path):
     run(first, whole_matrices, name, str(tmp_path / "c"), True)
@@ -58,7 +58,7 @@ def two(model: nn.Module) -> dict[str, Any]:
     return {"inner": torch.optim.SGD(blocks, lr=0.1, momentum=0.9), "outer": torch.optim.AdamW(rest, lr=0.01)}
 
 
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("named", [True, *exhaustive(False)])
 @ranks(2)
 def test_several_optimizers(named, rank, tmp_path):
     states = []
@@ -146,7 +146,7 @@ class Keeper(torch.optim.Optimizer):
                 p.sub_(p.grad, alpha=0.01)
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_state_of_every_kind(rank, tmp_path):
     model, engine, optimizer = build(model=Net, make=lambda m: Keeper(m.parameters()))
     train(model, optimizer, rank, range(2))
@@ -236,7 +236,8 @@ def test_tied_parameters_are_written_once(rank, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "extra", [None, 3, {"a": [1, (2.5, "x")], "t": torch.arange(4), 5: {}}, [torch.ones(2)], b"raw"]
+    "extra",
+    [*exhaustive(None, 3), {"a": [1, (2.5, "x")], "t": torch.arange(4), 5: {}}, *exhaustive([torch.ones(2)]), b"raw"],
 )
 @ranks(2)
 def test_extra_comes_back(extra, rank, tmp_path):

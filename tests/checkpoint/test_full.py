@@ -16,10 +16,10 @@ from torch import nn
 from tests.checkpoint.helpers import Model, adamw, build, same, train, whole
 from tests.compat.harness import batch as matrix_batch
 from tests.compat.harness import plain_backward
-from tests.marks import exhaustive
+from tests.marks import exhaustive, quick
 from tests.odd_model import Net
 from tests.optim.helpers import Odd
-from tests.optim.matrix_optimizers import NAMES, maker
+from tests.optim.matrix_optimizers import MAKE, maker
 from tests.ranks import RankFailure, ranks, run
 from torch_shard.errors import CheckpointError, ConfigError, DivergenceError, StateDictError
 
@@ -57,7 +57,7 @@ def loaded(rank: int, world_size: int, path: str, file: str, config: dict[str, A
     engine.close()
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 3), (3, 1), (1, 2)])
+@pytest.mark.parametrize(("first", "second"), [(2, 3), *exhaustive((3, 1), (1, 2))])
 def test_another_number_of_ranks_loads_the_same_bits(first, second, tmp_path):
     run(first, saved, str(tmp_path), "all.pt", {})
     run(second, loaded, str(tmp_path), "all.pt", {})
@@ -162,7 +162,7 @@ def of_matrices(rank: int, world_size: int, name: str, path: str, saving: bool) 
     engine.close()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick(MAKE, ["Muon"]))
 def test_state_of_whole_matrices(name, tmp_path):
     run(2, of_matrices, name, str(tmp_path), True)
     run(3, of_matrices, name, str(tmp_path), False)

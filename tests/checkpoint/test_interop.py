@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.checkpoint.helpers import build, load, same, save, whole
 from tests.compat.harness import MLP, batch, plain_backward
+from tests.marks import exhaustive
 from tests.ranks import ranks
 
 
@@ -80,7 +81,7 @@ def test_dcp_to_torch_save_makes_a_plain_file(rank, tmp_path):
     dist.barrier()
 
 
-@pytest.mark.parametrize("kind", ["unsharded", "fsdp2"])
+@pytest.mark.parametrize("kind", [*exhaustive("unsharded"), "fsdp2"])
 @ranks(2)
 def test_torch_loads_ours(kind, rank, tmp_path):
     _model, engine, optimizer = trained(rank)
@@ -97,7 +98,7 @@ def test_torch_loads_ours(kind, rank, tmp_path):
     same(by_name(other, second), whole(engine, optimizer))
 
 
-@pytest.mark.parametrize("key", ["optimizer", "optim"])
+@pytest.mark.parametrize("key", [*exhaustive("optimizer"), "optim"])
 @ranks(2)
 def test_what_fsdp2_has_saved_loads(key, rank, tmp_path):
     other, _ = plain()

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import torch_shard
 from tests.checkpoint.helpers import build, files_of, load, same, save, train, whole
+from tests.marks import exhaustive
 from tests.odd_model import Net, batch
 from tests.ranks import ranks
 from torch_shard import optim_state, state_dict_type
@@ -24,7 +25,7 @@ from torch_shard.checkpoint.dcp import load_metadata
 from torch_shard.errors import CheckpointError, ShardError, StateDictError
 
 
-@pytest.mark.parametrize("kind", ["tensor", "list", "dict", "none"])
+@pytest.mark.parametrize("kind", ["tensor", *exhaustive("list"), "dict", *exhaustive("none")])
 @ranks(2)
 def test_extra_comes_back_as_it_was(rank, kind, tmp_path):
     _model, engine, _ = build(model=Net)
@@ -98,7 +99,7 @@ class Scalar(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["checkpoint", "state dict"])
-@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.ASGD])
+@pytest.mark.parametrize("make", [torch.optim.NAdam, *exhaustive(torch.optim.ASGD)])
 @ranks(2)
 def test_a_0_dim_parameters_counters_stay_whole(rank, way, make, tmp_path):
     model, engine, optimizer = build(model=Scalar, make=lambda m: make(m.parameters(), lr=0.1))
@@ -174,7 +175,7 @@ def test_of_tied_parameters_that_were_not_tied_the_last_counts_as_in_plain_torch
     same(engine.state_dict(rank0_only=False)["1.weight"], plain[1].weight.detach())
 
 
-@pytest.mark.parametrize("way", ["instance", "pre-hook", "post-hook"])
+@pytest.mark.parametrize("way", ["instance", *exhaustive("pre-hook", "post-hook")])
 @ranks(2)
 def test_hooks_that_exchange_entries_get_what_was_saved(rank, way, tmp_path):
     def exchanged(found: dict[str, Any]) -> None:

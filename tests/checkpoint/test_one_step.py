@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.checkpoint.helpers import build, files_of, load, same, save, train, whole
+from tests.marks import exhaustive
 from tests.odd_model import Net
 from tests.ranks import ranks
 from torch_shard.checkpoint import folder
@@ -239,7 +240,7 @@ def test_killed_with_offload_the_newest_checkpoint_is_whole_and_nothing_else_is_
     assert len(left) <= 2  # of the last run, which nobody has come after
 
 
-@pytest.mark.parametrize("count", [5, pytest.param(200, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [2, *exhaustive(5, 200)])
 def test_killed_at_a_random_moment_the_newest_checkpoint_is_whole(count, tmp_path):
     killed(tmp_path, count, seed=count)
     shutil.rmtree(tmp_path / "c", ignore_errors=True)

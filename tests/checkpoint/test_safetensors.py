@@ -28,7 +28,7 @@ def net(seed: int = 0) -> tuple[nn.Module, torch_shard.Engine]:
     return model, engine
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_a_model_in_one_file_or_many_comes_back(rank, tmp_path):
     _model, engine = net()
     expected = whole(engine)["model"]

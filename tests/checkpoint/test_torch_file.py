@@ -40,6 +40,7 @@ def test_every_dtype_and_shape_comes_back(dtype, tmp_path):
     same(written(tmp_path / "c.pt", values), values)
 
 
+@pytest.mark.exhaustive
 def test_values_are_in_torch_s_own_places(tmp_path):
     """torch can compute where values are, and is told here to make sure that this is where they are."""
     written(tmp_path / "c.pt", [torch.arange(1000.0), torch.empty(0), torch.ones(3), torch.ones(7, dtype=torch.bool)])

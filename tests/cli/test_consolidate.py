@@ -19,6 +19,7 @@ from tests.checkpoint.test_interop import adamw as adamw_of_mlp
 from tests.checkpoint.test_interop import double, plain
 from tests.cli.makers import fit, lightning_net
 from tests.lightning.helpers import loader, single
+from tests.marks import exhaustive
 from tests.ranks import run
 
 
@@ -220,7 +221,7 @@ def test_every_format_goes_to_every_other_and_back(made, tmp_path, cli):
     cli("verify", tmp_path / "e")
 
 
-@pytest.mark.parametrize("source", ["ours", "x.pt"])
+@pytest.mark.parametrize("source", ["ours", *exhaustive("x.pt")])
 def test_engine_load_takes_a_converted_checkpoint(source, made, tmp_path, cli):
     """From a sharded one, and from a torch file, where optimizer state has numbers for names; on two ranks."""
     (tmp_path / "c.expected").write_bytes((made / "ours.expected").read_bytes())
@@ -246,7 +247,7 @@ def _loads_foreign(rank: int, world_size: int, path: str, expected: str) -> None
     engine.close()
 
 
-@pytest.mark.parametrize("source", ["plain.pt", "ddp", "titan", "app"])
+@pytest.mark.parametrize("source", [*exhaustive("plain.pt"), "ddp", *exhaustive("titan", "app")])
 def test_engine_load_takes_what_others_have_saved_once_it_is_converted(source, made, tmp_path, cli):
     target = tmp_path / source.removesuffix(".pt")
     cli("convert", made / source, target, "--to", "sharded")
@@ -348,7 +349,7 @@ def test_a_damaged_source_leaves_nothing(form, made, copied, tmp_path, cli):
     assert files_of(tmp_path) == ["ours"]
 
 
-@pytest.mark.parametrize("form", ["torch", "sharded"])
+@pytest.mark.parametrize("form", ["torch", *exhaustive("sharded")])
 def test_one_tensor_is_in_memory_at_a_time(form, made, tmp_path, cli):
     """The peak of the process's own memory, above that before: the model has 32 MiB, a tensor 2."""
     cli("convert", made / "fsdp2", tmp_path / "small", "--to", form)  # what is only allocated once

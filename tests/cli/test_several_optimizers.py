@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -80,5 +81,6 @@ def _numbered(state: dict[str, Any]) -> dict[str, Any]:
     return {"state": {numbers[name]: own for name, own in state["state"].items()}, "param_groups": groups}
 
 
+@pytest.mark.exhaustive
 def test_a_list_of_optimizers_goes_to_every_format_and_back(tmp_path):
     run(2, _there_and_back, tmp_path)

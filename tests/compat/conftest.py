@@ -132,7 +132,8 @@ def _listed(item: Any, table: Any) -> Any:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A row varies in one thing at a time: beside the usual mode it runs with its usual parameters only, and where it names a
-    strategy itself, not under another one."""
+    strategy itself, not under another one. Usual parameters that only ``make test-all`` runs are marked
+    ``exhaustive(usual=True)``."""
     dropped = []
     for item in items:
         found = getattr(item, "callspec", None) and item.callspec.params.get("mode")
@@ -141,7 +142,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         usual = MODES[0].strategy
         own = item.callspec.params.get("strategy", usual)
         if (
-            item.get_closest_marker("exhaustive") is not None
+            any(not mark.kwargs.get("usual") for mark in item.iter_markers("exhaustive"))
             or own != usual
             or ("strategy" in item.callspec.params and found.strategy != usual)
             or (found.mixed and _listed(item, WITHOUT_ORACLE) is not None)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_shard
 from tests.compat.harness import MLP, Pair, batch, loss_of, plain_backward, same, train_both
 from tests.compat.modes import as_computed
-from tests.marks import exhaustive
+from tests.marks import exhaustive, seldom
 from tests.ranks import ranks
 from torch_shard.errors import ShardError
 
@@ -84,7 +84,7 @@ class UsesQueries(nn.Module):
 
 
 @ranks(2, exhaustive=(3,))
-@pytest.mark.parametrize("how", ["parameter", "view", "object"])
+@pytest.mark.parametrize("how", [*seldom("parameter"), "view", *seldom("object")])
 def test_a_unit_that_returns_its_own_parameter_trains_like_plain(rank, world_size, how):
     pair = train_both(lambda: UsesQueries(how), rank, world_size, unit_bytes=100)
     with torch.no_grad():
@@ -125,7 +125,7 @@ class Router(nn.Module):
 
 
 @ranks(2, exhaustive=(3,))
-@pytest.mark.parametrize("unit_bytes", [100, 400, 1 << 20])
+@pytest.mark.parametrize("unit_bytes", [100, *seldom(400, 1 << 20)])
 def test_an_auxiliary_loss_kept_on_a_module_trains_like_plain(rank, world_size, unit_bytes):
     def run(model, x):
         out = model(x)
@@ -182,7 +182,7 @@ def _edit_detached(weight):
 
 
 @ranks(2)
-@pytest.mark.parametrize("edit", [_edit_data, _edit_detached])
+@pytest.mark.parametrize("edit", [_edit_data, *seldom(_edit_detached)])
 def test_an_edit_of_a_view_between_steps_is_an_error(rank, world_size, edit):
     pair = Pair(MLP, rank, world_size)
     pair.step(plain_backward, batch(rank, 0))
@@ -387,7 +387,7 @@ class Normed(nn.Module):
 
 
 @ranks(2)
-@pytest.mark.parametrize("kind", ["accumulation", "training_layer_in_evaluation"])
+@pytest.mark.parametrize("kind", ["accumulation", *seldom("training_layer_in_evaluation")])
 def test_buffers_are_those_of_ddp(rank, world_size, kind):
     torch.manual_seed(0)
     model = Normed().double()

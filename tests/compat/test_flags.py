@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.compat.harness import MLP, Block, Pair, average_grads, batch, loss_of, plain_backward, same, same_grads
-from tests.marks import exhaustive
+from tests.marks import exhaustive, seldom
 from tests.ranks import ranks
 
 
@@ -29,6 +29,8 @@ def one_of_a_unit(model: nn.Module) -> list[nn.Parameter]:
 
 
 PARTS = [everything, a_block, one_of_a_unit]
+MOSTLY_A_BLOCK = [*seldom(everything), a_block, *seldom(one_of_a_unit)]
+MOSTLY_ONE_OF_A_UNIT = [*seldom(everything, a_block), one_of_a_unit]
 
 
 @contextlib.contextmanager
@@ -42,7 +44,7 @@ def off(params: list[nn.Parameter]) -> Iterator[None]:
 
 
 @ranks(1, 2, exhaustive=(3,))
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", MOSTLY_A_BLOCK)
 @pytest.mark.parametrize("recorded", [False, *exhaustive(True)])
 def test_a_frozen_reference_forward_before_the_backward_trains_like_plain(rank, world_size, part, recorded):
     def run(model, x):
@@ -59,7 +61,7 @@ def test_a_frozen_reference_forward_before_the_backward_trains_like_plain(rank, 
 
 
 @ranks(2)
-@pytest.mark.parametrize("part", PARTS[1:])
+@pytest.mark.parametrize("part", MOSTLY_A_BLOCK[1:])
 def test_two_forwards_under_different_flags_in_one_loss_train_like_plain(rank, world_size, part):
     def run(model, x):
         h = model(x)
@@ -75,7 +77,7 @@ def test_two_forwards_under_different_flags_in_one_loss_train_like_plain(rank, w
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", MOSTLY_ONE_OF_A_UNIT)
 def test_flags_turned_on_behind_a_forward_give_no_gradient_as_in_plain(rank, world_size, part):
     def run(model, x):
         with off(part(model)):
@@ -90,7 +92,7 @@ def test_flags_turned_on_behind_a_forward_give_no_gradient_as_in_plain(rank, wor
 
 
 @ranks(2)
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", MOSTLY_A_BLOCK)
 def test_parameters_frozen_behind_the_forward_get_no_gradient_as_in_plain(rank, world_size, part):
     def run(model, x):
         h = model(x)
@@ -105,7 +107,7 @@ def test_parameters_frozen_behind_the_forward_get_no_gradient_as_in_plain(rank, 
 
 
 @ranks(2)
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", MOSTLY_ONE_OF_A_UNIT)
 def test_frozen_reference_forwards_under_accumulation_train_like_plain(rank, world_size, part):
     def run(model, x, sync):
         context = contextlib.nullcontext() if sync or model is pair.plain else pair.engine.no_sync()
@@ -126,7 +128,7 @@ def test_frozen_reference_forwards_under_accumulation_train_like_plain(rank, wor
 
 
 @ranks(2)
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", MOSTLY_A_BLOCK)
 def test_what_was_accumulated_is_reduced_by_a_backward_without_those_parameters(rank, world_size, part):
     def run(model, x, sync):
         context = contextlib.nullcontext() if sync or model is pair.plain else pair.engine.no_sync()
@@ -148,7 +150,7 @@ def test_what_was_accumulated_is_reduced_by_a_backward_without_those_parameters(
 
 
 @ranks(2)
-@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("retain", [False, *seldom(True)])
 def test_several_backwards_behind_a_frozen_reference_forward_train_like_plain(rank, world_size, retain):
     def run(model, x):
         h = model(x)
@@ -180,7 +182,7 @@ class Reentrant(Checkpointed):
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("build", [Checkpointed, Reentrant])
+@pytest.mark.parametrize("build", [Checkpointed, *seldom(Reentrant)])
 @pytest.mark.parametrize("part", [everything, *exhaustive(a_block, one_of_a_unit)])
 def test_checkpointed_blocks_with_a_frozen_reference_forward_train_like_plain(rank, world_size, build, part):
     def run(model, x):
@@ -268,7 +270,7 @@ def _frozen_in_forward(model: Any, x: torch.Tensor) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("run", [_frozen_throughout, _frozen_in_forward])
+@pytest.mark.parametrize("run", [_frozen_throughout, *seldom(_frozen_in_forward)])
 def test_units_that_a_forward_found_frozen_are_not_reduced(rank, world_size, run: Callable[..., None]):
     pair = Pair(Critic, rank, world_size, unit_bytes=300)
     runtime = pair.engine._runtime

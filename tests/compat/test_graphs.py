@@ -9,7 +9,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from tests.compat.harness import MLP, Block, Pair, batch, loss_of, plain_backward, same, same_grads, train_both
-from tests.marks import exhaustive
+from tests.marks import exhaustive, seldom
 from tests.ranks import ranks
 
 
@@ -43,7 +43,7 @@ def test_a_penalty_on_the_gradients_of_parameters_trains_like_plain_on_the_whole
 
 
 @ranks(2, exhaustive=(3, 4))
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("strategy", ["full_shard", *seldom("shard_grad_op")])
 def test_several_forwards_and_one_backward_train_like_plain(rank, world_size, strategy):
     def run(model, x):
         (loss_of(model(x)) + loss_of(model(x * 2)) + loss_of(model(x - 1)[:2])).backward()
@@ -72,7 +72,7 @@ def test_the_output_fed_back_as_input_trains_like_plain(rank, world_size):
 
 
 @ranks(2, exhaustive=(3, 4))
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", *exhaustive("no_shard")])
+@pytest.mark.parametrize("strategy", ["full_shard", *seldom("shard_grad_op"), *exhaustive("no_shard")])
 def test_backward_twice_with_retain_graph_trains_like_plain(rank, world_size, strategy):
     def run(model, x):
         loss = loss_of(model(x))
@@ -82,6 +82,7 @@ def test_backward_twice_with_retain_graph_trains_like_plain(rank, world_size, st
     train_both(MLP, rank, world_size, run=run, strategy=strategy)
 
 
+@pytest.mark.exhaustive(usual=True)
 @ranks(2)
 def test_two_losses_that_share_a_graph_train_like_plain(rank, world_size):
     def run(model, x):
@@ -115,7 +116,7 @@ class Checkpointed(nn.Module):
 @ranks(2, exhaustive=(3,))
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op")])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "nonreentrant"])
-@pytest.mark.parametrize("spans", [False, True], ids=["each_block", "two_blocks"])
+@pytest.mark.parametrize("spans", [False, *seldom(True)], ids=["each_block", "two_blocks"])
 def test_checkpointing_trains_like_plain(rank, world_size, strategy, reentrant, spans):
     def build():
         return Checkpointed(reentrant, spans)
@@ -155,7 +156,7 @@ def _raise(grad):
 
 @ranks(2, exhaustive=(1, 3))
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", [*seldom("forward"), "backward"])
 def test_an_exception_and_then_training_goes_on_like_plain(rank, world_size, strategy, where):
     pair = Pair(Failing, rank, world_size, unit_bytes=100, strategy=strategy)
     for step in range(4):
@@ -189,6 +190,7 @@ def test_backward_with_inputs_gives_gradients_to_those_parameters_only(rank, wor
     train_both(MLP, rank, world_size, run=run)
 
 
+@pytest.mark.exhaustive(usual=True)
 @ranks(2, exhaustive=(3,))
 def test_backward_with_all_parameters_as_inputs_trains_like_plain(rank, world_size):
     def run(model, x):
@@ -207,6 +209,7 @@ def test_autograd_grad_for_parameters_gives_the_plain_gradients(rank, world_size
     train_both(MLP, rank, world_size, run=run)
 
 
+@pytest.mark.exhaustive(usual=True)
 @ranks(2)
 def test_autograd_grad_leaves_the_gradients_of_parameters_alone(rank, world_size):
     def run(model, x):
@@ -246,6 +249,7 @@ def test_functional_call_with_other_values_gives_the_plain_results(rank, world_s
     pair.check()
 
 
+@pytest.mark.exhaustive(usual=True)
 @ranks(2)
 def test_functional_call_with_some_other_values_trains_the_rest_like_plain(rank, world_size):
     def run(model, x):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.compat.harness import train_both
-from tests.marks import exhaustive
+from tests.marks import exhaustive, seldom
 from tests.ranks import ranks
 from torch_shard.engine import engine_of
 from torch_shard.unit import State
@@ -86,13 +86,15 @@ def _backward(model: nn.Module, x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, *exhaustive(True)])
-@pytest.mark.parametrize("way", ["argument", "private", "buffer", "slots", "in place", "on the output"])
+@pytest.mark.parametrize(
+    "way", [*seldom("argument", "private"), "buffer", *seldom("slots"), "in place", *seldom("on the output")]
+)
 @ranks(2)
 def test_a_tensor_made_after_the_one_returned_trains_like_plain(rank, world_size, way, frozen):
     train_both(lambda: Model(way, frozen), rank, world_size, run=_backward, unit_bytes=200, broadcast_buffers=False)
 
 
-@pytest.mark.parametrize("trainable", [True, False])
+@pytest.mark.parametrize("trainable", [True, *seldom(False)])
 @ranks(2)
 def test_a_frozen_norm_is_released_after_use(rank, world_size, trainable):
     """A part of a model that has low-rank adapters: autograd saves the frozen weights, which must not look like a user's."""

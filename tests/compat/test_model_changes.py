@@ -11,7 +11,7 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, average_grads, batch, plain_backward, same, same_grads, same_params
-from tests.marks import exhaustive
+from tests.marks import exhaustive, seldom
 from tests.ranks import ranks
 from torch_shard.errors import NeedsGatherError, ReplacedParameterError, SetupError, ShardError
 
@@ -79,7 +79,7 @@ def test_a_parameter_with_weak_references_or_of_another_class_is_refused_by_name
         torch_shard.shard(model)
 
 
-@pytest.mark.parametrize("kind", ["mask", "row", *exhaustive("column", "scalar tensor")])
+@pytest.mark.parametrize("kind", [*seldom("mask"), "row", *exhaustive("column", "scalar tensor")])
 @ranks(2, exhaustive=(3,))
 def test_a_mask_or_a_row_vector_combined_with_a_parameter_between_steps(rank, world_size, kind):
     pair = Pair(MLP, rank, world_size)
@@ -109,7 +109,7 @@ def test_a_mask_or_a_row_vector_combined_with_a_parameter_between_steps(rank, wo
         pair.model.inp.weight.mul_(torch.ones(6, dtype=torch.float64))  # as plain torch
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", *seldom("no_shard")])
 @ranks(2, exhaustive=(1,))
 def test_steps_written_by_hand(rank, world_size, strategy):
     pair = Pair(MLP, rank, world_size, strategy=strategy)
@@ -325,6 +325,7 @@ def test_load_state_dict_with_assign_is_refused_by_name(rank, world_size):
         plain_backward(pair.model, batch(rank, 1))
 
 
+@pytest.mark.exhaustive(usual=True)
 @ranks(2)
 def test_evaluation_under_inference_mode_between_training_steps(rank, world_size):
     pair = Pair(MLP, rank, world_size)
@@ -341,7 +342,7 @@ def test_evaluation_under_inference_mode_between_training_steps(rank, world_size
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("of", ["model", "optimizer"])
+@pytest.mark.parametrize("of", [*seldom("model"), "optimizer"])
 @ranks(2)
 def test_zero_grad(rank, world_size, of, set_to_none):
     pair = Pair(MLP, rank, world_size, optimizer=lambda m: torch.optim.Adam(m.parameters(), lr=0.01))

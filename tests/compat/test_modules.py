@@ -12,7 +12,7 @@ from torch import nn
 import torch_shard
 from tests.compat.harness import MLP, Pair, average_grads, batch, loss_of, plain_backward, same, same_grads, train_both
 from tests.compat.modes import as_computed
-from tests.marks import exhaustive
+from tests.marks import exhaustive, seldom
 from tests.ranks import ranks
 from torch_shard.unit import State
 
@@ -28,7 +28,7 @@ class Recurrent(nn.Module):
         return self.head(out), state
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, *exhaustive(nn.RNN)])
+@pytest.mark.parametrize("kind", [nn.LSTM, *seldom(nn.GRU), *exhaustive(nn.RNN)])
 @ranks(2)
 def test_recurrent_networks(rank, world_size, kind):
     pair = train_both(lambda: Recurrent(kind), rank, world_size, unit_bytes=200)
@@ -76,7 +76,8 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "units", [None, [nn.Linear, nn.MultiheadAttention], ["*out_proj", "*attention", "*other", "layer"]]
+    "units",
+    [*seldom(None), [nn.Linear, nn.MultiheadAttention], *seldom(["*out_proj", "*attention", "*other", "layer"])],
 )
 @ranks(2)
 def test_multihead_attention_with_its_children_in_other_units(rank, world_size, units):
@@ -225,7 +226,7 @@ def images(rank, step, channels=1):
     return batch(rank, step, 3, channels, 8, 8)
 
 
-@pytest.mark.parametrize("unit_bytes", [500, 4000, *exhaustive(1, 1000)])
+@pytest.mark.parametrize("unit_bytes", [500, *seldom(4000), *exhaustive(1, 1000)])
 @ranks(2)
 def test_a_small_conv_net_gathers_nothing_before_it_is_needed(rank, world_size, unit_bytes):
     pair = Pair(ConvNet, rank, world_size, unit_bytes=unit_bytes, prefetch=0)
@@ -339,7 +340,7 @@ class ResNet(nn.Module):
         return self.fc(self.layers(self.stem(x)).mean((2, 3)))
 
 
-@pytest.mark.parametrize("broadcast_buffers", [True, False])
+@pytest.mark.parametrize("broadcast_buffers", [True, *seldom(False)])
 @ranks(2)
 def test_a_resnet_has_gradients_and_buffers_as_under_ddp(rank, world_size, broadcast_buffers):
     torch.manual_seed(0)
@@ -433,7 +434,7 @@ class Contained(nn.Module):
         return x * self.rows[0] + self.rows[1] * self.named["x"] + self.named["y"]
 
 
-@pytest.mark.parametrize("unit_bytes", [50, 100000])
+@pytest.mark.parametrize("unit_bytes", [50, *seldom(100000)])
 @ranks(2)
 def test_containers_without_forward_and_modules_without_parameters(rank, world_size, unit_bytes):
     train_both(Contained, rank, world_size, unit_bytes=unit_bytes)
@@ -501,6 +502,7 @@ class Branches(nn.Module):
         return self.head(x + sum(getattr(self, name)(x) for name in branches))
 
 
+@pytest.mark.exhaustive(usual=True)
 @ranks(2)
 def test_what_was_remembered_of_another_branch_does_no_harm(rank, world_size):
     pair = Pair(Branches, rank, world_size, units=[nn.Linear], prefetch=2)

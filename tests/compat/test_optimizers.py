@@ -23,7 +23,7 @@ from tests.compat.harness import (
     train_both,
 )
 from tests.compat.modes import as_computed
-from tests.marks import exhaustive, quick
+from tests.marks import exhaustive, quick, seldom
 from tests.ranks import ranks
 from torch_shard.errors import NeedsGatherError
 from torch_shard.shard_tensor import ShardTensor
@@ -212,7 +212,7 @@ def groups_by_ndim(model):
     return [{"params": decay, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}]
 
 
-@pytest.mark.parametrize("groups", [groups_by_name, groups_by_ndim])
+@pytest.mark.parametrize("groups", [groups_by_name, *seldom(groups_by_ndim)])
 @ranks(2)
 def test_weight_decay_groups_chosen_after_sharding(rank, world_size, groups):
     pair = train_both(MLP, rank, world_size, optimizer=lambda m: O.AdamW(groups(m), lr=0.01), steps=4)
@@ -282,7 +282,7 @@ class Discriminator(nn.Sequential):
         super().__init__(nn.Linear(4, 6), nn.LeakyReLU(), nn.Linear(6, 1))
 
 
-@pytest.mark.parametrize("toggle", [True, False])
+@pytest.mark.parametrize("toggle", [True, *seldom(False)])
 @ranks(2)
 def test_a_gan_with_two_optimizers(rank, world_size, toggle):
     torch.manual_seed(0)

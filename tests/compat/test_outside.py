@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.compat.harness import Pair, batch, loss_of, plain_backward, same, whole
-from tests.marks import exhaustive, quick
+from tests.marks import exhaustive, quick, seldom
 from tests.ranks import ranks
 from torch_shard.errors import NeedsGatherError, ShardError
 from torch_shard.shard_tensor import ShardTensor
@@ -361,7 +361,7 @@ def test_backward_hooks_of_modules_compute_with_their_weights(rank, world_size, 
 
 
 @pytest.mark.parametrize("on", ["loss", "middle", "weight"])
-@pytest.mark.parametrize("layer", [0, 1, 4])
+@pytest.mark.parametrize("layer", [*seldom(0), 1, *seldom(4)])
 @ranks(2, exhaustive=(3,))
 def test_tensor_hooks_compute_with_weights_of_any_layer(rank, world_size, on, layer):
     """Of a layer whose backward has run, runs, or is yet to come: there the weight is gathered for the hook."""

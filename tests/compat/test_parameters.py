@@ -24,12 +24,12 @@ from tests.compat.harness import (
     whole,
 )
 from tests.compat.modes import tolerance
-from tests.marks import exhaustive
+from tests.marks import exhaustive, seldom
 from tests.ranks import ranks
 
 
 @ranks(3, exhaustive=(2, 4))
-@pytest.mark.parametrize("norm", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("norm", [2.0, *seldom(1.0, float("inf"))])
 def test_torch_clip_grad_norm_gives_the_plain_norm_and_gradients(rank, world_size, norm):
     pair = Pair(MLP, rank, world_size)
     for step in range(3):
@@ -71,7 +71,7 @@ def _torch_clip(model):
 
 
 @ranks(2, exhaustive=(3,))
-@pytest.mark.parametrize("unit_bytes", [100, 1 << 20])
+@pytest.mark.parametrize("unit_bytes", [100, *seldom(1 << 20)])
 def test_several_dtypes_inside_one_unit_train_like_plain(rank, world_size, unit_bytes):
     pair = Pair(MixedTypes, rank, world_size, double=False, unit_bytes=unit_bytes)
     for step in range(3):
@@ -160,6 +160,7 @@ def test_in_place_edits_of_parameters_between_steps_train_like_plain(rank, world
     pair.check()
 
 
+@pytest.mark.exhaustive(usual=True)
 @ranks(2, exhaustive=(3, 4))
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
 def test_an_average_of_weights_by_deepcopy_and_lerp_equals_the_plain_one(rank, world_size, strategy):
@@ -179,6 +180,7 @@ def test_an_average_of_weights_by_deepcopy_and_lerp_equals_the_plain_one(rank, w
     same_params(*averages)
 
 
+@pytest.mark.exhaustive(usual=True)
 @ranks(2, exhaustive=(3,))
 def test_both_a_deepcopy_and_the_original_train_like_plain(rank, world_size):
     pair = Pair(MLP, rank, world_size)
@@ -250,7 +252,7 @@ class Alone(nn.Module):
 
 
 @ranks(3, exhaustive=(1, 2, 4))
-@pytest.mark.parametrize("unit_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("unit_bytes", [1, *seldom(1 << 20)])
 def test_zero_dim_and_zero_element_parameters_train_like_plain(rank, world_size, unit_bytes):
     train_both(Tiny, rank, world_size, unit_bytes=unit_bytes)
 
@@ -265,7 +267,7 @@ def test_an_l2_term_on_parameters_in_the_loss_trains_like_plain(rank, world_size
 
 
 @ranks(2)
-@pytest.mark.parametrize("kind", ["norm", "abs_sum", "mean_square", "square_after"])
+@pytest.mark.parametrize("kind", ["norm", *seldom("abs_sum", "mean_square"), "square_after"])
 def test_other_penalties_on_parameters_train_like_plain(rank, world_size, kind):
     def run(model, x):
         params = [model.head.weight, model.blocks[1].up.weight]
@@ -285,6 +287,7 @@ def test_other_penalties_on_parameters_train_like_plain(rank, world_size, kind):
     train_both(MLP, rank, world_size, run=run)
 
 
+@pytest.mark.exhaustive(usual=True)
 @ranks(2)
 def test_an_l2_term_under_accumulation_without_sync_trains_like_plain(rank, world_size):
     def run(model, x):
@@ -298,6 +301,7 @@ def test_an_l2_term_under_accumulation_without_sync_trains_like_plain(rank, worl
     pair.check()
 
 
+@pytest.mark.exhaustive(usual=True)
 @ranks(2)
 def test_a_proximal_term_towards_earlier_weights_trains_like_plain(rank, world_size):
     pair = Pair(MLP, rank, world_size)
@@ -411,6 +415,7 @@ def test_replaced_gradients_train_like_plain(rank, world_size):
     pair.check()
 
 
+@pytest.mark.exhaustive(usual=True)
 @ranks(2, exhaustive=(3,))
 def test_gradients_set_to_none_zeroed_or_replaced_by_plain_tensors_train_like_plain(rank, world_size):
     pair = Pair(MLP, rank, world_size)
@@ -452,7 +457,7 @@ def test_gradients_kept_over_steps_accumulate_like_plain(rank, world_size):
 
 
 @ranks(2)
-@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("to_none", [True, *seldom(False)])
 def test_zero_grad_of_model_and_optimizer_trains_like_plain(rank, world_size, to_none):
     pair = Pair(MLP, rank, world_size)
     for step in range(3):

@@ -12,12 +12,12 @@ from torch import nn
 
 from tests.compat.harness import MLP, Block, Pair, batch, loss_of, plain_backward, same, train_both
 from tests.compat.modes import as_computed
-from tests.marks import exhaustive
+from tests.marks import exhaustive, seldom
 from tests.ranks import ranks
 
 
 @ranks(2, 3, exhaustive=(1, 4))
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optim", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", *seldom("shard_grad_op", "shard_optim"), "no_shard"])
 def test_a_plain_step_trains_like_the_plain_model(rank, world_size, strategy):
     train_both(MLP, rank, world_size, strategy=strategy)
 
@@ -111,7 +111,7 @@ def test_accumulation_with_gradient_sync_every_time_trains_like_plain(rank, worl
 
 
 @ranks(2, exhaustive=(3, 4))
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optim", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", *seldom("shard_grad_op", "shard_optim", "no_shard")])
 def test_accumulation_without_gradient_sync_trains_like_plain(rank, world_size, strategy):
     pair = Pair(MLP, rank, world_size, strategy=strategy)
     for step in range(3):
@@ -183,7 +183,7 @@ def _frozen_in_part():
 
 
 @ranks(2, exhaustive=(3, 4))
-@pytest.mark.parametrize("unit_bytes", [500, 1 << 20])
+@pytest.mark.parametrize("unit_bytes", [500, *seldom(1 << 20)])
 def test_frozen_and_trainable_parameters_in_one_unit_train_like_plain(rank, world_size, unit_bytes):
     train_both(_frozen_in_part, rank, world_size, unit_bytes=unit_bytes)
 
@@ -208,7 +208,7 @@ def _tokens(rank, step):
 
 
 @ranks(2, exhaustive=(3, 4))
-@pytest.mark.parametrize("unit_bytes", [100, 1 << 20])
+@pytest.mark.parametrize("unit_bytes", [100, *seldom(1 << 20)])
 def test_tied_parameters_across_units_and_a_block_used_twice_train_like_plain(rank, world_size, unit_bytes):
     train_both(Tied, rank, world_size, make_batch=_tokens, unit_bytes=unit_bytes)
 
@@ -228,7 +228,7 @@ class Partly(nn.Module):
 
 
 @ranks(2, exhaustive=(3,))
-@pytest.mark.parametrize("unit_bytes", [100, 1 << 20])
+@pytest.mark.parametrize("unit_bytes", [100, *seldom(1 << 20)])
 def test_parameters_unused_on_all_ranks_keep_no_gradient(rank, world_size, unit_bytes):
     pair = Pair(Partly, rank, world_size, unit_bytes=unit_bytes)
     for step in range(4):
@@ -279,6 +279,7 @@ class Tail(nn.Module):
         return h * self.often * self.seldom if all_used else h * self.often
 
 
+@pytest.mark.exhaustive(usual=True)
 @ranks(2, exhaustive=(3,))
 def test_a_parameter_unused_on_one_rank_with_many_units_of_one_size_trains_like_plain(rank, world_size):
     pair = Pair(Tall, rank, world_size, unit_bytes=100)
@@ -412,7 +413,7 @@ def _lora():
 
 
 @ranks(2, exhaustive=(3, 4))
-@pytest.mark.parametrize("unit_bytes", [100, 1 << 20, *exhaustive(300)])
+@pytest.mark.parametrize("unit_bytes", [100, *seldom(1 << 20), *exhaustive(300)])
 def test_lora_trains_like_plain(rank, world_size, unit_bytes):
     train_both(_lora, rank, world_size, unit_bytes=unit_bytes)
 
@@ -432,7 +433,7 @@ def _frozen_first():
 
 
 @ranks(2, exhaustive=(3,))
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("strategy", ["full_shard", *seldom("shard_grad_op")])
 @pytest.mark.parametrize("unit_bytes", [500, *exhaustive(100, 1 << 20)])
 def test_a_frozen_layer_first_in_a_unit_whose_input_needs_a_gradient_trains_like_plain(
     rank, world_size, strategy, unit_bytes

@@ -11,6 +11,7 @@ from torch import nn
 import torch_shard
 from tests.compat.harness import MLP, Block, Pair, average_grads, batch, loss_of, plain_backward, same_grads
 from tests.compat.modes import as_computed
+from tests.marks import seldom
 from tests.ranks import ranks
 
 WIDTH = 5
@@ -30,7 +31,7 @@ class Logs(Block):
         return x
 
 
-@pytest.mark.parametrize("who", [0, None])
+@pytest.mark.parametrize("who", [0, *seldom(None)])
 @ranks(2, exhaustive=(3,))
 def test_a_block_that_one_rank_logs_from_trains_like_plain(rank, world_size, who):
     pair = Pair(
@@ -68,7 +69,7 @@ def test_replicated_units_that_only_some_ranks_use_train_like_plain(rank, world_
     pair.check()
 
 
-@pytest.mark.parametrize("how", ["half", "data"])
+@pytest.mark.parametrize("how", ["half", *seldom("data")])
 @ranks(2)
 def test_values_of_another_dtype_inside_gathered_leave_training_as_it_was(rank, world_size, how):
     pair = Pair(MLP, rank, world_size)

@@ -66,6 +66,7 @@ def test_a_transformers_model_in_many_small_units(rank, world_size, name):
     assert len(engine.units) > 3
 
 
+@pytest.mark.exhaustive(usual=True)
 @pytest.mark.parametrize("name", ["gpt2", *exhaustive("t5", "clip")])
 @ranks(3)
 def test_a_transformers_model_on_three_ranks(rank, world_size, name):

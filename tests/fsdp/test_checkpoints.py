@@ -126,7 +126,7 @@ def test_dcp_gets_shards_and_whole_tensors_as_its_options_say_whatever_type_is_s
 
 
 @ranks(2)
-@pytest.mark.parametrize("make", [one, two])
+@pytest.mark.parametrize("make", [*exhaustive(one), two])
 def test_whole_and_sharded_dicts_load_before_the_first_forward_and_after(make, rank):
     expected = build().state_dict()
     other = MLP(7).double()
@@ -161,7 +161,7 @@ def continues(make, rank, saved, load):
 
 
 @ranks(2)
-@pytest.mark.parametrize("make", [one, one_sharded, two])
+@pytest.mark.parametrize("make", [one, *exhaustive(one_sharded, two)])
 def test_dcp_saves_and_loads_what_get_state_dict_gives(make, rank, tmp_path):
     def save(model, optimizer):
         values, state = get_state_dict(model, optimizer)
@@ -203,7 +203,7 @@ def test_checkpoints_of_dcp_go_between_torchs_fsdp_and_this_one(direction, rank,
 
 @ranks(2)
 @pytest.mark.parametrize("make", [two, *exhaustive(one, one_sharded)])
-@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("broadcast", [*exhaustive(False), True])
 def test_full_state_dicts_of_dcp_are_whole(make, broadcast, rank):
     taking = StateDictOptions(full_state_dict=True, cpu_offload=broadcast)
     giving = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
@@ -251,7 +251,7 @@ def test_a_model_on_meta_is_loaded_without_to_empty(broadcast, rank):
 
 
 @ranks(2)
-@pytest.mark.parametrize("form", ["optim_state_dict", "full", "scatter", "sharded"])
+@pytest.mark.parametrize("form", [*exhaustive("optim_state_dict"), "full", *exhaustive("scatter"), "sharded"])
 def test_optimizer_state_goes_through_the_functions_of_the_class(form, rank):
     def save(model, optimizer):
         values = {key: value.clone() for key, value in model.state_dict().items()}

@@ -271,6 +271,7 @@ def test_several_wrapped_models_in_a_plain_module(rank):
         pass
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_copies_train_by_themselves(rank):
     for model in (FSDP(build()), FSDP(build(), auto_wrap_policy=BLOCKS)):

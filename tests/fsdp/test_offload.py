@@ -67,7 +67,7 @@ def test_what_says_nothing_offloads_nothing(rank):
         assert engine_of(model).config.offload is None and not on_host(engine_of(model))
 
 
-@pytest.mark.parametrize("name", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("name", [*exhaustive("fsdp1"), "fsdp2"])
 @ranks(2)
 def test_accumulation_and_clipping_are_those_without(rank, name):
     found = []
@@ -98,7 +98,7 @@ def build_of(name, offload):
     return by_class(False, auto_wrap_policy=BLOCKS) if name == "fsdp1" else by_function(OffloadPolicy())
 
 
-@pytest.mark.parametrize("name", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("name", ["fsdp1", *exhaustive("fsdp2")])
 @ranks(2)
 def test_state_dicts_are_those_after_the_step_and_load(rank, name):
     model, other = MODELS[name](), MODELS[name]()
@@ -118,7 +118,7 @@ def whole(model):
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
-@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("outer", [*exhaustive(True), False])
 @ranks(2)
 def test_where_a_part_asks_for_it_all_of_the_model_is_offloaded_and_a_warning_says_so(rank, outer):
     settings._said.clear()

@@ -15,17 +15,11 @@ from tests.ranks import ranks
 INSTEAD = {"module_wrap_policy": "clipped", "prefetch_by_hand": None}
 QUICK = (
     "accumulate_without_sync",
-    "sync_is_decided_in_backward",
     "clipped",
-    "gradients_summed",
     "meta_and_to_empty",
-    "unsharded_between_steps",
     "frozen_and_ignored",
-    "prefetch_by_hand",
     "class_policy",
-    "wrapped_in_the_constructor",
     "no_sync",
-    "checkpointed_afterwards",
     "edited_whole",
 )
 

@@ -26,14 +26,14 @@ from tests.compat.harness import (
     whole,
 )
 from tests.hybrid.harness import TWO, same_copies
-from tests.marks import exhaustive
+from tests.marks import exhaustive, quick
 from tests.ranks import ranks
 from torch_shard.errors import ShardError
 
 HYBRID = ["hybrid_shard", "hybrid_shard_zero2"]
 
 
-@pytest.mark.parametrize("strategy", HYBRID)
+@pytest.mark.parametrize("strategy", quick(HYBRID, ["hybrid_shard"]))
 @ranks(4)
 def test_it_trains_like_plain(strategy, rank, world_size):
     pair = train_both(MLP, rank, world_size, steps=4, strategy=strategy, shard_size=2)
@@ -97,12 +97,14 @@ class Sometimes(nn.Module):
         return nn.functional.linear(x, self.second.weight, self.second.bias if self.used else None)
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_a_parameter_that_one_copy_leaves_unused(rank, world_size):
     for used in (rank < 2, rank in (0, 3), rank == 2):
         train_both(functools.partial(Sometimes, used), rank, world_size, **TWO)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["hybrid_shard", *exhaustive("hybrid_shard_zero2")])
 @ranks(4)
 def test_terms_of_the_loss_outside_the_model_are_averaged_over_the_copies(strategy, rank, world_size):
@@ -120,6 +122,7 @@ def test_terms_of_the_loss_outside_the_model_are_averaged_over_the_copies(strate
     same_copies(pair.engine)
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_autograd_grad_is_averaged_over_the_copies(rank, world_size):
     pair = Pair(MLP, rank, world_size, **TWO)
@@ -151,7 +154,7 @@ def test_random_edits_leave_the_copies_equal(rank, world_size):
     assert whole(model.head.weight).eq(7.0).all()
 
 
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "no_shard"])
+@pytest.mark.parametrize("strategy", ["hybrid_shard", *exhaustive("no_shard")])
 @ranks(4)
 def test_edits_of_gradients_in_gathered_leave_the_copies_equal(strategy, rank, world_size):
     model = MLP()
@@ -213,6 +216,7 @@ def test_an_overflow_in_one_copy_skips_the_step_of_all(rank, world_size):
     same_copies(engine)
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_quantized_reductions_inside_a_copy(rank, world_size):
     """Between copies travel sums, in the dtype of the reduction, and the copies stay equal."""
@@ -256,6 +260,7 @@ def _muon_of_one(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Muon([model.head.weight], lr=0.02)
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_state_of_a_matrix_that_one_rank_of_all_has_goes_to_each_copy(rank, world_size):
     """What ``optimizer.state_dict()`` gives on each rank of another strategy: state is at the owners."""
@@ -338,6 +343,7 @@ class Slow(nn.Module):
         return y
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_two_models_in_one_backward_whose_reductions_are_under_way_together(rank, world_size):
     """Which of the reductions inside a copy ends first differs between the copies."""
@@ -364,6 +370,7 @@ def test_two_models_in_one_backward_whose_reductions_are_under_way_together(rank
         same_params(model, expected)
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_a_backward_that_fails_half_way_leaves_the_copies_in_step(rank, world_size):
     pair = Pair(MLP, rank, world_size, unit_bytes=300, **TWO)

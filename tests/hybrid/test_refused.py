@@ -129,6 +129,7 @@ def test_a_backward_that_fails_on_one_rank_does_not_wait_for_each_unit(rank):
     time.sleep(max(0.0, 20.0 - seconds))
 
 
+@pytest.mark.exhaustive
 @ranks(4, fresh=True, timeout=60)
 def test_copies_that_run_different_units_are_told_apart(rank):
     model = MLP()

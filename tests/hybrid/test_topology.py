@@ -12,6 +12,7 @@ from tests.compat.harness import (
     train_both,
 )
 from tests.hybrid.harness import same_copies
+from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard.errors import ConfigError, ShardError
 from torch_shard.topology import Topology
@@ -47,6 +48,7 @@ def test_copies_on_ranks_that_are_not_consecutive_train_like_plain(rank, world_s
     assert _rows(pair.engine) == ((0, 2), (1, 3))
 
 
+@pytest.mark.exhaustive
 @ranks(4, fresh=True)
 def test_the_ranks_of_a_node_share_a_copy_by_default(rank):
     import os
@@ -66,7 +68,7 @@ def test_the_ranks_of_a_node_share_a_copy_by_default(rank):
             torch_shard.shard(MLP(), strategy="hybrid_shard")
 
 
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("size", [1, *exhaustive(4)])
 @ranks(4)
 def test_a_copy_on_one_rank_or_on_all_trains_like_plain(size, rank, world_size):
     train_both(MLP, rank, world_size, strategy="hybrid_shard", shard_size=size, precision=None)

@@ -76,6 +76,7 @@ def test_chosen_layers_are_computed_again_with_the_same_numbers_and_names(world_
     assert not any("forward" in block.__dict__ for block in module.blocks), "given back as it was"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["bf16-mixed", *exhaustive("16-true", "bf16-true")])
 @ranks(2)
 def test_layers_computed_again_in_low_precision_give_the_numbers_of_those_kept(world_size, precision):
@@ -105,6 +106,7 @@ def test_compiled_layers_are_computed_again(world_size):
     assert_same_state(module.state_dict(), expected.state_dict())
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_module_that_stayed_sharded_is_trained_as_the_next_strategy_says(world_size):
     module, counts = blocks_class()(), Counts()
@@ -135,7 +137,7 @@ def test_what_is_no_class_nor_name_is_refused_at_once(wrong):
             make(activation_checkpointing=wrong)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, *exhaustive(True)])
 @ranks(2)
 def test_checkpoints_of_the_users_own_in_forward_train_like_a_single_device(world_size, use_reentrant):
     class Own(blocks_class()):

@@ -96,6 +96,7 @@ def test_inputs_of_chosen_layers_are_moved_with_the_numbers_and_names_of_a_singl
     assert offload_of(module) is None, "given back as it was"
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_module_that_stayed_sharded_is_trained_as_the_next_strategy_says(world_size):
     module, counts = module_class()(), Counts()

@@ -71,6 +71,7 @@ WHAT_ELSE: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_as_many_batches_are_trained_and_validated_as_on_a_single_device(world_size):
     for options in HOW_MANY:

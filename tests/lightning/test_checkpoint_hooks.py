@@ -77,7 +77,7 @@ def renaming_class(prefix: str, added: str = "") -> Any:
 
 
 @pytest.mark.parametrize(("prefix", "added"), [("model.", ""), ("", "module."), ("", "_orig_mod.")])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", quick(FORMS, ["sharded"]))
 @ranks(2)
 def test_a_hook_finds_the_names_that_the_hook_before_has_given(world_size, form, prefix, added, tmp_path):
     first, again = renaming_class(prefix, added)(), renaming_class(prefix, added)()
@@ -118,6 +118,7 @@ def test_a_hook_that_asks_for_values_of_another_rank_is_told_why_it_has_none(ran
     saved(world_size, "full", Asks(), tmp_path / "a.ckpt")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", quick(FORMS, ["sharded"]))
 @ranks(2, fresh=True)
 def test_a_hook_that_fails_on_one_rank_strands_no_other(rank, world_size, form, tmp_path):
@@ -208,6 +209,7 @@ def test_nothing_that_is_kept_after_loading_lies_in_the_file(world_size, tmp_pat
     assert module.kept.tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_files_of_a_plugin_that_writes_or_reads_in_a_way_of_its_own_are_not_mapped(rank, world_size, tmp_path):
     class InPlace(TorchCheckpointIO):

@@ -33,6 +33,7 @@ def fit(rank, world_size, namespace, epochs, path=None, save=None, strategy="sha
     return dict(module.state_dict())
 
 
+@pytest.mark.exhaustive
 @either_namespace
 def test_training_continues_on_another_number_of_ranks(tmp_path, namespace):
     first, second, third = (tmp_path / f"{i}.ckpt" for i in range(3))

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningCLI
 
 from tests.lightning.helpers import assert_same_state, loader, net_class, quiet
+from tests.marks import quick
 from tests.ranks import ranks
 
 OPTIONS = {
@@ -67,7 +68,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", quick(WAYS, ["name"]))
 @ranks(2)
 def test_a_run_from_the_command_line_trains_like_ddp(world_size, way):
     width = ["--data.features", 5]

@@ -68,7 +68,7 @@ class Signals(Callback):
 
 
 @pytest.mark.parametrize("form", ["full", *exhaustive("sharded")])
-@pytest.mark.parametrize("receivers", [(0, 1), (1,), *exhaustive(((0,),))])
+@pytest.mark.parametrize("receivers", [*exhaustive(((0, 1),)), (1,), *exhaustive(((0,),))])
 @ranks(2)
 def test_slurms_signal_on_any_rank_saves_on_all_and_the_next_job_goes_on_from_there(
     rank, world_size, receivers, form, tmp_path
@@ -159,7 +159,7 @@ def test_sigterm_on_all_ranks_ends_the_run_on_all_after_the_same_step(rank, worl
     assert steps == [(SIGTERMException, 3)]
 
 
-@pytest.mark.parametrize("moment", ["training", "agreement", *exhaustive("validation")])
+@pytest.mark.parametrize("moment", ["training", *exhaustive("agreement", "validation")])
 @pytest.mark.parametrize("victim", [1, *exhaustive(0)])
 @ranks(2)
 def test_sigterm_on_one_rank_ends_the_run_on_all_after_the_same_step(
@@ -221,6 +221,7 @@ class FailsIn(Callback):
         setattr(self, hook, fail)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "hook",
     ["on_save_checkpoint", *exhaustive("on_train_epoch_end", "on_before_optimizer_step", "on_fit_start", "setup")],

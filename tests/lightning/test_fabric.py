@@ -10,7 +10,7 @@ from lightning.fabric.plugins import MixedPrecision
 from torch import nn
 
 from tests.lightning.fabric_helpers import NAMESPACES, Net, assert_same, batch, fabric, net, strategy, whole
-from tests.marks import quick
+from tests.marks import exhaustive, quick
 from tests.ranks import ranks
 from torch_shard import ShardTensor, engine_of
 from torch_shard.errors import ConfigError
@@ -51,7 +51,7 @@ def assert_trains_like_ddp(name: Any = "shard", namespace: str = "lightning.fabr
     assert_same(weights, expected_weights)
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", quick(NAMESPACES, ["lightning.fabric"]))
 @ranks(2, exhaustive=(1, 3))
 def test_modules_and_optimizers_set_up_together_train_like_ddp(namespace):
     assert_trains_like_ddp(namespace=namespace)
@@ -66,14 +66,14 @@ def test_every_registered_name_trains_like_ddp_set_up_apart(name):
     assert_trains_like_ddp(name, apart=True)
 
 
-@pytest.mark.parametrize("defer", [True, False])
+@pytest.mark.parametrize("defer", [True, *exhaustive(False)])
 @ranks(2)
 def test_accumulation_under_no_backward_sync_trains_like_ddp(defer):
     assert_trains_like_ddp(strategy(defer_gradient_sync=defer), accumulate=3)
 
 
 @pytest.mark.parametrize(
-    "clip", [{"max_norm": 0.3}, {"max_norm": 0.1, "norm_type": float("inf")}, {"clip_val": 0.02}], ids=str
+    "clip", [{"max_norm": 0.3}, *exhaustive({"max_norm": 0.1, "norm_type": float("inf")}), {"clip_val": 0.02}], ids=str
 )
 @ranks(2)
 def test_gradients_are_clipped_as_with_ddp(clip):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.lightning.fabric_helpers import NAMESPACES, assert_same, batch, fabric, net, strategy, whole
-from tests.marks import quick
+from tests.marks import exhaustive, quick
 from tests.ranks import ranks, run
 from torch_shard.errors import CheckpointError, ConfigError, StateDictError
 
@@ -66,7 +66,7 @@ def assert_resumes(saving: Any, loading: Any, path: Path) -> None:
 
 
 @pytest.mark.parametrize("namespace", quick(NAMESPACES, NAMESPACES[:1]))
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", quick(FORMS, ["sharded"]))
 @ranks(2)
 def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(form, namespace, tmp_path):
     made = [strategy(namespace, state_dict_type=form) for _ in range(2)]
@@ -83,7 +83,7 @@ def _other(made: list[Any], tmp_path: Path) -> None:
     assert_same(whole(again["net"]), uninterrupted())
 
 
-@pytest.mark.parametrize(("saving", "loading"), [("shard", "ddp"), ("ddp", "shard")])
+@pytest.mark.parametrize(("saving", "loading"), [("shard", "ddp"), *exhaustive(("ddp", "shard"))])
 @ranks(2)
 def test_the_file_is_that_of_ddp_both_ways(saving, loading, tmp_path):
     assert_resumes(saving, loading, tmp_path / "state.ckpt")
@@ -117,7 +117,7 @@ def test_another_number_of_ranks_loads_it(form, tmp_path):
         assert other["step"] == alone["step"] == 2
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", quick(FORMS, ["sharded"]))
 @ranks(2)
 def test_a_filter_chooses_what_is_saved_and_strict_false_loads_it(form, tmp_path):
     f, state = start(strategy(state_dict_type=form))
@@ -253,6 +253,7 @@ def test_folders_are_written_while_training_goes_on(tmp_path):
     assert_same(whole(state["net"]), saved, rtol=0, atol=0)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_folders_of_fabric_and_of_the_engine_are_the_same(tmp_path):
     f, state = start(strategy(state_dict_type="sharded"))

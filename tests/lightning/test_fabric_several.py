@@ -74,7 +74,7 @@ HOW = {
 
 
 @pytest.mark.parametrize("namespace", quick(NAMESPACES, NAMESPACES[:1]))
-@pytest.mark.parametrize("how", quick(HOW, ["value", "accumulated"]))
+@pytest.mark.parametrize("how", quick(HOW, ["accumulated"]))
 @ranks(2, exhaustive=(1, 3))
 def test_it_trains_like_ddp(how, namespace):
     results = []
@@ -98,6 +98,7 @@ def test_it_trains_like_ddp_under_the_other_strategies(name):
     assert_same(*results)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_the_scaler_unscales_and_skips_for_both_modules(rank):
     results = []
@@ -162,6 +163,7 @@ def test_training_goes_on_from_its_checkpoint_as_under_ddp(saving, loading, tmp_
     assert_same(weights(again), weights(expected))
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_folder_is_read_in_parts_and_under_the_keys_that_it_was_saved_by(tmp_path):
     f, state = start(strategy(state_dict_type="sharded"))

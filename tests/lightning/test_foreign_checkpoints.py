@@ -81,7 +81,7 @@ def fit(rank, world_size, strategy, epochs, path=None, save=None):
     return dict(module.state_dict()) if strategy in ("shard", "auto") else None
 
 
-@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["ddp", "fsdp sharded"]))
+@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["fsdp sharded"]))
 def test_training_continues_from_a_checkpoint_of_lightnings_strategy(tmp_path, strategy):
     path = tmp_path / "theirs.ckpt"
     run(2, fit, strategy, 1, None, path, fresh=True)
@@ -153,6 +153,7 @@ def leave(rank, world_size, folder):
     return t.strategy.engine.state_dict()
 
 
+@pytest.mark.exhaustive
 def test_plain_lightning_loads_both_forms_where_this_package_is_not_installed(tmp_path):
     torch.save(run(2, leave, tmp_path)[0], tmp_path / "wanted.pt")
     paths = [tmp_path / "full.ckpt", tmp_path / "consolidated.ckpt"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -42,6 +43,7 @@ class Example(net_class("lightning")):
         self.example_input_array = torch.ones(2, 6)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_the_graph_that_is_logged_is_that_of_ddp_and_the_run_goes_on(rank, world_size):
     found = []

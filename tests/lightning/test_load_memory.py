@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_shard.for_lightning import ShardStrategy
 from tests.lightning.helpers import NAMESPACES, loader, trainer
+from tests.marks import exhaustive
 from tests.ranks import ranks
 
 WIDTH, BLOCKS = 724, 8
@@ -71,7 +72,7 @@ class Peak:
         return max(self.highest, anonymous()) - self.before
 
 
-@pytest.mark.parametrize(("form", "copies"), [("full", 0), ("sharded", 1)])
+@pytest.mark.parametrize(("form", "copies"), [*exhaustive(("full", 0)), ("sharded", 1)])
 @ranks(2, fresh=True)
 def test_the_file_is_never_in_memory(world_size, form, copies, tmp_path):
     path = tmp_path / "big.ckpt"

@@ -72,7 +72,7 @@ def gan_class(namespace: str, sync: bool = True) -> Any:
 
 
 @either_namespace
-@pytest.mark.parametrize("defer", [False, True], ids=["reduced", "deferred"])
+@pytest.mark.parametrize("defer", [False, *exhaustive(True)], ids=["reduced", "deferred"])
 @ranks(2)
 def test_a_gan_with_toggled_models_accumulation_and_clipping(world_size, namespace, defer):
     if namespace == "lightning":
@@ -120,6 +120,7 @@ def test_steps_with_closures_as_lightnings_documentation_has_them(world_size):
     assert_same_state(module.state_dict(), expected.state_dict())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
 @ranks(2)
 def test_two_backwards_through_one_graph(world_size, name):

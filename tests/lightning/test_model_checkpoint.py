@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning_shard import files
 from lightning_shard.for_lightning import ShardStrategy
 from tests.lightning.helpers import BATCHES, assert_same_state, loader, net_class, single, trainer
+from tests.marks import exhaustive, quick
 from tests.ranks import ranks
 from torch_shard.checkpoint import sharded_save
 from torch_shard.checkpoint.source import Checkpoint
@@ -50,7 +51,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", quick(FORMS, ["sharded"]))
 @ranks(2)
 def test_the_best_and_the_last_are_kept_and_others_deleted(rank, world_size, form, tmp_path):
     class Scores(net_class("lightning")):
@@ -67,7 +68,7 @@ def test_the_best_and_the_last_are_kept_and_others_deleted(rank, world_size, for
     assert t.ckpt_path == saves.best_model_path
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", quick(FORMS, ["sharded"]))
 @ranks(2)
 def test_the_last_can_be_a_link_and_the_run_resumes_from_it(world_size, form, tmp_path):
     def saves() -> Any:
@@ -96,7 +97,7 @@ def test_links_with_names_that_change_are_deleted_and_not_what_they_lead_to(worl
     assert is_whole(tmp_path / "epoch=0.ckpt", form)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", quick(FORMS, ["sharded"]))
 @ranks(2)
 def test_weights_alone_are_for_evaluation(world_size, form, tmp_path):
     saves = ModelCheckpoint(tmp_path, "weights", save_weights_only=True)
@@ -120,7 +121,7 @@ def test_each_form_takes_the_place_of_the_other(rank, world_size, form, tmp_path
     fit(world_size, strategy(form), [], 2, path=path)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", quick(FORMS, ["sharded"]))
 @ranks(2)
 def test_what_is_replaced_stays_until_the_new_one_is_whole(rank, world_size, form, tmp_path):
     class Fails(net_class("lightning")):
@@ -139,6 +140,7 @@ def test_what_is_replaced_stays_until_the_new_one_is_whole(rank, world_size, for
     assert is_whole(path, other) and names(tmp_path) == ["a.ckpt"]
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_plugin_of_the_users_own_can_replace_a_folder(rank, world_size, tmp_path):
     class Mine(TorchCheckpointIO):
@@ -163,7 +165,7 @@ def test_a_plugin_of_the_users_own_can_replace_a_folder(rank, world_size, tmp_pa
     assert is_whole(path, "full") and names(tmp_path) == ["a.ckpt"]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", quick(FORMS, ["sharded"]))
 @ranks(2)
 def test_the_newest_checkpoint_of_a_preempted_job_is_found_beside_what_a_killed_save_left(
     rank, world_size, form, tmp_path
@@ -178,7 +180,7 @@ def test_the_newest_checkpoint_of_a_preempted_job_is_found_beside_what_a_killed_
     assert t.global_step == 2 * BATCHES
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", quick(FORMS, ["sharded"]))
 @ranks(2)
 def test_a_folder_that_is_no_checkpoint_is_never_lost(rank, world_size, form, tmp_path):
     if rank == 0:
@@ -245,6 +247,7 @@ def test_a_sharded_save_in_the_background_is_a_snapshot_and_older_ones_stay_unti
         assert_same_state(dict(fresh.state_dict()), saves.wanted)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_link_to_the_last_checkpoint_never_leads_nowhere(world_size, tmp_path):
     class Looks(net_class("lightning")):
@@ -257,6 +260,7 @@ def test_a_link_to_the_last_checkpoint_never_leads_nowhere(world_size, tmp_path)
     assert is_whole(tmp_path / "last.ckpt", "sharded")
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_what_two_callbacks_have_saved_under_one_name_stays_until_both_delete_it(world_size, tmp_path):
     every = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1, enable_version_counter=False)
@@ -266,7 +270,7 @@ def test_what_two_callbacks_have_saved_under_one_name_stays_until_both_delete_it
     assert names(tmp_path) == [f"step={number}.ckpt" for number in range(1, 6)]
 
 
-@pytest.mark.parametrize("unshard", [True, False])
+@pytest.mark.parametrize("unshard", [True, *exhaustive(False)])
 @ranks(2)
 def test_a_background_save_that_fails_is_the_error_of_the_run_and_deletes_nothing(world_size, unshard, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
@@ -288,6 +292,7 @@ def test_a_background_save_that_fails_is_the_error_of_the_run_and_deletes_nothin
     fit(world_size, strategy("sharded"), [], 2, path=tmp_path / "epoch=0.ckpt")
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_lightnings_asynchronous_plugin_writes_a_snapshot_and_its_failure_is_raised_on_all_ranks(
     rank, world_size, tmp_path

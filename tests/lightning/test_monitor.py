@@ -18,8 +18,18 @@ import lightning_shard
 from lightning_shard import _registry
 from lightning_shard.monitor_figures import Window, human
 from lightning_shard.remedies import remedies
-from tests.lightning.helpers import BATCHES, NAMESPACES, both_namespaces, loader, net_class, single, trainer
+from tests.lightning.helpers import (
+    BATCHES,
+    NAMESPACES,
+    both_namespaces,
+    either_namespace,
+    loader,
+    net_class,
+    single,
+    trainer,
+)
 from tests.logs import captured_log
+from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard.errors import ConfigError
 
@@ -99,7 +109,7 @@ def test_each_logger_gets_the_figures_of_the_steps_that_are_logged(rank, world_s
         assert f["shard/gathered_bytes"] == 0 < f["shard/peak_gathered_bytes"]
 
 
-@both_namespaces
+@either_namespace
 @ranks(2)
 def test_lightnings_own_logger_writes_the_figures_of_every_step(rank, world_size, namespace, tmp_path):
     logger = NAMESPACES[namespace].loggers.CSVLogger(tmp_path)
@@ -117,7 +127,7 @@ def test_lightnings_own_logger_writes_the_figures_of_every_step(rank, world_size
     assert all(float(row[name]) >= 0 for row in rows for name in figures)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [*exhaustive(1), 2])
 @ranks(2)
 def test_norms_of_units_are_those_of_a_single_device(world_size, accumulate):
     options = {"log_every_n_steps": 1, "gradient_clip_val": 0.1, "accumulate_grad_batches": accumulate}
@@ -165,6 +175,7 @@ def gan_class() -> Any:
     return Two
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_units_of_several_optimizers_have_one_norm(world_size):
     names: dict[str, list[str]] = {}
@@ -196,7 +207,7 @@ def test_units_of_several_optimizers_have_one_norm(world_size):
             assert figures[f"shard/grad_norm/{unit}"] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("bar", ["none", "tqdm", "rich"])
+@pytest.mark.parametrize("bar", ["none", *exhaustive("tqdm", "rich")])
 @ranks(2)
 def test_one_line_an_epoch_whatever_the_bar(rank, world_size, bar, tmp_path):
     from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
@@ -233,6 +244,7 @@ def slow(namespace: str) -> Any:
     return Slow
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_waiting_that_does_not_end_is_warned_about_once_with_remedies(rank, world_size):
     watcher = monitor("lightning", warm_up=1, patience=2, threshold=0.2, summary=False)

@@ -73,6 +73,7 @@ def test_the_registered_name_trains_validates_clips_and_accumulates_like_ddp(wor
     assert_fits_like_ddp(world_size, "shard_offload", Offload(), namespace=namespace)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "settings",
     [{"offload": KEEPS}, *exhaustive({"offload": "cpu", "strategy": "no_shard"}, {"offload": KEEPS, "prefetch": 0})],
@@ -166,6 +167,7 @@ def test_16_mixed_skips_the_same_steps_as_ddp_and_ends_where_it_ends_without_off
         torch.testing.assert_close(value, expected.state_dict()[name], rtol=0.02, atol=0.01)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_bf16_mixed_ends_where_it_ends_without_offload(world_size):
     # Gathered and reduced alike: the same numbers, not only close ones. Those of ddp but for the rounding.
@@ -211,7 +213,7 @@ def resumed(rank, world_size, strategies, form, path):
     return path.is_dir()
 
 
-@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("form", [*exhaustive("full"), "sharded"])
 @pytest.mark.parametrize(
     ("first", "second"), [("cpu", "cpu"), *exhaustive(("cpu", None), (None, "cpu"), (KEEPS, "cpu"))], ids=str
 )
@@ -268,6 +270,7 @@ def test_optimizer_state_is_in_the_order_of_ddp_while_training_and_behind_it(wor
     assert found == expected and expected[0] != sorted(expected[0])
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_module_that_stayed_sharded_is_sharded_anew_only_for_other_settings(world_size):
     module, engines = net_class("lightning")(), []

@@ -15,12 +15,13 @@ from lightning_shard._registry import strategy_class
 from lightning_shard.precision import ShardedClipping
 from tests.lightning.helpers import NAMESPACES, assert_same_state, loader, net_class, single, trainer
 from tests.logs import captured_log
+from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard import Precision
 from torch_shard.errors import ConfigError
 
 
-@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", "bf16-true", "16-true"])
+@pytest.mark.parametrize("precision", [*exhaustive("64-true"), "bf16-mixed", "bf16-true", "16-true"])
 @ranks(2)
 def test_precisions_train_like_a_single_device(world_size, precision):
     expected, module = net_class("lightning")(), net_class("lightning")()

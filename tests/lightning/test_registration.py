@@ -173,6 +173,7 @@ def test_a_broken_front_end_breaks_neither_torch_nor_lightning(small_lightning, 
     assert "lightning_shard.ShardStrategy()" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_reload_of_lightning_and_its_source_are_as_without_us(small_lightning, tmp_path):
     code = (
         "import torch, importlib, inspect, pytorch_lightning.strategies as s\n"

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule
 
 from tests.lightning.helpers import assert_same_state, loader, net_class, single, trainer
+from tests.marks import exhaustive
 from tests.ranks import ranks
 
 
@@ -76,7 +77,7 @@ def resumed(t: Any, world_size: int, path: Any, seen: dict[str, Any]) -> Any:
     return module
 
 
-@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("form", [*exhaustive("full"), "sharded"])
 @ranks(2)
 def test_hooks_before_and_in_set_up_see_the_checkpoint_as_on_a_single_device(rank, world_size, tmp_path, form):
     own = tmp_path / f"single{rank}.ckpt"

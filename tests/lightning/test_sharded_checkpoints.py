@@ -47,7 +47,7 @@ def fit(rank, world_size, namespace, epochs, path=None, save=None, form="sharded
     return module.seen, dict(module.state_dict())
 
 
-@pytest.mark.parametrize("form", ["sharded", "full"])
+@pytest.mark.parametrize("form", ["sharded", *exhaustive("full")])
 @either_namespace
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(tmp_path, namespace, form):
     path = tmp_path / "first.ckpt"
@@ -128,6 +128,7 @@ def test_edits_in_checkpoint_hooks_count(world_size, tmp_path):
     trainer("lightning", world_size, sharded()).fit(Checks(), loader(world_size), ckpt_path=path)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_optimizers_start_anew_where_a_hook_drops_their_state(world_size, tmp_path):
     class Drops(net_class("lightning")):
@@ -232,6 +233,7 @@ class Unknown:
     """A class that the safe loader has not heard of."""
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_objects_of_other_classes_are_saved_with_a_warning_and_loaded_with_consent(rank, world_size, tmp_path):
     class Odd(net_class("lightning")):
@@ -267,6 +269,7 @@ def fit_tied(rank, world_size, epochs, path=None, save=None):
     return module.seen
 
 
+@pytest.mark.exhaustive
 def test_tied_frozen_and_ignored_parameters_resume_to_the_last_bit(tmp_path):
     whole = run(2, fit_tied, 2)
     first = run(2, fit_tied, 1, None, tmp_path / "a.ckpt")
@@ -308,6 +311,7 @@ def fit_muon(rank, world_size, epochs, path=None, save=None):
     return module.seen
 
 
+@pytest.mark.exhaustive
 def test_several_optimizers_resume_each_with_its_state(tmp_path):
     whole = run(2, fit_muon, 2)
     first = run(2, fit_muon, 1, None, tmp_path / "a.ckpt")
@@ -328,6 +332,7 @@ def test_another_number_of_optimizers_is_an_error(world_size, tmp_path):
         )
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_the_learning_rate_finder_saves_and_restores(world_size, tmp_path):
     from lightning.pytorch.tuner import Tuner
@@ -383,7 +388,7 @@ def test_a_damaged_folder_changes_nothing(rank, world_size, tmp_path):
     assert_same_state(dict(module.state_dict()), before)
 
 
-@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("form", [*exhaustive("full"), "sharded"])
 @ranks(2)
 def test_a_place_that_cannot_be_written_is_an_error_on_all_ranks(rank, world_size, form, tmp_path):
     t = trainer("lightning", world_size, ShardStrategy(state_dict_type=form, unshard_at_end=False))

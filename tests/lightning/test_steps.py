@@ -162,6 +162,7 @@ class Tied(net_class("lightning")):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["shard", *exhaustive("shard_zero2", "shard_zero1", "shard_hybrid")])
 @ranks(2)
 def test_tied_and_frozen_weights_stay_so(world_size, strategy):
@@ -175,6 +176,7 @@ def test_tied_and_frozen_weights_stay_so(world_size, strategy):
         assert torch.equal(module.state_dict()[name], before[name])
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_fits_and_tests_go_on_from_the_last_the_best_and_a_preempted_jobs_checkpoint(rank, world_size, tmp_path):
     def run(t_of, folder, n):

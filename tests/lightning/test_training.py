@@ -52,7 +52,7 @@ def compare(
 
 
 @both_namespaces
-@pytest.mark.parametrize("strategy", ["shard", "shard_zero2"])
+@pytest.mark.parametrize("strategy", ["shard", *exhaustive("shard_zero2")])
 @ranks(2)
 def test_fit_equals_a_single_device(world_size, namespace, strategy):
     module, t = compare(namespace, world_size, strategy=strategy)
@@ -109,7 +109,7 @@ def test_adamw_with_two_groups_and_a_scheduler(world_size):
         )
 
 
-@pytest.mark.parametrize("defer", [False, True], ids=["reduced", "deferred"])
+@pytest.mark.parametrize("defer", [False, *exhaustive(True)], ids=["reduced", "deferred"])
 @ranks(2)
 def test_accumulation_equals_a_single_device(world_size, defer):
     from lightning_shard.for_lightning import ShardStrategy
@@ -119,7 +119,7 @@ def test_accumulation_equals_a_single_device(world_size, defer):
 
 
 @either_namespace
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("algorithm", ["norm", *exhaustive("value")])
 @ranks(2)
 def test_clipping_equals_a_single_device(world_size, namespace, algorithm):
     limit = 0.3 if algorithm == "norm" else 0.02
@@ -128,7 +128,7 @@ def test_clipping_equals_a_single_device(world_size, namespace, algorithm):
     assert type(t.precision_plugin).__qualname__ == "Precision"
 
 
-@pytest.mark.parametrize("p", [1.0, math.inf])
+@pytest.mark.parametrize("p", [1.0, *exhaustive(math.inf)])
 @ranks(2)
 def test_clipping_in_configure_gradient_clipping_sees_the_global_norm(world_size, p):
     class Clips(net_class("lightning")):
@@ -155,6 +155,7 @@ def wrap_blocks(net: Any) -> None:
     net.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in net.blocks)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", [compile_all, compile_blocks, wrap_blocks])
 @ranks(2)
 def test_compiling_in_configure_model_trains_like_a_single_device(world_size, how):
@@ -169,7 +170,7 @@ def test_compiling_in_configure_model_trains_like_a_single_device(world_size, ho
     compare("lightning", world_size, Compiled)
 
 
-@pytest.mark.parametrize("forward", [False, True])
+@pytest.mark.parametrize("forward", [*exhaustive(False), True])
 @ranks(2)
 def test_a_step_that_returns_none_on_all_ranks_is_lightnings_own_error(world_size, forward):
     class Skips(net_class("lightning")):
@@ -375,6 +376,7 @@ class Doubled(nn.Linear):
     """What the layer plugin of the next test puts in place of a Linear."""
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_layer_synchronisation_is_applied_before_sharding_and_reverted(world_size):
     from lightning.pytorch.plugins import LayerSync

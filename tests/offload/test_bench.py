@@ -11,17 +11,22 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
 @pytest.fixture
-def waiting(monkeypatch):
+def steps(monkeypatch):
     if not BENCH.is_dir():
         pytest.skip("the benchmarks are not in the wheel")
     monkeypatch.syspath_prepend(str(BENCH))
     before = set(sys.modules)
-    from offload_steps import waiting
+    import offload_steps
 
-    yield waiting
+    yield offload_steps
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCH)):
             del sys.modules[name]
+
+
+@pytest.fixture
+def waiting(steps):
+    return steps.waiting
 
 
 def test_what_kernels_and_copies_leave_of_a_step_is_added_up(waiting):
@@ -38,3 +43,10 @@ def test_what_begins_before_or_ends_after_counts_in_part(waiting):
 
 def test_a_gpu_that_never_stops_waits_for_nothing(waiting):
     assert waiting([(0.0, 4.0), (4.0, 10.0)], [(0.0, 10.0)], 0.0, 10.0) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("model", ["1B", "7B"])
+def test_in_bf16_the_plan_fits_in_two_units_and_a_gigabyte(steps, model):
+    b = steps.plan_of(model, "offload").predicted
+    assert b.device == 0
+    assert b.device_peak <= b.gathered_peak + 10**9

@@ -90,6 +90,25 @@ def test_precisions_of_a_model_in_bf16(rank, tmp_path, offload, optimizer, preci
     alike(train, chosen(offload, tmp_path))
 
 
+@one_at_a_time(in_backward=[True, False], offload=["cpu", "kept"], optimizer=OPTIMIZERS)
+@ranks(2)
+def test_stochastic_rounding_counts_the_steps_of_each_unit(rank, tmp_path, in_backward, offload, optimizer):
+    def train(offload):
+        torch.manual_seed(3)
+        precision = Precision(stochastic_rounding=True)
+        training = Training(rank, offload, optimizer, make=lambda: Model().to(BF16), precision=precision)
+        if in_backward:
+            training.engine.step_in_backward(training.optimizer)
+        with mock.patch("tests.offload.models.inputs", lambda *at: inputs(*at).to(BF16)):
+            for number in range(4):
+                training.model.blocks[2].requires_grad_(number % 2 == 0)
+                training.step(number)
+                training.optimizer.step()  # without gradients
+        return training.seen, *training.state()
+
+    alike(train, chosen(offload, tmp_path))
+
+
 # -- strategies ---------------------------------------------------------------------------------------------------------
 
 COPIES = [

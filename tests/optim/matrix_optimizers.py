@@ -10,7 +10,6 @@ from torch import nn
 
 import torch_shard.optim
 from tests.compat.harness import ATOL, RTOL, Pair, batch, plain_backward, same_params
-from tests.marks import quick
 from tests.optim.helpers import O, copy_grads
 from torch_shard.shard_tensor import ShardTensor
 
@@ -110,8 +109,6 @@ MAKE: dict[str, Callable[[Any], Any]] = {
     "Shampoo": Shampoo,
     "Soap": Soap,
 }
-QUICK = ["Muon", "Adafactor", "transformers relative", "Shampoo", "Soap"]
-NAMES = quick(MAKE, QUICK)
 
 
 def takes(name: str, p: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, batch, plain_backward
+from tests.marks import exhaustive
 from tests.optim.helpers import Odd, by_ndim, same_optimizers, trainable
 from tests.ranks import ranks
 from torch_shard.errors import ConfigError, ShardError
@@ -56,7 +57,7 @@ class Declared(Signed):
 torch_shard.optim.register(Declared, kind="elementwise")
 
 
-@pytest.mark.parametrize("kind", [Signed, Declared])
+@pytest.mark.parametrize("kind", [*exhaustive(Signed), Declared])
 @pytest.mark.parametrize("with_closure", [False, True])
 @ranks(2, exhaustive=(1, 3))
 def test_an_own_optimizer_steps_as_on_the_plain_model(rank, world_size, kind, with_closure):
@@ -191,7 +192,7 @@ class BareDeclared(Bare):
 torch_shard.optim.register(BareDeclared, kind="elementwise")
 
 
-@pytest.mark.parametrize("kind", [Bare, BareDeclared])
+@pytest.mark.parametrize("kind", [*exhaustive(Bare), BareDeclared])
 @ranks(2, exhaustive=(3,))
 def test_an_attached_optimizer_steps_as_on_the_plain_model(rank, world_size, kind):
     pair = Pair(Odd, rank, world_size, optimizer=lambda m: kind(trainable(m)))
@@ -238,7 +239,7 @@ class Wrapper(torch.optim.Optimizer):
         return self.optimizer.step(closure)
 
 
-@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("attached", [*exhaustive(False), True])
 @ranks(2)
 def test_a_wrapper_around_an_optimizer(rank, world_size, attached):
     pair = Pair(MLP, rank, world_size, optimizer=lambda m: Wrapper(torch.optim.AdamW(m.parameters(), lr=0.01)))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.compat.harness import Pair, average_grads, batch, plain_backward, whole
-from tests.marks import exhaustive
+from tests.marks import exhaustive, quick
 from tests.optim.helpers import (
     MAKE,
     O,
@@ -19,8 +19,9 @@ from tests.optim.helpers import (
     copy_grads,
     go,
     in_strides_of,
+    mostly_adamw,
+    mostly_sgd,
     same_optimizers,
-    some_optimizers,
     trainable,
 )
 from tests.ranks import ranks
@@ -28,7 +29,7 @@ from tests.ranks import ranks
 # -- groups and optimizers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("unit_bytes", [500, 10**6], ids=["several units", "one unit"])
+@pytest.mark.parametrize("unit_bytes", [500, *exhaustive(10**6)], ids=["several units", "one unit"])
 @ranks(2, exhaustive=(3,))
 def test_several_optimizers_over_disjoint_parts_of_a_unit_step_in_turn(rank, world_size, unit_bytes):
     def optimizers(model):
@@ -54,7 +55,7 @@ def test_several_optimizers_over_disjoint_parts_of_a_unit_step_in_turn(rank, wor
             same_optimizers(ours, theirs)
 
 
-@some_optimizers
+@mostly_adamw
 @ranks(2, exhaustive=(3,))
 def test_parameters_that_move_between_groups_take_their_state_along(rank, world_size, name):
     pair = Pair(Odd, rank, world_size, optimizer=MAKE[name])
@@ -95,7 +96,9 @@ class TwoDtypes(nn.Module):
         return self.second(torch.tanh(self.first(x.float())).double()) * self.low.double()
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "AdamW foreach", *exhaustive("AdamW fused", "NAdam", "ASGD")])
+@pytest.mark.parametrize(
+    "name", [*exhaustive("SGD", "AdamW"), "AdamW foreach", *exhaustive("AdamW fused", "NAdam", "ASGD")]
+)
 @ranks(2, exhaustive=(3,))
 def test_one_group_of_several_dtypes_beside_parameters_that_are_not_sharded(rank, world_size, name):
     outside = [nn.Parameter(torch.linspace(1, 2, 3, dtype=torch.float64)) for _ in range(2)]
@@ -155,7 +158,7 @@ def test_an_optimizer_for_each_parameter_that_steps_in_backward(rank, world_size
     pair.check()
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name", quick(MAKE, ["AdamW", "AdamW fused", "NAdam"]))
 @ranks(2)
 def test_hyperparameters_set_between_steps_count_from_the_next_one(rank, world_size, name):
     pair = Pair(Odd, rank, world_size, optimizer=MAKE[name])
@@ -203,7 +206,7 @@ def _some_none(model):
 
 
 @pytest.mark.parametrize("edit", [_whole_gradients, _others, _in_place, _clipped, _some_none])
-@some_optimizers
+@mostly_sgd
 @ranks(2, exhaustive=(3,))
 def test_gradients_changed_by_hand_are_those_that_count(rank, world_size, edit, name):
     pair = Pair(Odd, rank, world_size, optimizer=MAKE[name])
@@ -218,7 +221,7 @@ def test_gradients_changed_by_hand_are_those_that_count(rank, world_size, edit, 
     pair.check()
 
 
-@some_optimizers
+@mostly_sgd
 @ranks(2, exhaustive=(3,))
 def test_gradients_cleared_and_changed_between_two_backwards(rank, world_size, name):
     pair = Pair(Odd, rank, world_size, optimizer=MAKE[name])
@@ -237,7 +240,7 @@ def test_gradients_cleared_and_changed_between_two_backwards(rank, world_size, n
         same_optimizers(pair.optimizer, pair.plain_optimizer)
 
 
-@some_optimizers
+@mostly_adamw
 @ranks(2)
 def test_steps_without_gradients_or_with_those_of_the_last_one(rank, world_size, name):
     pair = Pair(Odd, rank, world_size, optimizer=MAKE[name])
@@ -265,7 +268,7 @@ def test_gradients_by_hand_without_any_backward(rank, world_size):
     same_optimizers(pair.optimizer, pair.plain_optimizer, full=True)
 
 
-@some_optimizers
+@mostly_adamw
 @ranks(2)
 def test_parameters_changed_between_steps(rank, world_size, name):
     pair = Pair(Odd, rank, world_size, optimizer=MAKE[name])

@@ -9,7 +9,7 @@ import torch
 
 import torch_shard
 from tests.compat.harness import Pair, average_grads, batch, plain_backward, same_params, whole
-from tests.marks import exhaustive
+from tests.marks import exhaustive, quick
 from tests.optim.helpers import MAKE, Odd, both, close, go, in_strides_of, same_optimizers, trainable
 from tests.ranks import ranks
 from torch_shard.shard_tensor import ShardTensor
@@ -75,7 +75,7 @@ EDITS = [
 ]
 
 
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("edit", quick(EDITS, [_zeroed, _counters_set, _whole_tensors, _replaced, _exchanged]))
 @pytest.mark.parametrize("name", ["AdamW", *exhaustive("AdamW foreach", "AdamW fused", "NAdam")])
 @ranks(2, exhaustive=(3,))
 def test_state_edited_between_steps_counts_from_the_next_one(rank, world_size, edit, name):
@@ -209,7 +209,7 @@ def test_a_model_that_is_closed_and_sharded_again_keeps_its_optimizer(rank, worl
     go(pair, 3, 2)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "NAdam"])
+@pytest.mark.parametrize("name", [*exhaustive("AdamW"), "AdamW fused", *exhaustive("NAdam")])
 @ranks(2)
 def test_counters_have_the_default_dtype(rank, world_size, name):
     torch.set_default_dtype(torch.float64)

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from tests.compat.harness import Pair, same_params
+from tests.marks import exhaustive
 from tests.optim.helpers import (
     MAKE,
     O,
@@ -18,7 +19,6 @@ from tests.optim.helpers import (
     go,
     mostly_adamw,
     same_optimizers,
-    some_optimizers,
     step_hooks,
 )
 from tests.ranks import ranks
@@ -62,7 +62,7 @@ def _in_the_arithmetic_of_the_second_group(optimizer):
     _in_the_arithmetic(optimizer, optimizer.param_groups[1]["lr"])
 
 
-@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("first", [*exhaustive(0), 2])
 @pytest.mark.parametrize(
     "fail", [_in_a_closure, _in_a_pre_hook, _in_the_arithmetic, _in_the_arithmetic_of_the_second_group]
 )
@@ -88,7 +88,7 @@ def test_an_exception_in_a_step_leaves_what_it_leaves_in_plain_torch_and_trainin
     go(pair, first + 1, 2)
 
 
-@some_optimizers
+@mostly_adamw
 @ranks(2)
 def test_state_loaded_or_cleared_after_a_step_that_failed_is_what_counts(rank, world_size, name):
     pair = Pair(Odd, rank, world_size, optimizer=MAKE[name])

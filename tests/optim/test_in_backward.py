@@ -36,7 +36,7 @@ def train(pair, steps, run=plain_backward):
         pair.plain_optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW", *exhaustive("AdamW for-loop", "RMSprop")])
+@pytest.mark.parametrize("name", [*exhaustive("SGD"), "AdamW", *exhaustive("AdamW for-loop", "RMSprop")])
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
 @ranks(2, exhaustive=(1, 3))
 def test_it_steps_as_after_backward(rank, world_size, name, strategy):
@@ -172,7 +172,7 @@ class Own(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["plain", "checkpoint", "one forward"])
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", *exhaustive("shard_grad_op")])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard", "shard_grad_op")])
 @ranks(2, exhaustive=(1, 3))
 def test_weights_that_backward_needs_behind_their_gradient(rank, world_size, strategy, way):
     pair = Pair(lambda: Early(way), rank, world_size, unit_bytes=100, strategy=strategy, optimizer=OPTIMIZERS["SGD"])
@@ -203,7 +203,7 @@ class Regions(nn.Module):
 
 @pytest.mark.parametrize("tail", [False, True])
 @pytest.mark.parametrize("how", ["detached", "both"])
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard")])
 @ranks(2)
 def test_uses_that_nothing_announces_are_right_or_an_error_on_all_ranks(rank, world_size, strategy, how, tail):
     options = {"unit_bytes": 100, "strategy": strategy, "optimizer": OPTIMIZERS["SGD"]}
@@ -257,7 +257,7 @@ def test_the_mode_may_begin_between_forward_and_backward(rank, world_size, strat
 
 
 @pytest.mark.parametrize("checkpointed", [None, False, True])
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard")])
 @ranks(2)
 def test_ordinary_models_are_stepped_before_the_end(rank, world_size, strategy, checkpointed):
     class Deep(nn.Module):
@@ -315,7 +315,7 @@ def test_no_sync_is_refused_by_name_and_changes_nothing(rank, world_size):
     pair.check()
 
 
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("early", [True, *exhaustive(False)])
 @ranks(2)
 def test_a_gradient_scaler_is_refused_by_name(rank, world_size, early):
     pair = Pair(MLP, rank, world_size)
@@ -380,7 +380,7 @@ class Counting(torch.optim.Optimizer):
 torch_shard.optim.register(Counting, "elementwise")
 
 
-@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("stays", [*exhaustive(False), True])
 @ranks(2)
 def test_what_an_optimizer_counts_in_its_groups_is_counted_once(rank, world_size, stays):
     pair = Pair(Odd, rank, world_size, ignore=["extra"] if stays else [], optimizer=lambda m: Counting(by_ndim(m)))

@@ -11,6 +11,7 @@ import torch
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, batch, plain_backward, same, same_params
+from tests.marks import exhaustive
 from tests.optim.helpers import O
 from tests.optim.matrix_optimizers import advance, gradients, maker, same_state
 from tests.ranks import ranks
@@ -63,7 +64,7 @@ class ZeroesGradients(Descent):
         self.zero_grad(set_to_none=False)
 
 
-@pytest.mark.parametrize("kind", [DropsGradients, ClearsGradients, ZeroesGradients])
+@pytest.mark.parametrize("kind", [*exhaustive(DropsGradients), ClearsGradients, *exhaustive(ZeroesGradients)])
 @ranks(2, exhaustive=(1, 3))
 def test_gradients_that_a_step_clears_are_cleared(rank, world_size, kind):
     pair = pair_of(kind, rank, world_size)
@@ -137,10 +138,9 @@ class DecaysDataFirst(DecaysFirst):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (ClearsFirst, "called zero_grad"),
+        *exhaustive((ClearsFirst, "called zero_grad")),
         (LoopInALoop, "began a loop over the groups within another"),
-        (DecaysFirst, "changed parameters after"),
-        (DecaysDataFirst, "changed parameters after"),
+        *exhaustive((DecaysFirst, "changed parameters after"), (DecaysDataFirst, "changed parameters after")),
     ],
 )
 @ranks(2, exhaustive=(3,))
@@ -180,6 +180,7 @@ class CountsNested(Descent):
                 p.sub_(p.grad, alpha=group["lr"] / (float(group["count"]["n"]) + group["count"]["list"][0][0]))
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_what_a_step_counts_in_nested_options_is_counted_once(rank, world_size):
     with mock.patch.object(owned_state, "_SMALL", 0):
@@ -220,6 +221,7 @@ class KeepsTotals(Descent):
         p.sub_(p.grad, alpha=group["lr"] / self.state["rounds"]["n"])
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_state_of_no_parameter_is_saved_and_loaded(rank, world_size):
     pair = pair_of(KeepsTotals, rank, world_size)
@@ -311,7 +313,7 @@ class TwiceByNone(Twice):
         return loss
 
 
-@pytest.mark.parametrize("kind", [Twice, TwiceByNone])
+@pytest.mark.parametrize("kind", [Twice, *exhaustive(TwiceByNone)])
 @ranks(2, exhaustive=(1, 3))
 def test_gradients_are_cleared_before_the_closure(rank, world_size, kind):
     pair = pair_of(kind, rank, world_size)
@@ -357,6 +359,7 @@ def test_what_a_failed_step_did_to_gradients_is_not_done_to_the_next(rank, world
 # -- close ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @ranks(2, exhaustive=(3,))
 def test_state_that_close_was_not_told_of_is_not_used_on_the_plain_model(rank, world_size):
     pair = pair_of(Remembers, rank, world_size)
@@ -409,6 +412,7 @@ def test_a_rank_that_owns_nothing_closes_too(rank, world_size, named):
     assert type(pair.model.only.weight) is torch.nn.Parameter and len(held) == (rank == 0)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_state_by_name_survives_close_and_another_engine(rank, world_size):
     pair = Pair(MLP, rank, world_size, optimizer=maker("Muon"))

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_shard
 import torch_shard.optim
 from tests.compat.harness import Pair, average_grads, batch, plain_backward, same_params
-from tests.marks import exhaustive
+from tests.marks import exhaustive, quick
 from tests.optim.helpers import Odd
-from tests.optim.matrix_optimizers import NAMES, Shampoo, advance, gradients, maker, same_state, same_values, takes
+from tests.optim.matrix_optimizers import MAKE, Shampoo, advance, gradients, maker, same_state, same_values, takes
 from tests.ranks import ranks, run
 from torch_shard import owned_state
 from torch_shard.errors import StateDictError
@@ -51,7 +51,7 @@ def trained(rank: int, world_size: int, name: str, file: str = "", resume: str =
             torch.save({"model": model, "optimizer": optimizer}, file)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick(MAKE, ["Muon"]))
 @pytest.mark.parametrize(("first", "second"), [(2, 3), *exhaustive((3, 2), (2, 1), (1, 2), (2, 4))])
 def test_training_resumes_on_another_number_of_ranks(name, first, second, tmp_path):
     file = str(tmp_path / "state.pt")
@@ -70,7 +70,7 @@ def test_a_saved_state_is_a_snapshot_of_rank_0_only(rank, world_size):
     same_values(found, kept, "saved")
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_each_parameter_has_state_on_one_rank(rank, world_size):
     pair = Pair(Odd, rank, world_size, optimizer=maker("Adafactor"))
     advance(pair, range(2))
@@ -98,7 +98,7 @@ def test_state_in_lists_is_counted(rank, world_size):
     assert sum(held) == count
 
 
-@pytest.mark.parametrize("name", ["Muon", "Shampoo", *exhaustive("Adafactor", "transformers fixed")])
+@pytest.mark.parametrize("name", ["Muon", *exhaustive("Shampoo", "Adafactor", "transformers fixed")])
 @ranks(2)
 def test_state_from_before_sharding(rank, world_size, name):
     torch.manual_seed(0)
@@ -119,6 +119,7 @@ def test_state_from_before_sharding(rank, world_size, name):
     assert len(optimizer.state) < len(pair.plain_optimizer.state)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_plain_state_dict_on_every_rank_and_this_ranks_own(rank, world_size):
     pair = Pair(Odd, rank, world_size, optimizer=maker("Shampoo"))
@@ -274,7 +275,7 @@ def test_a_step_holds_no_second_copy_of_gradients(rank, world_size):
     assert part < 0.85
 
 
-@ranks(2, 4)
+@ranks(2, exhaustive=(4,))
 def test_a_large_table_is_the_only_one_that_is_whole_beside_a_few_units(rank, world_size):
     _, units = highest_in_a_step(blocks=12, width=16, rows=12 * 16)  # a table of a unit's size
     assert units < 6.5

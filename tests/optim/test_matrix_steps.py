@@ -14,9 +14,9 @@ from torch import nn
 
 import torch_shard.optim
 from tests.compat.harness import MLP, Pair, batch, plain_backward, same_params, whole
-from tests.marks import exhaustive
+from tests.marks import exhaustive, quick
 from tests.optim.helpers import O, Odd, trainable
-from tests.optim.matrix_optimizers import MAKE, NAMES, Shampoo, advance, gradients, maker, same_state, takes
+from tests.optim.matrix_optimizers import MAKE, Shampoo, advance, gradients, maker, same_state, takes
 from tests.ranks import ranks
 from torch_shard import owned_state
 from torch_shard.errors import DivergenceError, ShardError
@@ -29,7 +29,7 @@ def parts_of(size: int) -> Any:
     return mock.patch.object(owned_state, "_SMALL", size)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick(MAKE, ["Muon", "Adafactor"]))
 @SMALL_UNITS
 @ranks(2, exhaustive=(1, 3, 4))
 def test_ten_steps(rank, world_size, name, part_bytes):
@@ -93,6 +93,7 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.exhaustive
 @ranks(2, exhaustive=(3,))
 def test_a_group_that_is_added_later_leaves_state_with_its_owner(rank, world_size):
     def some(model):
@@ -120,7 +121,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest_of_each_unit(rank, world_size)
     same_state(pair)
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "Shampoo"])
+@pytest.mark.parametrize("name", ["Adafactor", *exhaustive("Shampoo")])
 @ranks(2)
 def test_a_closure(rank, world_size, name):
     pair = Pair(MLP, rank, world_size, optimizer=maker(name))
@@ -189,6 +190,7 @@ def test_bytes_that_a_step_sends(rank, world_size):
 # -- ranks that differ, and steps that fail -----------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_gradient_that_one_rank_dropped_is_a_divergence_and_changes_nothing(rank, world_size):
     pair = Pair(MLP, rank, world_size, optimizer=maker("Adafactor"))
@@ -218,7 +220,7 @@ torch_shard.optim.register(Fragile, kind="matrix")
 
 
 @pytest.mark.parametrize("part_bytes", [0, *exhaustive(4 << 20)])
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_an_exception_at_one_owner_is_an_error_on_every_rank(rank, world_size, part_bytes):
     pair = Pair(Odd, rank, world_size, optimizer=lambda m: Fragile([p for p in m.parameters() if p.numel()]))
     gradients(pair, 0)
@@ -262,7 +264,7 @@ for wrong in (CollectsFirst, FirstGroupOnly):
     torch_shard.optim.register(wrong, kind="matrix")
 
 
-@pytest.mark.parametrize("part_bytes", [0, 4 << 20])
+@pytest.mark.parametrize("part_bytes", [0, *exhaustive(4 << 20)])
 @pytest.mark.parametrize("cls", [CollectsFirst, FirstGroupOnly])
 @ranks(2)
 def test_a_step_that_would_change_nothing_is_an_error(rank, world_size, cls, part_bytes):
@@ -275,6 +277,7 @@ def test_a_step_that_would_change_nothing_is_an_error(rank, world_size, cls, par
         pair.optimizer.step()
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_rate_of_zero_is_no_such_step(rank, world_size):
     pair = Pair(Blocks, rank, world_size, optimizer=lambda m: Shampoo(m.parameters(), lr=0.0))
@@ -335,8 +338,8 @@ class Mixed(nn.Module):
         )
 
 
-@pytest.mark.parametrize("name", ["Muon", "transformers relative"])
-@ranks(2, 3)
+@pytest.mark.parametrize("name", ["Muon", *exhaustive("transformers relative")])
+@ranks(2, exhaustive=(3,))
 def test_parameters_of_two_dtypes_in_one_unit(rank, world_size, name):
     pair = Pair(Mixed, rank, world_size, optimizer=maker(name), double=False, unit_bytes=1 << 20)
     assert len(pair.engine.units) == 1
@@ -344,6 +347,7 @@ def test_parameters_of_two_dtypes_in_one_unit(rank, world_size, name):
     same_state(pair)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_copy_of_model_and_optimizer_goes_on_by_itself(rank, world_size):
     pair = Pair(Odd, rank, world_size, optimizer=maker("Shampoo"))

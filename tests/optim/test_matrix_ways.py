@@ -8,6 +8,7 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, batch, plain_backward, same
+from tests.marks import quick
 from tests.optim.helpers import O
 from tests.ranks import ranks
 from tests.run_python import run_python
@@ -92,7 +93,7 @@ def make(kind):
     return optimizer
 
 
-@pytest.mark.parametrize("kind", [*WAYS, ElementWise])
+@pytest.mark.parametrize("kind", [*quick(WAYS, [Whitened, LooksAtParameters]), ElementWise])
 @ranks(2, exhaustive=(1, 3))
 def test_a_declared_optimizer_may_be_written_in_these_ways(rank, world_size, kind):
     pair = Pair(MLP, rank, world_size, optimizer=make(kind))

@@ -9,6 +9,7 @@ import torch
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, batch, plain_backward
+from tests.marks import exhaustive
 from tests.optim.helpers import backward_both, both, go, same_optimizers
 from tests.ranks import ranks
 
@@ -33,7 +34,7 @@ def _momentum_in_double(optimizer, params):
         optimizer.state[p]["momentum_buffer"] = optimizer.state[p]["momentum_buffer"].double()
 
 
-@pytest.mark.parametrize("edit", [_none_as_momentum, _another_entry, _no_state, _momentum_in_double])
+@pytest.mark.parametrize("edit", [*exhaustive(_none_as_momentum, _another_entry), _no_state, _momentum_in_double])
 @ranks(2)
 def test_momentum_that_a_fused_kernel_does_not_take(rank, world_size, edit):
     make = lambda m: O.SGD(m.parameters(), lr=0.1, momentum=0.9)  # noqa: E731

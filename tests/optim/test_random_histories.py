@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.compat.harness import Pair, average_grads, batch, plain_backward
-from tests.marks import exhaustive
+from tests.marks import exhaustive, quick
 from tests.optim.helpers import MAKE, O, Odd, both, by_ndim, in_strides_of, same_optimizers, trainable
 from tests.ranks import ranks
 
@@ -119,7 +119,7 @@ ACTIONS = [
 ]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", quick(KINDS, ["SGD", "AdamW", "AdamW fused", "ASGD"]))
 @pytest.mark.parametrize("seed", [0, *exhaustive(*range(1, 10))])
 @ranks(2, exhaustive=(3,))
 def test_a_random_history_is_that_of_the_plain_model(rank, world_size, name, seed):

@@ -9,7 +9,7 @@ import torch
 
 import torch_shard
 from tests.compat.harness import Pair, average_grads, batch, loss_of, plain_backward, same_params
-from tests.marks import exhaustive
+from tests.marks import exhaustive, quick
 from tests.optim.helpers import (
     MAKE,
     O,
@@ -20,7 +20,6 @@ from tests.optim.helpers import (
     go,
     mostly_adamw,
     same_optimizers,
-    some_optimizers,
     trainable,
 )
 from tests.ranks import ranks
@@ -84,8 +83,8 @@ GATHERED = {
 }
 
 
-@pytest.mark.parametrize("how", GATHERED)
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("how", quick(GATHERED, ["all", "for writing"]))
+@pytest.mark.parametrize("first", [0, *exhaustive(1)])
 @mostly_adamw
 @ranks(2)
 def test_a_step_inside_gathered_is_refused(rank, world_size, name, how, first):
@@ -100,8 +99,8 @@ def test_a_step_inside_gathered_is_refused(rank, world_size, name, how, first):
     go(pair, first + 1)
 
 
-@pytest.mark.parametrize("how", ["plainly", "through a closure", "in a closure"])
-@some_optimizers
+@pytest.mark.parametrize("how", ["plainly", *exhaustive("through a closure"), "in a closure"])
+@mostly_adamw
 @ranks(2, exhaustive=(3,))
 def test_a_step_with_gradients_that_are_not_reduced_is_refused(rank, world_size, name, how):
     pair = Pair(Odd, rank, world_size, optimizer=MAKE[name])
@@ -229,7 +228,7 @@ def test_an_unknown_optimizer_that_is_element_wise_steps_as_on_the_plain_model(r
     same_params(pair.model, pair.plain)
 
 
-@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("closure", [*exhaustive(False), True])
 @ranks(2, exhaustive=(3,))
 def test_an_unknown_optimizer_of_whole_matrices_is_refused_and_undone(rank, world_size, closure):
     pair = Pair(Odd, rank, world_size)
@@ -244,7 +243,7 @@ def test_an_unknown_optimizer_of_whole_matrices_is_refused_and_undone(rank, worl
     go(pair, 1)
 
 
-@pytest.mark.parametrize("begin", [1, 3])
+@pytest.mark.parametrize("begin", [*exhaustive(1), 3])
 @ranks(2)
 def test_an_unknown_optimizer_that_comes_to_matrices_later_is_refused_by_name(rank, world_size, begin):
     pair = Pair(Odd, rank, world_size, optimizer=lambda m: Matrices(trainable(m), begin=begin))
@@ -273,7 +272,7 @@ def test_lbfgs_is_refused_at_its_first_step(rank, world_size):
     go(pair, 1)
 
 
-@pytest.mark.parametrize("kind", [O.SGD, O.Adam, *exhaustive(O.AdamW, O.RMSprop, O.Adagrad, O.NAdam)])
+@pytest.mark.parametrize("kind", [*exhaustive(O.SGD), O.Adam, *exhaustive(O.AdamW, O.RMSprop, O.Adagrad, O.NAdam)])
 @ranks(2)
 def test_a_differentiable_optimizer_is_refused(rank, world_size, kind):
     pair = Pair(Odd, rank, world_size)
@@ -320,6 +319,7 @@ def test_after_engine_close_the_optimizer_goes_on_with_the_plain_model(rank, wor
             close(pair.optimizer.state[p][key], value, f"{key} of {name}")
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_two_models_of_two_engines_with_an_optimizer_each_step_in_turn(rank, world_size):
     pairs = [Pair(Odd, rank, world_size, optimizer=MAKE[name]) for name in ("AdamW", "SGD")]

@@ -10,6 +10,7 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, batch, plain_backward, same_params
+from tests.marks import exhaustive, quick
 from tests.optim.helpers import O
 from tests.ranks import ranks
 from torch_shard.errors import NeedsGatherError
@@ -21,7 +22,7 @@ MAKE = {
 }
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name", quick(MAKE, ["AdamW"]))
 @ranks(2, exhaustive=(1, 3))
 def test_a_closure_may_step_the_same_optimizer(rank, world_size, name):
     pair = Pair(MLP, rank, world_size, optimizer=MAKE[name])
@@ -88,7 +89,7 @@ class Averages(O.Optimizer):
 
 
 @pytest.mark.parametrize("kind", ["elementwise", "matrix"])
-@pytest.mark.parametrize("inner", ["AdamW", "Adafactor"])
+@pytest.mark.parametrize("inner", ["AdamW", *exhaustive("Adafactor")])
 @ranks(2, exhaustive=(1, 3))
 def test_a_declared_optimizer_may_step_another_one(rank, world_size, inner, kind):
     class Kind(Averages):

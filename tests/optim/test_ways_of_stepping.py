@@ -14,7 +14,7 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import Pair, batch, plain_backward, same, train_alike
-from tests.marks import exhaustive
+from tests.marks import exhaustive, quick
 from tests.optim.helpers import same_optimizers
 from tests.ranks import ranks
 from torch_shard.errors import ConfigError, ShardError
@@ -96,7 +96,7 @@ for way in WAYS:
     torch_shard.optim.register(way, kind="elementwise")
 
 
-@pytest.mark.parametrize("kind", WAYS)
+@pytest.mark.parametrize("kind", quick(WAYS, [Own, AssignsData]))
 @ranks(2, exhaustive=(1, 3))
 def test_a_declared_optimizer_may_be_written_in_any_way(rank, world_size, kind):
     pair = Pair(Wide, rank, world_size, optimizer=lambda m: kind(m.parameters()), ignore=["alone"])
@@ -253,6 +253,7 @@ def test_hooks_may_use_the_optimizer_among_the_arguments(rank, world_size):
     pair.check()
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_compiled_step_is_refused_by_name(rank, world_size):
     pair = Pair(Wide, rank, world_size, optimizer=lambda m: O.SGD(m.parameters(), lr=0.01))

@@ -10,7 +10,7 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, batch, plain_backward, same_grads
-from tests.marks import exhaustive
+from tests.marks import exhaustive, quick
 from tests.optim.helpers import Odd, backward_both, both, go, same_optimizers, trainable
 from tests.ranks import ranks
 from torch_shard.leaf import own_grad
@@ -71,7 +71,7 @@ class InTurns(Declared):
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
-@pytest.mark.parametrize("kind", [Sharpness, InTurns])
+@pytest.mark.parametrize("kind", [Sharpness, *exhaustive(InTurns)])
 @ranks(2)
 def test_a_closure_between_two_loops_sees_what_the_first_has_done(rank, world_size, kind, strategy):
     pair = Pair(Odd, rank, world_size, optimizer=lambda m: kind(trainable(m)), strategy=strategy)
@@ -190,7 +190,7 @@ class Even(MLP):
 
 
 @pytest.mark.parametrize("build", [Odd, *exhaustive(Even)])
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", quick(WAYS, ["centred", "replaced", "zeroed", "zero_grad"]))
 @ranks(2, exhaustive=(1, 3))
 def test_what_a_step_does_to_gradients_is_there_after_it(rank, world_size, build, how):
     pair = Pair(build, rank, world_size, optimizer=lambda m: Gradients(trainable(m)))
@@ -231,7 +231,7 @@ def test_a_gradient_that_was_replaced_leaves_the_old_one_as_it_was(rank, world_s
         assert own_grad(pair.model.head.weight) is not grad
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
+@pytest.mark.parametrize("name", ["AdamW", *exhaustive("SGD", "Adagrad")])
 @ranks(2)
 def test_a_fused_kernel_leaves_gradients_unscaled_as_on_the_plain_model(rank, world_size, name):
     pair = Pair(MLP, rank, world_size, optimizer=lambda m: getattr(O, name)(m.parameters(), lr=0.01, fused=True))
@@ -282,7 +282,13 @@ def _attribute_edited(model):
 
 
 @pytest.mark.parametrize(
-    "edit", [_attribute_added, _attribute_changed, _attribute_removed, _attribute_exchanged, _attribute_edited]
+    "edit",
+    [
+        _attribute_added,
+        *exhaustive(_attribute_changed, _attribute_removed),
+        _attribute_exchanged,
+        *exhaustive(_attribute_edited),
+    ],
 )
 @ranks(2)
 def test_attributes_of_parameters_are_those_of_now(rank, world_size, edit):
@@ -398,7 +404,24 @@ INPUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("change", INPUTS)
+@pytest.mark.parametrize(
+    "change",
+    quick(
+        INPUTS,
+        [
+            _gradient_missing,
+            _gradient_edited,
+            _counter_filled,
+            _counters_through_data,
+            _entry_exchanged,
+            _values_edited,
+            _group_divided,
+            _parameter_left_out,
+            _several_at_once,
+            _lr,
+        ],
+    ),
+)
 @pytest.mark.parametrize("name", ["AdamW", *exhaustive("NAdam")])
 @ranks(2)
 def test_what_changed_since_the_last_step_counts_from_the_next_one(rank, world_size, name, change):
@@ -413,7 +436,9 @@ def test_what_changed_since_the_last_step_counts_from_the_next_one(rank, world_s
     go(pair, 3, 2)
 
 
-@pytest.mark.parametrize("edit", [_counter_filled, _counters_through_data, _counter_in_other_memory])
+@pytest.mark.parametrize(
+    "edit", [*exhaustive(_counter_filled), _counters_through_data, *exhaustive(_counter_in_other_memory)]
+)
 @ranks(2)
 def test_all_pieces_of_a_large_parameter_have_its_counter(rank, world_size, edit):
     def build():

@@ -11,6 +11,7 @@ import torch
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, average_grads, batch, plain_backward
+from tests.marks import exhaustive
 from tests.optim.helpers import O
 from tests.ranks import ranks, run
 from torch_shard.errors import CheckpointError, ShardError
@@ -114,7 +115,7 @@ def same_state(pair: Pair, state: Any) -> None:
         torch.testing.assert_close(found, momentum)
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_the_codes_are_those_of_a_plain_training(rank, world_size):
     pair = pair_of(rank, world_size)
     advance(pair, range(3))
@@ -150,7 +151,7 @@ def _resumes(rank: int, world_size: int, folder: str, way: str) -> None:
     advance(pair, range(3, 5))
 
 
-@pytest.mark.parametrize("way", ["sharded", "whole"])
+@pytest.mark.parametrize("way", ["sharded", *exhaustive("whole")])
 def test_training_resumes_on_another_number_of_ranks(way, tmp_path):
     run(2, _saves, str(tmp_path))
     run(3, _resumes, str(tmp_path), way)

@@ -310,6 +310,7 @@ def test_a_model_on_meta_is_initialised_in_the_dtype_of_storage(rank):
     model(batch(rank, 0).float()).sum().backward()
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_deep_copy_trains_by_itself_in_the_same_precision(rank):
     pair = Mixed(MLP, LOW)
@@ -339,6 +340,7 @@ def test_closing_gives_the_plain_model_of_storage_back(strategy, rank):
     out.sum().backward()
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_evaluation_computes_in_low_precision_too(rank):
     pair = Mixed(MLP, LOW)

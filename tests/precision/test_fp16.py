@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_shard
+from tests.marks import exhaustive
 from tests.precision.harness import MLP, Mixed, batch, loss_of, same_bits
 from tests.ranks import ranks
 from torch_shard import Precision
@@ -56,7 +57,7 @@ def test_the_mean_of_small_gradients_is_not_zero(rank):
 
 
 @ranks(2, exhaustive=(3,))
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard")])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(strategy, rank, world_size):
     pair = Mixed(MLP, LOW, strategy=strategy)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)

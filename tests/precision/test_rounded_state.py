@@ -74,7 +74,7 @@ def _by_full_checkpoint(engine: Any, optimizer: Any, path: Any) -> Callable[[Any
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", [_by_torch, _by_name, _by_checkpoint, _by_full_checkpoint])
+@pytest.mark.parametrize("way", [_by_torch, *exhaustive(_by_name), _by_checkpoint, *exhaustive(_by_full_checkpoint)])
 @pytest.mark.parametrize("used", [False, *exhaustive(True)])
 def test_saved_state_comes_back_in_fp32(way, used, rank, tmp_path):
     """Into an optimizer that has stepped before, or has not."""

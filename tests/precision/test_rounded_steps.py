@@ -70,7 +70,9 @@ MAKE: dict[str, Callable[[nn.Module], Any]] = {
 
 @ranks(2, exhaustive=(1, 3))
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
-@pytest.mark.parametrize("name", ["AdamW", "SGD", *exhaustive(*[n for n in MAKE if n not in ("AdamW", "SGD")])])
+@pytest.mark.parametrize(
+    "name", ["AdamW", *exhaustive("SGD"), *exhaustive(*[n for n in MAKE if n not in ("AdamW", "SGD")])]
+)
 def test_steps_are_those_of_fp32_but_for_the_last_rounding(name, strategy, rank):
     model, _, optimizer = train(rank, MAKE[name], 0, strategy=strategy)
     exact = Exact(model, MAKE[name])
@@ -82,6 +84,7 @@ def test_steps_are_those_of_fp32_but_for_the_last_rounding(name, strategy, rank)
     assert not same_values(wholes(model), before)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_parameters_without_a_gradient_in_a_step_are_left_alone(rank):
     """Their counters differ from the others' afterwards, so they are stepped by themselves."""
@@ -132,7 +135,7 @@ def test_optimizers_of_whole_matrices_step_in_fp32_too(kind, rank):
 
 
 @ranks(2)
-@pytest.mark.parametrize("compute", [None, BF16])
+@pytest.mark.parametrize("compute", [*exhaustive(None), BF16])
 def test_fp32_models_may_have_bf16_masters(compute, rank):
     """Computed with in fp32 or as they are stored."""
     precision = Precision(master_dtype=BF16, param_dtype=compute, stochastic_rounding=True)

@@ -30,6 +30,7 @@ from tests.precision.rounding_harness import (
 from tests.ranks import ranks
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_the_seed_of_the_first_rank_decides(rank):
     runs = [wholes(train(rank, adamw, seed=seed)[0]) for seed in (3, 3 + 5 * rank, 4)]
@@ -69,6 +70,7 @@ def test_how_a_step_is_divided_does_not_show(rank):
     assert all((pieces[i] != pieces[j]).any() for i in range(8) for j in range(i))
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_stepping_in_backward_gives_the_same_numbers(rank):
     usual = wholes(train(rank, adamw)[0])

@@ -31,7 +31,7 @@ from torch_shard import Precision, Quantized
 from torch_shard.errors import UnitStateError
 
 
-@ranks(2, 3, exhaustive=(4,))
+@ranks(2, exhaustive=(3, 4))
 @pytest.mark.parametrize("strategy", SHARDED)
 @pytest.mark.parametrize("kind", ["int8", "float8"])
 def test_a_model_computes_with_the_decoded_weights_of_all_ranks(kind, strategy, rank):

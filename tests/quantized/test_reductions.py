@@ -53,7 +53,7 @@ def train_like_the_reference(rank: int, model: nn.Module, plain: nn.Module, redu
         same_bits(p, q, name)
 
 
-@ranks(2, 3, exhaustive=(4,))
+@ranks(2, exhaustive=(3, 4))
 @pytest.mark.parametrize("feedback", [True, *exhaustive(False)])
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_gradients_are_the_references(strategy, feedback, rank):
@@ -62,6 +62,7 @@ def test_gradients_are_the_references(strategy, feedback, rank):
     train_like_the_reference(rank, model, plain, Reduced(engine, feedback))
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 @pytest.mark.parametrize("setting", [{"single_communicator": True}, *exhaustive({"prefetch": 0}, {"debug": True})])
 def test_other_settings_change_nothing(setting, rank):
@@ -139,7 +140,7 @@ def test_what_lacks_a_gradient_keeps_what_it_has_lost_until_it_has_one(rank):
 
 
 @ranks(2)
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, *exhaustive(math.inf)])
 def test_a_gradient_that_is_not_finite_shows_everywhere_and_does_not_stay(bad, rank):
     model, plain, engine = sharded(GRADIENTS)
     plain_backward(model, inputs(rank, 0))
@@ -207,6 +208,7 @@ def test_stepping_in_backward_gives_the_same_weights(rank):
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_copy_trains_by_itself_and_begins_without_a_residual(rank):
     model, plain, _ = sharded(GRADIENTS)
@@ -219,6 +221,7 @@ def test_a_copy_trains_by_itself_and_begins_without_a_residual(rank):
     train_like_the_reference(rank, other, plain, Reduced(engine), steps=2)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_after_a_backward_that_failed_error_feedback_begins_anew(rank):
     model, plain, engine = sharded(GRADIENTS)

@@ -46,6 +46,7 @@ def _as_mesh(form):
     return model, shard(model, strategy=form)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -165,6 +166,7 @@ def elsewhere(mesh, how, value=7.0):
     return distribute_tensor(whole, *{"mesh": (mesh["dp"], [Shard(0)]), "dim": (mesh["tp"], [Shard(1)])}[how])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["mesh", pytest.param("dim", marks=pytest.mark.exhaustive)])
 @ranks(4)
 def test_dtensors_of_another_distribution_are_refused_on_all_ranks(how):

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tests.marks import exhaustive
 from tests.ranks import ranks
 from tests.tensor_parallel.harness import (
     DTYPE,
@@ -118,7 +119,7 @@ def step_alike(model, oracle, optimizers):
     ("kind", "strategy"),
     [
         ("Muon", "full_shard"),
-        ("Adafactor", "full_shard"),
+        *exhaustive(("Adafactor", "full_shard")),
         pytest.param("Muon", "no_shard", marks=pytest.mark.exhaustive),
         pytest.param("Adafactor", "no_shard", marks=pytest.mark.exhaustive),
         pytest.param("AdamW", "full_shard", marks=pytest.mark.exhaustive),
@@ -142,6 +143,7 @@ def test_state_of_plain_tensor_parallelism_is_taken_and_given_back(kind, strateg
                 torch.testing.assert_close(own[key].full_tensor(), other[key], **EXACT)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "kind",
     [

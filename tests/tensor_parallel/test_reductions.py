@@ -50,6 +50,7 @@ def test_gradient_norms_are_the_whole_models_on_all_ranks(order):
             same(model, oracle, grads=True)
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_reductions_to_a_number_count_every_element_once():
     mesh = mesh_of(2, 2)

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tests.marks import exhaustive
 from tests.ranks import ranks
 from tests.tensor_parallel.harness import (
     DTYPE,
@@ -40,7 +41,7 @@ from torch_shard import shard
         pytest.param("full_shard", "adamw", marks=pytest.mark.exhaustive),
         pytest.param("shard_grad_op", "sgd", marks=pytest.mark.exhaustive),
         pytest.param("shard_optim", "sgd", marks=pytest.mark.exhaustive),
-        ("no_shard", "adamw"),
+        *exhaustive(("no_shard", "adamw")),
         pytest.param("no_shard", "sgd", marks=pytest.mark.exhaustive),
     ],
 )

@@ -111,6 +111,7 @@ class Sloped(nn.Module):
         return self.down(self.up(x) * self.slopes)
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_buffers_of_a_tensor_parallel_ranks_own_stay(rank):
     mesh, oracle, model = mesh_of(2, 2), Sloped(), Sloped()
@@ -126,6 +127,7 @@ def test_buffers_of_a_tensor_parallel_ranks_own_stay(rank):
     assert torch.equal(model.slopes, own)
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_edits_of_gradients_in_gathered_leave_tensor_parallel_ranks_alike(rank):
     mesh = mesh_of(2, 2)

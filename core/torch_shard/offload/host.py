@@ -7,6 +7,8 @@ import hashlib
 import os
 import weakref
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from .disk import DiskStore
 from .host_thread import HostThread
 from .moving import Waits
 from .settings import BEHIND, IN_FLIGHT, Offload
+from .staging import Staging
 
 __all__ = ["Host"]
 
@@ -35,7 +38,10 @@ class Host:
             collectives.gather_stream = torch.cuda.Stream(self.device)
         self.thread = HostThread(self.device, self._failed)
         self._stream: Any = None
-        self._leaving: deque[tuple[Any, torch.Tensor]] = deque()
+        self.staging = Staging(self)
+        self._leaving: deque[_Leaving] = deque()
+        self._turn, self._unit, self._of_turn = 0, -1, set[int]()  # the latest: see `keep`
+        self.arrived = 0  # bytes of gradients that were copied from the device
         # Orders of norms that were asked for of gradients: from then on they are taken while the gradients move.
         self.norms: set[float] = set()
         self.disk: DiskStore | None = None
@@ -123,17 +129,42 @@ class Host:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self._stream)
 
-    def keep(self, event: Any, values: torch.Tensor) -> None:
-        """`values` are read by a copy until `event`. Hazard: the stream that their memory belongs to would use it again."""
-        self._leaving.append((event, values))
-        while self._leaving and (len(self._leaving) > IN_FLIGHT or self._leaving[0][0].query()):
-            # Where the link is slower than backward, backward waits here: else device memory would fill with gradients.
-            self._leaving.popleft()[0].synchronize()
+    def keep(self, event: Any, values: torch.Tensor, unit: int, flat: int, streams: Sequence[Any]) -> None:
+        """`values`, of a flat buffer of `unit`, are read by a copy until `event`. `streams`: to one of them their memory belongs.
+        Hazard: that one would use it again."""
+        if unit != self._unit or flat in self._of_turn:  # another unit's gradients, or the next ones of the same
+            self._turn, self._unit, self._of_turn = self._turn + 1, unit, set()
+        self._of_turn.add(flat)
+        self._leaving.append(_Leaving(event, values, streams, self._turn))
+        self.make_room(IN_FLIGHT + 1)
+
+    def make_room(self, units: int = IN_FLIGHT) -> None:
+        """Let go of device memory whose copy has ended, and of all but the latest `units` units' in any case: where the link is
+        slower than backward, streams of backward wait for it, or device memory would fill with gradients. The host does not."""
+        while self._leaving:
+            first = self._leaving[0]
+            if not first.event.query():
+                if self._turn - first.turn < units:
+                    return
+                for stream in first.streams:
+                    # What uses the memory again is given to the stream behind this.
+                    stream.wait_event(first.event)
+            self._leaving.popleft()
 
     def forget_ended(self) -> None:
         """Let go of the device memory of copies, once they have ended."""
         while self._leaving:
-            self._leaving.popleft()[0].synchronize()
+            self._leaving.popleft().event.synchronize()
+
+
+@dataclass(eq=False)
+class _Leaving:
+    """Device memory that a copy reads."""
+
+    event: Any
+    values: torch.Tensor
+    streams: Sequence[Any]
+    turn: int
 
 
 class Spares:

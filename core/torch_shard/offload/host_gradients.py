@@ -1,13 +1,19 @@
-"""One flat buffer's reduced gradients on their way to host memory, and what becomes of them there."""
+"""One flat buffer's reduced gradients on their way to host memory, and what becomes of them there.
+
+They cross in the dtype in which they were reduced, where ``.grad`` has a wider one: the host thread casts them when it adds them
+up or puts them into place, in the same pass, with the norms. The cast is exact, so that the results are those of a cast on the
+device.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from .host import Host, Spares
+from .host_thread import Task
 from .moving import Moving, Work
 
 __all__ = ["PIECE", "HostGradients"]
@@ -16,18 +22,20 @@ PIECE = 1 << 16
 """Elements of which norms are taken at once in host memory: torch adds in fp32 one after the other there."""
 _CHUNK = 1 << 20  # elements that are added, and whose norms are taken while they are in cache
 
+_Norms: TypeAlias = dict[float, list[torch.Tensor]]  # by order: those of the pieces
+
 
 class HostGradients:
-    """`numel`: of the shard.
+    """`numel`: of the shard; `unit`: which one's.
 
     Attributes:
         moving: the work on them. That on the shard is another: a forward need not wait for gradients.
     """
 
-    def __init__(self, host: Host, numel: int) -> None:
+    def __init__(self, host: Host, numel: int, unit: int) -> None:
         self.host, self.moving = host, Moving(host.waits)
-        self._spares = Spares(host, numel)
-        self._only_arriving = False  # the latest work: there is nothing that the host does
+        self._spares, self._unit = Spares(host, numel), unit
+        self._known = False  # the norms of what the latest work writes were taken on the device
 
     def prepare(self, dtype: torch.dtype) -> None:
         """Take memory for gradients of this dtype.
@@ -37,69 +45,139 @@ class HostGradients:
         """
         self._spares.prepare(dtype)
 
-    def receive(self, result: torch.Tensor) -> torch.Tensor:
-        """`result`, 1-D, on the device and nobody else's any more, on its way to host memory: that memory. Sharded tensors that
-        are made over it have to wait (``moving.hold``)."""
+    def receive(
+        self, result: torch.Tensor, dtype: torch.dtype, factor: float = 1.0, streams: Sequence[Any] = ()
+    ) -> torch.Tensor:
+        """`result`, 1-D, on the device and nobody else's any more, on its way to host memory: that memory, in `dtype`. Sharded
+        tensors that are made over it have to wait (``moving.hold``).
+
+        Args:
+            result: in `dtype`, or a narrower one.
+            dtype: of ``.grad``.
+            factor: the values are multiplied with it there, where `result` is narrower.
+            streams: CUDA: those that its memory may belong to, beside the current one.
+        """
         self.moving.tidy()  # what a step has read may be used again
-        into = self._spares.take(result.dtype)
+        into = self._spares.take(dtype)
         into._home = self.moving  # type: ignore[attr-defined]
-        if self.host.on_cuda:
-            found = {p: list(torch._foreach_norm([result], p, dtype=_wide(result))) for p in self.host.norms}
-            self._begin(self._leave(result, into))
-            _note(into, found)
-        else:
-            self._begin(self.host.thread.do(lambda: self._write(into, result, torch.Tensor.copy_)))
+        known = self._norms_there(result, dtype, factor) if self.host.on_cuda else None
+        if known is not None and result.dtype == dtype:
+            self.host.arrived += result.nbytes
+            self._begin(_Arrival(self._leave(result, into, streams)), known=True)
+            _note(into, known)
+            return into
+        if known is not None:
+            into._norms = (None, known)  # type: ignore[attr-defined]  # of what is to be written next
+        task = self._arrive(result, dtype, streams, lambda arrived: self._write(into, arrived, factor, known=known))
+        self._begin(task, known=known is not None)
         return into
 
-    def add(self, base: torch.Tensor, result: torch.Tensor, shown: Iterable[Any]) -> None:
-        """Add it to `base`, in host memory, over which `shown` are sharded tensors."""
-        arrived, arrival = result, None
-        if self.host.on_cuda:
-            arrived = self._spares.take(result.dtype)
-            arrival = self._leave(result, arrived)
+    def add(
+        self,
+        base: torch.Tensor,
+        result: torch.Tensor,
+        shown: Iterable[Any],
+        factor: float = 1.0,
+        streams: Sequence[Any] = (),
+    ) -> None:
+        """Add it to `base`, in host memory, over which `shown` are sharded tensors. The rest is as for :meth:`receive`."""
 
-        def work() -> None:
-            if arrival is not None:
-                arrival.wait()
-            self._write(base, arrived, torch.Tensor.add_)
+        def write(arrived: torch.Tensor) -> None:
+            self._write(base, arrived, factor, adds=True)
 
-        self._begin(self.host.thread.do(work), shown)
+        self._begin(self._arrive(result, base.dtype, streams, write), shown)
 
-    def _begin(self, work: Work, tensors: Iterable[Any] = ()) -> None:
-        self._only_arriving = isinstance(work, _Arrival)
+    def _begin(self, work: Work, tensors: Iterable[Any] = (), known: bool = False) -> None:
+        self._known = known
         self.moving.begin(work, tensors)
 
-    def _leave(self, result: torch.Tensor, into: torch.Tensor) -> _Arrival:
-        """From a GPU."""
+    # -- from the device ------------------------------------------------------------------------------------------
+    def _arrive(
+        self, result: torch.Tensor, dtype: torch.dtype, streams: Sequence[Any], write: Callable[[torch.Tensor], None]
+    ) -> Task:
+        """Have the host thread `write` it, once it is in host memory."""
+        self.host.arrived += result.nbytes
+        staged, event, arrived = None, None, result
+        if result.dtype != dtype:
+            staged, arrived = self.host.staging.take(result)
+        elif self.host.on_cuda:
+            arrived = self._spares.take(dtype)
+        if arrived is not result:  # else it is there, and is the thread's now
+            event = self._leave(result, arrived, streams)
+
+        def work() -> None:
+            if event is not None:
+                event.synchronize()
+            write(arrived)
+
+        task = self.host.thread.do(work)
+        if staged is not None:
+            staged.task = task
+        return task
+
+    def _leave(self, result: torch.Tensor, into: torch.Tensor, streams: Sequence[Any]) -> Any:
+        """Copy it, from a GPU in the background: an event behind that, else None."""
+        if not self.host.on_cuda:
+            into.copy_(result)
+            return None
+        here, reducing = torch.cuda.current_stream(result.device), self.host.collectives.reduce_stream
         with self.host.leaving():
             into.copy_(result, non_blocking=True)
-            event = torch.cuda.Event()
+            # Who waits for it sleeps, and leaves the core to the update.
+            event = torch.cuda.Event(blocking=True)
             event.record()
-        self.host.keep(event, result)
-        return _Arrival(event)
+        owners = dict.fromkeys([here, *streams] if reducing is None else [here, *streams, reducing])
+        self.host.keep(event, result, self._unit, id(self), list(owners))
+        return event
 
-    def _write(self, into: torch.Tensor, arrived: torch.Tensor, write: Callable[[Any, Any], Any]) -> None:
-        """Norms are taken of what was written last, chunk by chunk."""
-        found: dict[float, list[torch.Tensor]] = {p: [] for p in self.host.norms}
-        if not found:
-            write(into, arrived)
-        else:
-            length = PIECE if into.numel() > 2 * PIECE else max(1, into.numel())
-            for own, new in zip(into.split(_CHUNK), arrived.split(_CHUNK), strict=True):
-                write(own, new)
-                for p, norms in found.items():
-                    norms += torch._foreach_norm(list(own.split(length)), p, dtype=_wide(own))
+    def _norms_there(self, result: torch.Tensor, dtype: torch.dtype, factor: float) -> _Norms:
+        """On the device, of what ``.grad`` will hold: of all at once, as without offload, or with a `factor` of large pieces."""
+        if factor == 1.0:
+            return {p: list(torch._foreach_norm([result], p, dtype=_wide(dtype))) for p in self.host.norms}
+        found: _Norms = {p: [] for p in self.host.norms}
+        for piece in result.split(4 * _CHUNK) if found else ():
+            values = [piece.to(dtype).mul_(factor)]
+            for p, norms in found.items():
+                norms += torch._foreach_norm(values, p, dtype=_wide(dtype))
+        return found
+
+    # -- on the host thread ---------------------------------------------------------------------------------------
+    def _write(
+        self,
+        into: torch.Tensor,
+        arrived: torch.Tensor,
+        factor: float,
+        adds: bool = False,
+        known: _Norms | None = None,
+    ) -> None:
+        """Cast, multiplied, and added or put into place. Norms of the outcome are taken chunk by chunk, unless `known`."""
+        found: _Norms = {p: [] for p in self.host.norms} if known is None else known
+        casts, numel = arrived.dtype != into.dtype, max(1, into.numel())
+        length = PIECE if numel > 2 * PIECE else numel
+        chunk = _CHUNK if casts or (found and known is None) else numel
+        for own, new in zip(into.split(chunk), arrived.split(chunk), strict=True):
+            values = new.to(own.dtype) if casts and adds else new
+            if adds:
+                own.add_(values if factor == 1.0 else values.mul_(factor))
+            else:
+                own.copy_(values)
+                if factor != 1.0:
+                    own.mul_(factor)
+            for p, norms in found.items() if known is None else ():
+                norms += torch._foreach_norm(list(own.split(length)), p, dtype=_wide(own.dtype))
         _note(into, found)
 
     # -- for clipping ---------------------------------------------------------------------------------------------
     def norms(self, base: torch.Tensor, p: float) -> list[torch.Tensor] | None:
         """Those of the pieces of `base`, in which all gradients lie, if they were taken on the way and nothing was changed since.
-        Waits for no copy from a GPU, but for what the host does."""
+        Waits for no copy from a GPU, but for what the host adds and scales."""
         self.host.norms.add(p)  # next time they are there
-        if not self._only_arriving:
+        if not self._known:
             self.moving.settle()
-        noted = None if self.moving.exposed else getattr(base, "_norms", None)  # else no version shows an edit
-        return noted[1].get(p) if noted is not None and noted[0] == base._version else None
+        # With tensors over memory that the user was given, no version shows an edit.
+        noted = None if self.moving.exposed else getattr(base, "_norms", None)
+        # Without a version: of what is still being written. Who edits that waits for it first, which gives them one.
+        return noted[1].get(p) if noted is not None and noted[0] in (None, base._version) else None
 
     def scale(
         self, base: torch.Tensor, factor: torch.Tensor, gaps: Sequence[tuple[int, int]], shown: Iterable[Any]
@@ -130,7 +208,7 @@ class HostGradients:
 
 
 class _Arrival:
-    """A copy to host memory."""
+    """A copy to host memory, to which nothing is done there."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -147,10 +225,10 @@ class _Arrival:
         self._event.synchronize()
 
 
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    """In which its norm is taken."""
-    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which a norm is taken."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def _note(base: torch.Tensor, norms: dict[float, list[torch.Tensor]]) -> None:
+def _note(base: torch.Tensor, norms: _Norms) -> None:
     base._norms = (base._version, norms)  # type: ignore[attr-defined]

@@ -58,13 +58,23 @@ def open_host(offload: Offload, c: Collectives) -> tuple[Host, Exception | None]
 
 
 def take_shards(host: Host, groups: _Groups, names: Sequence[str]) -> dict[int, torch.Tensor]:
-    """Memory for all shards, by id of their layouts. Not collective. `names`: of the units.
+    """Memory for all shards, by id of their layouts, and for gradients to arrive in. Not collective. `names`: of the units.
 
     Raises:
         HostMemoryError, DiskError: there is none.
     """
+    host.staging.reserve(_staged(host.collectives, groups))
     return {
         id(layout): host.empty_shard(layout.shard_numel, infos[0].dtypes.stored, name)
         for name, unit in zip(names, groups, strict=True)
         for infos, layout in unit
     }
+
+
+def _staged(c: Collectives, groups: _Groups) -> int:
+    """Bytes of the largest flat buffer's gradients on this rank, of those that arrive narrower than ``.grad``."""
+    if c.sums_wide:
+        return 0
+    kinds = ((infos[0], layout) for unit in groups for infos, layout in unit if infos[0].requires_grad)
+    arriving = ((infos.dtypes, infos.dtypes.crossing(c.averaged > 1), layout) for infos, layout in kinds)
+    return max((layout.shard_numel * d.itemsize for dtypes, d, layout in arriving if d != dtypes.grad), default=0)

@@ -8,10 +8,12 @@ from typing import Any
 
 from ..errors import ConfigError
 
-__all__ = ["BEHIND", "IN_FLIGHT", "PAGED", "Offload", "offload_of"]
+__all__ = ["BEHIND", "IN_FLIGHT", "PAGED", "STAGED", "Offload", "offload_of"]
 
-IN_FLIGHT = 2
-"""Gradients on their way to host memory, whose device memory is kept until they are there."""
+IN_FLIGHT = 1
+"""Units whose gradients are on their way to host memory when those of the next one take device memory."""
+STAGED = 3
+"""Buffers in host memory in which gradients arrive that are narrower than ``.grad``, until the host thread has widened them."""
 BEHIND = 2
 """Units on their way to disk."""
 PAGED = BEHIND + 2

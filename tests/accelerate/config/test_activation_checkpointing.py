@@ -14,6 +14,7 @@ from accelerate_shard import ShardPlugin
 from tests import hf_models
 from tests.accelerate.helpers import OURS, STOCK, Layer, Net, accelerator, assert_same, engine_of, net, train
 from tests.logs import captured_log
+from tests.marks import exhaustive, quick
 from tests.ranks import ranks
 from torch_shard.errors import ConfigError
 
@@ -47,7 +48,9 @@ def counted() -> Net:
     return model
 
 
-@pytest.mark.parametrize("settings", EVERY, ids=lambda s: ", ".join(f"{k}={v}" for k, v in s.items()))
+@pytest.mark.parametrize(
+    "settings", quick(EVERY, [EVERY[0], EVERY[2]]), ids=lambda s: ", ".join(f"{k}={v}" for k, v in s.items())
+)
 @ranks(2)
 def test_training_is_that_of_ddp(settings: dict[str, Any]) -> None:
     stock = train(STOCK)
@@ -92,7 +95,7 @@ def test_layers_are_computed_again_in_backward_and_keep_less(rank: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", pytest.param("t5", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", ["gpt2", *exhaustive("llama"), pytest.param("t5", marks=pytest.mark.exhaustive)])
 @ranks(2)
 def test_transformers_layers_are_found_and_caches_are_left_out(name: str) -> None:
     losses = {}

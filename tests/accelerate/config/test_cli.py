@@ -18,6 +18,7 @@ from accelerate_shard.cli.config import QUESTIONS
 from accelerate_shard.cli.show import effective
 from tests.accelerate.config.launching import FSDP2, write_yaml
 from tests.accelerate.helpers import clean_state
+from tests.marks import exhaustive
 from tests.run_python import run_python
 from torch_shard import Offload
 
@@ -38,7 +39,9 @@ def test_defaults_give_a_yaml_that_accelerate_reads_and_the_default_plugin(tmp_p
     assert effective("accelerate_shard.yaml") == ShardPlugin(fp32_masters=True)
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optim", "hybrid_shard", "no_shard"])
+@pytest.mark.parametrize(
+    "strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim"), "hybrid_shard", *exhaustive("no_shard")]
+)
 def test_every_answer_comes_back_from_the_file(strategy: str) -> None:
     every = itertools.product(("no", "bf16"), ("sharded", "full"), ("yes", "no"), ("auto", "Block,Head"))
     for precision, form, again, classes in every:

@@ -51,6 +51,7 @@ def test_enable_with_something_else_changes_nothing(monkeypatch: pytest.MonkeyPa
     assert accelerate.Accelerator is stock
 
 
+@pytest.mark.exhaustive
 def test_a_trainer_that_is_imported_later_is_changed_and_changed_back() -> None:
     code = """
 import accelerate_shard

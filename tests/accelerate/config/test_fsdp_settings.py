@@ -20,6 +20,7 @@ from accelerate_shard.wrap_policies import WholeModel, Wrapped
 from tests.accelerate.config.launching import FSDP1, FSDP2, exported, write_yaml
 from tests.accelerate.helpers import Layer, clean_state, net
 from tests.logs import captured_log
+from tests.marks import quick
 from torch_shard.errors import ConfigError
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -48,7 +49,7 @@ def check_wrap(found: ShardPlugin, wrap: dict[str, Any]) -> None:
     assert isinstance(found.units, kind)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["FULL_SHARD", "HYBRID_SHARD"]))
 def test_every_fsdp1_yaml_is_translated(strategy: str, tmp_path: Path) -> None:
     prefetches = {"BACKWARD_PRE": 1, "BACKWARD_POST": 0, "NO_PREFETCH": 0}
     forms = {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded", "LOCAL_STATE_DICT": "sharded"}

@@ -159,6 +159,7 @@ def test_an_unmodified_script_with_a_trainer_logs_and_writes_what_it_does_under_
     assert files[0] == files[1] and "out/checkpoint-12/model.safetensors" in files[0]
 
 
+@pytest.mark.exhaustive
 def test_what_the_script_raises_is_reported_as_python_does(tmp_path: Path) -> None:
     script(tmp_path)
     done = run_python(*RUNNER, "train.py", "--fail", folder=tmp_path, expected=1)

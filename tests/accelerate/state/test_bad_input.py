@@ -15,6 +15,7 @@ from torch import nn
 from accelerate_shard import ShardPlugin
 from tests.accelerate.helpers import OURS, STOCK, accelerator, engine_of, net, sgd, whole_parameters
 from tests.accelerate.state.helpers import Counter, Noisy, Run, plugin
+from tests.marks import exhaustive, quick
 from tests.ranks import ranks
 from torch_shard.errors import (
     CheckpointError,
@@ -42,7 +43,7 @@ def listed(folder):
     return sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*"))
 
 
-@pytest.mark.parametrize("what", CALLS)
+@pytest.mark.parametrize("what", quick(CALLS, ["save_state", "load_state"]))
 @ranks(2)
 def test_a_call_on_the_main_process_only_is_reported_when_the_others_go_on_training(rank, what, tmp_path):
     folder = tmp_path / "c"
@@ -58,6 +59,7 @@ def test_a_call_on_the_main_process_only_is_reported_when_the_others_go_on_train
         assert listed(tmp_path) == before
 
 
+@pytest.mark.exhaustive
 @ranks(2, fresh=True)
 def test_a_save_on_the_main_process_only_is_reported_in_time_and_leaves_the_checkpoint_of_before(rank, tmp_path):
     folder = tmp_path / "c"
@@ -118,7 +120,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("form", ["sharded", "full"])
+@pytest.mark.parametrize("form", ["sharded", *exhaustive("full")])
 @ranks(2)
 def test_a_checkpoint_that_is_damaged_or_incomplete_is_refused_and_nothing_changes(rank, form, tmp_path):
     with accelerator(OURS, shard_plugin=plugin(form)) as acc:
@@ -148,7 +150,7 @@ class Other(Noisy):
         self.tail = nn.Linear(16, 5)
 
 
-@pytest.mark.parametrize("form", ["sharded", "full"])
+@pytest.mark.parametrize("form", ["sharded", *exhaustive("full")])
 @ranks(2)
 def test_a_checkpoint_of_another_model_is_refused_with_everything_that_does_not_fit(form, tmp_path):
     with accelerator(OURS, shard_plugin=plugin(form)) as acc:
@@ -169,7 +171,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_everything_that_does_not_
         assert str(before) == str(after)
 
 
-@pytest.mark.parametrize("form", ["sharded", "full"])
+@pytest.mark.parametrize("form", ["sharded", *exhaustive("full")])
 @ranks(2)
 def test_another_optimizer_is_refused(form, tmp_path):
     with accelerator(OURS, shard_plugin=plugin(form)) as acc:

@@ -13,6 +13,7 @@ from accelerate.utils import ProjectConfiguration
 
 from tests.accelerate.helpers import OURS, STOCK, accelerator, loader, net, sgd
 from tests.accelerate.state.helpers import Counter, Run, plugin
+from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard.errors import CheckpointError, ConfigError
 
@@ -25,7 +26,7 @@ def automatic(tmp_path, **options):
     return ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, **options)
 
 
-@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("safe", [True, *exhaustive(False)])
 @ranks(2)
 def test_the_full_form_has_the_files_of_stock_accelerate(rank, safe, tmp_path):
     for kind, name in ((STOCK, "stock"), (OURS, "ours")):
@@ -54,7 +55,7 @@ def test_the_folder_of_a_sharded_checkpoint_holds_one_that_all_ranks_wrote(rank,
     assert sorted(os.listdir(tmp_path)) == ["c"]
 
 
-@pytest.mark.parametrize("form", ["sharded", "full"])
+@pytest.mark.parametrize("form", ["sharded", *exhaustive("full")])
 @ranks(2)
 def test_files_of_others_stay_and_files_of_the_checkpoint_before_go(rank, form, tmp_path):
     folder = tmp_path / "c"
@@ -159,7 +160,7 @@ def test_skipped_batches_and_steps_go_on_where_they_were(rank, tmp_path):
         assert acc.step == 1
 
 
-@pytest.mark.parametrize("form", ["sharded", "full"])
+@pytest.mark.parametrize("form", ["sharded", *exhaustive("full")])
 @ranks(2)
 def test_a_link_to_a_folder_stays_and_the_folder_is_written(rank, form, tmp_path):
     with accelerator(OURS, shard_plugin=plugin(form)) as acc:

@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.accelerate.helpers import OURS, STOCK, accelerator, net, sgd, whole_parameters
 from tests.accelerate.state.helpers import plugin
+from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard.errors import ShardError, StateDictError
 
@@ -20,7 +21,7 @@ def differ(found, wanted):
     return [name for name, value in wanted.items() if not torch.equal(found[name], value)]
 
 
-@pytest.mark.parametrize("form", ["sharded", "full"])
+@pytest.mark.parametrize("form", ["sharded", *exhaustive("full")])
 @ranks(2)
 def test_the_idiom_of_diffusers_saves_and_loads_models_its_own_way(rank, form, tmp_path):
     """Weights are popped on the main process only, and models are popped when loading, as its training scripts do."""
@@ -58,7 +59,7 @@ def test_the_idiom_of_diffusers_saves_and_loads_models_its_own_way(rank, form, t
         assert seen == [{"models": 2}]
 
 
-@pytest.mark.parametrize("form", ["sharded", "full"])
+@pytest.mark.parametrize("form", ["sharded", *exhaustive("full")])
 @ranks(2)
 def test_hooks_that_take_everything_leave_the_optimizers(form, tmp_path):
     def build(seed):

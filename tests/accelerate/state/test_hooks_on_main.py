@@ -15,6 +15,7 @@ from torch import nn
 from tests.accelerate.helpers import OURS, STOCK, Net, accelerator, loader, loss_of, net, sgd, whole_parameters
 from tests.accelerate.peft_models import adapted
 from tests.accelerate.state.helpers import plugin
+from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard import ShardTensor
 from torch_shard.errors import ShardError, ShardPicklingError
@@ -104,7 +105,7 @@ def idiom(kind, folder, **options):
         return losses, saved
 
 
-@pytest.mark.parametrize("form", ["sharded", "full"])
+@pytest.mark.parametrize("form", ["sharded", *exhaustive("full")])
 @ranks(2)
 def test_the_hooks_of_diffusers_work_unedited(form, tmp_path):
     wanted, _ = idiom(STOCK, tmp_path / "stock")
@@ -115,7 +116,7 @@ def test_the_hooks_of_diffusers_work_unedited(form, tmp_path):
     assert not (tmp_path / "ours" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("form", ["sharded", "full"])
+@pytest.mark.parametrize("form", ["sharded", *exhaustive("full")])
 @ranks(2)
 def test_on_the_main_process_every_way_to_a_models_weights_gives_whole_ones(rank, form, tmp_path):
     with accelerator(OURS, shard_plugin=plugin(form)) as acc:
@@ -189,7 +190,7 @@ def test_a_hook_that_fails_on_the_main_process_leaves_models_as_they_were(rank, 
         acc.load_state(tmp_path / "c")
 
 
-@pytest.mark.parametrize("form", ["sharded", "full"])
+@pytest.mark.parametrize("form", ["sharded", *exhaustive("full")])
 @ranks(2)
 def test_hooks_for_lora_write_and_read_the_adapter_alone(form, tmp_path):
     """In the ways of diffusers' scripts (PEFT's functions) and of PEFT's own (save_pretrained)."""

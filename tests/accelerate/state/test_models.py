@@ -66,7 +66,7 @@ class Pair:
         return [*found, {"scale": self.scale.detach().clone(), **copied(self.other.state_dict())}]
 
 
-@pytest.mark.parametrize("form", ["sharded", "full"])
+@pytest.mark.parametrize("form", ["sharded", *exhaustive("full")])
 @ranks(2)
 def test_several_models_and_optimizers_that_share_them_resume(form, tmp_path):
     with accelerator(OURS, shard_plugin=plugin(form)) as acc:
@@ -115,6 +115,7 @@ def test_an_optimizer_over_two_models_goes_through_both_forms_unchanged(tmp_path
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FORMS)
 @ranks(2)
 def test_a_compiled_model_is_saved_under_its_plain_names(form, tmp_path):

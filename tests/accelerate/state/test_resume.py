@@ -19,7 +19,7 @@ def same(found, wanted):
         assert equal, f"{name}: {found[name]} is not {value}"
 
 
-@pytest.mark.parametrize("form", ["sharded", "full"])
+@pytest.mark.parametrize("form", ["sharded", *exhaustive("full")])
 @ranks(2)
 def test_resume_in_the_middle_of_an_epoch_equals_a_training_without_interruption(form, tmp_path):
     with accelerator(OURS, shard_plugin=plugin(form)) as acc:
@@ -35,7 +35,7 @@ def test_resume_in_the_middle_of_an_epoch_equals_a_training_without_interruption
         same(again.state(), wanted)
 
 
-@pytest.mark.parametrize(("writes", "reads"), [("sharded", "full"), ("full", "sharded")])
+@pytest.mark.parametrize(("writes", "reads"), [("sharded", "full"), *exhaustive(("full", "sharded"))])
 @ranks(2)
 def test_both_forms_are_loaded_whatever_the_setting(writes, reads, tmp_path):
     with accelerator(OURS, shard_plugin=plugin(writes)) as acc:
@@ -145,7 +145,7 @@ def test_a_scaler_is_saved_and_loaded(tmp_path):
             acc.load_state(tmp_path / "d")
 
 
-@pytest.mark.parametrize("form", ["sharded", "full"])
+@pytest.mark.parametrize("form", ["sharded", *exhaustive("full")])
 @ranks(2)
 def test_weights_of_another_dtype_are_converted_where_that_is_asked_for(form, tmp_path):
     with accelerator(OURS, shard_plugin=plugin(form)) as acc:

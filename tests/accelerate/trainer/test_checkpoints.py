@@ -27,7 +27,7 @@ EVERY_3 = {
 }
 
 
-@pytest.mark.parametrize(("writer", "reader"), [(Ours, Ours), (Ours, Trainer), (Trainer, Ours)])
+@pytest.mark.parametrize(("writer", "reader"), [(Ours, Ours), *exhaustive((Ours, Trainer), (Trainer, Ours))])
 @ranks(2)
 def test_resuming_goes_on_as_if_nothing_had_happened(writer, reader, tmp_path):
     whole = trained(writer, tmp_path, **EVERY_3)
@@ -90,6 +90,7 @@ def test_a_sharded_model_resumes_too(tmp_path):
         assert_same_logs(own.steps.logs[1:-1], whole[3:-1])
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_model_on_meta_resumes_from_the_checkpoint_and_not_from_where_it_was_loaded(tmp_path):
     whole = trained(Ours, tmp_path, **EVERY_3)
@@ -128,6 +129,7 @@ def _lora() -> torch.nn.Module:
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_adapters_are_saved_loaded_as_best_and_resumed(tmp_path):
     options = {

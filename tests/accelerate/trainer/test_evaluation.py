@@ -27,6 +27,7 @@ def test_evaluation_and_prediction_after_training_give_the_stock_numbers(tmp_pat
     torch.testing.assert_close(_evaluated(Ours, tmp_path), _evaluated(Trainer, tmp_path), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_model_that_was_evaluated_first_is_trained_all_the_same(tmp_path):
     # The stock Trainer does not wrap it any more, and its ranks drift apart, so that is no reference here.
@@ -86,6 +87,7 @@ def _generated(kind: type[Trainer], name: str, folder: Any) -> tuple[list[Any], 
         return [greedy.predictions, greedy.metrics["test_loss"], beams.predictions], own.steps.logs
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["t5", pytest.param("bart", marks=pytest.mark.exhaustive)])
 @ranks(2)
 def test_prediction_generates_the_stock_text_where_ranks_end_at_different_tokens(name, tmp_path):

@@ -27,6 +27,7 @@ def _lora() -> torch.nn.Module:
     return peft.get_peft_model(model, config)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_merged_model_is_saved_and_evaluated_in_place_of_the_one_with_adapters(tmp_path):
     def outcome(kind: type[Trainer], folder: Path) -> tuple[Any, ...]:
