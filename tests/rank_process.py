@@ -56,7 +56,16 @@ class Job:
     within: Callable[[], contextlib.AbstractContextManager[None]] | None = None
 
 
-def serve(rank: int, world_size: int, backend: str, port: int, timeout: float, folder: str, link: Connection) -> None:
+def serve(
+    rank: int,
+    world_size: int,
+    backend: str,
+    port: int,
+    timeout: float,
+    folder: str,
+    variables: dict[str, str],
+    link: Connection,
+) -> None:
     """Main function of a rank process: joins the process group, then runs jobs until told to stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process decides when to stop
     log = open(Path(folder, f"{rank}.log"), "wb", buffering=0)  # noqa: SIM115 - lives as long as this process
@@ -77,6 +86,7 @@ def serve(rank: int, world_size: int, backend: str, port: int, timeout: float, f
         MASTER_PORT=str(port),
         TORCHELASTIC_RUN_ID="tests",
         TORCHELASTIC_USE_AGENT_STORE="True",  # port is served by the test process
+        **variables,
     )
     torch.set_num_threads(1)
     if backend == "nccl":

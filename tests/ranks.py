@@ -33,7 +33,7 @@ Test classes and functions defined inside functions do not work: ranks import th
 are not enough GPUs); ``fresh=True`` runs in processes of its own, thrown away afterwards: for
 bodies that destroy the process group or change process-wide state; ``group_timeout`` (seconds, the
 process group's own timeout, implies fresh); ``may_die=(1,)``: these ranks may end the process, their
-result is None (implies fresh).
+result is None (implies fresh); ``environment={...}``: variables that are read when the process group is made (implies fresh).
 
 **What a body finds.** One CPU thread; seeds at 0; the default process group over Gloo with
 ``world_size`` ranks, and the environment that torchrun gives (``RANK``, ``LOCAL_RANK``,
@@ -102,7 +102,7 @@ class RankFailure(AssertionError):
 class _Pool:
     """The processes of one process group."""
 
-    def __init__(self, world_size: int, backend: str, group_timeout: float) -> None:
+    def __init__(self, world_size: int, backend: str, group_timeout: float, variables: dict[str, str]) -> None:
         self.world_size = world_size
         self.folder = tempfile.mkdtemp(prefix="ranks-")
         # Served by this process, so that it survives any rank.
@@ -114,7 +114,7 @@ class _Pool:
         with _environment():
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
-                args = (rank, world_size, backend, self.store.port, group_timeout, self.folder, theirs)
+                args = (rank, world_size, backend, self.store.port, group_timeout, self.folder, variables, theirs)
                 process = context.Process(target=serve, args=args, name=f"rank {rank}", daemon=True)
                 process.start()
                 theirs.close()  # else the end of the process would not show
@@ -258,6 +258,7 @@ def run(
     fresh: bool = False,
     group_timeout: float | None = None,
     may_die: Container[int] = (),
+    environment: dict[str, str] | None = None,
 ) -> list[Any]:
     """Run ``function(rank, world_size, *args)`` on every rank; return the results by rank.
 
@@ -269,11 +270,11 @@ def run(
     __tracebackhide__ = True
     if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.device_count() >= world_size):
         pytest.skip(f"needs NCCL and {world_size} GPU(s)")
-    fresh = fresh or group_timeout is not None or may_die != ()
+    fresh = fresh or group_timeout is not None or may_die != () or environment is not None
     key = (world_size, backend)
     pool = None if fresh else _pools.get(key)
     if pool is None:
-        pool = _Pool(world_size, backend, group_timeout or 120.0)
+        pool = _Pool(world_size, backend, group_timeout or 120.0, environment or {})
         if not fresh:
             _pools[key] = pool
     outcomes: dict[int, Outcome] = {}

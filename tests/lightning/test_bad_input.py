@@ -138,11 +138,13 @@ class Elsewhere(CPUAccelerator):
         return [torch.device(cls.kind, index) for index in range(2)]
 
 
+@pytest.mark.parametrize("namespace", ["lightning", "lightning.fabric"])
 @pytest.mark.parametrize("kind", ["mps", *exhaustive("xpu")])
-def test_an_accelerator_without_sharding_is_refused(kind, monkeypatch):
+def test_an_accelerator_without_sharding_is_refused(kind, namespace, monkeypatch):
     monkeypatch.setattr(Elsewhere, "kind", kind)
-    with pytest.raises(MisconfigurationException, match=f"the accelerator has {kind} devices.*accelerator='cpu'"):
-        make("lightning", "shard", accelerator=Elsewhere())
+    message = f"the accelerator has {kind} devices.*accelerator='cpu'"
+    with pytest.raises((MisconfigurationException, TypeError), match=message):
+        make(namespace, "shard", accelerator=Elsewhere())
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cuda:nccl"])

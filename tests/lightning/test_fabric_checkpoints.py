@@ -167,6 +167,19 @@ def test_load_raw_takes_plain_files_of_a_module_or_an_optimizer(rank, tmp_path):
 
 
 @ranks(2)
+def test_load_raw_takes_a_module_or_an_optimizer_out_of_a_folder(tmp_path):
+    f, state = start(strategy(state_dict_type="sharded"))
+    train(f, state, 2)
+    f.save(tmp_path / "folder", {"net": state["net"], "adam": state["adam"]})
+    f, again = start(seed=6)
+    for key in ("adam", "net"):
+        f.load_raw(tmp_path / "folder", again[key])
+    again["step"] = 2
+    train(f, again, 2)
+    assert_same(whole(again["net"]), uninterrupted())
+
+
+@ranks(2)
 def test_several_modules_and_plain_ones_go_into_one_file(tmp_path):
     f, state = start()
     other = f.setup(net(9))

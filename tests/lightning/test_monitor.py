@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,16 @@ import lightning_shard
 from lightning_shard import _registry
 from lightning_shard.monitor_figures import Window, human
 from lightning_shard.remedies import remedies
-from tests.lightning.helpers import BATCHES, NAMESPACES, both_namespaces, loader, net_class, single, trainer
+from tests.lightning.helpers import (
+    BATCHES,
+    NAMESPACES,
+    both_namespaces,
+    either_namespace,
+    loader,
+    net_class,
+    single,
+    trainer,
+)
 from tests.logs import captured_log
 from tests.marks import exhaustive
 from tests.ranks import ranks
@@ -96,6 +107,24 @@ def test_each_logger_gets_the_figures_of_the_steps_that_are_logged(rank, world_s
         assert 0 < f["shard/wait_share"] < 1
         assert min(f["shard/gather_wait"], f["shard/reduce_wait"], f["shard/other_wait"]) > 0
         assert f["shard/gathered_bytes"] == 0 < f["shard/peak_gathered_bytes"]
+
+
+@either_namespace
+@ranks(2)
+def test_lightnings_own_logger_writes_the_figures_of_every_step(rank, world_size, namespace, tmp_path):
+    logger = NAMESPACES[namespace].loggers.CSVLogger(tmp_path)
+    fit(namespace, world_size, monitor(namespace, grad_norms=True), logger=logger, log_every_n_steps=1)
+    if rank:
+        return  # Lightning writes on rank 0
+    with open(Path(logger.log_dir) / "metrics.csv", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["shard/bytes_sent"]]
+    assert [int(row["step"]) for row in rows] == list(range(BATCHES))
+    figures = {name for name in rows[0] if name.startswith("shard/")}
+    waits = {"gather_wait", "reduce_wait", "other_wait", "host_wait", "wait_share"}
+    sizes = {"bytes_sent", "gathered_bytes", "peak_gathered_bytes", "resident_bytes"}
+    assert {f"shard/{name}" for name in waits | sizes} < figures
+    assert any(name.startswith("shard/grad_norm/") for name in figures)
+    assert all(float(row[name]) >= 0 for row in rows for name in figures)
 
 
 @pytest.mark.parametrize("accumulate", [*exhaustive(1), 2])

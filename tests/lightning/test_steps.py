@@ -208,9 +208,9 @@ def test_fits_and_tests_go_on_from_the_last_the_best_and_a_preempted_jobs_checkp
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("whole", [True, False])
-@ranks(2, timeout=200)
-def test_compiling_by_aot_in_configure_model_trains_like_a_single_device(world_size, whole):
+@pytest.mark.parametrize(("whole", "backend"), [(True, "aot_eager"), (False, "aot_eager"), (False, "inductor")])
+@ranks(2, timeout=300)
+def test_compiling_to_graphs_in_configure_model_trains_like_a_single_device(world_size, whole, backend):
     class Compiled(net_class("lightning")):
         compiled = False
 
@@ -218,7 +218,7 @@ def test_compiling_by_aot_in_configure_model_trains_like_a_single_device(world_s
             if not self.compiled:
                 self.compiled = True
                 for part in [self] if whole else self.blocks:
-                    part.compile(backend="aot_eager")
+                    part.compile(backend=backend)
 
     torch._dynamo.reset()
     compare("lightning", world_size, Compiled, max_epochs=2, accumulate_grad_batches=2)

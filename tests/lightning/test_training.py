@@ -350,6 +350,28 @@ def test_init_module_with_empty_init_is_on_meta(world_size):
     assert layer.weight.device.type == "meta"
 
 
+@ranks(2)
+def test_a_module_made_without_memory_goes_on_from_a_checkpoint_as_on_a_single_device(rank, world_size, tmp_path):
+    plain, path = single("lightning"), tmp_path / "plain.ckpt"
+    plain.fit(net_class("lightning")(optimizer="adamw"), loader(1))
+    if rank == 0:
+        plain.save_checkpoint(path)
+    torch.distributed.barrier()
+    expected = net_class("lightning")(optimizer="adamw")
+    single("lightning", max_epochs=2).fit(expected, loader(1), ckpt_path=path)
+
+    def fill(part: nn.Module) -> None:
+        for value in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+            value.fill_(7.0)
+
+    t = trainer("lightning", world_size, lightning_shard.ShardStrategy(init_fn=fill), max_epochs=2)
+    with t.init_module(empty_init=True):
+        module = net_class("lightning")(optimizer="adamw")
+    assert all(value.is_meta for value in module.state_dict().values())
+    t.fit(module, loader(world_size), ckpt_path=path)
+    assert_same_state(module.state_dict(), expected.state_dict())
+
+
 class Doubled(nn.Linear):
     """What the layer plugin of the next test puts in place of a Linear."""
 
