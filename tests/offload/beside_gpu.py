@@ -79,7 +79,7 @@ def beside_gpu(host, gradients=(), holds=False):
     finally:
         device.pass_events()
         host.thread.rest()
-        host.forget_ended()
+        host.forget_arrived()
         host.on_cuda = False
         del host.leaving, host.keep
         for each in gradients:

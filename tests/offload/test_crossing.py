@@ -254,6 +254,29 @@ def test_norms_wait_for_no_copy(rank):
         assert torch.equal(own.grad.to_local(), other.grad.to_local())
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+@ranks(1)
+def test_steps_wait_for_no_copy(rank, in_backward):
+    def train(holds):
+        torch.manual_seed(1)
+        model, engine, host, gradients = prepared(STAGED)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if in_backward:
+            engine.step_in_backward(optimizer)
+        for step in range(3):
+            with beside_gpu(host, gradients, holds=holds and step == 2) as device:
+                model(inputs(rank, step)).square().sum().backward()
+                if not in_backward:
+                    engine.clip_grad_norm_(0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                assert not holds or step < 2 or not any(event.query() for event, *_ in device.left)
+                assert step == 0 or all(flat.host.moving for unit in engine.units for flat in unit.flats)
+        return engine.state_dict(form="full"), engine.optim_state_dict(optimizer)
+
+    same(train(True), train(False))
+
+
 @ranks(1)
 def test_the_host_is_never_further_behind_than_there_are_buffers(rank):
     model, _, host, _ = prepared(STAGED + 2)
