@@ -113,7 +113,7 @@ def chosen(name, directory):
     return Offload(params=False) if name == "kept" else name
 
 
-def steps(training, count=5, **how):
+def steps(training, count=4, **how):
     """Train, with a look at something behind each step. All that can be compared."""
     for number in range(count):
         training.step(number, **how)

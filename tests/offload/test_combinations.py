@@ -126,7 +126,7 @@ COPIES = [
 @ranks(4)
 def test_copies_and_units_among_few_ranks(rank, tmp_path, offload, optimizer, settings, sync):
     def train(offload):
-        return steps(Training(rank, offload, optimizer, **settings), count=4, accumulate=2, clip=0.5, sync=sync)
+        return steps(Training(rank, offload, optimizer, **settings), count=3, accumulate=2, clip=0.5, sync=sync)
 
     alike(train, chosen(offload, tmp_path))
 
@@ -200,7 +200,8 @@ def test_compiled_code(rank, tmp_path, offload, of):
     alike(train, chosen(offload, tmp_path))
 
 
-@one_at_a_time(offload=["cpu", "kept"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("offload", ["cpu", "kept"])
 @ranks(2)
 def test_figures_of_traffic_memory_and_norms(rank, tmp_path, offload):
     def train(offload):

@@ -73,7 +73,7 @@ def test_two_optimizers_over_one_model(rank, tmp_path, offload):
     def train(offload):
         t = Training(rank, offload, lambda m: torch.optim.AdamW([p for p in m.parameters() if p.dim() > 1], lr=1e-2))
         other = torch.optim.SGD([p for p in t.model.parameters() if p.dim() == 1], lr=0.1, momentum=0.9)
-        for number in range(5):
+        for number in range(4):
             loss = loss_of(t.model, inputs(rank, number))
             loss.backward()
             t.seen.append(loss.item())
@@ -93,7 +93,7 @@ def test_two_optimizers_over_one_model(rank, tmp_path, offload):
 def test_a_closure(rank, tmp_path, offload, optimizer):
     def train(offload):
         t = Training(rank, offload, optimizer)
-        for number in range(5):
+        for number in range(4):
 
             def closure(number=number):
                 t.optimizer.zero_grad()
