@@ -12,6 +12,9 @@ HALF = Precision(param_dtype=torch.bfloat16)
 OFFLOADS = ["cpu", "kept", "disk", "all on disk"]
 """For :func:`chosen`."""
 
+WIDTH = 96
+"""Of the model: slices on 1, 2 and 3 ranks, of layers and blocks, have multiples of 16 elements."""
+
 OPTIMIZERS = {
     "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
     "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
@@ -27,7 +30,8 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(4)
         )
 
     def forward(self, x):
@@ -37,7 +41,7 @@ class Model(nn.Module):
 
 
 def inputs(rank, step):
-    return torch.randn(4, 64, generator=torch.Generator().manual_seed(1000 * rank + step))
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1000 * rank + step))
 
 
 def loss_of(model, x):

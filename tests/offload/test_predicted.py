@@ -9,7 +9,7 @@ import torch
 
 import torch_shard
 from tests.marks import exhaustive
-from tests.offload.models import Model, Training
+from tests.offload.models import WIDTH, Model, Training
 from tests.ranks import ranks
 from torch_shard import Precision, Quantized, ShardConfig
 from torch_shard.offload import Offload
@@ -88,7 +88,7 @@ def test_frozen_parameters_have_no_gradient_but_a_copy_to_compute_with(rank):
     with noted() as made:
         engine = torch_shard.shard(model, precision=BF16, offload="cpu")
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        model(torch.randn(4, 64)).sum().backward()
+        model(torch.randn(4, WIDTH)).sum().backward()
         optimizer.step()
     b = engine.plan.predicted
     assert sum(made) == b.host - b.optimizer - b.staging

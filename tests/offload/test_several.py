@@ -12,6 +12,7 @@ from tests.offload.models import (
     HALF,
     OFFLOADS,
     OPTIMIZERS,
+    WIDTH,
     Model,
     Training,
     alike,
@@ -115,7 +116,7 @@ class Uneven(Model):
         super().__init__()
         self.blocks[3][1].weight = self.blocks[0][1].weight
         self.blocks[1].requires_grad_(False)
-        self.scale = nn.Parameter(torch.ones(64))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x):
         return super().forward(x) * self.scale
