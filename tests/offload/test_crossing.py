@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_shard
 from tests.marks import exhaustive, one_at_a_time
 from tests.offload.beside_gpu import beside_gpu
-from tests.offload.models import Model, inputs, loss_of, same
+from tests.offload.models import WIDTH, Model, inputs, loss_of, same
 from tests.ranks import ranks
 from torch_shard import Precision, errors
 from torch_shard.offload.settings import IN_FLIGHT, STAGED
@@ -162,7 +162,7 @@ class Twice(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.layer = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.first, self.layer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
         x = self.first(x)
@@ -187,14 +187,14 @@ def test_gradients_that_come_twice_in_a_backward_are_added_as_without(rank):
 @ranks(1)
 def test_what_comes_to_a_gradient_that_is_there_is_added_in_the_dtype_of_gradients(rank):
     *_, (buffer, *_) = prepared(1)
-    coarse, fine = torch.full((64, 64), 256.0, dtype=BF16), torch.full((64, 64), 0.5, dtype=BF16)
+    coarse, fine = torch.full((WIDTH, WIDTH), 256.0, dtype=BF16), torch.full((WIDTH, WIDTH), 0.5, dtype=BF16)
     buffer.begin_backward()
     buffer.accept(0, coarse)
     assert buffer.flat.dtype is BF16
-    buffer.accept(1, torch.ones(64, dtype=BF16))
+    buffer.accept(1, torch.ones(WIDTH, dtype=BF16))
     buffer.accept(0, fine)
     assert buffer.flat.dtype is FP32
-    assert (buffer.flat[: 64 * 64] == 256.5).all() and (buffer.flat[64 * 64 :] == 1).all()
+    assert (buffer.flat[: WIDTH * WIDTH] == 256.5).all() and (buffer.flat[WIDTH * WIDTH :] == 1).all()
     buffer.forget()
 
 
@@ -202,7 +202,7 @@ def test_what_comes_to_a_gradient_that_is_there_is_added_in_the_dtype_of_gradien
 
 
 def prepared(units, **settings):
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(units)))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(units)))
     config = torch_shard.ShardConfig(
         offload="cpu", precision=Precision(BF16), units=[f"{n}" for n in range(units)], **settings
     )
@@ -235,7 +235,7 @@ def test_no_more_than_two_units_of_gradients_are_on_the_device_and_backward_wait
 
 @ranks(1)
 def test_norms_wait_for_no_copy(rank):
-    plain = nn.Sequential(*(nn.Linear(64, 64) for _ in range(STAGED)))
+    plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(STAGED)))
     model, engine, host, gradients = prepared(STAGED)
     with torch.no_grad(), engine.gathered(model):
         for own, other in zip(plain.parameters(), model.parameters(), strict=True):

@@ -157,8 +157,11 @@ def test_ways_of_stepping_that_lose_updates_are_refused_each_time(rank, world_si
 def test_updates_behind_the_loop_are_refused_however_late_they_begin(rank, world_size):
     pair = pair_of(Descent, rank, world_size)
     advance(pair, range(4))
-    pair.optimizer.__class__ = DecaysFirst
     torch_shard.optim.register(DecaysFirst, kind="matrix")
+    DecaysFirst(
+        [torch.nn.Parameter(torch.zeros(1))]
+    )  # from its first instance on torch calls the hooks of a class's steps
+    pair.optimizer.__class__ = DecaysFirst
     gradients(pair, 4)
     with pytest.raises(ShardError, match="changed parameters after"):
         pair.optimizer.step()
