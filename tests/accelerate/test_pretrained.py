@@ -101,6 +101,7 @@ def acc_engine(model: torch.nn.Module) -> Any:
     return engine_of(model)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_called_on_the_main_rank_alone_it_raises_and_writes_nothing(tmp_path: Path, rank: int) -> None:
     model, _, _ = build("gpt2")

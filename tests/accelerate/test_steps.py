@@ -82,6 +82,7 @@ def train_two(kind, optimizer, folder=None, load=None, **options):
         return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("optimizer", quick(OVER_TWO, ["SGD"]))
 @pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
 @ranks(2)

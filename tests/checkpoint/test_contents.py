@@ -45,6 +45,7 @@ def whole_matrices(rank: int, world_size: int, name: str, path: str, saving: boo
     engine.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", quick(MAKE, ["Muon"]))
 @pytest.mark.parametrize(("first", "second"), [(2, 3), *exhaustive((3, 2), (2, 1), (1, 2))])
 def test_state_of_whole_matrices_goes_to_whoever_owns_it(name, first, second, tmp_path):

@@ -19,6 +19,7 @@ from torch_shard.cli import main
 from torch_shard.cli.output import fitted, plain, size
 
 
+@pytest.mark.exhaustive
 def test_it_runs_as_a_program(tmp_path):
     done = run_python("-m", "torch_shard", "verify", tmp_path / "nothing", "--json", expected=2)
     assert done.stdout == "" and done.stderr == f"torch-shard: there is no checkpoint at {tmp_path / 'nothing'}.\n"

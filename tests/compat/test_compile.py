@@ -100,6 +100,7 @@ def test_inductor_trains_like_plain(way, rank):
     train(way(model, backend="inductor"), model, plain, rank, None, {"rtol": 1e-4, "atol": 1e-5})
 
 
+@pytest.mark.exhaustive(usual=True)
 @ranks(2, timeout=120)
 def test_the_whole_model_runs_a_graph_for_each_unit_and_equal_units_share_it(rank):
     torch._dynamo.reset()

@@ -325,6 +325,7 @@ class Average(Callback):
         self.values = state["values"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["sharded", *exhaustive("full")])
 @ranks(2)
 def test_slices_that_a_users_own_callback_saves_are_saved_whole_and_loaded(rank, world_size, form, tmp_path):

@@ -294,6 +294,7 @@ def fit_muon(rank, world_size, epochs, path=None, save=None, strategy="shard"):
     return {name: value for name, value in module.state_dict().items() if strategy != "kept sharded"}
 
 
+@pytest.mark.exhaustive
 def test_whole_matrix_optimizers_continue_on_another_number_of_ranks(tmp_path):
     first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
     run(2, fit_muon, 1, None, first, "kept sharded")

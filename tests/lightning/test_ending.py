@@ -67,6 +67,7 @@ class Signals(Callback):
         self.hook.remove()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["full", *exhaustive("sharded")])
 @pytest.mark.parametrize("receivers", [*exhaustive(((0, 1),)), (1,), *exhaustive(((0,),))])
 @ranks(2)

@@ -234,6 +234,7 @@ class SavesAndCounts(Callback):
             trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["sharded", *exhaustive("full")])
 @ranks(2)
 def test_a_checkpoint_costs_no_step_in_the_training_thread(world_size, form, tmp_path):

@@ -255,6 +255,7 @@ def test_manual_optimization_of_two_networks(world_size, namespace):
     compare(namespace, world_size, gan_class(namespace))
 
 
+@pytest.mark.exhaustive
 @either_namespace
 @ranks(2)
 def test_fit_validate_test_and_predict_in_any_order(rank, world_size, namespace):

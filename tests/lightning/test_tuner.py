@@ -48,6 +48,7 @@ def found_by_callback(world_size: int, strategy: Any, folder: Any) -> Any:
     return module, finder.optimal_lr.results, finder.optimal_lr.suggestion()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("find", "form"),
     [(found_by_tuner, "full"), *exhaustive((found_by_callback, "full"), (found_by_tuner, "sharded"))],

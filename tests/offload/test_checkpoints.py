@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -72,6 +73,7 @@ def test_a_save_under_way_while_steps_are_queued_has_what_was_there_at_the_call(
 WAYS = [("cpu", "kept"), ("kept", "cpu"), (None, "disk"), ("all on disk", "all on disk"), ("cpu", None)]
 
 
+@pytest.mark.exhaustive
 @one_at_a_time(way=WAYS, optimizer=["AdamW", "SGD"])
 @ranks(3)
 def test_a_checkpoint_goes_from_three_ranks_to_two_and_on(rank, tmp_path, optimizer, way):

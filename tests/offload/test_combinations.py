@@ -122,6 +122,7 @@ COPIES = [
 ]
 
 
+@pytest.mark.exhaustive
 @one_at_a_time(settings=COPIES, offload=OFFLOADS, optimizer=OPTIMIZERS, sync=[True, False])
 @ranks(4)
 def test_copies_and_units_among_few_ranks(rank, tmp_path, offload, optimizer, settings, sync):
@@ -153,6 +154,7 @@ def test_collectives_by_torchs_public_functions(rank):
         alike(lambda offload: steps(Training(rank, offload), clip=0.5), "cpu")
 
 
+@pytest.mark.exhaustive
 @one_at_a_time(
     strategy=["full_shard", "shard_grad_op", "no_shard"],
     optimizer=OPTIMIZERS,

@@ -180,6 +180,7 @@ def test_a_view_stands_for_its_tensor_and_strangers_are_refused(store):
             method([torch.zeros(3)])
 
 
+@pytest.mark.exhaustive
 def test_the_space_of_a_tensor_that_is_gone_is_free_again(store):
     first, second = units(store, 2)
     second.fill_(2.0)
@@ -195,6 +196,7 @@ def test_the_space_of_a_tensor_that_is_gone_is_free_again(store):
     assert second.min() == 2.0
 
 
+@pytest.mark.exhaustive
 def test_tensors_that_go_while_they_are_read_and_written_do_no_harm(store):
     """A thread that works on pages that were unmapped, and mapped again by somebody else, would wipe them."""
     for _ in range(30):

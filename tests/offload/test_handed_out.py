@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from tests.marks import exhaustive
+from tests.marks import exhaustive, quick
 from tests.offload.models import Training, inputs, loss_of, same
 from tests.ranks import ranks
 from torch_shard import Precision
@@ -60,7 +60,7 @@ HOLDERS = {
 }
 
 
-@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("holder", quick(HOLDERS, ["view of a view", "array"]))
 def test_it_is_held_as_long_as_anything_made_from_it(holder):
     whole = torch.arange(8.0)
     given, result = HandedOut.of(whole[2:6], whole)

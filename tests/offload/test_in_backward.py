@@ -138,6 +138,7 @@ def test_a_gradient_that_a_hook_keeps_stays_as_it_was(rank):
     same(*found)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_ordinary_steps_before_and_after_it(rank):
     def train(offload):
@@ -166,6 +167,7 @@ def test_state_that_is_loaded_between_backwards_is_stepped_on(rank):
     same(*found)
 
 
+@pytest.mark.exhaustive
 @ranks(2, fresh=True)
 def test_a_step_that_fails_is_raised_where_it_is_missed(rank):
     training = stepping(rank, "cpu")
@@ -186,6 +188,7 @@ def test_a_step_that_fails_is_raised_where_it_is_missed(rank):
     dist.barrier()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("nvme_params", [False, *exhaustive(True)])
 @ranks(2)
 def test_state_on_disk_is_stepped_on_as_without_offload(rank, tmp_path, nvme_params):

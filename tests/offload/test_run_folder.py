@@ -149,6 +149,7 @@ def test_the_folder_goes_with_the_store(tmp_path):
     assert not state.any()
 
 
+@pytest.mark.exhaustive
 def test_a_forked_child_that_exits_leaves_its_parents_folder_which_goes_at_its_own_exit(tmp_path):
     assert "kept" in run_python(*PROGRAM, "fork", tmp_path, "a").stdout
     assert list(tmp_path.iterdir()) == []

@@ -170,6 +170,7 @@ def test_steps_that_are_left_out_leave_nothing_behind(rank):
     assert max(len(flat.gradients.home.moving.works) for flat in flats(training)) < 6
 
 
+@pytest.mark.exhaustive
 @ranks(2, fresh=True)
 def test_a_scaling_that_fails_is_raised_where_it_is_missed(rank):
     training = clipped(rank, "cpu")

@@ -137,6 +137,7 @@ def test_checkpoints_of_plain_tensor_parallelism_load_and_the_other_way_round(tm
         assert torch.equal(p.full_tensor() if isinstance(p, DTensor) else p, q)
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_sharded_and_local_state_dicts():
     mesh = mesh_of(2, 2)

@@ -66,6 +66,7 @@ class Pair:
         return [*found, {"scale": self.scale.detach().clone(), **copied(self.other.state_dict())}]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["sharded", *exhaustive("full")])
 @ranks(2)
 def test_several_models_and_optimizers_that_share_them_resume(form, tmp_path):

@@ -81,6 +81,7 @@ def test_the_model_alone_is_saved_where_that_is_asked_for(tmp_path):
     assert ours == stock and "optimizer.pt" not in ours
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_sharded_model_resumes_too(tmp_path):
     whole = trained(Ours, tmp_path, **EVERY_3)

@@ -53,6 +53,7 @@ def test_a_merged_model_is_saved_and_evaluated_in_place_of_the_one_with_adapters
     torch.testing.assert_close(predictions, stock_predictions, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_saving_a_model_of_from_pretrained_before_training_is_an_error_on_all_ranks(rank, tmp_path):
     if rank == 0:
