@@ -185,19 +185,19 @@ class HostGradients:
     ) -> None:
         """Multiply `base` by a 0-d factor, which may still be on its way. `gaps`: its padding; `shown`: the tensors over it."""
 
-        event = None
+        known, event = factor, None
         if self.host.on_cuda:
             # Hazards: the norms were taken before the gradients are here, so these may still arrive when the factor is known; and
             # the stream that computes the factor is not the host thread's.
             with self.host.leaving():
-                factor = factor.to("cpu", non_blocking=True)
+                known = factor.to("cpu", non_blocking=True)
                 event = torch.cuda.Event()
                 event.record()
 
-        def work() -> None:
+        # Hazard: the stream that computes the factor would use its memory again. The task keeps it until the copy has ended.
+        def work(factor: torch.Tensor = factor) -> None:
             if event is not None:
                 event.synchronize()
-            known = factor
             if known == 1.0:
                 return
             base.mul_(known)
