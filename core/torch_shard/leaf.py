@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
 
 from .errors import ShardError
+from .interrupts import leave_interrupted
 
 _data: Any = torch.Tensor.data  # type: ignore[attr-defined]
 _grad: Any = torch.Tensor.grad  # type: ignore[attr-defined]
@@ -40,6 +42,15 @@ class InBuffer:
         if param is None:
             return super().register_post_accumulate_grad_hook(hook)  # type: ignore[misc]
         return param._unit_ref().register_post_accumulate_hook(param, hook)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        param = self._param()
+        unit = None if param is None else param._unit_ref()
+        if unit is not None:
+            leave_interrupted(unit.runtime)
+            if not unit.installed:  # the model is copied after an interrupt, which had left the leaf in it
+                return copy.deepcopy(param, memo)
+        return super().__deepcopy__(memo)  # type: ignore[misc]
 
 
 class Leaf(InBuffer, nn.Parameter):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import UnitStateError
+from .interrupts import leave_interrupted
 from .outputs import tensors_in
 from .shard_functions import creates, exposes_memory, initialises
 from .shard_spec import gather_error
@@ -59,6 +60,8 @@ class OnDemand:
         if unit.is_summoned:
             return unit.leaf_of(param)
         runtime = self.runtime
+        if runtime.depth:
+            leave_interrupted(runtime)
         inside, recording = runtime.in_forward, torch.is_grad_enabled()
         name = getattr(func, "__name__", "")
         # Without gradients slices will do, except that what the unit's own forward computes with must be edited itself.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ from .collectives import Collectives
 from .config import ShardConfig
 from .errors import ConfigError, ShardError, ShardPicklingError, UnitStateError
 from .flat_buffer import FlatBuffer
+from .interrupts import forward_frame, leave_interrupted
 from .on_demand import OnDemand
 from .order import BACKWARD, EVALUATION, FORWARD, PHASES
 from .outputs import own_memory, tensors_in
@@ -64,8 +66,8 @@ class Runtime:
         self.reduces_each = False  # while `require_sync` is False: each backward reduces all the same
         self.depth = 0  # trigger forwards running
         self.session = False  # a forward has begun since the last backward ended
-        self.roots = 0  # forwards of the root module running
-        self.frames: list[tuple[Unit, Use, bool]] = []
+        self.roots: list[FrameType | None] = []  # forwards of the root module running, in these frames of Python's
+        self.frames: list[tuple[Unit, Use, bool, FrameType | None]] = []
         self.on_demand = OnDemand(self)
         self.schedule = Schedule(config, self.by_index, replicated=collectives.size == 1 < collectives.averaged)
         self.solo = 0  # inside gathered(ranks=...): a forward here is this rank's own affair
@@ -133,9 +135,11 @@ class Runtime:
     # -- forward ------------------------------------------------------------------------------------------------
     def enter(self, unit: Unit) -> None:
         """Before the forward of a module that triggers `unit`."""
+        if self.frames:
+            leave_interrupted(self)
         use = Use(unit, sequence_number())
         if unit.is_summoned:
-            self.frames.append((unit, use, True))
+            self.frames.append((unit, use, True, forward_frame()))
             return
         if self.registrations.changed:
             self.check_registrations()
@@ -148,19 +152,16 @@ class Runtime:
         unit.install()
         unit.running += 1
         self.depth += 1
-        self.frames.append((unit, use, False))
+        self.frames.append((unit, use, False, forward_frame()))
 
     def exit(self, unit: Unit, outputs: Any) -> Any:
         """After that forward, also when it raised (`outputs` is None then). Returns what the module shall return."""
         frames = self.frames
-        if not (frames and frames[-1][0] is unit) and not any(owner is unit for owner, _, _ in frames):
+        if not (frames and frames[-1][0] is unit) and not any(entry[0] is unit for entry in frames):
             return outputs  # the pre-hook itself failed
         while True:
-            owner, use, summoned = frames.pop()
-            if not summoned:
-                self.depth -= 1
-                owner.running -= 1
-                owner.uninstall()
+            owner, use, summoned, _ = frames.pop()
+            self.leave(owner, summoned)
             if owner is unit:  # frames above it were left by an interrupt that skipped their hooks
                 break
         recording = torch.is_grad_enabled()
@@ -176,6 +177,13 @@ class Runtime:
         self.on_demand.check_copies()
         self.between_forwards(recording)
         return outputs
+
+    def leave(self, unit: Unit, summoned: bool) -> None:
+        """A forward inside `unit` has ended."""
+        if not summoned:
+            self.depth -= 1
+            unit.running -= 1
+            unit.uninstall()
 
     def between_forwards(self, recording: bool) -> None:
         """An operation or a forward has ended, which recorded gradients or not."""
@@ -216,15 +224,17 @@ class Runtime:
     @property
     def in_forward(self) -> bool:
         """Whether a forward of the model or of one of its units is running."""
-        return self.depth > 0 or self.roots > 0
+        return self.depth > 0 or bool(self.roots)
 
     def begin(self, root: nn.Module) -> None:
         """Before the root module's forward."""
-        self.roots += 1
+        if self.roots:
+            leave_interrupted(self)
+        self.roots.append(forward_frame())
         if self.registrations.changed or self.registrations.root is None:
             self.registrations.root = weakref.ref(root)
             self.check_registrations()
-        if self.depth == 0 and self.roots == 1 and graph_task() == -1:
+        if self.depth == 0 and len(self.roots) == 1 and graph_task() == -1:
             self.session = False
             self.schedule.release_unused()
             if self.buffers is not None and self.buffers.due and not self.solo:
@@ -243,7 +253,12 @@ class Runtime:
 
     def finish(self) -> None:
         """After the root module's forward."""
-        self.roots = max(0, self.roots - 1)
+        if self.roots:
+            self.roots.pop()
+        self.finished()
+
+    def finished(self) -> None:
+        """A forward of the root module has ended, whether it was the last one that began or not."""
         if self.buffers is not None and not self.solo:
             self.buffers.due = torch.is_grad_enabled() and self.require_sync
         if self.depth == 0 and graph_task() == -1:
@@ -503,6 +518,8 @@ class Runtime:
     # -- between steps ------------------------------------------------------------------------------------------
     def parameters_changed(self) -> None:
         """The shards were edited (an optimizer step, `p.mul_`): gathered copies and graphs over them are out of date."""
+        if self.depth:
+            leave_interrupted(self)
         if graph_task() == -1 and not self.depth:
             self.schedule.values_changed()
 

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
@@ -283,6 +284,37 @@ def test_a_checkpoint_on_an_exception_of_all_ranks_is_written_and_resumed(world_
     trainer("lightning", world_size).fit(again, same_batches(world_size), ckpt_path=path)
     trainer("lightning", world_size).fit(expected, same_batches(world_size))
     assert_same_state(again.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize("step", ["validation_step", *exhaustive("training_step")])
+@ranks(2)
+def test_a_checkpoint_at_an_interrupt_within_a_step_is_that_of_ddp(world_size, step, tmp_path):
+    def interrupted(self, batch, index):
+        loss = self.loss(batch)
+        if self.trainer.global_step == 6:
+            raise KeyboardInterrupt
+        return loss if step == "training_step" else None
+
+    def run(strategy):
+        module = type("Interrupted", (net_class("lightning"),), {step: interrupted})()
+        options = {"callbacks": [OnExceptionCheckpoint(tmp_path / strategy)], "enable_checkpointing": True}
+        t = trainer("lightning", world_size, strategy, max_epochs=3, **options)
+        patch = pytest.MonkeyPatch()
+        patch.setattr(t.strategy.launcher, "kill", lambda signum: None)
+        with pytest.raises(SystemExit):
+            t.fit(module, loader(world_size), loader(world_size, 2))
+        assert t.interrupted
+        with open(tmp_path / strategy / "on_exception.ckpt", "rb") as file:
+            return torch.load(file, weights_only=False)
+
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        expected, found = run("ddp"), run("shard")
+    finally:
+        signal.signal(signal.SIGINT, handler)  # Lightning ignores it from there on
+    assert found["global_step"] == expected["global_step"] == 6
+    assert_same_state(found["state_dict"], expected["state_dict"])
+    torch.testing.assert_close(found["optimizer_states"], expected["optimizer_states"])
 
 
 # -- a script is interrupted ----------------------------------------------------------------------------------------------
