@@ -191,7 +191,8 @@ class FlatStep:
         self._groups: list[_Group] = []
         self.state = _State({})
         self._working: list[_Working] = []
-        self.announced = False  # that the parameters change, already
+        # That the parameters change, already; the user's counters have been moved on then, and are his own again.
+        self.announced = False
         # Whether :meth:`open` waits for no gradients and leaves :meth:`load` to whoever does the arithmetic, in host memory.
         self.later = False
         self.as_left = False
@@ -403,11 +404,13 @@ class FlatStep:
                 runs.publish(optimizer.state)
                 work.made = [value for piece in work.pieces for value in piece.state.values()]
             if work.last:
-                runs.counters.follow()
+                if not self.announced:
+                    runs.counters.follow()
                 # Autograd's view of them: a graph that has saved one must not be run any more, nor a gathered copy be used.
                 changed = [] if self.announced else [*runs.stepped]
                 torch.autograd.graph.increment_version([*changed, *(flat.memory for flat in runs.flats)])
-        runs.counters.note()
+        if not self.announced:
+            runs.counters.note()
         for key, value in work.options.items():
             if work.given.get(key, self) is not value:  # the optimizer itself has set it
                 work.group[key] = work.given[key] = value

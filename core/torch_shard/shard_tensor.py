@@ -84,11 +84,12 @@ class ShardTensor(torch.Tensor):
     def __getattr__(self, name: str) -> Any:
         # A slice whose memory is being written is not there to be read; see torch_shard.offload.moving.
         if name in ("_local", "_flat"):
-            moving = self.__dict__.get("_moving")
+            own = self.__dict__
+            moving = own.get("_moving")
             if moving is not None:
                 moving.settle()
-                if name in self.__dict__:
-                    return self.__dict__[name]
+            if name in own:  # also where another thread has waited for it, just now
+                return own[name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # -- the gradient ---------------------------------------------------------------------------------------------

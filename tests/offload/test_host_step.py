@@ -7,6 +7,7 @@ import copy
 import functools
 import os
 import select
+import sys
 import threading
 import time
 
@@ -115,6 +116,35 @@ def test_who_reads_waits(rank, reader):
         assert torch.equal(READERS[reader](plain), READERS[reader](offloaded))
 
 
+@pytest.mark.exhaustive
+@ranks(1)
+def test_several_threads_may_read_at_once(rank):
+    training, failed, interval = Training(rank, "cpu"), [], sys.getswitchinterval()
+    parameters = list(training.model.parameters())
+
+    def read(begin):
+        begin.wait()
+        try:
+            for p in parameters:
+                assert p._local is not None  # as every operation does
+        except Exception as error:
+            failed.append(error)
+
+    for number in range(20):
+        training.step(number)
+        begin = threading.Barrier(3)
+        readers = [threading.Thread(target=read, args=(begin,)) for _ in range(3)]
+        sys.setswitchinterval(1e-6)
+        try:
+            for reader in readers:
+                reader.start()
+            for reader in readers:
+                reader.join()
+        finally:
+            sys.setswitchinterval(interval)
+    assert not failed
+
+
 @ranks(1)
 def test_counters_are_moved_on_at_once(rank):
     _, offloaded = prepared(rank)
@@ -123,6 +153,36 @@ def test_counters_are_moved_on_at_once(rank):
         steps = {entry["step"].item() for entry in offloaded.optimizer.state.values()}
         assert is_moving(offloaded)
     assert steps == {3.0}
+
+
+@ranks(1)
+def test_a_counter_that_is_edited_behind_a_step_stays_as_it_was_made(rank):
+    both = prepared(rank)
+    for training in both:
+        counters = [entry["step"] for entry in training.optimizer.state.values()]
+        with held_up(training) if training is both[1] else contextlib.nullcontext():
+            training.optimizer.step()
+            counters[9].zero_()
+            counters[12].fill_(7.0)
+        training.optimizer.zero_grad()
+        training.step(5)
+    same(both[0].state(), both[1].state())
+
+
+@ranks(1)
+def test_state_that_an_option_asks_for_later_is_there_when_step_returns(rank):
+    found = []
+    for offload in (None, "cpu"):
+        training = Training(rank, offload, lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+        for number in range(4):
+            training.optimizer.param_groups[0]["momentum"] = 0.9 if number > 2 else 0.0
+            loss_of(training.model, inputs(rank, number)).backward()
+            if offload:
+                training.engine._runtime.host.thread.do(functools.partial(time.sleep, 0.1))
+            training.optimizer.step()
+        found.append((len(training.optimizer.state), training.engine.optim_state_dict(training.optimizer)))
+    assert found[0][0] > 0
+    same(*found)
 
 
 @ranks(2)

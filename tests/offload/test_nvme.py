@@ -82,6 +82,27 @@ def test_a_checkpoint_is_that_of_a_run_in_memory(rank, tmp_path):
         same(one, other)
 
 
+@ranks(1)
+def test_state_that_was_loaded_of_parameters_that_are_frozen_goes_there_too(rank, tmp_path):
+    first = Training(rank, Offload(nvme=tmp_path / "state"))
+    first.step(0)
+    first.engine.save(tmp_path / "checkpoint", optimizer=first.optimizer)
+    found = []
+    for offload in (None, Offload(nvme=tmp_path / "state")):
+        training = Training(rank, offload)
+        training.engine.load(tmp_path / "checkpoint", optimizer=training.optimizer)
+        training.model.blocks[1][1].requires_grad_(False)
+        for number in range(1, 4):
+            training.step(number)
+        training.model.blocks[1][1].requires_grad_(True)
+        training.step(5)
+        found.append(training.state())
+    same(*found)
+    disk, state = training.engine._runtime.host.disk, training.optimizer.state
+    held = sum(v.to_local().nbytes for own in state.values() for v in own.values() if v.dim())
+    assert disk.transferred.allocated >= held
+
+
 @ranks(2)
 def test_a_directory_that_another_run_uses_is_refused_by_all_ranks(rank, tmp_path, monkeypatch):
     model = Model()

@@ -152,7 +152,8 @@ class HostGradients:
         known: _Norms | None = None,
     ) -> None:
         """Cast, multiplied, and added or put into place. Norms of the outcome are taken chunk by chunk, unless `known`."""
-        found: _Norms = {p: [] for p in self.host.norms} if known is None else known
+        # A tuple first: the training thread may add an order at any time.
+        found: _Norms = {p: [] for p in tuple(self.host.norms)} if known is None else known
         casts, numel = arrived.dtype != into.dtype, max(1, into.numel())
         length = PIECE if numel > 2 * PIECE else numel
         chunk = _CHUNK if casts or (found and known is None) else numel

@@ -7,8 +7,8 @@ the first unit when that one has been updated, and to the others as they are.
 
 Where the outcome could not be the same, all is done before ``step`` returns: the first step, which makes the state; gradients
 that the user has put there; what counts anything else than steps in scalars (NAdam, ASGD); a GradScaler that hands its scale to
-a fused step; options that are no numbers, for which it may fail. Optimizers that are not torch's own step as they do without
-offload, in the training thread.
+a fused step; options that are no numbers, for which it may fail; those that become zero, or other than zero, for which it may
+make state. Optimizers that are not torch's own step as they do without offload, in the training thread.
 """
 
 from __future__ import annotations

@@ -55,6 +55,7 @@ class HostUnits:
         self._options: Sequence[Options] = ()
         self._fresh: list[dict[str, Any]] = []
         self._together = Together()
+        self._switches: dict[int, Any] = {}  # by id of the flat buffer: see `_switches`, in the latest step
 
     def begin(self, options: Sequence[Options]) -> None:
         """A step begins, of which one part after the other is looked at and done. `options`: of the groups."""
@@ -84,7 +85,10 @@ class HostUnits:
         if not any(runs.pieces for runs in step.all_runs):
             looked.session.end()
             return
-        counters = step.count_apart() if _may_wait(optimizer, step) else None
+        switches = _switches(optimizer, looked.groups)
+        same = self._switches.get(id(flat)) == switches
+        self._switches[id(flat)] = switches
+        counters = step.count_apart() if same and _may_wait(optimizer, step, looked.groups) else None
         task = functools.partial(self._run, looked, optimizer, following)
         if counters is None:
             flat.settle()
@@ -107,6 +111,7 @@ class HostUnits:
                 torch._foreach_add_(users, 1)
             for runs in step.all_runs:
                 runs.counters.follow()
+                runs.counters.note()
         with torch._C.DisableTorchFunctionSubclass():
             # A graph that has saved a parameter must not be run any more: from now on, and not from when it is updated.
             torch.autograd.graph.increment_version([p for runs in step.all_runs for p in runs.stepped])
@@ -158,7 +163,8 @@ class HostUnits:
         known = self._on_disk.get(id(flat), [])
         kept: dict[int, torch.Tensor] = {}
         for value in (value for runs in step.all_runs for value in runs.elements()):
-            base, local = value._flat, value._local
+            local = value._local
+            base = value.__dict__.get("_flat", local)  # what was never stepped on here lies by itself
             if not any(base is one for one in known) and id(base) not in kept:
                 kept[id(base)] = disk.allocate(f"state {value._spec.name}", base.numel(), base.dtype).copy_(base)
             else:
@@ -172,7 +178,7 @@ class HostUnits:
 
     def forget(self) -> None:
         """Let go of everything that was kept for the next step."""
-        self._on_disk, self._ahead = {}, None
+        self._on_disk, self._ahead, self._switches = {}, None, {}
 
 
 def _behind(host: Host, works: Iterable[Work], task: Callable[[], None], step: FlatStep, name: str) -> None:
@@ -190,12 +196,12 @@ def _behind(host: Host, works: Iterable[Work], task: Callable[[], None], step: F
         ) from error
 
 
-def _may_wait(optimizer: Any, step: FlatStep) -> bool:
+def _may_wait(optimizer: Any, step: FlatStep, groups: Sequence[dict[str, Any]]) -> bool:
     scaled = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
     # What is no number may be what the step fails for, which its caller is to hear of. (Names of groups are the user's own.)
     known = optimizer.defaults
-    plain = all(map(_is_number, (v for group in optimizer.param_groups for k, v in group.items() if k in known)))
-    graph = any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups)
+    plain = all(map(_is_number, (v for group in groups for k, v in group.items() if k in known)))
+    graph = any(group.get("differentiable") or group.get("capturable") for group in groups)
     return step.as_left and not scaled and plain and not graph
 
 
@@ -203,6 +209,19 @@ def _is_number(option: Any) -> bool:
     if isinstance(option, (tuple, list)):
         return all(map(_is_number, option))
     return option is None or isinstance(option, (bool, int, float, torch.Tensor))
+
+
+def _switches(optimizer: Any, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Which options are other than zero. Where that changes a step may make state (SGD's ``momentum``), or miss some, which is to
+    be there, or heard of, when it returns."""
+    return [{k: _is_on(v) for k, v in group.items() if k in optimizer.defaults} for group in groups]
+
+
+def _is_on(option: Any) -> Any:
+    if isinstance(option, (tuple, list)):
+        return tuple(map(_is_on, option))
+    # To read a tensor might be to wait for the device.
+    return bool(option) if isinstance(option, (bool, int, float)) else option is not None
 
 
 def _gradients(flat: FlatBuffer) -> list[Any]:
