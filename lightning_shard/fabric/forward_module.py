@@ -8,7 +8,7 @@ from torch import nn
 
 from .._private import is_redirected
 
-__all__ = ["ForwardModule", "inner"]
+__all__ = ["ForwardModule", "inner", "unwrapped"]
 
 
 class ForwardModule(nn.Module):
@@ -37,3 +37,10 @@ class ForwardModule(nn.Module):
 def inner(module: Any) -> Any:
     """The user's own module of one that may be wrapped."""
     return module.module if isinstance(module, ForwardModule) else module
+
+
+def unwrapped(module: Any) -> Any:
+    """The user's own module, of what ``fabric.setup`` or ``torch.compile`` has made of it."""
+    for name in ("_orig_mod", "_forward_module", "_orig_mod"):  # compiled after it was set up, and before
+        module = getattr(module, name, module)
+    return inner(module)

@@ -22,7 +22,7 @@ from ..saving import StateDictType
 from ..settings import LayersOrOne, SettingsMixin, same_config
 from ..signature import show_config_fields
 from .checkpoint import FabricCheckpointMixin
-from .forward_module import ForwardModule, inner
+from .forward_module import ForwardModule, inner, unwrapped
 
 __all__ = ["FabricStrategyMixin"]
 
@@ -200,12 +200,12 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
 
     # -- for users ----------------------------------------------------------------------------------------------------
     def engine_of(self, module: Any) -> Engine:
-        """The engine of a module, as ``fabric.setup`` took it or gave it back.
+        """The engine of a module, as ``fabric.setup`` took it or gave it back, compiled or not.
 
         Raises:
             ConfigError: it is not sharded.
         """
-        module = inner(getattr(module, "_forward_module", module))
+        module = unwrapped(module)
         engine = torch_shard.engine_of(module)
         if engine is None:
             raise ConfigError(f"engine_of: {type(module).__name__} is not sharded; give it to fabric.setup first.")

@@ -268,6 +268,16 @@ def test_parameters_are_slices_and_the_engine_is_at_hand():
         f.strategy.engine_of(nn.Linear(1, 1))
 
 
+@ranks(2)
+def test_the_engine_of_a_compiled_module_is_at_hand():
+    f, before, after = fabric(), net(), net(6)
+    compiled = torch.compile(before, backend="eager")
+    found = f.setup(compiled)
+    compiled_later = torch.compile(f.setup(after), backend="eager")
+    for each, own in ((before, before), (compiled, before), (found, before), (compiled_later, after)):
+        assert f.strategy.engine_of(each) is engine_of(own) is not None
+
+
 def test_settings_that_are_wrong_are_refused_by_name():
     for bad in ({"prefetc": 1}, {"state_dict_type": "half"}, {"async_save": True}, {"strategy": "zero9"}):
         with pytest.raises(ConfigError, match=next(iter(bad))):
