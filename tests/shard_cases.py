@@ -70,16 +70,35 @@ REDUCTIONS = [
 ]
 """One number, the same on all ranks."""
 
-REFUSED = [
+VIEWED = [
+    lambda p: p[0],
+    lambda p: p[-1, 2:5],
+    lambda p: p[1:4],
+    lambda p: p.t(),
+    lambda p: p.T,
+    lambda p: p.view(-1),
+    lambda p: p.flatten(),
+    lambda p: p.ravel(),
+    lambda p: p.reshape(7, 5),
+    lambda p: p.view(5, 7, 1).permute(2, 1, 0),
+    lambda p: p.view(-1)[30:],
+    lambda p: p.reshape(-1)[3],
+    lambda p: list(p),
+    lambda p: p.split(2),
+    lambda p: p.tensor_split(3)[1],
+    lambda p: p.chunk(2)[1].unsqueeze(0).squeeze(),
+    lambda p: p[2:2],
+    lambda p: p[None, ..., None],
+    lambda p: p.unflatten(0, (1, 5)),
+]
+"""For a matrix of 5 x 7: views without gaps in memory."""
+
+GATHERED = [
     lambda p: p @ torch.ones(7, 2),
     lambda p: torch.ones(2, 5) @ p,
     lambda p: F.linear(torch.ones(2, 7), p),
     lambda p: F.embedding(torch.tensor([0]), p),
-    lambda p: p[0],
-    lambda p: p[:, 1],
-    lambda p: p.t(),
-    lambda p: p.view(-1),
-    lambda p: p.flatten(),
+    lambda p: torch.einsum("ij,kj->ik", p, p),
     lambda p: p.sum(0),
     lambda p: p.mean(dim=1, keepdim=True),
     lambda p: p.norm(dim=0),
@@ -89,27 +108,48 @@ REFUSED = [
     lambda p: p.cumsum(0),
     lambda p: p.sort(),
     lambda p: p.median(),
+    lambda p: p.quantile(0.3),
     lambda p: torch.linalg.norm(p, 2),
     lambda p: torch.linalg.svdvals(p),
     lambda p: torch.stack([p, p]),
     lambda p: torch.cat([p, p]),
-    lambda p: nn.utils.parameters_to_vector([p]),
-    lambda p: list(p),
+    lambda p: p.nonzero(),
+    lambda p: p[p > 0],
+    lambda p: p[[3, 0]],
+    lambda p: p.mul(torch.ones(2, 5, 7)),
+    lambda p: p - p[0],
+    lambda p: p.cov(),
+    lambda p: p.repeat(2, 1),
+    lambda p: p.index_select(0, torch.tensor([0])),
+    lambda p: p.t().reshape(-1),
+    lambda p: p.flip(0),
+    lambda p: torch.where(p > 0),
+    lambda p: torch.mvlgamma(p.detach() + 9, 2).sum(0),
+    lambda p: torch.mul(torch.ones(5, 7), p.detach(), out=torch.empty(5, 7)),
+    lambda p: torch.ones(5, 7).copy_(p.detach()),
+    lambda p: torch.ones(2, 5, 7).mul_(p.detach()),
+    lambda p: nn.utils.parameters_to_vector([p, p]),
+]
+"""For such a matrix: plain torch computes them into new memory, from all elements. (Not on parameters: what is computed from one
+is gathered in another way, so the last few.)"""
+
+REFUSED = [
+    lambda p: p[:, 1],
+    lambda p: p[::2],
+    lambda p: p.diagonal(),
+    lambda p: p.expand(2, 5, 7),
+    lambda p: p.unfold(0, 2, 1),
+    lambda p: p.view(torch.int32),
+    lambda p: p.as_strided((3,), (1,), 2),
+    lambda p: p.detach().t_(),
+    lambda p: p.detach().squeeze_(),
     lambda p: p.numpy(),
-    lambda p: p.tolist(),
     lambda p: p.data_ptr(),
     lambda p: p.untyped_storage(),
     lambda p: p.__array__(),
     lambda p: nn.init.orthogonal_(p),
-    lambda p: p.nonzero(),
-    lambda p: torch.where(p.detach() > 0),
-    lambda p: p[p > 0],
-    lambda p: p.mul(torch.ones(2, 5, 7)),
-    lambda p: torch.mul(torch.ones(5, 7), p.detach(), out=torch.empty(5, 7)),
-    lambda p: torch.mvlgamma(p.detach() + 9, 2).sum(0),
-    lambda p: p.cov(),
-    lambda p: p.repeat(2, 1),
-    lambda p: p.index_select(0, torch.tensor([0])),
-    lambda p: p.unsqueeze(0),
 ]
-"""For a matrix of 5 x 7: needs all elements in one place."""
+"""For such a matrix: what would hand out memory of no slice."""
+
+NEEDS_WHOLE = [*VIEWED, *GATHERED[:-6], *REFUSED, lambda p: p.tolist()]
+"""For such a matrix, of a parameter that no engine gathers."""

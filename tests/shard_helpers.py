@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from hypothesis import strategies as st
 
 from torch_shard.layout import FlatLayout, ParamMeta
 from torch_shard.shard_tensor import ShardSpec, ShardTensor
@@ -80,3 +82,21 @@ def same(result, expected, **tolerance):
         result = result.full_tensor()
     assert result.dtype == expected.dtype, (result.dtype, expected.dtype)
     torch.testing.assert_close(result, expected, equal_nan=True, **tolerance)
+
+
+@st.composite
+def placed(draw):
+    """A dense tensor of any strides behind another parameter, its layout, and a number of ranks."""
+    shape = tuple(draw(st.lists(st.integers(0, 6), max_size=4)))
+    order = draw(st.permutations(range(len(shape))))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8]))
+    world_size = draw(st.one_of(st.integers(1, 5), st.sampled_from([64, 4096])))
+    full = torch.arange(math.prod(shape)).reshape([shape[d] for d in order]).to(dtype)
+    full = full.permute(sorted(range(len(order)), key=order.__getitem__))
+    metas = [ParamMeta("before", (draw(st.integers(0, 40)),), (1,)), ParamMeta("w", shape, full.stride())]
+    return full, FlatLayout.build(metas, full.element_size(), world_size)
+
+
+def join(locals_, full):
+    """What slices are of, in the strides of `full`."""
+    return torch.cat(locals_).as_strided(full.shape, full.stride())

@@ -204,7 +204,7 @@ NEEDS_WHOLE = {
     "numpy": lambda p: p.detach().numpy(),
     "data_ptr": lambda p: p.data_ptr(),
     "storage": lambda p: p.untyped_storage(),
-    "orthogonal": lambda p: torch.nn.init.orthogonal_(p),
+    "in place": lambda p: p.detach().t_(),
 }
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .errors import LayoutError
 
@@ -92,6 +92,7 @@ class FlatLayout:
         world_size: number of ranks that share the buffer.
         numel: elements in the whole buffer, padding included.
         shard_numel: elements that each rank holds; ``numel == shard_numel * world_size``.
+        aligned: whether each slot begins at a multiple of 16 bytes; False of a :meth:`view`.
 
     Raises:
         LayoutError: the numbers contradict each other.
@@ -104,6 +105,7 @@ class FlatLayout:
     world_size: int
     numel: int
     shard_numel: int
+    aligned: bool = True
     _align: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -119,7 +121,7 @@ class FlatLayout:
             )
         end = 0
         for slot in self.slots:
-            if slot.offset % align or slot.offset < end:
+            if (self.aligned and slot.offset % align) or slot.offset < end:
                 raise LayoutError(f"{slot.name}: offset {slot.offset} is unaligned or taken.")
             if slot.numel != math.prod(slot.shape):
                 raise LayoutError(f"{slot.name}: {slot.numel} elements do not fill {slot.shape}.")
@@ -159,6 +161,25 @@ class FlatLayout:
             end = offset + numel
         shard_numel = _round_up(-(-end // world_size), align)
         return cls(tuple(slots), itemsize, world_size, shard_numel * world_size, shard_numel)
+
+    def view(self, index: int, shape: tuple[int, ...], stride: tuple[int, ...], start: int) -> FlatLayout:
+        """Return a layout of the same shards that places one tensor: a view of parameter `index`, without gaps.
+
+        Args:
+            index: which parameter.
+            shape, stride: the view's.
+            start: where in the parameter's memory the view begins, in elements.
+
+        Raises:
+            LayoutError: the view's strides overlap or leave gaps.
+
+        Not collective.
+        """
+        slot = self.slots[index]
+        order, numel = _memory_order(ParamMeta(slot.name, shape, stride)), math.prod(shape)
+        # One without elements may begin anywhere.
+        part = Slot(slot.name, shape, stride, slot.offset + (start if numel else 0), numel, order)
+        return replace(self, slots=(part,), aligned=False)
 
     def rank_range(self, rank: int) -> tuple[int, int]:
         """Return the part of the flat buffer that `rank` holds."""

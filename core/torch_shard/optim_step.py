@@ -69,7 +69,7 @@ class _Running:
             return False
         # Ids of frames are used again. Under these names torch's wrapper and that of `attach` have the optimizer.
         optimizer = self.optimizer()
-        return any(frame.f_locals.get(name) is optimizer for name in ("self", "this"))
+        return optimizer is not None and any(frame.f_locals.get(name) is optimizer for name in ("self", "this"))
 
 
 class StepWatch:
@@ -207,7 +207,7 @@ class StepWatch:
             watch._running = [*inside, step]
             outer += [s for s in inside if s not in outer]
             trials = any(s.trial is not None for s in watch._running)
-            runtime.collectives.scalar.refused = watch._refused if trials else None
+            runtime.collectives.scalar.unknown_step = watch if trials else None
         for s in outer:
             if s.session is not None:
                 s.session.pause()
@@ -229,12 +229,16 @@ class StepWatch:
                     if step in watch._running:
                         del watch._running[watch._running.index(step) :]
                     if not any(s.trial is not None for s in watch._running):
-                        runtime.collectives.scalar.refused = None
+                        runtime.collectives.scalar.unknown_step = None
                 return step
         return None
 
-    def _refused(self, message: str) -> str:
-        """An operation that sharded parameters can't do was refused: undo the steps of unknown optimizers that run now."""
+    def runs(self) -> bool:
+        """Whether the step of an optimizer that the engine does not know runs now."""
+        return any(step.trial is not None for step in self._on_stack(sys._getframe(1)))
+
+    def refuse(self, message: str) -> str:
+        """An operation that sharded parameters can't do is refused: undo the steps of unknown optimizers that run now."""
         trials = [step.trial for step in self._on_stack(sys._getframe(1)) if step.trial is not None]
         for trial in reversed(trials):
             trial.undo()

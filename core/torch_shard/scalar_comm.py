@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,19 @@ import torch.distributed as dist
 from .versions import all_gather_single
 from .watch import Channel, Watch, blocking
 
-__all__ = ["ScalarComm", "SingleComm"]
+__all__ = ["ScalarComm", "SingleComm", "UnknownStep"]
+
+
+class UnknownStep(Protocol):
+    """The step of an optimizer that the engine does not know, which is given the sharded tensors."""
+
+    def runs(self) -> bool:
+        """Whether one runs; it may have failed since."""
+        ...
+
+    def refuse(self, message: str) -> str:
+        """Undo what it has done, for an error about an operation that slices can't do; returns what that shall say."""
+        ...
 
 
 @dataclass(eq=False)
@@ -21,7 +33,7 @@ class SingleComm:
     size: int = 1
     rank: int = 0
     world_rank: int = 0
-    refused: Callable[[str], str] | None = None  # see ScalarComm
+    unknown_step: UnknownStep | None = None  # see ScalarComm
 
     @property
     def everyone(self) -> SingleComm:
@@ -48,8 +60,7 @@ class ScalarComm:
     rank: int
     over_copies: ScalarComm | None = None  # where other ranks have the same slices
     device: torch.device | None = None  # where tensors must be, if anywhere: slices in host memory travel by way of it
-    # Called with the message of an error about an operation that slices can't do; returns what to say instead.
-    refused: Callable[[str], str] | None = None
+    unknown_step: UnknownStep | None = None  # that may be running
 
     @property
     def world_rank(self) -> int:

@@ -4,7 +4,8 @@
 - *On demand*: the parameter's unit is asked, function by function, whether the gathered parameter
   shall take the ShardTensor's place; it is told whether local arithmetic would do.
 - What was computed from parameters on slices (`self.temp.exp()`) is made whole where it needs to be.
-- Operations on slices cannot give a plain tensor its gradient: they raise.
+- So are gradients and optimizer state, for functions that only read them (:mod:`.shard_gather`).
+- Operations on slices cannot give a plain tensor its gradient: on parameters they raise.
 
 Below this level is :mod:`.shard_ops`, which has the last word on what slices can do.
 """
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .errors import NeedsGatherError
 from .leaf import memory_of, recorded_edit
 from .rounding import EXACT, is_loading
 from .shard_attributes import HANDLERS
@@ -28,6 +30,7 @@ from .shard_autograd import (
     reduces_to_scalar,
     shared_gradient,
 )
+from .shard_gather import on_copies, substituted, to_gather
 from .shard_ops import ELEMENTWISE, FOREACH, FUSED, RANDOM
 from .shard_spec import same_cut
 
@@ -83,7 +86,8 @@ _OWN = _names(
     "result_type"
 )
 # Elements come from the first operand alone; from the other shape, dtype and device.
-_FORMS = _names("to type_as view_as expand_as reshape_as")
+_SHAPED_LIKE = _names("view_as expand_as reshape_as")
+_FORMS = _SHAPED_LIKE | {"to", "type_as"}
 
 _CONVERSIONS = _names(
     "to type type_as half float double bfloat16 int long short bool byte char cfloat cdouble cpu cuda xpu contiguous "
@@ -173,14 +177,16 @@ def call(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[
     if name in _OWN:
         with _NoTorchFunction():
             return func(*args, **kwargs)
-    if name in _FORMS and args and not isinstance(args[0], cls):
-        dtype = (
-            computed_in(args[1]) if name in ("to", "type_as") and len(args) > 1 and isinstance(args[1], cls) else None
-        )
-        if dtype is not None:
-            return args[0].to(args[1].device, dtype, *args[2:], **kwargs)
-        with _NoTorchFunction():
-            return func(*args, **kwargs)
+    if name in _FORMS and args:
+        if not isinstance(args[0], cls):
+            other = args[1] if name not in _SHAPED_LIKE and len(args) > 1 else None
+            dtype = computed_in(other) if isinstance(other, cls) else None
+            if dtype is not None:
+                return args[0].to(args[1].device, dtype, *args[2:], **kwargs)
+            with _NoTorchFunction():
+                return func(*args, **kwargs)
+        if name in _SHAPED_LIKE and len(args) == 2 and args[0]._unit_ref is None:
+            args = (args[0], torch.empty(args[1].shape, device="meta"))  # a parameter need not be gathered for that
     tensors: list[Any] = []
     _collect(args, tensors)
     if kwargs:
@@ -209,30 +215,38 @@ def _collect(values: Any, found: list[Any]) -> None:
 def _run(
     cls: type[ShardTensor], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
 ) -> Any:
-    """Run on the slices."""
+    """Run on the slices; or, where these can't answer, on copies of gradients and optimizer state."""
     if name in _DENIED or name.removeprefix("__get__:") in _DENIED:
-        raise function_needs_gather(cls, name, tensors)
+        sharded = to_gather(cls, name, tensors, None) if name == "tolist" else []
+        if not sharded:
+            raise function_needs_gather(cls, name, tensors)
+        return on_copies(cls, func, name, args, kwargs, sharded)
     derived, of_parameter = _descent(cls, tensors)
     if derived and not _slices_will_do(cls, name, args, kwargs, tensors):
         return _on_wholes(cls, func, name, args, kwargs, tensors)
-    with _NoTorchFunction():
-        if torch.is_grad_enabled() and len(tensors) > 1:
-            for t in tensors:
-                if not isinstance(t, cls) and t.requires_grad:
-                    raise function_needs_gather(
-                        cls, name, tensors, "with a plain tensor that requires a gradient needs the whole parameter"
-                    )
-        if (name == "sum" or name == "mean") and tensors and tensors[0].requires_grad and torch.is_grad_enabled():
-            return shared_gradient(differentiable_sum(cls, func, name, args, kwargs, tensors), tensors[0])
-        if name in _SCALARS and torch.is_grad_enabled() and len(tensors) == 1 and tensors[0].requires_grad:
-            return shared_gradient(func(*args, **kwargs), tensors[0])
-        if name == "__setitem__" and _is_masked_fill(cls, args):
-            target, mask, value = args
-            return target.masked_fill_(mask, value.to(target.dtype) if isinstance(value, torch.Tensor) else value)
-        result = func(*args, **kwargs)
-        if of_parameter and _target(name, args, kwargs) is None and not creates(name):
-            _note_origin(cls, name, args, kwargs, tensors, result)
-        return result
+    try:
+        with _NoTorchFunction():
+            if torch.is_grad_enabled() and len(tensors) > 1:
+                for t in tensors:
+                    if not isinstance(t, cls) and t.requires_grad:
+                        why = "with a plain tensor that requires a gradient needs the whole parameter"
+                        raise function_needs_gather(cls, name, tensors, why)
+            if (name == "sum" or name == "mean") and tensors and tensors[0].requires_grad and torch.is_grad_enabled():
+                return shared_gradient(differentiable_sum(cls, func, name, args, kwargs, tensors), tensors[0])
+            if name in _SCALARS and torch.is_grad_enabled() and len(tensors) == 1 and tensors[0].requires_grad:
+                return shared_gradient(func(*args, **kwargs), tensors[0])
+            if name == "__setitem__" and _is_masked_fill(cls, args):
+                target, mask, value = args
+                return target.masked_fill_(mask, value.to(target.dtype) if isinstance(value, torch.Tensor) else value)
+            result = func(*args, **kwargs)
+            if of_parameter and _target(name, args, kwargs) is None and not creates(name):
+                _note_origin(cls, name, args, kwargs, tensors, result)
+            return result
+    except NeedsGatherError:
+        sharded = to_gather(cls, name, tensors, _target(name, args, kwargs))
+        if not sharded:
+            raise
+    return on_copies(cls, func, name, args, kwargs, sharded)
 
 
 _SCALARS = NORMS | _EXTREMES | _DIMS_SECOND
@@ -289,8 +303,8 @@ def _on_wholes(
     with _NoTorchFunction():
         wholes = {id(t): Whole.apply(t) for t in tensors if isinstance(t, cls) and _is_derived(t)}
     units = [t.__dict__["_origin"]() for t in tensors if isinstance(t, cls) and "_origin" in t.__dict__]
-    args = tuple(_substitute(value, wholes) for value in args)
-    result = func(*args, **{key: _substitute(value, wholes) for key, value in kwargs.items()})
+    args = tuple(substituted(value, wholes) for value in args)
+    result = func(*args, **{key: substituted(value, wholes) for key, value in kwargs.items()})
     unit = next((unit for unit in units if unit is not None), None)
     if unit is not None and not any(whole.requires_grad for whole in wholes.values()):
         copies: list[torch.Tensor] = []
@@ -468,8 +482,8 @@ def _on_demand(
             originals.append(t)
         if not leaves:
             return _run(cls, func, name, args, kwargs, tensors)
-        args = tuple(_substitute(value, leaves) for value in args)
-        kwargs = {key: _substitute(value, leaves) for key, value in kwargs.items()}
+        args = tuple(substituted(value, leaves) for value in args)
+        kwargs = {key: substituted(value, leaves) for key, value in kwargs.items()}
         result = func(*args, **kwargs)
         # An in-place function returns its operand: `module.weight += 1` must not register the leaf.
         for t in originals:
@@ -513,17 +527,6 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
     with torch.inference_mode(False), torch.no_grad():  # an inference tensor would not show whether it was edited
         return tensor.clone()
-
-
-def _substitute(value: Any, leaves: dict[int, Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return leaves.get(id(value), value)
-    if isinstance(value, (tuple, list)):
-        items = [_substitute(item, leaves) for item in value]
-        if isinstance(value, tuple):
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        return items
-    return value
 
 
 _SPECIAL: dict[Any, Callable[[Any, Any, Any, Any], Any]] = {**HANDLERS, torch.autograd.grad: autograd_grad}

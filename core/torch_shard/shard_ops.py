@@ -1,7 +1,8 @@
 """What ``__torch_dispatch__`` of a ShardTensor allows: an explicit table, operator by operator.
 
 Operators in the tables run on the local slices; reductions to a scalar follow them by one small
-collective. Everything else raises :class:`~torch_shard.errors.NeedsGatherError`. Tags are not used:
+collective; views are of the same slices (:mod:`.shard_views`). Everything else raises
+:class:`~torch_shard.errors.NeedsGatherError`. Tags are not used:
 ``aten::equal`` is tagged pointwise, ``_foreach_norm`` is a ``_foreach_`` operator.
 """
 
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import NeedsGatherError
-from .offload.moving import home_of
 from .shard_reduce import REDUCTIONS, foreach_norm, unscale_and_check
 from .shard_spec import ShardSpec, broadcast_slice, gather_error, same_cut, slice_full
+from .shard_views import VIEWS, following, view
 
 if TYPE_CHECKING:
     from .shard_tensor import ShardTensor
@@ -67,7 +68,6 @@ RANDOM = frozenset({"normal", "uniform", "bernoulli", "exponential", "random", "
 
 _RANDOM_LIKE = frozenset({"rand_like", "randn_like", "randint_like"})
 _ALIASES = frozenset({"detach", "alias", "lift_fresh", "lift", "detach_"})
-_SAME_SHAPE = frozenset({"view", "_unsafe_view", "expand", "_reshape_alias", "as_strided"})
 _NEW = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"})
 
 
@@ -124,6 +124,8 @@ def _elementwise(
     cls: type[ShardTensor], func: Any, name: str, base: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     spec = _common_spec(cls, func, args, kwargs)
+    if len(args) == 1 and name == "where":  # indices
+        raise needs_gather(cls, func, args, kwargs)
     target: Any = None
     if name is not base or name.startswith("__i"):
         target = args[0]
@@ -169,15 +171,7 @@ def alias(cls: type[ShardTensor], source: Any) -> ShardTensor:
     result = cls._wrap(source._local, source._spec, source._unit_ref)
     if "_origin" in source.__dict__:  # see shard_functions
         result._origin = source._origin  # type: ignore[attr-defined]
-    return _following(source, result)
-
-
-def _following(source: Any, result: ShardTensor) -> ShardTensor:
-    """`result` is of the same memory as `source`."""
-    home = home_of(source)
-    if home is not None:
-        home.follow(result)
-    return result
+    return following(source, result)
 
 
 def _alias(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
@@ -189,19 +183,6 @@ def _alias(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
         with torch.inference_mode(False):
             return alias(cls, source)
     return alias(cls, source)
-
-
-def _same_shape(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
-    source, shape = args[0], list(args[1])
-    stride = list(args[2]) if func._opname in ("as_strided", "_reshape_alias") else None
-    if isinstance(source, cls):
-        spec = source._spec
-        wanted = [size if size != -1 else -1 for size in shape]
-        if func._opname != "as_strided" and wanted.count(-1) == 1 and len(wanted) == len(spec.shape):
-            wanted = [own if size == -1 else size for size, own in zip(wanted, spec.shape, strict=True)]
-        if wanted == list(spec.shape) and (stride is None or stride == list(spec.stride)):
-            return _following(source, cls._wrap(source._local, spec, source._unit_ref))
-    raise needs_gather(cls, func, args, kwargs)
 
 
 def _new(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
@@ -320,7 +301,7 @@ def _fused(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
 _Handler = Callable[[Any, Any, Any, Any], Any]
 _HANDLERS: dict[str, _Handler] = {
     **dict.fromkeys(_ALIASES, _alias),
-    **dict.fromkeys(_SAME_SHAPE, _same_shape),
+    **dict.fromkeys(VIEWS, view),
     **dict.fromkeys(_NEW, _new),
     **dict.fromkeys(RANDOM, _random),
     **dict.fromkeys(_RANDOM_LIKE, _random_like),

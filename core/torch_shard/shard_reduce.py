@@ -165,6 +165,16 @@ def _item(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
     return value.item()
 
 
+def _dot(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
+    first, second = args
+    if not (isinstance(first, cls) and isinstance(second, cls) and same_cut(first._spec, second._spec)):
+        raise gather_error([t._spec for t in args if isinstance(t, cls)], str(func))
+    dtype, locals_ = first.dtype, [first._local, second._local]
+    if dtype == second.dtype and dtype in (torch.float16, torch.bfloat16):
+        locals_ = [local.float() for local in locals_]
+    return total(func(*locals_), first._spec.comm, _what(func, first._spec)).to(dtype)
+
+
 def _equal(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> bool:
     first, second = args[0], args[1]
     if first.shape != second.shape:
@@ -269,6 +279,8 @@ REDUCTIONS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "any": _any_all,
     "all": _any_all,
     "count_nonzero": _count_nonzero,
+    "dot": _dot,
+    "vdot": _dot,
     "equal": _equal,
     "allclose": _equal,
     "_local_scalar_dense": _item,

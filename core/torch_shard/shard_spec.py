@@ -123,8 +123,8 @@ def gather_error(specs: Sequence[ShardSpec], what: str, why: str = "needs the wh
         f"rank {rank}: {what} on the sharded {names} {why}. Use `with engine.gathered(parameter):` around it "
         "(with write=True to change the parameter)."
     )
-    explain = getattr(specs[0].comm, "refused", None) if specs else None
-    return NeedsGatherError(message if explain is None else explain(message))
+    step = getattr(specs[0].comm, "unknown_step", None) if specs else None
+    return NeedsGatherError(message if step is None else step.refuse(message))
 
 
 def same_cut(a: ShardSpec, b: ShardSpec) -> bool:

@@ -20,6 +20,7 @@ from .errors import ShardPicklingError
 from .layout import Box
 from .leaf import own_grad, set_own_grad
 from .offload.moving import home_of
+from .shard_gather import full_tensors
 from .shard_spec import ScalarComm, ShardSpec, broadcast_slice, same_cut, slice_full
 
 __all__ = ["ScalarComm", "ShardSpec", "ShardTensor", "broadcast_slice", "same_cut", "slice_full"]
@@ -143,24 +144,7 @@ class ShardTensor(torch.Tensor):
 
         Collective: call on all ranks. Allocates the whole on every rank.
         """
-        spec, local = self._spec, self._local.detach()
-        with torch.no_grad():
-            if spec.numel == 0:
-                return torch.empty_strided(spec.shape, spec.stride, dtype=local.dtype, device=local.device)
-            # A sum with zeros everywhere else, as integers: exact to the bit (also -0.0 and NaN), whatever
-            # the slices' lengths are, and no more memory than the result.
-            nbytes = spec.numel * local.element_size()
-            buffer = torch.zeros(-(-nbytes // 8), dtype=torch.int64, device=local.device)
-            flat = buffer.view(torch.uint8)[:nbytes].view(local.dtype)
-            whole = flat.as_strided(tuple(spec.shape), spec.stride)
-            if spec.part is None:
-                flat[spec.start : spec.stop].copy_(local)
-            else:
-                for box, values in self._boxes():
-                    place = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-                    whole[place] = values
-            spec.comm.all_reduce(buffer, "sum", f"full_tensor of {spec.name}")
-            return whole
+        return full_tensors([self], f"full_tensor of {self._spec.name}")[0]
 
     # -- copying, showing, saving ---------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

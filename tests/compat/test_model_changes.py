@@ -249,8 +249,13 @@ def test_engine_apply_initialises_whole_parameters(rank, world_size):
         if isinstance(module, nn.Linear):
             nn.init.orthogonal_(module.weight)
 
-    with pytest.raises(NeedsGatherError, match=r"inp\.weight"):
-        nn.init.orthogonal_(pair.model.inp.weight)
+    with pytest.raises(NeedsGatherError, match=r"down\.weight"):  # a wide one, which it transposes in place
+        nn.init.orthogonal_(pair.model.blocks[0].down.weight)
+    pair.check()
+    for model in (pair.model, pair.plain):
+        torch.manual_seed(1)
+        nn.init.orthogonal_(model.inp.weight)
+    pair.check()
     torch.manual_seed(2)
     pair.engine.apply(orthogonal)
     torch.manual_seed(2)

@@ -28,7 +28,6 @@ from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard import ShardTensor
 from torch_shard.cli.main import main as command_line
-from torch_shard.errors import NeedsGatherError
 
 
 def swa(namespace: str = "lightning", **options: Any) -> Any:
@@ -407,12 +406,23 @@ def test_what_cannot_be_right_is_refused_before_anything_changes(world_size):
     with pytest.raises(MisconfigurationException, match="use a new callback"):
         trainer("lightning", world_size, callbacks=[used]).validate(net_class("lightning")(width=5), loader(world_size))
 
-    class Computes(Callback):
-        def on_train_end(self, trainer, module):
-            used._average_model(torch.zeros(2, 6))
 
-    with pytest.raises(NeedsGatherError, match="inner"):
-        trainer("lightning", world_size, callbacks=[used, Computes()]).fit(net_class("lightning")(), loader(world_size))
+@ranks(2)
+def test_the_average_is_computed_with_while_training(world_size):
+    averaging, compared = ema(), []
+
+    class Computes(Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            average, plain, x = averaging._average_model, net_class("lightning")(), torch.linspace(-1, 1, 12).view(2, 6)
+            state = average.module.state_dict()
+            plain.load_state_dict({k: v.full_tensor() if isinstance(v, ShardTensor) else v for k, v in state.items()})
+            with torch.no_grad():
+                compared.append(torch.equal(average(x), plain(x)))
+
+    trainer("lightning", world_size, callbacks=[averaging, Computes()]).fit(
+        net_class("lightning")(), loader(world_size)
+    )
+    assert compared and all(compared)
 
 
 # -- a module that has no memory when it is copied --------------------------------------------------------------------------
