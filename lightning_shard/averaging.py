@@ -5,7 +5,7 @@ the parameters of both side by side and compute with them element by element, an
 average are the averages of the slices: here each rank keeps, of the copy too, only its slices, in ShardTensors that are cut as
 the module's parameters are. Everything that the callbacks do works on those as it is, without communication.
 
-The copy is never computed with: a forward of it is an error that says so. It stays on the device on which the callback
+A forward of the copy without gradients gathers its weights one by one. The copy stays on the device on which the callback
 wants it, and keeps its dtype, which may be another than the module's. Where the module becomes plain again, so does the copy.
 """
 

@@ -105,6 +105,10 @@ LONELY = {
     "evaluation": (lambda e, m: torch.no_grad()(m)(torch.ones(2, 4)), "forward"),
     "norm": (lambda e, m: m.left.weight.norm(), r"left\.weight"),
     "grad_norm": (lambda e, m: m.left.weight.grad.norm(), r"left\.weight"),
+    "grad_cat": (
+        lambda e, m: torch.cat([m.left.weight.grad, m.right.weight.grad]),
+        r"cat of the sharded left\.weight and 1 more",
+    ),
     "clip": (lambda e, m: e.clip_grad_norm_(1.0), "norm"),
     "full_tensor": (lambda e, m: m.left.weight.full_tensor(), r"full_tensor of left\.weight"),
     "gathered": (lambda e, m: e.gathered(m.left).__enter__(), "gathered"),

@@ -217,7 +217,7 @@ READS = {
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_optim", "no_shard", "hybrid_shard")])
 @ranks(2)
 def test_what_is_read_from_gradients_is_what_plain_ddp_gives(rank, world_size, strategy):
-    pair = Pair(MLP, rank, world_size, strategy=strategy, **({"mesh": (2, 1)} if "hybrid" in strategy else {}))
+    pair = Pair(MLP, rank, world_size, strategy=strategy, **({"shard_size": 1} if "hybrid" in strategy else {}))
     for number in range(2):
         pair.backward(plain_backward, batch(rank, number))
         for name, read in READS.items():

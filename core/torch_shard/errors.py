@@ -102,15 +102,16 @@ class ReplacedParameterError(ShardError):
 
 
 class NeedsGatherError(ShardError):
-    """An operation on a sharded parameter needs the whole parameter.
+    """An operation on a sharded tensor needs the whole of it, and can't have that.
 
     It is no TypeError on purpose: torch takes one in ``a @ b`` or ``a * b`` for "not implemented" and
     replaces it by a message of its own.
 
-    Raised: between steps, for an operation that is neither element-wise nor a reduction to a
-    scalar (a matrix product, ``view``, indexing, ``numpy()``), and for arithmetic between two
-    sharded tensors that are cut differently.
-    Remedy: ``with engine.gathered(parameter): ...``; add ``write=True`` to change it there.
+    Raised: for access to the memory of a sharded tensor (``numpy()``, ``data_ptr()``); for views of
+    gradients and optimizer state that leave gaps (``p.grad[:, 0]``), and edits of them by indices;
+    inside the step of an optimizer that the engine does not know.
+    Remedy: ``with engine.gathered(parameter): ...``; add ``write=True`` to change it there, and
+    ``grads=True`` for its gradient. To read a gradient, ``p.grad.full_tensor()``.
     """
 
 

@@ -30,7 +30,29 @@ from tests.tensor_parallel.harness import (
     trained,
 )
 from torch_shard import shard
-from torch_shard.errors import ConfigError, UnitStateError
+from torch_shard.errors import ConfigError, NeedsGatherError, UnitStateError
+
+
+@ranks(4)
+def test_gradients_of_distributed_parameters_are_read_from_copies_and_have_no_views():
+    mesh = mesh_of(2, 2)
+    model, oracle = parallel(mesh), Model()
+    shard(model, mesh=mesh["dp"])
+    backward(model, mesh, 0)
+    plain_backward(oracle, 0)
+    for p, q in zip(model.parameters(), oracle.parameters(), strict=True):
+        for read in (lambda g: torch.cat([g, g]), lambda g: g.sum(0), lambda g: torch.tensor(g.tolist(), dtype=DTYPE)):
+            torch.testing.assert_close(read(p.grad), read(q.grad), **EXACT)
+        if p.grad._spec.part is None:
+            assert float(p.grad.view(-1)[1]) == pytest.approx(q.grad.view(-1)[1].item())
+        else:
+            with pytest.raises(NeedsGatherError):
+                p.grad.unsqueeze(0)
+            with pytest.raises(NeedsGatherError):
+                p.grad[0].zero_()
+            with pytest.raises(NeedsGatherError):
+                p.grad[0] = 0.0
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, **EXACT)
 
 
 @ranks(4)
