@@ -14,12 +14,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from torch_shard import Engine, errors
+from torch_shard import errors, meeting
 from torch_shard.groups import told_by
-from torch_shard.runtime import Runtime
-from torch_shard.use import graph_task
 from torch_shard.watch import default_store
-from torch_shard.whole import agree
 
 from .wrapped import engine_of
 
@@ -77,19 +74,5 @@ def meet(models: Iterable[nn.Module], seconds: float, what: str) -> None:
         MissingRankError: another rank did not come in that time.
     """
     engine = next((e for e in map(engine_of, models) if e is not None), None)
-    if engine is not None and _is_between_operations(engine):
-        with engine._runtime.collectives.watch.patient(seconds):
-            agree(engine._runtime, what)
-
-
-def _is_between_operations(engine: Engine) -> bool:
-    """Whether the ranks compare what they do at this place: in step, and in no forward or backward of this rank's."""
-    runtime: Runtime = engine._runtime
-    control = runtime.collectives.watch.channels.get("control")
-    return (
-        control is not None
-        and not control.groups.broken
-        and not runtime.in_forward
-        and not runtime.solo
-        and graph_task() == -1
-    )
+    if engine is not None:
+        meeting.meet(engine._runtime, seconds, what)

@@ -26,6 +26,7 @@ from ._private import Private, run_as_forward
 from .checkpoint import CheckpointMixin, StateDictType
 from .full_checkpoint import is_sharded
 from .graph import gather_to_trace, leave_tracing
+from .meeting import MeetingMixin
 from .memory import fits_on_every_rank
 from .one_run import one_run_at_a_time, run_has_ended
 from .ranks import LauncherMixin, RanksMixin, StartMethod, mesh_on
@@ -38,7 +39,9 @@ from .uneven import EvaluationMixin
 __all__ = ["LauncherMixin", "StartMethod", "TrainerStrategyMixin"]
 
 
-class TrainerStrategyMixin(EvaluationMixin, CheckpointMixin, RequeueMixin, SigtermMixin, RanksMixin, SettingsMixin):
+class TrainerStrategyMixin(
+    EvaluationMixin, CheckpointMixin, RequeueMixin, SigtermMixin, MeetingMixin, RanksMixin, SettingsMixin
+):
     """Trains with parameters, gradients and optimizer state sharded over the ranks; otherwise as DDP does.
 
     Args:
