@@ -30,7 +30,8 @@ def run_python(
     """
     # What this process finds (a checkout that is not installed, say), the other must find from any folder.
     search = os.pathsep.join([*map(str, path), *(p for p in sys.path if p)])
-    variables = {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", **environment}
+    # Unbuffered, each word of a print() is written by itself, and lines of several ranks get mixed up in one pipe.
+    variables = {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", **environment}
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         env=os.environ | variables,

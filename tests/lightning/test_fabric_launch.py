@@ -47,6 +47,8 @@ def main(how):
         found = fabric.launch(train)
     if fabric.is_global_zero:
         print("RESULT", json.dumps(found), flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # left to the exit, torch aborts now and then, under DDP too
 
 
 if __name__ == "__main__":
