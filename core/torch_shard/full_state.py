@@ -14,7 +14,6 @@ from .agreement import NoteLoad
 from .dtensors import is_dtensor, part_given
 from .errors import ShardError, StateDictError, UnitStateError
 from .flat_buffer import FlatBuffer
-from .interrupts import leave_interrupted
 from .runtime import Runtime
 from .shard_spec import ShardSpec
 from .shard_tensor import ShardTensor, same_cut
@@ -130,7 +129,7 @@ def make_whole(
 
 
 def refuse_inside(runtime: Runtime, what: str) -> None:
-    leave_interrupted(runtime)
+    runtime.forwards.leave_interrupted()
     runtime.on_demand.check_copies()
     for unit in runtime.units:
         if unit.is_summoned or unit.summons or unit.running:

@@ -20,7 +20,6 @@ from torch import nn
 from .collectives import Collectives
 from .errors import ConfigError, ShardError, UnitStateError
 from .flat_buffer import FlatBuffer
-from .interrupts import leave_interrupted
 from .leaf import is_view, move, set_own_grad, show_as_plain
 from .runtime import Runtime
 from .shard_tensor import ShardTensor
@@ -171,7 +170,7 @@ def _check(runtime: Runtime, units: list[Unit], request: Request) -> None:
                 f"{'ranks' if request.ranks is not None else 'device'}: unit {unit.name!r} has {name}, a DTensor, with which all "
                 "ranks of its mesh must compute together, on its device; leave ranks= and device= out."
             )
-        leave_interrupted(unit.runtime)
+        unit.runtime.forwards.leave_interrupted()
         stack = open_on(unit)
         if stack:
             outer = stack[-1]

@@ -42,7 +42,7 @@ class EnterUnit:
         self.unit = unit
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        _call(self.unit.runtime.enter, self.unit)
+        _call(self.unit.runtime.forwards.enter, self.unit)
 
 
 class ExitUnit:
@@ -50,7 +50,7 @@ class ExitUnit:
         self.unit = unit
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return _call(self.unit.runtime.exit, self.unit, output)
+        return _call(self.unit.runtime.forwards.exit, self.unit, output)
 
 
 class BeginModel:
@@ -58,7 +58,7 @@ class BeginModel:
         self.runtime = runtime
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        _call(self.runtime.begin, module)
+        _call(self.runtime.forwards.begin, module)
 
 
 class FinishModel:
@@ -66,7 +66,7 @@ class FinishModel:
         self.runtime = runtime
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        _call(self.runtime.finish)
+        _call(self.runtime.forwards.finish)
 
 
 def register(root: nn.Module, runtime: Runtime, units: Iterable[Unit]) -> None:

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from torch.nn.modules import module
 
-if TYPE_CHECKING:
-    from .runtime import Runtime
-
-__all__ = ["forward_frame", "leave_interrupted"]
+__all__ = ["ended", "forward_frame"]
 
 
 def forward_frame() -> FrameType | None:
@@ -27,23 +23,14 @@ def forward_frame() -> FrameType | None:
     return frame
 
 
-def leave_interrupted(runtime: Runtime) -> None:
-    """Do what the hooks of interrupted forwards would have done. Not collective."""
-    innermost = [entry[-1] for entry in runtime.frames[-1:]] + runtime.roots[-1:]
+def ended(*nested: list[FrameType | None]) -> set[FrameType]:
+    """Those of the frames that no thread runs any more. In each list a frame is inside the one before it."""
+    innermost = [frames[-1] for frames in nested if frames]
     if all(frame is None or _is_in(sys._getframe(1), frame) for frame in innermost):
-        return  # and so are those around them
+        return set()  # those around them run as well
     stacks = list(sys._current_frames().values())  # a forward may run in another thread
-
-    def ended(frame: FrameType | None) -> bool:
-        return frame is not None and not any(_is_in(stack, frame) for stack in stacks)
-
-    for entry in [entry for entry in runtime.frames if ended(entry[-1])]:
-        runtime.frames.remove(entry)
-        runtime.leave(entry[0], entry[2])
-    for root in [root for root in runtime.roots if ended(root)]:
-        runtime.roots.remove(root)
-        runtime.finished()
-    runtime.on_demand.check_copies()
+    known = {frame for frames in nested for frame in frames if frame is not None}
+    return {frame for frame in known if not any(_is_in(stack, frame) for stack in stacks)}
 
 
 def _is_in(stack: FrameType | None, frame: FrameType) -> bool:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from .errors import ShardError
-from .interrupts import leave_interrupted
 
 _data: Any = torch.Tensor.data  # type: ignore[attr-defined]
 _grad: Any = torch.Tensor.grad  # type: ignore[attr-defined]
@@ -47,7 +46,7 @@ class InBuffer:
         param = self._param()
         unit = None if param is None else param._unit_ref()
         if unit is not None:
-            leave_interrupted(unit.runtime)
+            unit.runtime.forwards.leave_interrupted()
             if not unit.installed:  # the model is copied after an interrupt, which had left the leaf in it
                 return copy.deepcopy(param, memo)
         return super().__deepcopy__(memo)  # type: ignore[misc]

@@ -32,7 +32,7 @@ def _is_between_operations(runtime: Runtime) -> bool:
     return (
         control is not None
         and not control.groups.broken
-        and not runtime.in_forward
+        and not runtime.forwards.running
         and not runtime.solo
         and graph_task() == -1
     )

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import UnitStateError
-from .interrupts import leave_interrupted
 from .outputs import tensors_in
 from .shard_functions import creates, exposes_memory, initialises
 from .shard_spec import gather_error
@@ -60,9 +59,9 @@ class OnDemand:
         if unit.is_summoned:
             return unit.leaf_of(param)
         runtime = self.runtime
-        if runtime.depth:
-            leave_interrupted(runtime)
-        inside, recording = runtime.in_forward, torch.is_grad_enabled()
+        if runtime.forwards.depth:
+            runtime.forwards.leave_interrupted()
+        inside, recording = runtime.forwards.running, torch.is_grad_enabled()
         name = getattr(func, "__name__", "")
         # Without gradients slices will do, except that what the unit's own forward computes with must be edited itself.
         # Before and after a forward the gathered values go as soon as the function has returned.
@@ -154,9 +153,9 @@ class OnDemand:
         tensors = tensors_in(result)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             self.runtime.watch_outputs(use, tensors, forward=False)
-            self.runtime.between_forwards(True)
+            self.runtime.forwards.between(True)
         else:
-            self.runtime.between_forwards(False)
+            self.runtime.forwards.between(False)
 
     def watch_copies(self, copies: list[torch.Tensor], name: str) -> None:
         """An edit of one of these, which stand in for views of `name`, shall be an error."""

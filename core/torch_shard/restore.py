@@ -13,7 +13,6 @@ from . import named_state, owned_state
 from .dtensors import is_dtensor, made_like, placed_of, replicated_like
 from .errors import UnitStateError
 from .flat_buffer import FlatBuffer
-from .interrupts import leave_interrupted
 from .leaf import set_own_grad
 from .optim import COUNTERS
 from .runtime import Runtime
@@ -139,7 +138,7 @@ class _NotGivenBack:
 
 def _check(unit: Unit) -> None:
     rank = unit.collectives.world_rank
-    leave_interrupted(unit.runtime)
+    unit.runtime.forwards.leave_interrupted()
     if unit.running or unit.is_summoned:
         raise UnitStateError(
             f"rank {rank}: engine.close() inside a forward or engine.gathered() of unit {unit.name!r}; leave it first."

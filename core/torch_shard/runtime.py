@@ -1,8 +1,6 @@
 """A sharded model's forwards and backwards, as its hooks see them.
 
-Forward.   A pre-hook on a unit's trigger modules gathers it and installs its leaves; the forward hook puts the sharded
-           parameters back. A unit is released when *another* unit's forward begins: a unit with several triggers is
-           not gathered twice, and the unit used last is still there when backward starts with it.
+Forward.   What a unit computes leaves hooks on its outputs. See :mod:`.forwards`.
 Backward.  A hook on the outputs gathers again what autograd kept something of. Autograd runs the nodes of one device in
            falling order of their sequence number, so when the trigger of a unit fires, every node made after the
            beginning of a later unit's forward has run: that later unit is released. This needs no identity function on
@@ -16,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,10 +26,9 @@ from .collectives import Collectives
 from .config import ShardConfig
 from .errors import ConfigError, ShardError, ShardPicklingError, UnitStateError
 from .flat_buffer import FlatBuffer
-from .interrupts import forward_frame, leave_interrupted
+from .forwards import Forwards
 from .on_demand import OnDemand
 from .order import BACKWARD, EVALUATION, FORWARD, PHASES
-from .outputs import own_memory, tensors_in
 from .owners import OwnerMaps
 from .precision import precision_of
 from .reductions import PAUSE, Reductions
@@ -64,10 +60,8 @@ class Runtime:
         self.agreement: Agreement | None = None
         self.require_sync = True
         self.reduces_each = False  # while `require_sync` is False: each backward reduces all the same
-        self.depth = 0  # trigger forwards running
+        self.forwards = Forwards(self)
         self.session = False  # a forward has begun since the last backward ended
-        self.roots: list[FrameType | None] = []  # forwards of the root module running, in these frames of Python's
-        self.frames: list[tuple[Unit, Use, bool, FrameType | None]] = []
         self.on_demand = OnDemand(self)
         self.schedule = Schedule(config, self.by_index, replicated=collectives.size == 1 < collectives.averaged)
         self.solo = 0  # inside gathered(ranks=...): a forward here is this rank's own affair
@@ -133,67 +127,6 @@ class Runtime:
         )
 
     # -- forward ------------------------------------------------------------------------------------------------
-    def enter(self, unit: Unit) -> None:
-        """Before the forward of a module that triggers `unit`."""
-        if self.frames:
-            leave_interrupted(self)
-        use = Use(unit, sequence_number())
-        if unit.is_summoned:
-            self.frames.append((unit, use, True, forward_frame()))
-            return
-        if self.registrations.changed:
-            self.check_registrations()
-        phase = self.phase()
-        self.demand(unit, phase)
-        if phase == BACKWARD and not unit.uses:
-            # Recomputation of a checkpointed region that spans several units: the nodes that will read these values are
-            # older than the ones being made now, so only this unit's own trigger may start the countdown to release.
-            unit.held = True
-        unit.install()
-        unit.running += 1
-        self.depth += 1
-        self.frames.append((unit, use, False, forward_frame()))
-
-    def exit(self, unit: Unit, outputs: Any) -> Any:
-        """After that forward, also when it raised (`outputs` is None then). Returns what the module shall return."""
-        frames = self.frames
-        if not (frames and frames[-1][0] is unit) and not any(entry[0] is unit for entry in frames):
-            return outputs  # the pre-hook itself failed
-        while True:
-            owner, use, summoned, _ = frames.pop()
-            self.leave(owner, summoned)
-            if owner is unit:  # frames above it were left by an interrupt that skipped their hooks
-                break
-        recording = torch.is_grad_enabled()
-        tensors = [] if outputs is None else tensors_in(outputs)
-        if summoned:
-            if recording and outputs is not None and all(s.in_place for s in unit.summons):
-                self.watch_outputs(use, tensors)
-            return outputs
-        if unit.gathers and tensors:
-            outputs, tensors = own_memory(outputs, tensors, {f.storage for f in unit.flats})
-        if recording and outputs is not None:
-            self.watch_outputs(use, tensors)
-        self.on_demand.check_copies()
-        self.between_forwards(recording)
-        return outputs
-
-    def leave(self, unit: Unit, summoned: bool) -> None:
-        """A forward inside `unit` has ended."""
-        if not summoned:
-            self.depth -= 1
-            unit.running -= 1
-            unit.uninstall()
-
-    def between_forwards(self, recording: bool) -> None:
-        """An operation or a forward has ended, which recorded gradients or not."""
-        if self.in_forward or graph_task() != -1:
-            return
-        if not recording:
-            self.schedule.release_whole()
-        if self.schedule.keeps_on:  # what changes before the next one must be seen there
-            self.session = False
-
     def watch_outputs(self, use: Use, outputs: list[torch.Tensor], forward: bool = True) -> None:
         """Have backward come back to `use`, a module's forward or one operation, through the tensors it made."""
         unit = use.unit
@@ -221,29 +154,6 @@ class Runtime:
             # some other way, so that backward may come to it before any hook: keep it until backward ends.
             unit.kept.append(use)
 
-    @property
-    def in_forward(self) -> bool:
-        """Whether a forward of the model or of one of its units is running."""
-        return self.depth > 0 or bool(self.roots)
-
-    def begin(self, root: nn.Module) -> None:
-        """Before the root module's forward."""
-        if self.roots:
-            leave_interrupted(self)
-        self.roots.append(forward_frame())
-        if self.registrations.changed or self.registrations.root is None:
-            self.registrations.root = weakref.ref(root)
-            self.check_registrations()
-        if self.depth == 0 and len(self.roots) == 1 and graph_task() == -1:
-            self.session = False
-            self.schedule.release_unused()
-            if self.buffers is not None and self.buffers.due and not self.solo:
-                assert self.agreement is not None
-                self.agreement.note(*self.buffers.signature(root))
-                if not self.session:
-                    self._open_session()
-                self.buffers.synchronise(root)
-
     def check_registrations(self) -> None:
         """Raise if a parameter was added since sharding."""
         for unit in self.units:
@@ -251,20 +161,15 @@ class Runtime:
         leaves = [leaf for u in self.units for f in u.flats for leaf in f.leaves]
         self.registrations.check(self, leaves)
 
-    def finish(self) -> None:
-        """After the root module's forward."""
-        if self.roots:
-            self.roots.pop()
-        self.finished()
-
-    def finished(self) -> None:
-        """A forward of the root module has ended, whether it was the last one that began or not."""
-        if self.buffers is not None and not self.solo:
-            self.buffers.due = torch.is_grad_enabled() and self.require_sync
-        if self.depth == 0 and graph_task() == -1:
-            self.session = False
-            if not torch.is_grad_enabled():
-                self.schedule.release_unused()
+    def synchronise_buffers(self, root: nn.Module) -> None:
+        """Have the buffers of rank 0 on all ranks, if a training forward has changed them since. Collective."""
+        if self.buffers is None or not self.buffers.due or self.solo:
+            return
+        assert self.agreement is not None
+        self.agreement.note(*self.buffers.signature(root))
+        if not self.session:
+            self._open_session()
+        self.buffers.synchronise(root)
 
     def phase(self) -> int:
         if graph_task() != -1:
@@ -467,7 +372,7 @@ class Runtime:
         self.collectives.drop_spares()  # memory between steps counts; a backward takes them up again
         if self.syncing:
             self._forget_forwards()
-            if not self.depth:
+            if not self.forwards.depth:
                 self.session = False
 
     def note_issued(self, kind: str, unit: Unit) -> None:
@@ -518,9 +423,9 @@ class Runtime:
     # -- between steps ------------------------------------------------------------------------------------------
     def parameters_changed(self) -> None:
         """The shards were edited (an optimizer step, `p.mul_`): gathered copies and graphs over them are out of date."""
-        if self.depth:
-            leave_interrupted(self)
-        if graph_task() == -1 and not self.depth:
+        if self.forwards.depth:
+            self.forwards.leave_interrupted()
+        if graph_task() == -1 and not self.forwards.depth:
             self.schedule.values_changed()
 
     def forget_residuals(self) -> None:

@@ -180,7 +180,7 @@ def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> 
     if options.get("is_grads_batched"):
         raise function_needs_gather(cls, "autograd.grad(is_grads_batched=True)", list(inputs))
     for i, unit in units.items():
-        if unit.find(inputs[i])[0].placed[inputs[i]._spec.index] is not None and not unit.runtime.in_forward:
+        if unit.find(inputs[i])[0].placed[inputs[i]._spec.index] is not None and not unit.runtime.forwards.running:
             raise ShardError(
                 f"rank {inputs[i]._spec.world_rank}: torch.autograd.grad with respect to {inputs[i]._spec.name}, which is "
                 "distributed by tensor parallelism, is not supported; use backward()."
@@ -193,7 +193,7 @@ def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> 
     own, of_leaves = grads[: len(inputs)], grads[len(inputs) :]
     with torch.set_grad_enabled(bool(options.get("create_graph"))):
         for (i, unit), grad in zip(units.items(), of_leaves, strict=True):
-            if unit.runtime.in_forward:  # an inner step of the model itself (MAML): this rank's own, as under DDP
+            if unit.runtime.forwards.running:  # an inner step of the model itself (MAML): this rank's own, as under DDP
                 own[i] = grad if own[i] is None else Whole.apply(own[i]) + (0 if grad is None else grad)
             else:
                 own[i] = _reduced(cls, unit, inputs[i], own[i], grad)

@@ -152,7 +152,7 @@ def computed_in(param: ShardTensor) -> torch.dtype | None:
     unit = param._unit_ref() if param._unit_ref is not None else None
     if unit is not None and unit.rounding and is_loading() and unit.find(param)[0].rounding is not None:
         return EXACT
-    if unit is None or not unit.casts or unit.is_summoned or unit.runtime is None or not unit.runtime.in_forward:
+    if unit is None or not unit.casts or unit.is_summoned or unit.runtime is None or not unit.runtime.forwards.running:
         return None
     dtype: torch.dtype = unit.find(param)[0].compute
     return dtype
@@ -162,7 +162,13 @@ def computed_on(param: ShardTensor) -> torch.device | None:
     """The device that a parameter in host memory shows inside a forward, where that is not its own: models put what they make
     next to ``self.child.weight``."""
     unit = param._unit_ref() if param._unit_ref is not None else None
-    if unit is None or unit.host is None or unit.is_summoned or unit.runtime is None or not unit.runtime.in_forward:
+    if (
+        unit is None
+        or unit.host is None
+        or unit.is_summoned
+        or unit.runtime is None
+        or not unit.runtime.forwards.running
+    ):
         return None
     device: torch.device = unit.host.device
     return device

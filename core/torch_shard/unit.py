@@ -31,7 +31,6 @@ from torch.utils.hooks import RemovableHandle
 from .collectives import Collectives, join, outside_inference
 from .errors import ReplacedParameterError, ShardError, UnitStateError
 from .flat_buffer import FlatBuffer, GatherAgain
-from .interrupts import leave_interrupted
 from .offload.host_shard import Crossing
 from .order import PHASES
 from .outputs import may_hold_tensors, tensors_in
@@ -435,7 +434,7 @@ class Unit:
         return other.flats[self.flats.index(flat)].params[index]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        leave_interrupted(self.runtime)
+        self.runtime.forwards.leave_interrupted()
         if self.running:
             raise UnitStateError(
                 f"rank {self.collectives.world_rank}: deepcopy of the model while unit {self.name!r} is inside a forward; "
