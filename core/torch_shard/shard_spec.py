@@ -121,7 +121,7 @@ def gather_error(specs: Sequence[ShardSpec], what: str, why: str = "needs the wh
     rank = specs[0].world_rank if specs else "?"
     message = (
         f"rank {rank}: {what} on the sharded {names} {why}. Use `with engine.gathered(parameter):` around it "
-        "(with write=True to change the parameter)."
+        "(grads=True for its gradient, write=True to keep changes)."
     )
     step = getattr(specs[0].comm, "unknown_step", None) if specs else None
     return NeedsGatherError(message if step is None else step.refuse(message))
