@@ -205,6 +205,32 @@ def test_a_forward_waits_for_the_units_it_comes_to_only(rank):
     assert end - begin > 0.4 and reached[0] - begin < 0.3
 
 
+@ranks(2)
+def test_a_step_does_not_wait_for_one_on_other_units(rank):
+    both = [Training(rank, o, lambda m: torch.optim.AdamW(m.blocks[:2].parameters(), lr=1e-2)) for o in (None, "cpu")]
+    others = [torch.optim.AdamW(t.model.blocks[2:].parameters(), lr=1e-2) for t in both]
+    for training, other in zip(both, others, strict=True):
+        for number in range(3):
+            loss_of(training.model, inputs(rank, number)).backward()
+            if number < 2 or training is both[0]:
+                training.optimizer.step()
+                other.step()
+                training.optimizer.zero_grad()
+                other.zero_grad()
+    go = threading.Event()
+    both[1].engine._runtime.host.thread.do(go.wait)
+    late = threading.Timer(20, go.set)
+    late.start()
+    both[1].optimizer.step()
+    others[1].step()
+    stepped = not go.is_set()
+    late.cancel()
+    go.set()
+    for one, other in zip(both[0].state(), both[1].state(), strict=True):
+        same(one, other)
+    assert stepped
+
+
 @ranks(2, fresh=True)
 def test_a_step_that_fails_is_raised_where_it_is_missed(rank):
     _, offloaded = prepared(rank)

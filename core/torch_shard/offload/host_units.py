@@ -55,20 +55,23 @@ class HostUnits:
         self._options: Sequence[Options] = ()
         self._fresh: list[dict[str, Any]] = []
         self._together = Together()
+        self._held: set[int] = set()  # the parameters of its groups, by id
         self._switches: dict[int, Any] = {}  # by id of the flat buffer: see `_switches`, in the latest step
 
     def begin(self, options: Sequence[Options]) -> None:
         """A step begins, of which one part after the other is looked at and done. `options`: of the groups."""
         self._options, self._together = options, Together()
+        self._held = {id(p) for group in self._optimizer().param_groups for p in group["params"]}
 
     def fresh_groups(self) -> list[dict[str, Any]]:
         """For the FlatStep that is looked at."""
         return self._fresh
 
     def look(self, flat: FlatBuffer, step: FlatStep) -> Looked | None:
-        """Take everything as it is now, and change nothing; None where there is no gradient."""
+        """Take everything as it is now, and change nothing; None where there is no gradient for this optimizer, which then does
+        not wait for another one's step on the buffer."""
         with torch._C.DisableTorchFunctionSubclass():
-            if all(own_grad(p) is None for p in flat.params):
+            if all(own_grad(p) is None or id(p) not in self._held for p in flat.params):
                 return None
         flat.settle_step()
         step.count_as_before()
