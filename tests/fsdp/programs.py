@@ -404,6 +404,14 @@ def plain(rank: int, steps: int = 3, divisor: float = 1.0) -> Result:
     return losses, {n: p.detach() for n, p in model.named_parameters()}
 
 
+def same_as_plain(model: nn.Module, rank: int, steps: int = 3) -> None:
+    """`model`, made of :func:`build`, trains as that does. Collective."""
+    losses = train(model, sgd(model), rank, steps)
+    wanted, expected = plain(rank, steps)
+    torch.testing.assert_close(losses, wanted, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(weights(package(OURS), model), expected, rtol=1e-9, atol=1e-10)
+
+
 def everywhere(value: Any) -> list[Any]:
     """Each rank's value. Collective."""
     found: list[Any] = [None] * dist.get_world_size()

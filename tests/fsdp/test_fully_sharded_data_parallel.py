@@ -14,30 +14,19 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 
 import torch_shard
 from tests.compat.harness import MLP, Block, average_grads, batch
-from tests.fsdp.programs import OURS, build, loss_of, package, plain, sgd, train, weights
-from tests.logs import captured_log
+from tests.fsdp.programs import OURS, build, loss_of, package, plain, same_as_plain, sgd, train, weights
 from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard import ShardTensor, engine_of
 from torch_shard.errors import ConfigError, SetupError, ShardError, ShardPicklingError
-from torch_shard.fsdp import (
-    BackwardPrefetch,
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictType,
-    settings,
-)
 from torch_shard.fsdp import FullyShardedDataParallel as FSDP
-from torch_shard.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch_shard.fsdp import (
+    MixedPrecision,
+    StateDictType,
+)
+from torch_shard.fsdp.wrap import ModuleWrapPolicy
 
 BLOCKS = ModuleWrapPolicy({Block})
-
-
-def same_as_plain(model, rank, steps=3):
-    losses = train(model, sgd(model), rank, steps)
-    wanted, expected = plain(rank, steps)
-    torch.testing.assert_close(losses, wanted, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(weights(package(OURS), model), expected, rtol=1e-9, atol=1e-10)
 
 
 @ranks(2)
@@ -367,192 +356,6 @@ def test_apply_sees_whole_parameters():
         if isinstance(model.blocks[0], FSDP):
             model.blocks[0].apply(orthogonal)
             assert seen.count(nn.Linear) == 8 + 2
-
-
-@ranks(2)
-@pytest.mark.parametrize("strategy", [ShardingStrategy.SHARD_GRAD_OP, *exhaustive(ShardingStrategy.NO_SHARD)])
-def test_strategies_and_prefetch_reach_the_engine(strategy, rank):
-    model = FSDP(build(), sharding_strategy=strategy, backward_prefetch=None, auto_wrap_policy=BLOCKS)
-    config = engine_of(model).config
-    assert config.strategy == strategy.name.lower() and config.prefetch == 0
-    assert not config.sync_module_states and not config.broadcast_buffers
-    same_as_plain(model, rank)
-
-
-@ranks(2)
-def test_arguments_without_a_meaning_are_named_once(rank):
-    settings._said.clear()
-    with captured_log() as messages:
-        for _ in range(3):
-            FSDP(build(), limit_all_gathers=False, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
-        FSDP(build(), use_orig_params=True, forward_prefetch=True, device_id=torch.device("cpu"))
-    assert len(messages) == (rank == 0)  # the logger is silent on the others
-    assert all("backward_prefetch=BACKWARD_POST" in text and "limit_all_gathers" in text for text in messages)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"cpu_offload": True}, "cpu_offload must be a CPUOffload, not True"),
-        ({"sharding_strategy": "FULL_SHARD"}, "sharding_strategy must be"),
-        ({"mixed_precision": torch.bfloat16}, "mixed_precision must be"),
-        ({"param_init_fn": 1}, "param_init_fn must be callable"),
-        ({"ignored_modules": nn.Linear(2, 2)}, "ignored_modules must be an iterable"),
-        ({"ignored_modules": [1]}, "ignored_modules must hold Module"),
-        ({"ignored_modules": [], "ignored_states": []}, "pass one of them"),
-        ({"auto_wrap_policy": 3}, "auto_wrap_policy must be"),
-        ({"device_id": torch.device("meta")}, "device_id is meta"),
-    ],
-)
-def test_an_argument_that_cannot_be_kept_is_refused_before_anything_changes(arguments, said):
-    net = build()
-    with pytest.raises(ConfigError, match=said):
-        FSDP(net, **arguments)
-    assert not net._forward_pre_hooks and FSDP.fsdp_modules(net) == []
-    with pytest.raises(ConfigError, match="module must be"):
-        FSDP(3)
-
-
-@ranks(2)
-def test_sync_module_states_sends_rank_0s_values_and_without_it_each_rank_keeps_its_slice(rank):
-    for sync in (True, False):
-        torch.manual_seed(rank)
-        net = nn.Linear(8, 8)
-        own = net.weight.detach().clone()
-        values: list[torch.Tensor] = [torch.empty_like(own) for _ in range(2)]
-        dist.all_gather(values, own)
-        weight = FSDP(net, sync_module_states=sync).state_dict()["weight"]
-        if sync:
-            assert torch.equal(weight, values[0])
-        else:  # as with torch's class
-            assert torch.equal(weight.view(-1)[0], values[0].view(-1)[0]) and not torch.equal(weight, values[0])
-
-
-def with_norm():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
-    with torch.no_grad():
-        model[1].weight.fill_(3.0)
-        model[1].running_mean.fill_(2.0)
-    return model
-
-
-@ranks(2)
-def test_ranks_that_begin_on_meta_get_rank_0s_values(rank):
-    with torch.device("cpu" if rank == 0 else "meta"):
-        net = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
-    if rank == 0:
-        net.load_state_dict(with_norm().state_dict())
-    init = None if rank == 0 else lambda module: module.to_empty(device="cpu", recurse=False)
-    model = FSDP(net, sync_module_states=True, param_init_fn=init, use_orig_params=True)
-    for name, value in with_norm().state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value)
-
-
-@ranks(2)
-def test_param_init_fn_fills_a_model_on_meta(rank):
-    def init(module):
-        module.to_empty(device="cpu", recurse=False)
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-
-    with torch.device("meta"):
-        net = MLP().double()
-    optimizer = sgd(net)
-    torch.manual_seed(5)
-    model = FSDP(net, auto_wrap_policy=BLOCKS, param_init_fn=init)
-    found = model.state_dict()
-    assert all(value.isfinite().all() and value.device.type == "cpu" for value in found.values())
-    assert found["blocks.1.up.weight"].std() > 0.05
-    model.load_state_dict(build().state_dict())
-    torch.testing.assert_close(train(model, optimizer, rank), plain(rank)[0], rtol=1e-10, atol=1e-12)
-
-
-@ranks(2)
-@pytest.mark.parametrize("policy", [None, BLOCKS])
-def test_a_model_on_meta_may_be_loaded_before_its_first_forward(policy, rank):
-    with torch.device("meta"):
-        net = MLP().double()
-    model = FSDP(
-        net, param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False), auto_wrap_policy=policy
-    )
-    if policy is not None:  # it is sharded already
-        assert all((value == 0).all() for value in model.state_dict().values())
-    model.load_state_dict(build().state_dict())
-    same_as_plain(model, rank)
-
-
-@ranks(2)
-def test_mixed_precision_becomes_the_engines(rank):
-    mixed = MixedPrecision(torch.bfloat16, torch.float32, keep_low_precision_grads=False)
-    net = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Sequential(nn.Linear(5, 3)))
-    model = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), mixed_precision=mixed)
-    precision = engine_of(model).config.precision
-    assert (precision.param_dtype, precision.reduce_dtype, precision.cast_inputs) == (
-        torch.bfloat16,
-        torch.float32,
-        "root",
-    )
-    assert precision.keep == (nn.modules.batchnorm._BatchNorm,)
-    out = model(batch(rank, 0).float())
-    out.float().sum().backward()
-    assert out.dtype is torch.bfloat16 and model[1].weight.dtype is model[0].weight.grad.dtype is torch.float32
-    every = MixedPrecision(torch.bfloat16, cast_forward_inputs=True)
-    assert engine_of(FSDP(build(), auto_wrap_policy=BLOCKS, mixed_precision=every)).config.precision.cast_inputs is True
-
-    kept = build().float()
-    kept.head = FSDP(kept.head)
-    assert engine_of_used(FSDP(kept, mixed_precision=mixed), rank).config.precision.keep == ("head",)
-    other = build().float()
-    other.head = FSDP(other.head, mixed_precision=MixedPrecision(torch.float16))
-    with pytest.raises(ConfigError, match=r"mixed precision of head \(param_dtype=torch.float16"):
-        FSDP(other, mixed_precision=mixed)(batch(rank, 0).float())
-
-
-def engine_of_used(model, rank):
-    model(batch(rank, 0).float())
-    return engine_of(model)
-
-
-@ranks(2)
-def test_a_policy_may_give_modules_arguments_of_their_own(rank):
-    mixed = MixedPrecision(torch.bfloat16)
-    policy = CustomPolicy(lambda m: {"mixed_precision": None} if isinstance(m, nn.LayerNorm) else isinstance(m, Block))
-    engine = engine_of(FSDP(build().float(), auto_wrap_policy=policy, mixed_precision=mixed))
-    assert engine.config.precision.keep == (
-        nn.modules.batchnorm._BatchNorm,
-        *(f"blocks.{i}.norm" for i in range(3)),
-    )
-    assert [u.name for u in engine.units] == [
-        "inp",
-        *(n for i in range(3) for n in (f"blocks.{i}", f"blocks.{i}.norm")),
-        "head",
-    ]
-
-
-@ranks(2)
-def test_ignored_modules_stay_plain_on_every_rank(rank):
-    net = build()
-    model = FSDP(net, auto_wrap_policy=BLOCKS, ignored_modules=[net.head])
-    assert type(model.head.weight) is nn.Parameter
-    loss_of(model, batch(rank, 0)).backward()
-    others: list[torch.Tensor] = [torch.empty_like(model.head.weight) for _ in range(2)]
-    dist.all_gather(others, model.head.weight.grad)
-    assert not torch.equal(*others)
-    nested = build()
-    nested.blocks[0] = FSDP(nested.blocks[0], ignored_states=[nested.blocks[0].up.bias])
-    outer = FSDP(nested)
-    outer(batch(rank, 0))
-    assert type(outer.blocks[0].up.bias) is nn.Parameter and isinstance(outer.blocks[0].up.weight, ShardTensor)
-
-
-@ranks(2)
-def test_wrapped_modules_for_other_ranks_than_the_model_are_refused(rank):
-    groups = [dist.new_group([r]) for r in range(2)]
-    net = build()
-    net.blocks[0] = FSDP(net.blocks[0], process_group=groups[rank])
-    with pytest.raises(ConfigError, match=r"blocks\.0 is wrapped for other ranks"):
-        FSDP(net)(batch(rank, 0))
 
 
 @ranks(2)
