@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
+import torch_shard.fsdp
 from tests.compat.harness import MLP, Block, batch
 from tests.fsdp.programs import build, loss_of, plain, sgd, train
 from tests.logs import captured_log
@@ -20,7 +22,6 @@ from torch_shard import ShardTensor, engine_of
 from torch_shard.errors import ConfigError, ShardError, ShardPicklingError
 from torch_shard.fsdp import (
     CPUOffload,
-    DataParallelMeshDims,
     FSDPModule,
     MixedPrecisionPolicy,
     UnshardHandle,
@@ -30,6 +31,9 @@ from torch_shard.fsdp import (
     share_comm_ctx,
 )
 from torch_shard.fsdp import FullyShardedDataParallel as FSDP
+
+# The oldest torch that is supported has none.
+DIMENSIONS = getattr(torch_shard.fsdp, "DataParallelMeshDims", types.SimpleNamespace)
 
 
 def wrapped(model=None, **arguments):
@@ -146,7 +150,7 @@ def test_reshard_after_forward_becomes_a_strategy(rank):
         ({"reshard_after_forward": "yes"}, "reshard_after_forward must be"),
         ({"mp_policy": torch.bfloat16}, "mp_policy must be"),
         ({"ignored_params": [nn.Linear(2, 2)]}, "ignored_params must hold Parameter"),
-        ({"dp_mesh_dims": DataParallelMeshDims(shard="dp")}, "dp_mesh_dims is for"),
+        ({"dp_mesh_dims": DIMENSIONS(shard="dp")}, "dp_mesh_dims is for"),
         ({"mesh": 3}, "mesh must be"),
         (
             {"shard_placement_fn": lambda p: type("Result", (), {"mesh_info": 1})()},
