@@ -24,7 +24,6 @@ class MeetingMixin(_Base):  # type: ignore[misc]
     """The part of the Trainer's strategy that talks to the other ranks between steps."""
 
     _failed: bool
-    _whole: Any  # while this rank evaluates alone
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks.
@@ -48,5 +47,5 @@ class MeetingMixin(_Base):  # type: ignore[misc]
 
     def _meet(self, what: str) -> None:
         engine = self.engine_or_none
-        if engine is not None and engine.world_size > 1 and not self._failed and self._whole is None:
+        if engine is not None and engine.world_size > 1 and not self._failed:
             meet(engine._runtime, group_timeout(self.root_device), what)

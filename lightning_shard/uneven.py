@@ -11,6 +11,7 @@ the rank that has fewest raises an error on all, rather than leaving the others 
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -103,15 +104,18 @@ class EvaluationMixin(_Base):  # type: ignore[misc]
             return
         agree(engine._runtime, f"the first batch of the {step} loop")
         trainer = self.lightning_module.trainer
-        count = sum(_numbers_of_batches(trainer))
-        bounds = torch.tensor([count, -count], dtype=torch.float64, device="cpu").to(engine.device)
+        # Of each dataloader: where one ends the Trainer reduces what was logged.
+        numbers = [float(number) for number in _numbers_of_batches(trainer)]
+        key = zlib.crc32(repr(numbers).encode())
+        bounds = torch.tensor([key, -key], dtype=torch.float64, device="cpu").to(engine.device)
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
-        most, least = bounds[0].item(), -bounds[1].item()
-        if most == least or not fits_on_every_rank(engine, (), self.num_processes, self.reduce):
+        if bounds.sum().item() == 0 or not fits_on_every_rank(engine, (), self.num_processes, self.reduce):
             return
         if trainer.is_global_zero:
             logger.info(
-                "%s: ranks have %g to %g batches, so each holds the whole parameters meanwhile", step, least, most
+                "%s: ranks have different numbers of batches (this one %s), so each holds the whole parameters meanwhile",
+                step,
+                " + ".join(f"{number:g}" for number in numbers),
             )
         self._whole = contextlib.ExitStack()
         self._whole.enter_context(engine.gathered())

@@ -46,6 +46,31 @@ def test_uneven_validation_within_a_fit_changes_nothing_and_logs_as_with_ddp(ran
     torch.testing.assert_close(other, val)
 
 
+class Reduces(net_class("lightning")):
+    """Has one loader or two, and talks to the other ranks behind the first batch of each."""
+
+    def validation_step(self, batch, index, dataloader_idx=0):
+        super().validation_step(batch, index)
+
+    def on_validation_batch_end(self, outputs, batch, index, dataloader_idx=0):
+        if index == 0:
+            self.seen.append(self.trainer.strategy.reduce(batch[0].sum()).item())
+
+
+@pytest.mark.parametrize("lengths", [[(1, 2)], *exhaustive([(2, 3), (3, 2)], [(1, 1), (2, 1)])])
+@ranks(2)
+def test_ranks_that_are_apart_may_reduce_and_have_as_many_batches_but_not_of_each_loader(rank, world_size, lengths):
+    found = []
+    for strategy in ("ddp", "shard"):
+        module, t = Reduces(), trainer("lightning", world_size, strategy)
+        t.fit(module, loader(world_size), [loader(world_size, both[rank]) for both in lengths])
+        found.append([module.state_dict(), t.callback_metrics, module.seen])
+    (wanted, metrics, seen), (state, others, also) = found
+    assert_same_state(state, wanted)
+    torch.testing.assert_close(others, metrics)
+    torch.testing.assert_close(also, seen)
+
+
 class Stream(IterableDataset):
     """Its length is not known before it has been read."""
 
