@@ -299,9 +299,11 @@ class Collectives:
             return reduction
 
     def _all_reduce(self, channel: Channel, tensor: torch.Tensor, what: str) -> Pending:
-        """Under `reducing()`, of a channel whose collectives the caller counts."""
+        """Between copies, under `reducing()`, of a channel whose collectives the caller counts."""
         nbytes, ranks = tensor.numel() * tensor.element_size(), len(channel.members)
-        self.bytes_sent += 2 * nbytes * (ranks - 1) // ranks
+        sent = 2 * nbytes * (ranks - 1) // ranks
+        self.bytes_sent += sent
+        self.bytes_sent_across += sent
         work = group_calls.all_reduce(channel.group, tensor)
         channel.groups.written[work] = tensor
         return self._track(channel, what, work, self.reduce_stream)
@@ -315,10 +317,7 @@ class Collectives:
         channel = self.across_channel
         assert channel is not None
         channel.count()
-        before = self.bytes_sent
-        pending = self._all_reduce(channel, own, what)
-        self.bytes_sent_across += self.bytes_sent - before
-        return pending
+        return self._all_reduce(channel, own, what)
 
     @staticmethod
     def followed(first: Pending, second: Pending) -> Pending:

@@ -80,8 +80,8 @@ class Engine(EngineState, EngineStatistics):
     @property
     def shard_group(self) -> Any:
         """The process group over the ranks that share this one's copy of the parameters, which reduces gradients: for the state
-        of a communication hook. None with one rank. Under ``no_shard`` it is the group over all ranks, with tensor parallelism
-        over the plane: the ranks that compute with the same parts of the parameters."""
+        of a communication hook. None with one rank. Under ``no_shard``, and with ``shard_size=1``, it is the group over all
+        ranks, with tensor parallelism over the plane: the ranks that compute with the same parts of the parameters."""
         channel = self._runtime.collectives.reduce_channel
         return None if channel is None else channel.group
 
@@ -139,9 +139,10 @@ class Engine(EngineState, EngineStatistics):
 
         It is called during backward with each unit's gradients of this rank, in one order on all ranks (once for each dtype in
         the unit): as ``hook(state, grad, output)`` where parameters are sharded, which must fill `output`, this rank's
-        slice of the mean; under ``no_shard`` as ``hook(state, grad)``, which must make `grad` the mean. Both are 1-D, of the
-        dtype of the reduction (``ShardConfig.precision``), and not divided by anything; gaps between parameters are zero. The
-        signatures are those of torch's FullyShardedDataParallel, whose hooks run unchanged (those that compress need a GPU).
+        slice of the mean; under ``no_shard``, and with ``shard_size=1``, as ``hook(state, grad)``, which must make `grad` the
+        mean. Both are 1-D, of the dtype of the reduction (``ShardConfig.precision``), and not divided by anything; gaps between
+        parameters are zero. The signatures are those of torch's FullyShardedDataParallel, whose hooks run unchanged (those that
+        compress need a GPU).
         Every rank calls it for the same units, with zeros where it has no gradient. A hook brings its own process group and its
         own timeouts; :attr:`bytes_sent` does not count what it sends. Under the hybrid strategies it reduces over
         :attr:`shard_group`, and the engine then averages its results over the copies. With one rank it is not called. What it

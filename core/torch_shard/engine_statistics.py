@@ -38,7 +38,7 @@ class EngineStatistics(abc.ABC):
 
     @property
     def bytes_sent_across(self) -> int:
-        """Of :attr:`bytes_sent`, those between copies of the parameters, under the hybrid strategies."""
+        """Of :attr:`bytes_sent`, those between copies of the parameters, under the hybrid strategies and ``no_shard``."""
         return self._runtime.collectives.bytes_sent_across
 
     def statistics(self) -> Statistics:

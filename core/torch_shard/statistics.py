@@ -30,7 +30,7 @@ class Statistics:
 
     Attributes:
         bytes_sent: that this rank has sent for parameters and gradients.
-        bytes_sent_across: of these, between copies of the parameters, under the hybrid strategies.
+        bytes_sent_across: of these, between copies of the parameters, under the hybrid strategies and ``no_shard``.
         gather_wait: seconds that training has waited for gathers of parameters.
         reduce_wait: seconds that it has waited for reductions of gradients, and for what optimizers of whole matrices exchange.
         other_wait: seconds that it has waited for the other ranks in small messages: where a forward begins and where a

@@ -57,6 +57,21 @@ def test_across_copies_travel_gradients_alone(strategy, rank, world_size):
     assert engine.bytes_sent_across - before == own  # an all-reduce of two ranks sends 2 * (2 - 1) / 2 of it
 
 
+@pytest.mark.parametrize("strategy", ["hybrid_shard", *exhaustive("hybrid_shard_zero2", "no_shard")])
+@ranks(2)
+def test_all_that_is_sent_crosses_where_each_rank_has_a_copy(strategy, rank, world_size):
+    """As with one rank on each node."""
+    torch.manual_seed(0)
+    model = MLP().double()
+    size = {} if strategy == "no_shard" else {"shard_size": 1}
+    engine = torch_shard.shard(model, strategy=strategy, **size)
+    before = engine.statistics()
+    loss_of(model(batch(rank, 0))).backward()
+    step = engine.statistics().since(before)
+    whole = sum(flat.shard.nbytes for unit in engine.units for flat in unit.flats)
+    assert step.bytes_sent == step.bytes_sent_across == whole  # an all-reduce of two ranks sends 2 * (2 - 1) / 2 of it
+
+
 @ranks(4)
 def test_each_rank_holds_the_slices_of_its_copy(rank, world_size):
     model = MLP(width=40)
