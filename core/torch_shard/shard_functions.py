@@ -30,6 +30,7 @@ from .shard_autograd import (
     reduces_to_scalar,
     shared_gradient,
 )
+from .shard_exchanges import EXCHANGES
 from .shard_gather import on_copies, substituted, to_gather
 from .shard_ops import ELEMENTWISE, FOREACH, FUSED, RANDOM
 from .shard_spec import same_cut
@@ -535,4 +536,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
 
-_SPECIAL: dict[Any, Callable[[Any, Any, Any, Any], Any]] = {**HANDLERS, torch.autograd.grad: autograd_grad}
+_SPECIAL: dict[Any, Callable[[Any, Any, Any, Any], Any]] = {
+    **HANDLERS,
+    **EXCHANGES,
+    torch.autograd.grad: autograd_grad,
+}
