@@ -10,6 +10,7 @@ from torch import nn
 import torch_shard
 from tests.ranks import ranks
 from torch_shard.errors import NeedsGatherError
+from torch_shard.versions import at_least
 
 
 def made():
@@ -21,7 +22,7 @@ def made():
 def trained(model, optimizer, asynchronous):
     """Two steps; what ranks that sync by themselves do between them. Every rank has the same samples."""
     world = dist.get_world_size()
-    for p in model.parameters():
+    for p in model.parameters() if at_least("2.13") else ():  # an error before
         dist.broadcast(p.data, 0)
     for _ in range(2):
         optimizer.zero_grad()

@@ -2,6 +2,9 @@
 
 Each rank gives the whole tensor, as it would without sharding, and keeps its slice of what came back. So what holds for plain
 tensors that are equal on all ranks holds here: a sum is as many times the tensor as there are ranks.
+
+torch 2.11 asks tensors of other classes for some of these only; the others (``broadcast``, ``gather``) are errors there. Tested
+on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ __all__ = ["EXCHANGES"]
 
 _KEPT = """
 all_gather all_gather_coalesced all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced broadcast gather
+gather_single
 """
 # What is left of these is another thing on each rank.
 _REFUSED = "irecv isend recv reduce reduce_scatter reduce_scatter_single reduce_scatter_tensor scatter send"

@@ -54,7 +54,7 @@ FLOORS: Mapping[str, str] = MappingProxyType(
 
 TESTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "torch": ("2.13.0",),
+        "torch": ("2.11.0", "2.13.0", "2.14.1"),
         "packaging": ("26.3",),
         "tqdm": ("4.70.1",),
         "safetensors": ("0.8.0",),

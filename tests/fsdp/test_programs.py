@@ -69,4 +69,5 @@ def test_signatures_are_torchs():
             if name not in ("named_parameters", "named_buffers", "apply"):
                 assert list(inspect.signature(getattr(here, name)).parameters) == wanted, name
     wanted = list(inspect.signature(theirs.fully_shard).parameters)
-    assert list(inspect.signature(ours.fully_shard).parameters) == wanted
+    newer = {"dp_mesh_dims"} - set(wanted)  # than the oldest torch that is supported
+    assert [name for name in inspect.signature(ours.fully_shard).parameters if name not in newer] == wanted
