@@ -10,7 +10,7 @@ from torch import nn
 import torch_shard
 from tests.ranks import ranks
 from torch_shard.errors import NeedsGatherError
-from torch_shard.versions import at_least
+from torch_shard.versions import at_least, reduce_scatter_single
 
 
 def made():
@@ -63,5 +63,7 @@ def test_what_would_be_another_tensor_on_each_rank_is_refused(rank):
     for collective in (dist.all_reduce, lambda t: dist.reduce(t, 0), lambda t: dist.scatter(t, [torch.ones(7, 5)] * 2)):
         with pytest.raises(NeedsGatherError):
             collective(weight.grad)
-    with pytest.raises(NeedsGatherError, match=r"reduce on the sharded 0\.weight gives each rank something else"):
-        dist.reduce(weight, 0)
+    with pytest.raises(
+        NeedsGatherError, match=r"reduce_scatter_\w+ on the sharded 0\.weight gives each rank something else"
+    ):
+        reduce_scatter_single(torch.empty(4, 5), weight)
