@@ -60,7 +60,8 @@ def test_what_would_be_another_tensor_on_each_rank_is_refused(rank):
     weight = model[0].weight
     with engine.no_sync():
         model(torch.ones(2, 5)).sum().backward()
-    for collective in (dist.all_reduce, lambda t: dist.reduce(t, 0), lambda t: dist.scatter(t, [torch.ones(7, 5)] * 2)):
+    given = [torch.ones(7, 5)] * 2 if rank == 0 else None
+    for collective in (dist.all_reduce, lambda t: dist.reduce(t, 0), lambda t: dist.scatter(t, given)):
         with pytest.raises(NeedsGatherError):
             collective(weight.grad)
     with pytest.raises(
