@@ -122,7 +122,10 @@ class Reduction:
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype, narrow: bool) -> torch.Tensor:
     """`tensor` in `dtype`; with `narrow` only if that makes it no wider, since others will do it elsewhere, and exactly."""
-    return tensor if narrow and widens(tensor.dtype, dtype) else tensor.to(dtype)
+    # Most often there is nothing to do, which `to` would need a microsecond for.
+    if tensor.dtype is dtype or (narrow and widens(tensor.dtype, dtype)):
+        return tensor
+    return tensor.to(dtype)
 
 
 def _sum(chunks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

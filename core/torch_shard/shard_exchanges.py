@@ -47,7 +47,9 @@ def _exchange(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: 
     args = tuple(substituted(value, found) for value in args)
     work = func(*args, **{key: substituted(value, found) for key, value in kwargs.items()})
     if isinstance(work, dist.Work):
-        work.wait()  # with async_op=True; nobody would copy the result later
+        # With async_op=True; nobody would copy the result later. Hazard: NCCL writes on a stream of its own, which this makes
+        # the current one wait for, before it reads below.
+        work.wait()
     # Always, since these functions leave no trace in the version of what they write.
     with torch.no_grad():
         for t, copy in zip(sharded, copies, strict=True):

@@ -37,6 +37,7 @@ from .shard_spec import same_cut
 
 if TYPE_CHECKING:
     from .shard_tensor import ShardTensor
+    from .unit import Unit
 
 __all__ = [
     "DEVICE",
@@ -153,7 +154,7 @@ def computed_in(param: ShardTensor) -> torch.dtype | None:
     unit = param._unit_ref() if param._unit_ref is not None else None
     if unit is not None and unit.rounding and is_loading() and unit.find(param)[0].rounding is not None:
         return EXACT
-    if unit is None or not unit.casts or unit.is_summoned or unit.runtime is None or not unit.runtime.forwards.running:
+    if unit is None or not unit.casts or not _is_in_forward(unit):
         return None
     dtype: torch.dtype = unit.find(param)[0].compute
     return dtype
@@ -163,16 +164,15 @@ def computed_on(param: ShardTensor) -> torch.device | None:
     """The device that a parameter in host memory shows inside a forward, where that is not its own: models put what they make
     next to ``self.child.weight``."""
     unit = param._unit_ref() if param._unit_ref is not None else None
-    if (
-        unit is None
-        or unit.host is None
-        or unit.is_summoned
-        or unit.runtime is None
-        or not unit.runtime.forwards.running
-    ):
+    if unit is None or unit.host is None or not _is_in_forward(unit):
         return None
     device: torch.device = unit.host.device
     return device
+
+
+def _is_in_forward(unit: Unit) -> bool:
+    """Whether a forward of its model runs, and it is not shown as it is stored, by ``gathered()``."""
+    return not unit.is_summoned and unit.runtime is not None and unit.runtime.forwards.running
 
 
 def call(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
