@@ -20,10 +20,8 @@ from torch import nn
 
 import torch_shard
 from torch_shard import Engine, ShardConfig
-from torch_shard.by_object import ByObject
 from torch_shard.errors import ConfigError
-from torch_shard.group_timeout import group_timeout
-from torch_shard.precision import for_autocast, precision_of
+from torch_shard.frontend import ByObject, for_autocast, group_timeout, precision_of
 
 from . import model_methods, outside_autocast
 from ._private import refuse_local_sgd

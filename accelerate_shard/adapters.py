@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from torch_shard.errors import ConfigError
-from torch_shard.gathered import gathered
+from torch_shard.frontend import gathered
 
 from .shadowed import runtime_of
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_shard import Engine, clip_together
+from torch_shard import Engine
 from torch_shard.errors import ShardError
+from torch_shard.frontend import clip_together
 
 from .wrapped import engine_of
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from torch_shard import Engine, ShardConfig
 from torch_shard.errors import ConfigError, UnavailableError
+from torch_shard.frontend import reduce_scatter_single
 from torch_shard.log import logger
-from torch_shard.versions import reduce_scatter_single
 
 __all__ = ["config_with", "register_hook"]
 

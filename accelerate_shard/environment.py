@@ -14,8 +14,8 @@ from typing import Any, get_args
 
 import torch
 
-from torch_shard.config import Strategy
 from torch_shard.errors import ConfigError
+from torch_shard.frontend import Strategy
 from torch_shard.log import logger
 
 from .fsdp_settings import KEYS, from_fsdp_environment

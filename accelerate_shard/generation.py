@@ -16,11 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_shard.gathered import gathered
+from torch_shard.frontend import Runtime, anywhere, gathered, precision_of
 from torch_shard.log import logger
-from torch_shard.precision import precision_of
-from torch_shard.runtime import Runtime
-from torch_shard.whole import anywhere
 
 from .shadowed import runtime_of
 

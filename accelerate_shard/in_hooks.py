@@ -18,7 +18,7 @@ from torch import nn
 
 from torch_shard import Engine
 from torch_shard.errors import StateDictError
-from torch_shard.gathered import gathered
+from torch_shard.frontend import gathered
 
 from . import _private
 from .shadowed import Shadow

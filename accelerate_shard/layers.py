@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from torch import nn
 
 from torch_shard import ShardConfig, activation_checkpointing
-from torch_shard.layer_classes import classes_named
+from torch_shard.frontend import classes_named
 
 from .plugin import ShardPlugin
 

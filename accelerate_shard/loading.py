@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_shard.checkpoint.full_files import open_full
-from torch_shard.deferred import defer, deferred_of
 from torch_shard.errors import ConfigError, UnavailableError
+from torch_shard.frontend import defer, deferred_of
+from torch_shard.frontend.checkpoint import open_full
 from torch_shard.log import logger
 
 from . import _private_loading as _private

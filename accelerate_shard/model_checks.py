@@ -10,7 +10,7 @@ from torch import nn
 
 import torch_shard
 from torch_shard.errors import ConfigError
-from torch_shard.step_checks import refusal_of
+from torch_shard.frontend import refusal_of
 
 from .wrapped import engine_of, inner
 

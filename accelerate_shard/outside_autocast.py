@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_shard.casting import cast, cast_outputs
-from torch_shard.precision import Precision
+from torch_shard import Precision
+from torch_shard.frontend import cast, cast_outputs
 
 __all__ = ["register", "unregister"]
 

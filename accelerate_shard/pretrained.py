@@ -19,12 +19,9 @@ import torch
 from torch import nn
 
 from torch_shard import ShardTensor
-from torch_shard.checkpoint.phases import broadcast, each, gather
 from torch_shard.errors import ConfigError, StateDictError
-from torch_shard.full_state import make_whole
-from torch_shard.gathered import gathered
-from torch_shard.runtime import Runtime
-from torch_shard.whole import agree
+from torch_shard.frontend import Runtime, agree, gathered, make_whole
+from torch_shard.frontend.checkpoint import broadcast, each, gather
 
 from . import _private
 from .in_hooks import Known, known

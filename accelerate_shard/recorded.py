@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from torch_shard.deferred import Deferred
+from torch_shard.frontend import Deferred
 
 __all__ = ["Entry", "Recorded", "deferred_from"]
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from torch_shard import ShardTensor
-from torch_shard.runtime import Runtime
+from torch_shard.frontend import Runtime
 
 __all__ = ["Shadow", "runtime_of", "shadow", "unshadow"]
 

@@ -6,8 +6,8 @@ import time
 
 import torch.distributed as dist
 
+from torch_shard.frontend import default_store
 from torch_shard.log import ANY_RANK, logger
-from torch_shard.watch import default_store
 
 __all__ = ["all_come", "count"]
 

@@ -16,11 +16,10 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from torch_shard import ShardTensor, full_state, named_state
-from torch_shard.checkpoint.phases import broadcast, each
+from torch_shard import ShardTensor
 from torch_shard.errors import DivergenceError, MissingRankError, StateDictError
-from torch_shard.runtime import Runtime
-from torch_shard.whole import agree
+from torch_shard.frontend import Runtime, agree, full_state, named_state
+from torch_shard.frontend.checkpoint import broadcast, each
 
 from . import unfilled
 from ._private import plain_optimizer

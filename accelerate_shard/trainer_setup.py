@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from torch_shard.errors import ConfigError
-from torch_shard.whole import agree
+from torch_shard.frontend import agree
 
 from . import _private, deepspeed_settings
 from .accelerator import Accelerator

@@ -16,7 +16,7 @@ from torch import nn
 
 from torch_shard import Engine
 from torch_shard.errors import ConfigError
-from torch_shard.groups import told_by
+from torch_shard.frontend import told_by
 
 from . import together
 from .wrapped import engine_of

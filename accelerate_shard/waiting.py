@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from torch_shard import errors, meeting
-from torch_shard.groups import told_by
-from torch_shard.watch import default_store
+from torch_shard import errors
+from torch_shard.frontend import default_store, meeting, told_by
 
 from .wrapped import engine_of
 

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from torch_shard import Engine, ShardTensor, engine_of
-from torch_shard.buffers import broadcast_coalesced
-from torch_shard.shard_spec import same_cut, slice_full
+from torch_shard.frontend import broadcast_coalesced, same_cut, slice_full
 
 from ._private import Private, average_of
 from .slices import gathered

@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from torch_shard import Engine
 from torch_shard.errors import CheckpointError, ConfigError, StateDictError, UnitStateError
-from torch_shard.full_state import refuse_inside
+from torch_shard.frontend import agree, refuse_inside
 from torch_shard.log import logger
-from torch_shard.whole import agree
 
 from . import files as _files
 from . import full_checkpoint as _full

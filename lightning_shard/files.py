@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from torch_shard.checkpoint.folder import exchange, hidden, sync, tidy
+from torch_shard.frontend.checkpoint import exchange, hidden, sync, tidy
 from torch_shard.log import logger
 
 if TYPE_CHECKING:

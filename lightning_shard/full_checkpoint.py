@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torch_shard import Engine, ShardTensor, named_state
+from torch_shard import Engine, ShardTensor
 from torch_shard.errors import CheckpointError, StateDictError
+from torch_shard.frontend import named_state
 from torch_shard.log import logger
 
 from .files import is_local

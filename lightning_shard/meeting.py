@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torch_shard.group_timeout import group_timeout
-from torch_shard.meeting import meet
+from torch_shard.frontend import group_timeout, meet
 
 if TYPE_CHECKING:
     _Base: TypeAlias = Any

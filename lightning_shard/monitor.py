@@ -9,8 +9,8 @@ import torch
 
 from torch_shard import Engine
 from torch_shard.errors import ConfigError
+from torch_shard.frontend import Statistics
 from torch_shard.log import logger
-from torch_shard.statistics import Statistics
 
 from ._private import Private, accumulates, logged_step, logs_this_step
 from .monitor_figures import Window, human

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torch_shard import ShardConfig
-from torch_shard.precision import for_autocast
+from torch_shard.frontend import for_autocast
 
 from ._private import Shared
 

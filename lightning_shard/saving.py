@@ -12,11 +12,8 @@ import torch
 import torch.distributed as dist
 
 from torch_shard import Engine
-from torch_shard.checkpoint.contents import Source
-from torch_shard.checkpoint.folder import find
-from torch_shard.checkpoint.phases import broadcast, each
-from torch_shard.checkpoint.sharded_save import save_contents
 from torch_shard.errors import CheckpointError, ConfigError
+from torch_shard.frontend.checkpoint import Source, broadcast, each, find, save_contents
 
 from . import files as _files
 from ._private import Shared

@@ -12,7 +12,7 @@ from torch import nn
 from torch_shard import Offload, Precision, Quantized, ShardConfig
 from torch_shard.activation_checkpointing import Layers, checked_layers
 from torch_shard.errors import ConfigError
-from torch_shard.group_timeout import group_timeout
+from torch_shard.frontend import group_timeout
 
 from . import precision as _precision
 from ._private import Shared

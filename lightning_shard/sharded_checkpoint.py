@@ -17,13 +17,23 @@ import torch
 from torch import nn
 
 from torch_shard import Engine, ShardTensor
-from torch_shard.checkpoint.contents import EXTRA, MODEL, OPTIMIZER, SLICED, Source, param_names, sources_of
-from torch_shard.checkpoint.contents import optimizer_state as named_state
-from torch_shard.checkpoint.phases import each
-from torch_shard.checkpoint.read_contents import Contents, read_contents
-from torch_shard.checkpoint.sliced import joined, split
 from torch_shard.errors import CheckpointError, ConfigError, StateDictError
-from torch_shard.named_state import load_optim_state_dict as named_load
+from torch_shard.frontend import load_optim_state_dict as named_load
+from torch_shard.frontend.checkpoint import (
+    EXTRA,
+    MODEL,
+    OPTIMIZER,
+    SLICED,
+    Contents,
+    Source,
+    each,
+    joined,
+    param_names,
+    read_contents,
+    sources_of,
+    split,
+)
+from torch_shard.frontend.checkpoint import optimizer_state as named_state
 
 from . import full_checkpoint as _full
 from .files import is_local

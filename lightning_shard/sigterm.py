@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from torch_shard.frontend import anywhere
 from torch_shard.log import logger
-from torch_shard.whole import anywhere
 
 from ._private import (
     Private,

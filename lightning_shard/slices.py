@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from torch_shard import Engine, ShardTensor
-from torch_shard.checkpoint.sliced import mapped
-from torch_shard.whole import agree
+from torch_shard.frontend import agree
+from torch_shard.frontend.checkpoint import mapped
 
 from .full_checkpoint import on_meta
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 import torch_shard
 from torch_shard import Engine
+from torch_shard.frontend import agree
 from torch_shard.log import logger
-from torch_shard.whole import agree
 
 from ._private import is_last_to_evaluate
 from .memory import fits_on_every_rank

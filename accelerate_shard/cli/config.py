@@ -16,8 +16,8 @@ from typing import Any, get_args
 import torch
 
 from torch_shard import Offload
-from torch_shard.config import Strategy
 from torch_shard.errors import ConfigError
+from torch_shard.frontend import Strategy
 
 from .. import deepspeed_settings
 from ..launch_file import read_launch_file

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from torch_shard import ShardTensor, owned_state
+from torch_shard import ShardTensor
+from torch_shard.frontend import owned_state, slice_full
 from torch_shard.log import logger
-from torch_shard.shard_tensor import slice_full
 
 from .ranks import Ranks
 

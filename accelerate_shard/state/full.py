@@ -9,12 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_shard import Engine, named_state, owned_state
-from torch_shard.checkpoint.contents import Optimizers, Source, param_names
-from torch_shard.checkpoint.full_files import open_full
-from torch_shard.checkpoint.full_load import FullLoad, by_name
-from torch_shard.checkpoint.others import all_parameters
+from torch_shard import Engine
 from torch_shard.errors import CheckpointError, StateDictError
+from torch_shard.frontend import named_state, owned_state
+from torch_shard.frontend.checkpoint import (
+    FullLoad,
+    Optimizers,
+    Source,
+    all_parameters,
+    by_name,
+    open_full,
+    param_names,
+)
 
 from .files import OPTIMIZER_NAME, numbered, read, safely
 from .prepared import Prepared

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_shard import full_state
 from torch_shard.errors import StateDictError
+from torch_shard.frontend import full_state
 
 from .ranks import Ranks
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from torch_shard import full_state
-from torch_shard.checkpoint import load_contents
 from torch_shard.errors import CheckpointError, ConfigError, ShardError, StateDictError
+from torch_shard.frontend import full_state
+from torch_shard.frontend.checkpoint import load_contents
 
 from . import naming
 from .files import SHARDED, model_file

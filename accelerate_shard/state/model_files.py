@@ -15,10 +15,10 @@ from accelerate.utils.constants import WEIGHTS_INDEX_NAME, WEIGHTS_PATTERN_NAME
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from torch_shard import ShardTensor, full_state
-from torch_shard.checkpoint.folder import sync
-from torch_shard.checkpoint.safetensors_files import size_of
+from torch_shard import ShardTensor
 from torch_shard.errors import CheckpointError
+from torch_shard.frontend import full_state
+from torch_shard.frontend.checkpoint import size_of, sync
 
 from ..in_hooks import known
 from ..wrapped import engine_of, inner

@@ -8,8 +8,8 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from torch_shard.checkpoint.folder import discard, hidden
 from torch_shard.errors import CheckpointError, ConfigError
+from torch_shard.frontend.checkpoint import discard, hidden
 from torch_shard.log import logger
 
 from .files import is_checkpoint

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from torch_shard.checkpoint import PendingSave
 from torch_shard.errors import CheckpointError
+from torch_shard.frontend.checkpoint import PendingSave
 from torch_shard.log import logger
 
 __all__ = ["PendingState"]

@@ -7,8 +7,7 @@ from typing import Any
 from torch import nn
 
 from torch_shard import Engine
-from torch_shard.checkpoint.contents import MODEL, MODELS, Source
-from torch_shard.checkpoint.others import plain_source
+from torch_shard.frontend.checkpoint import MODEL, MODELS, Source, plain_source
 
 from .._private import plain_optimizer
 from ..wrapped import engine_of, inner

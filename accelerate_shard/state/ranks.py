@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from torch_shard import Engine
-from torch_shard.checkpoint import phases
 from torch_shard.errors import CheckpointError, DivergenceError, ShardError
+from torch_shard.frontend.checkpoint import phases
 
 __all__ = ["Ranks"]
 

@@ -12,12 +12,19 @@ from typing import Any
 import accelerate
 import torch
 
-from torch_shard import full_state
-from torch_shard.checkpoint import save_contents
-from torch_shard.checkpoint.contents import OPTIMIZER, optimizer_state
-from torch_shard.checkpoint.files import make_durable
-from torch_shard.checkpoint.folder import Saving, commit, discard, hidden, sees
 from torch_shard.errors import CheckpointError, ConfigError
+from torch_shard.frontend import full_state
+from torch_shard.frontend.checkpoint import (
+    OPTIMIZER,
+    Saving,
+    commit,
+    discard,
+    hidden,
+    make_durable,
+    optimizer_state,
+    save_contents,
+    sees,
+)
 from torch_shard.log import logger
 
 from ..in_hooks import whole_weights

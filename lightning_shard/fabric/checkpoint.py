@@ -12,10 +12,18 @@ import torch
 from torch import nn
 
 from torch_shard import Engine, engine_of
-from torch_shard.checkpoint.contents import EXTRA, MODEL, MODELS, OPTIMIZER, Source, sources_of
-from torch_shard.checkpoint.others import all_parameters, plain_source
 from torch_shard.errors import CheckpointError, ConfigError
-from torch_shard.full_state import refuse_inside
+from torch_shard.frontend import refuse_inside
+from torch_shard.frontend.checkpoint import (
+    EXTRA,
+    MODEL,
+    MODELS,
+    OPTIMIZER,
+    Source,
+    all_parameters,
+    plain_source,
+    sources_of,
+)
 from torch_shard.log import logger
 
 from .. import files as _files

@@ -13,8 +13,8 @@ from torch import nn
 import torch_shard
 from torch_shard import Engine, ShardConfig, ShardTensor
 from torch_shard.activation_checkpointing import checkpointed_layers
-from torch_shard.clip_together import clip_norm, engines_over, limit_values
 from torch_shard.errors import ConfigError
+from torch_shard.frontend import clip_norm, engines_over, limit_values
 
 from .. import precision as _precision
 from ..ranks import RanksMixin, StartMethod, mesh_on
