@@ -2,7 +2,7 @@
 
 transformers itself resolves everything: which files, which dtype, which names, what is missing and how that is initialised.
 It is only given entries of files that are not read yet (:mod:`.recorded`), and what it puts into the model is noted on the
-parameters (:mod:`torch_shard.deferred`).
+parameters (:mod:`torch_shard.setup.lazy_values`).
 """
 
 from __future__ import annotations

@@ -108,7 +108,10 @@ def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def deferred_from(tensor: Recorded) -> Deferred:
-    """What :func:`torch_shard.deferred.defer` takes. The last conversions are left to the slices of the ranks. Not collective."""
+    """What :func:`torch_shard.setup.lazy_values.defer` takes. Not collective.
+
+    The last conversions are left to the shards of the ranks.
+    """
     casts: list[torch.dtype] = []
     step = tensor._step
     while step.function in (_to, torch.Tensor.detach):

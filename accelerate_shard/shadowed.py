@@ -99,7 +99,7 @@ def runtime_of(module: nn.Module) -> Runtime | None:
     """
     for param in module.parameters():
         if isinstance(param, ShardTensor):
-            unit = param._unit_ref() if param._unit_ref is not None else None
+            unit: Any = param._unit_ref() if param._unit_ref is not None else None
             if unit is not None:
                 return unit.runtime  # type: ignore[no-any-return]
     return None

@@ -29,7 +29,7 @@ from gpt import GPT
 from offload_steps import LABELS, LOW, MODELS, compare, find_out, plan_of
 from train import markdown, spawn, spread
 
-from torch_shard.offload import host_memory
+from torch_shard.offload import memory_limits
 
 GIB, GB = 2**30, 1e9
 ADAM = 28
@@ -67,9 +67,9 @@ def measure(args: argparse.Namespace) -> None:
 
 def together_or_apart(args: argparse.Namespace) -> tuple[dict[str, dict[str, Any]], bool]:
     """The engines' measurements, and whether all lived in one process."""
-    room = host_memory.available()
+    room = memory_limits.available()
     needed = sum(plan_of(args.model, "offload").predicted.host for _ in args.engines)
-    if len(args.engines) == 1 or room is None or needed < room - host_memory.RESERVE:
+    if len(args.engines) == 1 or room is None or needed < room - memory_limits.RESERVE:
         return spawn(compare, args), True
     found: dict[str, dict[str, Any]] = {}
     for turn in range(args.rounds):
@@ -152,7 +152,7 @@ def floor(model: str, tokens: int, machine: dict[str, float]) -> str:
 
 def sizes(args: argparse.Namespace) -> None:
     """What would fit, from plans made on meta; and whether it did, for the sizes that are to be tried."""
-    room = host_memory.available()
+    room = memory_limits.available()
     memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
     lines = []
     for model in [name for name in MODELS if name != "tiny" or args.smoke]:
@@ -161,7 +161,7 @@ def sizes(args: argparse.Namespace) -> None:
         device, host = b.device_peak + kept, b.host
         fits = [
             "" if limit is None else "yes" if needed + spare <= limit else "no"
-            for needed, spare, limit in ((device, GB, memory), (host, host_memory.RESERVE, room))
+            for needed, spare, limit in ((device, GB, memory), (host, memory_limits.RESERVE, room))
         ]
         plain = plan_of(model, "none").predicted
         lines.append(

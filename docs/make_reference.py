@@ -72,7 +72,7 @@ def pages() -> tuple[Page, ...]:
             (
                 Entry(f"{core}/engine.py", "shard", "torch_shard.shard"),
                 Entry(f"{core}/engine.py", "engine_of", "torch_shard.engine_of"),
-                Entry(f"{core}/deferred.py", "from_files", "torch_shard.from_files"),
+                Entry(f"{core}/deferred_init.py", "from_files", "torch_shard.from_files"),
                 Entry(
                     f"{core}/engine.py",
                     "Engine",
@@ -82,14 +82,14 @@ def pages() -> tuple[Page, ...]:
                         (f"{core}/engine_statistics.py", "EngineStatistics"),
                     ),
                 ),
-                Entry(f"{core}/statistics.py", "Statistics", "torch_shard.statistics.Statistics"),
+                Entry(f"{core}/comm/traffic_statistics.py", "Statistics", "torch_shard.Statistics"),
             ),
         ),
         Page(
             "config.md",
             "ShardConfig",
             "Every choice. `shard(model, ShardConfig(prefetch=2))` and `shard(model, prefetch=2)` are the same.",
-            (Entry(f"{core}/config.py", "ShardConfig", "torch_shard.ShardConfig", constructor=True),),
+            (Entry(f"{core}/config/shard_config.py", "ShardConfig", "torch_shard.ShardConfig", constructor=True),),
         ),
         Page(
             "precision.md",
@@ -97,8 +97,10 @@ def pages() -> tuple[Page, ...]:
             "`ShardConfig.precision`: in which dtypes parameters are kept, computed with and reduced. "
             "[Mixed precision](../precision.md) shows it in use.",
             (
-                Entry(f"{core}/precision.py", "Precision", "torch_shard.Precision", members=(), constructor=True),
-                Entry(f"{core}/precision.py", "norms_in", "torch_shard.precision.norms_in"),
+                Entry(
+                    f"{core}/config/precision.py", "Precision", "torch_shard.Precision", members=(), constructor=True
+                ),
+                Entry(f"{core}/config/precision.py", "norms_in", "torch_shard.norms_in"),
             ),
         ),
         Page(
@@ -106,13 +108,17 @@ def pages() -> tuple[Page, ...]:
             "Quantized",
             "`ShardConfig.quantized`: what is sent as 8-bit codes. [Quantized communication](../quantized.md) says what it costs "
             "and what it saves.",
-            (Entry(f"{core}/quantized.py", "Quantized", "torch_shard.Quantized", members=(), constructor=True),),
+            (
+                Entry(
+                    f"{core}/config/quantization.py", "Quantized", "torch_shard.Quantized", members=(), constructor=True
+                ),
+            ),
         ),
         Page(
             "offload.md",
             "Offload",
             "`ShardConfig.offload`: what lies in host memory. [Offload](../offload.md) says what moves when, and what it costs.",
-            (Entry(f"{core}/offload/settings.py", "Offload", "torch_shard.Offload", members=(), constructor=True),),
+            (Entry(f"{core}/config/offload.py", "Offload", "torch_shard.Offload", members=(), constructor=True),),
         ),
         Page(
             "plan.md",
@@ -120,19 +126,19 @@ def pages() -> tuple[Page, ...]:
             "Which parameters travel together. `engine.plan` is the plan in use; `make_plan` makes one without "
             "sharding, on the meta device too, to look at what a setting would do.",
             (
-                Entry(f"{core}/planner.py", "make_plan", "torch_shard.make_plan"),
-                Entry(f"{core}/plan.py", "Plan", "torch_shard.Plan"),
-                Entry(f"{core}/plan.py", "UnitPlan", "torch_shard.plan.UnitPlan"),
-                Entry(f"{core}/plan.py", "ParamInfo", "torch_shard.plan.ParamInfo"),
-                Entry(f"{core}/plan.py", "BufferInfo", "torch_shard.plan.BufferInfo"),
-                Entry(f"{core}/predicted.py", "PredictedBytes", "torch_shard.plan.PredictedBytes"),
+                Entry(f"{core}/plan/planner.py", "make_plan", "torch_shard.make_plan"),
+                Entry(f"{core}/plan/plan.py", "Plan", "torch_shard.Plan"),
+                Entry(f"{core}/plan/plan.py", "UnitPlan", "torch_shard.plan.UnitPlan"),
+                Entry(f"{core}/plan/plan.py", "ParamInfo", "torch_shard.plan.ParamInfo"),
+                Entry(f"{core}/plan/plan.py", "BufferInfo", "torch_shard.plan.BufferInfo"),
+                Entry(f"{core}/plan/memory_estimate.py", "PredictedBytes", "torch_shard.plan.PredictedBytes"),
             ),
         ),
         Page(
             "shard_tensor.md",
             "ShardTensor",
             "What parameters, their gradients and their optimizer state are between steps. Users do not make them.",
-            (Entry(f"{core}/shard_tensor.py", "ShardTensor", "torch_shard.ShardTensor"),),
+            (Entry(f"{core}/shard_tensor/tensor.py", "ShardTensor", "torch_shard.ShardTensor"),),
         ),
         Page(
             "activations.md",
@@ -169,8 +175,8 @@ def pages() -> tuple[Page, ...]:
             "How an optimizer steps on a sharded model depends on its kind. `torch.optim`'s own classes have theirs; others are "
             "declared. [Design](../design.md#optimizer-steps) says what happens in a step.",
             (
-                Entry(f"{core}/optim.py", "register", "torch_shard.optim.register"),
-                Entry(f"{core}/optim.py", "kind_of", "torch_shard.optim.kind_of"),
+                Entry(f"{core}/optim/registry.py", "register", "torch_shard.optim.register"),
+                Entry(f"{core}/optim/registry.py", "kind_of", "torch_shard.optim.kind_of"),
             ),
         ),
         Page(
@@ -211,7 +217,7 @@ def pages() -> tuple[Page, ...]:
                     f"{core}/fsdp/fully_sharded_data_parallel.py",
                     "FullyShardedDataParallel",
                     "torch_shard.fsdp.FullyShardedDataParallel",
-                    bases=((f"{core}/fsdp/wrapped.py", "WrappedModule"),),
+                    bases=((f"{core}/fsdp/module_mixin.py", "WrappedModule"),),
                     constructor=True,
                 ),
                 Entry(f"{core}/fsdp/_fully_shard.py", "fully_shard", "torch_shard.fsdp.fully_shard"),
@@ -219,7 +225,7 @@ def pages() -> tuple[Page, ...]:
                     f"{core}/fsdp/_fully_shard.py",
                     "FSDPModule",
                     "torch_shard.fsdp.FSDPModule",
-                    bases=((f"{core}/fsdp/wrapped.py", "WrappedModule"),),
+                    bases=((f"{core}/fsdp/module_mixin.py", "WrappedModule"),),
                 ),
                 Entry(f"{core}/fsdp/_fully_shard.py", "UnshardHandle", "torch_shard.fsdp.UnshardHandle"),
                 Entry(

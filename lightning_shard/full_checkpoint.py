@@ -149,7 +149,7 @@ def is_sharded(optimizer: Any) -> bool:
 
 
 def names_of(engine: Engine, optimizer: Any, parameters: nn.Module | None = None) -> list[list[str]]:
-    """The names of an optimizer's parameters, by group, as :mod:`torch_shard.named_state` has them. Not collective."""
+    """The names of an optimizer's parameters, by group, as :mod:`torch_shard.state.optimizer_state` has them. Not collective."""
     try:
         known = named_state.names_of(engine._runtime, optimizer, parameters or engine.model)
     except StateDictError:

@@ -165,7 +165,7 @@ def read_parts(
 ) -> tuple[Contents, dict[str, Any]]:
     """Read a folder as :func:`read_folder` does: models and optimizers, and what else was saved. Collective.
 
-    `models` and `named_state`: see :func:`torch_shard.checkpoint.read_contents.read_contents`.
+    `models` and `named_state`: see :func:`torch_shard.checkpoint.sharded.read_tree.read_contents`.
     """
 
     def unpickle(name: str, file: Any) -> Any:

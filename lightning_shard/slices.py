@@ -1,7 +1,7 @@
 """ShardTensors in a checkpoint beyond model and optimizer states: those of averages of the weights, or of a user's own callback.
 
 In the full form they become whole on rank 0. In the sharded form each is an entry of its own
-(:mod:`torch_shard.checkpoint.sliced`).
+(:mod:`torch_shard.checkpoint.sharded.extra_shards`).
 """
 
 from __future__ import annotations

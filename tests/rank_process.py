@@ -220,7 +220,7 @@ def _clean_up() -> None:
             dist.destroy_process_group(group)
     # The engines' groups go with these last references. Gloo waits a while when it closes connections: the next test
     # need not.
-    engine_groups = sys.modules.get("torch_shard.groups")
+    engine_groups = sys.modules.get("torch_shard.comm.process_groups")
     if engine_groups is not None and not torch.cuda.is_initialized():
         closing = list(engine_groups._groups.values())
         engine_groups._groups.clear()

@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch_shard.runtime.runtime.load_hooks import NoteLoad, forget_loads
 
 import torch_shard
 from tests.marks import quick
 from tests.ranks import ranks, run
-from torch_shard import groups
-from torch_shard.agreement import NoteLoad, forget_loads
+from torch_shard.comm import process_groups
+from torch_shard.comm.work import caller_line, default_store
 from torch_shard.errors import ConfigError, DivergenceError, MissingRankError, SetupError, ShardError
-from torch_shard.watch import caller_line, default_store
 
 SHORT = 3.0  # seconds that a rank waits for a partner in these tests
 small = {"units": [nn.Linear], "timeout": SHORT}
@@ -299,14 +299,14 @@ def test_sharding_one_more_model_costs_a_few_store_operations(rank):
 
             return call
 
-    before = groups.default_store
-    groups.default_store = Counting
+    before = process_groups.default_store
+    process_groups.default_store = Counting
     try:
         dist.barrier()
         made = len(dist.distributed_c10d._world.pg_map)
         torch_shard.shard(net(), **small)
     finally:
-        groups.default_store = before
+        process_groups.default_store = before
     assert len(dist.distributed_c10d._world.pg_map) == made, "groups are shared"
     assert len([name for name in counted if name != "check"]) <= 5, counted
     assert counted.count("check") <= 20, counted  # it asks now and then while the other is on its way

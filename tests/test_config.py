@@ -7,10 +7,10 @@ import math
 
 import pytest
 from torch import nn
+from torch_shard.config.shard_config.shard_config import ShardConfig
 
-from torch_shard.config import ShardConfig
 from torch_shard.errors import ConfigError, ShardError
-from torch_shard.names import matches
+from torch_shard.utils.patterns import matches
 
 pytestmark = pytest.mark.wheel
 

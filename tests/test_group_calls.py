@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.marks import exhaustive
 from tests.ranks import ranks
-from torch_shard import group_calls
+from torch_shard.comm import process_group_ops
 
 METHODS = ("_ALL_GATHER", "_REDUCE_SCATTER", "_ALL_TO_ALL", "_ALL_REDUCE", "_BROADCAST")
 
@@ -28,7 +28,7 @@ def test_each_gives_what_the_public_function_gives(dtype: torch.dtype) -> None:
 
 @ranks(2)
 def test_without_the_methods_the_public_functions_are_called() -> None:
-    with mock.patch.multiple(group_calls, **dict.fromkeys(METHODS, "")):
+    with mock.patch.multiple(process_group_ops, **dict.fromkeys(METHODS, "")):
         _compare(torch.float32)
 
 
@@ -39,12 +39,12 @@ def test_the_methods_of_older_torch_take_the_same_arguments() -> None:
         "_REDUCE_SCATTER": "_reduce_scatter_base",
         "_ALL_TO_ALL": "alltoall_base",
     }
-    with mock.patch.multiple(group_calls, **older):
+    with mock.patch.multiple(process_group_ops, **older):
         _compare(torch.float32)
 
 
 def test_this_torch_has_all_methods() -> None:
-    assert all(getattr(group_calls, name) for name in METHODS)
+    assert all(getattr(process_group_ops, name) for name in METHODS)
 
 
 @exhaustive
@@ -65,20 +65,20 @@ def _compare(dtype: torch.dtype) -> None:
     half, total = slice(2 * rank, 2 * rank + 2), torch.stack(everyone).sum(0)
 
     gathered = torch.empty(4 * world, dtype=dtype)
-    group_calls.all_gather(group, gathered, mine).wait()
+    process_group_ops.all_gather(group, gathered, mine).wait()
     assert torch.equal(gathered, torch.cat(everyone))
     received = torch.empty(4, dtype=dtype)
-    group_calls.all_to_all(group, received, mine).wait()
+    process_group_ops.all_to_all(group, received, mine).wait()
     assert torch.equal(received, torch.cat([other[half] for other in everyone]))
     part = torch.empty(2, dtype=dtype)
-    group_calls.reduce_scatter(group, part, mine.clone()).wait()
+    process_group_ops.reduce_scatter(group, part, mine.clone()).wait()
     assert torch.equal(part, total[half])
     for root in range(world):
         sent = mine.clone()
-        group_calls.broadcast(group, sent, root).wait()
+        process_group_ops.broadcast(group, sent, root).wait()
         assert torch.equal(sent, everyone[root])
     summed = mine.clone()
-    group_calls.all_reduce(group, summed).wait()
+    process_group_ops.all_reduce(group, summed).wait()
     assert torch.equal(summed, total)
     dist.destroy_process_group(group)
 

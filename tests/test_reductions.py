@@ -9,8 +9,9 @@ from torch import nn
 import torch_shard
 from tests.compat.harness import Block, Pair, batch
 from tests.ranks import ranks
+from torch_shard.comm.watchdog import Watch
+from torch_shard.comm.work import Pending
 from torch_shard.errors import ShardError
-from torch_shard.watch import Pending, Watch
 
 BLOCKS = 8
 WIDTH = 7

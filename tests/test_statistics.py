@@ -17,9 +17,10 @@ from tests.marks import exhaustive
 from tests.odd_model import batch, build, reference_grads
 from tests.ranks import ranks
 from tests.test_traffic import Collectives
+from torch_shard.comm.traffic_statistics import StreamWaits, waits
+from torch_shard.comm.watchdog import Watch
+from torch_shard.comm.work import Channel, Pending
 from torch_shard.errors import ConfigError, ShardError
-from torch_shard.statistics import StreamWaits, waits
-from torch_shard.watch import Channel, Pending, Watch
 
 LATE = 0.15  # seconds
 LAYER = 8 * 8 * 4  # bytes

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from . import errors, optim, optim_state
-from .config import ShardConfig
-from .deferred import from_files
+from .comm.traffic_statistics import Statistics
+from .config.precision import Precision, norms_in
+from .config.quantization import Quantized
+from .config.shard_config import ShardConfig
+from .deferred_init import from_files
 from .engine import Engine, engine_of, shard
 from .errors import ShardError
 from .offload import Offload
-from .plan import Plan
-from .planner import make_plan
-from .precision import Precision
-from .quantized import Quantized
-from .shard_tensor import ShardTensor
+from .plan.plan import Plan
+from .plan.planner import make_plan
+from .shard_tensor.tensor import ShardTensor
 from .versions import __version__
 
 __all__ = [
@@ -24,11 +25,13 @@ __all__ = [
     "ShardConfig",
     "ShardError",
     "ShardTensor",
+    "Statistics",
     "__version__",
     "engine_of",
     "errors",
     "from_files",
     "make_plan",
+    "norms_in",
     "optim",
     "optim_state",
     "shard",

@@ -20,10 +20,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .activation_offload import ActivationOffload
-from .config import Units
+from .config.shard_config import Units
 from .errors import ConfigError
-from .layer_classes import classes_named, repeated_layers
 from .log import logger
+from .plan.layer_selection import classes_named, repeated_layers
 
 __all__ = ["Layers", "checked_layers", "checkpointed_layers", "keep_activations", "offload_of"]
 

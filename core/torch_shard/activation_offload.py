@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from .errors import ConfigError, ShardError
-from .leaf import is_of_unit
 from .offload.host_buffers import HostBuffer, HostBuffers
-from .use import graph_task
+from .shard_tensor.unsharded_param import is_of_unit
+from .utils.autograd_private import graph_task
 
 __all__ = ["MIN_BYTES", "ActivationOffload"]
 

@@ -11,19 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import autograd_bridge, clip, comm_hook, restore, setup
-from . import gathered as _gathered
-from .config import ShardConfig
+from .close import close_units
+from .config.shard_config import ShardConfig
 from .engine_state import EngineState
 from .engine_statistics import EngineStatistics
 from .errors import ConfigError, ShardError
-from .hooks import unregister
-from .optim_step import StepWatch
-from .plan import Plan
-from .runtime import Runtime
-from .unit import Unit
-
-_ATTRIBUTE = "_torch_shard_engine"
+from .grad_clip import clip
+from .optim.step_watch import StepWatch
+from .plan.plan import Plan
+from .runtime import backward_inputs, comm_hook, registry
+from .runtime.forward_hooks import unregister
+from .runtime.runtime import Runtime
+from .setup import build
+from .unit.unit import Unit
+from .unshard import gathered as _gathered
 
 
 class Engine(EngineState, EngineStatistics):
@@ -35,7 +36,7 @@ class Engine(EngineState, EngineStatistics):
 
     Attributes:
         plan: the :class:`~torch_shard.plan.Plan` in use; ``print(engine.plan.table())``.
-        config: the :class:`~torch_shard.config.ShardConfig` in use.
+        config: the :class:`~torch_shard.config.shard_config.ShardConfig` in use.
     """
 
     def __init__(self, model: nn.Module, runtime: Runtime, plan: Plan, config: ShardConfig) -> None:
@@ -44,7 +45,7 @@ class Engine(EngineState, EngineStatistics):
         self.plan = plan
         self.config = config
         self._watch = StepWatch(runtime)
-        autograd_bridge.install(runtime)
+        backward_inputs.install(runtime)
 
     # -- what it is ---------------------------------------------------------------------------------------------
     @property
@@ -297,11 +298,11 @@ class Engine(EngineState, EngineStatistics):
             CheckpointError: an asynchronous :meth:`save` has failed; nothing has changed, and the next call closes.
         """
         if self._staging is not None:  # there were asynchronous saves, on all ranks
-            from .checkpoint.phases import each
+            from .comm.collective_steps import each
 
             each(self._runtime, "engine.close", self.finish_saving)
         units = list(self.units)
-        restore.close_units(self._runtime, optimizers, self.model)
+        close_units(self._runtime, optimizers, self.model)
         self._let_go(units)  # last: a close that is refused must leave the hooks
         self._runtime.collectives.close()
         self._staging = None
@@ -317,7 +318,7 @@ class Engine(EngineState, EngineStatistics):
         self._watch.close()
         if self._runtime.host is not None:
             self._runtime.host.leave(self._runtime)
-        self.model.__dict__.pop(_ATTRIBUTE, None)
+        registry.forget(self.model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         import copy
@@ -371,14 +372,13 @@ def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = No
         if unknown:
             raise ConfigError(f"{unknown[0]}: no such setting; ShardConfig has {', '.join(sorted(known))}.")
         config = dataclasses.replace(config, **overrides)
-    runtime, plan = setup.build(model, config, mesh)
+    runtime, plan = build.build(model, config, mesh)
     engine = Engine(model, runtime, plan, config)
-    # In __dict__, past nn.Module's __setattr__: it must neither be a submodule nor appear in the state dict.
-    model.__dict__[_ATTRIBUTE] = engine
+    registry.note(model, engine)
     return engine
 
 
 def engine_of(model: nn.Module) -> Engine | None:
     """The engine that shards `model`, the module that was given to :func:`shard`, or None. Not collective."""
-    found = model.__dict__.get(_ATTRIBUTE)
-    return found if isinstance(found, Engine) else None
+    found: Engine | None = registry.engine_of(model)
+    return found

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import full_state, named_state, state_forms
 from .errors import CheckpointError, ConfigError
-from .runtime import Runtime
+from .runtime.runtime import Runtime
+from .state import model_state, optimizer_state, sharded_state
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes time to import
-    from .checkpoint.pending import PendingSave
-    from .checkpoint.staging import Staging
+    from .checkpoint.sharded.async_save import PendingSave
+    from .checkpoint.sharded.host_snapshot import Staging
 
 __all__ = ["EngineState"]
 
@@ -55,12 +55,12 @@ class EngineState(abc.ABC):
             UnitStateError: the full form inside a forward or :meth:`gathered`.
         """
         if form == "sharded":
-            return state_forms.sharded(self.model, self._runtime, offload_to_cpu)
+            return sharded_state.sharded(self.model, self._runtime, offload_to_cpu)
         if form == "local":
-            return state_forms.local(self.model, self._runtime, offload_to_cpu)
+            return sharded_state.local(self.model, self._runtime, offload_to_cpu)
         if form != "full":
             raise ConfigError(f"form must be 'full', 'sharded' or 'local', not {form!r}.")
-        return full_state.state_dict(self.model, self._runtime, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
+        return model_state.state_dict(self.model, self._runtime, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, *, form: str = "full") -> Any:
         """Load tensors by name. Collective; nothing is changed unless everything fits.
@@ -82,8 +82,8 @@ class EngineState(abc.ABC):
         if form not in ("full", "sharded", "local"):
             raise ConfigError(f"form must be 'full', 'sharded' or 'local', not {form!r}.")
         if form == "local":
-            state_dict = state_forms.from_local(self.model, self._runtime, state_dict)
-        return full_state.load_state_dict(self.model, self._runtime, state_dict, strict)
+            state_dict = sharded_state.from_local(self.model, self._runtime, state_dict)
+        return model_state.load_state_dict(self.model, self._runtime, state_dict, strict)
 
     def optim_state_dict(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = True) -> dict[str, Any]:
         """Whole optimizer state by parameter name, on the CPU. Collective.
@@ -103,7 +103,7 @@ class EngineState(abc.ABC):
             StateDictError: the optimizer holds a parameter that is not this model's. One that holds those of several sharded
                 models is saved by :meth:`save` with `models`.
         """
-        return named_state.optim_state_dict(self._runtime, optimizer, rank0_only, self.model)
+        return optimizer_state.optim_state_dict(self._runtime, optimizer, rank0_only, self.model)
 
     def load_optim_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`optim_state_dict` gave, on any number of ranks. Collective: every rank needs the dict.
@@ -114,7 +114,7 @@ class EngineState(abc.ABC):
         Raises:
             StateDictError: on all ranks, with everything that does not fit; nothing has been loaded.
         """
-        named_state.load_optim_state_dict(self._runtime, optimizer, state_dict, self.model)
+        optimizer_state.load_optim_state_dict(self._runtime, optimizer, state_dict, self.model)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
     def save(

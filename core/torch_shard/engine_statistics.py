@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from . import unit_norms
-from .owned_state import tensors_of
-from .runtime import Runtime
-from .shard_tensor import ShardTensor
-from .statistics import Statistics, StreamWaits, waits
-from .unit import Unit
+from .comm.traffic_statistics import Statistics, StreamWaits, waits
+from .grad_clip import grad_norms as _grad_norms
+from .optim.matrix.state import tensors_of
+from .runtime.runtime import Runtime
+from .shard_tensor.tensor import ShardTensor
+from .unit.unit import Unit
 
 __all__ = ["EngineStatistics"]
 
@@ -129,7 +129,7 @@ class EngineStatistics(abc.ABC):
             ShardError: the gradients are not reduced yet, because the last backward ran under :meth:`no_sync`; or there are
                 none to look at, because an optimizer steps in backward.
         """
-        return unit_norms.grad_norms(self._runtime, norm_type, parameters)
+        return _grad_norms.grad_norms(self._runtime, norm_type, parameters)
 
 
 def _own_bytes(tensor: torch.Tensor) -> int:

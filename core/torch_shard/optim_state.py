@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import named_state, owned_state
+from .comm.consensus import agree
 from .engine import Engine, engine_of
 from .errors import ConfigError, StateDictError
-from .whole import agree
+from .optim.matrix import state as matrix_state
+from .state import optimizer_state
 
 __all__ = [
     "OptimStateKeyType",
@@ -103,8 +104,8 @@ def _sharded(engine: Engine, optim: torch.optim.Optimizer, given: dict[str, Any]
         error = problem
     agree(engine._runtime, what, names, error)
     keep = _slices_of(optim)
-    state = owned_state.collect(engine._runtime, taken["state"], len(names), True, what, keep)
-    if engine.world_size == 1 and owned_state.is_matrix(engine._runtime, optim):
+    state = matrix_state.collect(engine._runtime, taken["state"], len(names), True, what, keep)
+    if engine.world_size == 1 and matrix_state.is_matrix(engine._runtime, optim):
         state = {number: keep(number, own) if number in range(len(names)) else own for number, own in state.items()}
     return _renamed({**taken, "state": state}, dict(enumerate(names)), what, engine.rank)
 
@@ -139,7 +140,7 @@ def optim_state_dict(
         return _sharded(engine, optim, optim_state_dict, what)
     config = None if settings is None else settings.optim_state_dict_config
     rank0_only = bool(getattr(config, "rank0_only", False))
-    return named_state.optim_state_dict(engine._runtime, optim, rank0_only, model, optim_state_dict)
+    return optimizer_state.optim_state_dict(engine._runtime, optim, rank0_only, model, optim_state_dict)
 
 
 # -- for loading ------------------------------------------------------------------------------------------------------
@@ -178,7 +179,7 @@ def optim_state_dict_to_load(
         result = scatter_full_optim_state_dict(optim_state_dict, model, optim=optim, group=group)
         if load_directly:
             optim.load_state_dict(result)
-            named_state.keep_as_saved(optim, result["state"])
+            optimizer_state.keep_as_saved(optim, result["state"])
         return result
     return _to_load(engine, optim, optim_state_dict, what, load_directly)
 
@@ -254,10 +255,10 @@ def scatter_full_optim_state_dict(
     keep, count = _slices_of(optim), len(names)
     # State of no parameter, and of parameters that have none.
     own = {key: value for key, value in numbered["state"].items() if key not in range(count) or not value}
-    groups, own = owned_state.broadcast_object(runtime, (numbered["param_groups"], own), 0, what)
+    groups, own = matrix_state.broadcast_object(runtime, (numbered["param_groups"], own), 0, what)
     state = {number: entries for number, entries in numbered["state"].items() if number not in own}
     if engine.world_size > 1:
-        state = dict(owned_state.collect(runtime, state, count, True, what, keep))
+        state = dict(matrix_state.collect(runtime, state, count, True, what, keep))
     received = {"state": {**state, **own}, "param_groups": groups}
     return _to_load(engine, optim, _renamed(received, dict(enumerate(names)), what, engine.rank), what)
 
@@ -266,7 +267,7 @@ def _slices_of(optim: torch.optim.Optimizer) -> Callable[[int, Any], Any]:
     params = [p for group in optim.param_groups for p in group["params"]]
 
     def keep(number: int, entries: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: named_state.own_part(params[number], key, value) for key, value in entries.items()}
+        return {key: optimizer_state.own_part(params[number], key, value) for key, value in entries.items()}
 
     return keep
 
@@ -332,11 +333,11 @@ def _renamed(state_dict: Mapping[str, Any], mapping: Mapping[Any, Any], what: st
             {**group, "params": [mapping[key] for key in group["params"]]} for group in state_dict["param_groups"]
         ],
     }
-    return {**result, named_state.OTHER: other} if other else result
+    return {**result, optimizer_state.OTHER: other} if other else result
 
 
 def _by_number(engine: Engine, optim: torch.optim.Optimizer) -> list[str]:
-    names = named_state.names_of(engine._runtime, optim, engine.model)
+    names = optimizer_state.names_of(engine._runtime, optim, engine.model)
     return [names[id(p)] for group in optim.param_groups for p in group["params"]]
 
 
@@ -363,10 +364,10 @@ def _to_load(
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     agree(engine._runtime, what, None, error)
-    result = named_state.optim_state_dict_to_load(engine._runtime, optim, named, engine.model, what)
+    result = optimizer_state.optim_state_dict_to_load(engine._runtime, optim, named, engine.model, what)
     if directly:
         optim.load_state_dict(result)
-        named_state.keep_as_saved(optim, result["state"])
+        optimizer_state.keep_as_saved(optim, result["state"])
     return result
 
 

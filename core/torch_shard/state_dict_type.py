@@ -36,8 +36,8 @@ from torch.distributed.fsdp import (
 
 from .engine import Engine, engine_of
 from .errors import ConfigError
-from .full_state import make_whole
-from .shard_tensor import ShardTensor
+from .shard_tensor.tensor import ShardTensor
+from .state.model_state import make_whole
 
 __all__ = [
     "FullOptimStateDictConfig",

@@ -18,7 +18,7 @@ from torch import nn
 
 import torch_shard
 from torch_shard.checkpoint import load, save
-from torch_shard.checkpoint.folder import find
+from torch_shard.checkpoint.format.atomic_directory import find
 from torch_shard.errors import CheckpointError
 
 

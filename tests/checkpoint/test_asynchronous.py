@@ -22,8 +22,8 @@ from tests.checkpoint.test_one_step import verified
 from tests.marks import exhaustive
 from tests.odd_model import Net
 from tests.ranks import ranks
-from torch_shard.checkpoint.staging import Staging
-from torch_shard.checkpoint.writer import ShardWriter
+from torch_shard.checkpoint.sharded.host_snapshot import Staging
+from torch_shard.checkpoint.sharded.writer import ShardWriter
 from torch_shard.errors import CheckpointError, MissingRankError, ShardError
 
 ROOT = Path(__file__).parents[2]

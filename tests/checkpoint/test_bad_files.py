@@ -23,7 +23,7 @@ from tests.checkpoint.helpers import adamw, build, files_of, load, same, save, t
 from tests.marks import exhaustive
 from tests.odd_model import Net
 from tests.ranks import ranks
-from torch_shard.checkpoint.dcp import load_metadata
+from torch_shard.checkpoint.format.dcp_metadata import load_metadata
 from torch_shard.errors import CheckpointError, StateDictError
 
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from tests.checkpoint.helpers import bits
-from torch_shard.checkpoint import blob
-from torch_shard.checkpoint.blob import ALIGNMENT, crc_of_part, tensor_blob
+from torch_shard.checkpoint.format import tensor_entry
+from torch_shard.checkpoint.format.archive import ALIGNMENT
+from torch_shard.checkpoint.format.tensor_entry import crc_of_part, tensor_blob
 
 DTYPES = [
     torch.float32,
@@ -85,4 +86,4 @@ def test_the_checksum_of_a_part_follows_from_the_running_one():
     for _ in range(50):
         one, other = (os.urandom(generator.randrange(0, 3000)) for _ in range(2))
         assert crc_of_part(zlib.crc32(one), zlib.crc32(one + other), len(other)) == zlib.crc32(other)
-    assert blob._power.cache_info().currsize <= 4096
+    assert tensor_entry._power.cache_info().currsize <= 4096

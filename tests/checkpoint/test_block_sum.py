@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_shard.checkpoint.block_sum import SMALLEST, block_sum, word_sum
+from torch_shard.checkpoint.format.checksum import SMALLEST, block_sum, word_sum
 
 SIZE = 3 * SMALLEST + 40  # not a multiple of a page
 WORD, PAGE = 8, 4096

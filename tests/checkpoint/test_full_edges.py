@@ -18,14 +18,14 @@ from torch import nn
 from tests.checkpoint.helpers import build, files_of, same, whole
 from tests.odd_model import Net
 from tests.ranks import ranks
-from torch_shard.checkpoint import full_save
-from torch_shard.checkpoint.dcp import load_metadata
-from torch_shard.checkpoint.folder import find
-from torch_shard.checkpoint.full_files import is_full, open_full
-from torch_shard.checkpoint.safetensors_files import SafetensorsWriter, size_of
-from torch_shard.checkpoint.source import Checkpoint
-from torch_shard.checkpoint.staging import Staging
-from torch_shard.checkpoint.torch_file import TorchFileWriter, check_loadable
+from torch_shard.checkpoint.format.atomic_directory import find
+from torch_shard.checkpoint.format.dcp_metadata import load_metadata
+from torch_shard.checkpoint.format.safetensors import SafetensorsWriter, size_of
+from torch_shard.checkpoint.format.torch_file import TorchFileWriter, check_loadable
+from torch_shard.checkpoint.full import save
+from torch_shard.checkpoint.full.open_files import is_full, open_full
+from torch_shard.checkpoint.sharded.checkpoint_dir import Checkpoint
+from torch_shard.checkpoint.sharded.host_snapshot import Staging
 from torch_shard.errors import CheckpointError, ConfigError, StateDictError
 
 NONCE = "0123456789abcdef"
@@ -200,7 +200,7 @@ def test_memory_that_one_rank_lacks_is_an_error_on_all(rank, tmp_path, monkeypat
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     if rank == 1:
-        monkeypatch.setattr(full_save, "buffer", none)
+        monkeypatch.setattr(save, "buffer", none)
     with pytest.raises(CheckpointError, match=r"Cannot allocate memory"):
         engine.save_full(tmp_path / "c.pt")
     monkeypatch.undo()

@@ -20,8 +20,8 @@ from tests.marks import exhaustive
 from tests.odd_model import Net, batch
 from tests.ranks import ranks
 from torch_shard import optim_state, state_dict_type
-from torch_shard.checkpoint import sharded_load
-from torch_shard.checkpoint.dcp import load_metadata
+from torch_shard.checkpoint.format.dcp_metadata import load_metadata
+from torch_shard.checkpoint.sharded import load as sharded_load
 from torch_shard.errors import CheckpointError, ShardError, StateDictError
 
 
@@ -320,19 +320,19 @@ def test_the_new_directory_lets_in_whom_the_old_one_did(tmp_path):
 
 
 def test_another_programs_save_is_left_alone_where_locks_do_not_work(tmp_path, monkeypatch):
-    from torch_shard.checkpoint import folder
+    from torch_shard.checkpoint.format import atomic_directory
 
     _model, engine, _ = build(model=Net)
     other = tmp_path / ".theirs.saving-0123456789abcdef"
     other.mkdir()
-    (other / folder.PROBE).touch()
+    (other / atomic_directory.PROBE).touch()
     long_ago = time.time() - 7200
     os.utime(other, (long_ago, long_ago))
 
     def no_locks(*_: Any) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(folder.fcntl, "flock", no_locks)
+    monkeypatch.setattr(atomic_directory.fcntl, "flock", no_locks)
     save(engine, tmp_path / "c")
     os.utime(other, (1, 1))
     save(engine, tmp_path / "c")

@@ -19,11 +19,11 @@ from tests.checkpoint.helpers import build, files_of, load, same, save, train, w
 from tests.marks import exhaustive
 from tests.odd_model import Net
 from tests.ranks import ranks
-from torch_shard.checkpoint import folder
-from torch_shard.checkpoint.folder import PROBE, Saving, commit, discard, find
-from torch_shard.checkpoint.source import Checkpoint
-from torch_shard.checkpoint.verify import verify
-from torch_shard.checkpoint.writer import ShardWriter
+from torch_shard.checkpoint.format import atomic_directory
+from torch_shard.checkpoint.format.atomic_directory import PROBE, Saving, commit, discard, find
+from torch_shard.checkpoint.sharded.checkpoint_dir import Checkpoint
+from torch_shard.checkpoint.sharded.writer import ShardWriter
+from torch_shard.checkpoint.tools.verify import verify
 from torch_shard.errors import CheckpointError, MissingRankError
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +90,7 @@ def test_a_checkpoint_that_lost_its_name_between_two_renames_is_found_and_gets_i
 
 
 def test_without_an_exchange_in_one_step_the_old_one_steps_aside(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "exchange", lambda one, other: False)
+    monkeypatch.setattr(atomic_directory, "exchange", lambda one, other: False)
     for nonce, text in ((NONCE, "one"), (NONCE[::-1], "two")):
         saving = Saving.begin(tmp_path / "c", nonce)
         (saving.path / "manifest.json").write_text(text)

@@ -16,8 +16,8 @@ import torch_shard
 from tests.checkpoint.helpers import build, files_of, same, whole
 from tests.odd_model import Net
 from tests.ranks import ranks
-from torch_shard.checkpoint.full_files import open_full
-from torch_shard.checkpoint.safetensors_files import SafetensorsWriter, size_of
+from torch_shard.checkpoint.format.safetensors import SafetensorsWriter, size_of
+from torch_shard.checkpoint.full.open_files import open_full
 from torch_shard.errors import CheckpointError, ConfigError, StateDictError, UnavailableError
 
 safetensors = pytest.importorskip("safetensors.torch")

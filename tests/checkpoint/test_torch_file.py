@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.checkpoint.helpers import same
-from torch_shard.checkpoint.torch_file import Slot, TorchFileWriter, check_loadable
+from torch_shard.checkpoint.format.torch_file import Slot, TorchFileWriter, check_loadable
 from torch_shard.errors import CheckpointError, ConfigError
 
 DTYPES = [

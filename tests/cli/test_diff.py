@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from torch_shard.checkpoint.compare import differing
+from torch_shard.checkpoint.tools.diff import differing
 
 
 def test_a_checkpoint_equals_itself_in_any_format(made, tmp_path, cli):

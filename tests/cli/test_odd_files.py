@@ -176,14 +176,14 @@ def test_safetensors_do_not_join_other_weights(tmp_path, cli):
 
 def test_what_was_replaced_is_deleted_where_names_can_not_be_exchanged(tmp_path, cli, monkeypatch):
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
-    monkeypatch.setattr("torch_shard.checkpoint.folder.exchange", lambda one, other: False)
+    monkeypatch.setattr("torch_shard.checkpoint.format.atomic_directory.exchange", lambda one, other: False)
     for _ in range(2):
         cli("convert", tmp_path / "a.pt", tmp_path / "hf", "--to", "safetensors", "--overwrite")
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "hf"]
 
 
 def test_names_of_many_entries_are_found_in_little_time(tmp_path):
-    from torch_shard.checkpoint.parts import _split
+    from torch_shard.checkpoint.tools.classify import _split
 
     names = {f"blocks.{number}.w" for number in range(20_000)} | {"blocks"}
     for number in range(20_000):

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from tests.checkpoint.helpers import bits, files_of
 from tests.checkpoint.test_bad_files import flip, of_version, values_of
-from torch_shard.checkpoint.chunks import covers
-from torch_shard.checkpoint.dcp import load_metadata
+from torch_shard.checkpoint.format.chunks import covers
+from torch_shard.checkpoint.format.dcp_metadata import load_metadata
 
 
 @pytest.mark.parametrize(

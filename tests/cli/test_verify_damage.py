@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from torch_shard.checkpoint.dcp import load_metadata
+from torch_shard.checkpoint.format.dcp_metadata import load_metadata
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,7 @@ from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard import ShardTensor, engine_of
 from torch_shard.errors import ConfigError
-from torch_shard.fsdp import (
-    BackwardPrefetch,
-    MixedPrecision,
-    ShardingStrategy,
-    settings,
-)
+from torch_shard.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy, translate_settings
 from torch_shard.fsdp import FullyShardedDataParallel as FSDP
 from torch_shard.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
@@ -38,7 +33,7 @@ def test_strategies_and_prefetch_reach_the_engine(strategy, rank):
 
 @ranks(2)
 def test_arguments_without_a_meaning_are_named_once(rank):
-    settings._said.clear()
+    translate_settings._said.clear()
     with captured_log() as messages:
         for _ in range(3):
             FSDP(build(), limit_all_gathers=False, backward_prefetch=BackwardPrefetch.BACKWARD_POST)

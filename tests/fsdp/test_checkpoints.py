@@ -26,12 +26,7 @@ from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard import ShardTensor
 from torch_shard.errors import ConfigError
-from torch_shard.fsdp import (
-    FullStateDictConfig,
-    OptimStateKeyType,
-    StateDictType,
-    fully_shard,
-)
+from torch_shard.fsdp import FullStateDictConfig, OptimStateKeyType, StateDictType, fully_shard
 from torch_shard.fsdp import FullyShardedDataParallel as FSDP
 from torch_shard.fsdp.wrap import ModuleWrapPolicy
 

@@ -27,8 +27,8 @@ from torch_shard.fsdp import (
     UnshardHandle,
     fully_shard,
     register_fsdp_forward_method,
-    settings,
     share_comm_ctx,
+    translate_settings,
 )
 from torch_shard.fsdp import FullyShardedDataParallel as FSDP
 
@@ -127,7 +127,7 @@ def test_reshard_after_forward_becomes_a_strategy(rank):
         model = wrapped(reshard_after_forward=given)
         model(batch(rank, 0))
         assert engine_of(model).config.strategy == strategy
-    settings._said.clear()
+    translate_settings._said.clear()
     model = wrapped()
     model.blocks[2].set_reshard_after_forward(False)
     model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[1]])
@@ -180,7 +180,7 @@ def test_modules_that_cannot_be_wrapped_are_refused():
 @ranks(2)
 def test_hints_are_named_and_what_would_change_numbers_is_refused(rank):
     model = wrapped()
-    settings._said.clear()
+    translate_settings._said.clear()
     with captured_log() as messages:
         for _ in range(2):
             model.set_is_last_backward(False)

@@ -20,10 +20,7 @@ from tests.ranks import ranks
 from torch_shard import ShardTensor, engine_of
 from torch_shard.errors import ConfigError, SetupError, ShardError, ShardPicklingError
 from torch_shard.fsdp import FullyShardedDataParallel as FSDP
-from torch_shard.fsdp import (
-    MixedPrecision,
-    StateDictType,
-)
+from torch_shard.fsdp import MixedPrecision, StateDictType
 from torch_shard.fsdp.wrap import ModuleWrapPolicy
 
 BLOCKS = ModuleWrapPolicy({Block})

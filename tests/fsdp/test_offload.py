@@ -13,7 +13,7 @@ from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard import Offload, engine_of
 from torch_shard.errors import ConfigError
-from torch_shard.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy, fully_shard, settings
+from torch_shard.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy, fully_shard, translate_settings
 from torch_shard.fsdp import FullyShardedDataParallel as FSDP
 from torch_shard.fsdp.wrap import ModuleWrapPolicy
 
@@ -121,7 +121,7 @@ def whole(model):
 @pytest.mark.parametrize("outer", [*exhaustive(True), False])
 @ranks(2)
 def test_where_a_part_asks_for_it_all_of_the_model_is_offloaded_and_a_warning_says_so(rank, outer):
-    settings._said.clear()
+    translate_settings._said.clear()
     model = build()
     fully_shard(model.blocks[0], **({} if outer else {"offload_policy": CPUOffloadPolicy()}))
     fully_shard(model, **({"offload_policy": CPUOffloadPolicy()} if outer else {}))
@@ -134,7 +134,7 @@ def test_where_a_part_asks_for_it_all_of_the_model_is_offloaded_and_a_warning_sa
 
 @ranks(2)
 def test_a_root_without_parameters_of_its_own_need_not_ask(rank):
-    settings._said.clear()
+    translate_settings._said.clear()
     model = build()
     for child in model.children():
         for part in child if isinstance(child, torch.nn.ModuleList) else [child]:

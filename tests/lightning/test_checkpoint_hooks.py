@@ -21,8 +21,8 @@ from tests.lightning.helpers import NAMESPACES, loader, net_class, trainer
 from tests.marks import quick
 from tests.ranks import ranks
 from torch_shard import ShardConfig
-from torch_shard.checkpoint import sharded_save
-from torch_shard.checkpoint.source import Checkpoint
+from torch_shard.checkpoint.sharded import save as sharded_save
+from torch_shard.checkpoint.sharded.checkpoint_dir import Checkpoint
 from torch_shard.errors import MissingRankError, StateDictError, UnitStateError
 
 FORMS = ["sharded", "full"]

@@ -19,7 +19,7 @@ from tests.lightning.helpers import BATCHES, assert_same_state, loader, net_clas
 from tests.logs import captured_log
 from tests.marks import quick
 from tests.ranks import ranks, run
-from torch_shard.checkpoint.saved import model_entries
+from torch_shard.checkpoint.sharded.entry_lookup import model_entries
 from torch_shard.cli.main import main as command_line
 from torch_shard.errors import CheckpointError
 from torch_shard.log import logger

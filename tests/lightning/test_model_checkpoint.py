@@ -18,8 +18,8 @@ from lightning_shard.for_lightning import ShardStrategy
 from tests.lightning.helpers import BATCHES, assert_same_state, loader, net_class, single, trainer
 from tests.marks import exhaustive, quick
 from tests.ranks import ranks
-from torch_shard.checkpoint import sharded_save
-from torch_shard.checkpoint.source import Checkpoint
+from torch_shard.checkpoint.sharded import save as sharded_save
+from torch_shard.checkpoint.sharded.checkpoint_dir import Checkpoint
 from torch_shard.errors import CheckpointError
 
 FORMS = ["sharded", "full"]

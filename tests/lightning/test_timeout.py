@@ -15,9 +15,10 @@ from tests.lightning.helpers import NAMESPACES, either_namespace, lightning_shar
 from tests.logs import captured_log
 from tests.ranks import ranks
 from tests.run_python import run_python
-from torch_shard import ShardConfig, watch
+from torch_shard import ShardConfig
+from torch_shard.comm import watchdog
+from torch_shard.comm.process_groups import group_timeout
 from torch_shard.errors import MissingRankError
-from torch_shard.group_timeout import group_timeout
 
 GROUP = 120.0  # of the ranks of these tests
 
@@ -25,12 +26,12 @@ GROUP = 120.0  # of the ranks of these tests
 @contextlib.contextmanager
 def soon_warned(seconds: float) -> Iterator[list[str]]:
     """The log, with warnings of slow ranks after so long in place of half a minute."""
-    slow, watch.SLOW = watch.SLOW, seconds
+    slow, watchdog.SLOW = watchdog.SLOW, seconds
     try:
         with captured_log() as seen:
             yield seen
     finally:
-        watch.SLOW = slow
+        watchdog.SLOW = slow
 
 
 def strategy(namespace: str, config: ShardConfig | None = None) -> ShardStrategy:

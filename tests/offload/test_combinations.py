@@ -15,7 +15,8 @@ from tests.offload.models import HALF, OFFLOADS, Model, Training, alike, chosen,
 from tests.ranks import ranks
 from tests.tensor_parallel import harness as tensor_parallel
 from tests.test_comm_hook import PowerSGD
-from torch_shard import Precision, Quantized, group_calls
+from torch_shard import Precision, Quantized
+from torch_shard.comm import process_group_ops
 
 BF16 = torch.bfloat16
 OPTIMIZERS = ["AdamW", "SGD"]
@@ -150,7 +151,7 @@ def test_strategies(rank, tmp_path, offload, optimizer, strategy, settings):
 @ranks(2)
 def test_collectives_by_torchs_public_functions(rank):
     names = ("_ALL_GATHER", "_REDUCE_SCATTER", "_ALL_TO_ALL", "_ALL_REDUCE", "_BROADCAST")
-    with mock.patch.multiple(group_calls, **dict.fromkeys(names, "")):
+    with mock.patch.multiple(process_group_ops, **dict.fromkeys(names, "")):
         alike(lambda offload: steps(Training(rank, offload), clip=0.5), "cpu")
 
 

@@ -13,7 +13,7 @@ from tests.offload.models import Training, inputs, loss_of, same
 from tests.ranks import ranks
 from torch_shard import Precision
 from torch_shard.offload import Offload
-from torch_shard.offload.handed_out import HandedOut
+from torch_shard.offload.exported_tensors import HandedOut
 
 
 def trained(rank, offload="cpu", **settings):

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from tests.ranks import ranks
 from torch_shard.errors import HostMemoryError, ShardError
-from torch_shard.offload import host_memory
-from torch_shard.offload.host_memory import Limit, available, check, limits
+from torch_shard.offload import memory_limits
+from torch_shard.offload.memory_limits import Limit, available, check, limits
 
 GIB = 1 << 30
 MEMINFO = "MemTotal: 16777216 kB\nMemFree: 1048576 kB\nMemAvailable: 8388608 kB\n"  # 8 GiB available
@@ -225,4 +225,4 @@ def test_more_limits_than_a_message_holds_keep_the_machine_and_the_tightest():
     ("nbytes", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.50 KiB"), (5 * GIB, "5.00 GiB")]
 )
 def test_sizes_in_messages(nbytes, text):
-    assert host_memory.formatted(nbytes) == text
+    assert memory_limits.formatted(nbytes) == text

@@ -8,7 +8,7 @@ import torch_shard
 from tests.offload.models import Model
 from tests.ranks import ranks
 from torch_shard import Offload, ShardConfig, errors
-from torch_shard.offload import host_memory, pinned
+from torch_shard.offload import memory_limits, pinned
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def test_ranks_that_differ_are_told(rank):
 @ranks(2)
 def test_host_memory_that_is_short_is_told_before_anything_changes(rank, short, monkeypatch):
     if rank == short:
-        limit = host_memory.Limit("machine here", host_memory.RESERVE + 1000, is_machine=True)
-        monkeypatch.setattr(host_memory, "limits", lambda *_: (limit,))
+        limit = memory_limits.Limit("machine here", memory_limits.RESERVE + 1000, is_machine=True)
+        monkeypatch.setattr(memory_limits, "limits", lambda *_: (limit,))
     model = Model()
     with pytest.raises(errors.HostMemoryError, match=r"is short of memory by .*rank [01]: .*are available"):
         torch_shard.shard(model, offload="cpu")

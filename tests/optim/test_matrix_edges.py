@@ -15,8 +15,8 @@ from tests.marks import exhaustive
 from tests.optim.helpers import O
 from tests.optim.matrix_optimizers import advance, gradients, maker, same_state
 from tests.ranks import ranks
-from torch_shard import owned_state
 from torch_shard.errors import DivergenceError, ShardError, UnitStateError
+from torch_shard.optim.matrix import state as matrix_state
 
 
 class Descent(O.Optimizer):
@@ -145,7 +145,7 @@ class DecaysDataFirst(DecaysFirst):
 )
 @ranks(2, exhaustive=(3,))
 def test_ways_of_stepping_that_lose_updates_are_refused_each_time(rank, world_size, kind, text):
-    with mock.patch.object(owned_state, "_SMALL", 0):
+    with mock.patch.object(matrix_state, "_SMALL", 0):
         pair = pair_of(kind, rank, world_size)
         for step in range(3 if kind is not DecaysDataFirst else 1):
             gradients(pair, step)
@@ -186,7 +186,7 @@ class CountsNested(Descent):
 @pytest.mark.exhaustive
 @ranks(2)
 def test_what_a_step_counts_in_nested_options_is_counted_once(rank, world_size):
-    with mock.patch.object(owned_state, "_SMALL", 0):
+    with mock.patch.object(matrix_state, "_SMALL", 0):
         pair = pair_of(CountsNested, rank, world_size)
         advance(pair, range(3))
     (group,) = pair.optimizer.param_groups

@@ -20,8 +20,8 @@ from tests.marks import exhaustive, quick
 from tests.optim.helpers import Odd
 from tests.optim.matrix_optimizers import MAKE, Shampoo, advance, gradients, maker, same_state, same_values, takes
 from tests.ranks import ranks, run
-from torch_shard import owned_state
 from torch_shard.errors import StateDictError
+from torch_shard.optim.matrix import state as matrix_state
 
 STEPS = 3
 
@@ -254,7 +254,7 @@ def highest_in_a_step(blocks: int, width: int, rows: int) -> tuple[float, float]
     optimizer = Plain(model.parameters())
     model().backward()
     gradients = sum(p.grad._local.nbytes for p in model.parameters())
-    with mock.patch.object(owned_state, "_SMALL", 0):
+    with mock.patch.object(matrix_state, "_SMALL", 0):
         for _ in range(2):  # these keep some values to compare them
             optimizer.step()
         gc.collect()

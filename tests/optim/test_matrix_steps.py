@@ -18,15 +18,15 @@ from tests.marks import exhaustive, quick
 from tests.optim.helpers import O, Odd, trainable
 from tests.optim.matrix_optimizers import MAKE, Shampoo, advance, gradients, maker, same_state, takes
 from tests.ranks import ranks
-from torch_shard import owned_state
 from torch_shard.errors import DivergenceError, ShardError
+from torch_shard.optim.matrix import state as matrix_state
 
 SMALL_UNITS = pytest.mark.parametrize("part_bytes", [0, *exhaustive(4 << 20)])
 
 
 def parts_of(size: int) -> Any:
     """Inside, units are exchanged together up to this size (bytes). All of those here are smaller than the usual one."""
-    return mock.patch.object(owned_state, "_SMALL", size)
+    return mock.patch.object(matrix_state, "_SMALL", size)
 
 
 @pytest.mark.parametrize("name", quick(MAKE, ["Muon", "Adafactor"]))

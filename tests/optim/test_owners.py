@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_shard.owners import Item, assign, choose, loads_of, work_of
+from torch_shard.plan.matrix_owners import Item, assign, choose, loads_of, work_of
 
 NUMBERS = st.integers(1, 9)
 

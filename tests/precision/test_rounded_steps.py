@@ -34,7 +34,7 @@ from tests.precision.rounding_harness import (
 )
 from tests.ranks import ranks
 from torch_shard import Precision
-from torch_shard.flat_piece import RoundedPiece
+from torch_shard.optim.elementwise.piece import RoundedPiece
 
 # -- steps ------------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from tests.precision.rounding_harness import (
     FP32,
     neighbours,
 )
-from torch_shard.rounding import Rounding, noise, round_to
+from torch_shard.numerics.stochastic_rounding import Rounding, noise, round_to
 
 
 def rounded(exact: torch.Tensor, start: int = 0, count: int = 0) -> torch.Tensor:

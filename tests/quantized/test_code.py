@@ -15,7 +15,7 @@ from tests.quantized.harness import (
     FP64,
     decoded,
 )
-from torch_shard.block_code import BlockCode
+from torch_shard.numerics.block_quantizer import BlockCode
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8"])
@@ -46,7 +46,7 @@ def test_long_rows_are_worked_on_in_pieces_that_do_not_show(monkeypatch):
     payloads = torch.zeros(2, 2, code.nbytes, dtype=torch.uint8)
     residuals = [r.clone() for r in residuals]
     code.encode(values, payloads[0], residuals[0])
-    monkeypatch.setattr("torch_shard.block_code._PIECE", {"cpu": 100})
+    monkeypatch.setattr("torch_shard.numerics.block_quantizer._PIECE", {"cpu": 100})
     code.encode(values, payloads[1], residuals[1])
     assert torch.equal(payloads[0], payloads[1]) and torch.equal(*residuals)
 

@@ -7,9 +7,9 @@ one step.
 
 from __future__ import annotations
 
-from .full_save import save_full
-from .pending import PendingSave
-from .sharded_load import load, load_contents
-from .sharded_save import save, save_contents
+from .full.save import save_full
+from .sharded.async_save import PendingSave
+from .sharded.load import load, load_contents
+from .sharded.save import save, save_contents
 
 __all__ = ["PendingSave", "load", "load_contents", "save", "save_contents", "save_full"]

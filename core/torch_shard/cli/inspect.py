@@ -7,8 +7,8 @@ import datetime
 from collections.abc import Iterator
 from typing import Any
 
-from ..checkpoint.opened import Opened, Stored, leaves, open_checkpoint
-from ..checkpoint.parts import LIGHTNING, OptimizerParts, Parts, parts_of, resolved
+from ..checkpoint.tools.classify import LIGHTNING, OptimizerParts, Parts, parts_of, resolved
+from ..checkpoint.tools.open_any import Opened, Stored, leaves, open_checkpoint
 from ..errors import CheckpointError
 from .output import dtype_name, print_json, short, size, table
 

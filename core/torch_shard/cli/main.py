@@ -12,8 +12,8 @@ import torch
 
 from ..errors import ShardError
 from ..versions import __version__
-from . import diff, inspect, verify, write
-from .data_classes import classes_of_data
+from . import convert, diff, inspect, verify
+from .safe_globals import classes_of_data
 
 __all__ = ["main"]
 
@@ -100,8 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in (inspect, verify):
         module.add_to(commands)
-    write.add_consolidate(commands)
-    write.add_convert(commands)
+    convert.add_consolidate(commands)
+    convert.add_convert(commands)
     diff.add_to(commands)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print one JSON object")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..checkpoint.verify import size_to_verify, verify
+from ..checkpoint.tools.verify import size_to_verify, verify
 from .output import print_json, progress, size
 
 __all__ = ["add_to"]

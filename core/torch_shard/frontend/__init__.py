@@ -7,28 +7,32 @@ module of its own because it imports torch's distributed checkpoints. Unlike the
 
 from __future__ import annotations
 
-from .. import clip_together, full_state, meeting, named_state, owned_state
-from ..buffers import broadcast_coalesced
-from ..by_object import ByObject
-from ..casting import cast, cast_outputs
-from ..clip_together import clip_norm, engines_over, limit_values
-from ..config import Strategy
-from ..deferred import Deferred, defer, deferred_of
-from ..full_state import make_whole, refuse_inside
-from ..gathered import gathered
-from ..group_timeout import group_timeout
-from ..groups import told_by
-from ..layer_classes import classes_named
-from ..meeting import meet
-from ..named_state import load_optim_state_dict
-from ..precision import for_autocast, precision_of
-from ..runtime import Runtime
-from ..shard_spec import same_cut, slice_full
-from ..statistics import Statistics
-from ..step_checks import refusal_of
+from ..comm.broadcast_buffers import broadcast_coalesced
+from ..comm.consensus import agree, anywhere
+from ..comm.process_groups import group_timeout
+from ..comm.rendezvous import told_by
+from ..comm.traffic_statistics import Statistics
+from ..comm.work import default_store
+from ..config.precision import for_autocast, precision_of
+from ..config.shard_config import Strategy
+from ..optim.checks import refusal_of
+from ..optim.matrix import state as owned_state
+from ..plan.layer_selection import classes_named
+from ..runtime import barrier as meeting
+from ..runtime.barrier import meet
+from ..runtime.mixed_precision_hooks import cast, cast_outputs
+from ..runtime.runtime import Runtime
+from ..setup.lazy_param import Deferred, defer, deferred_of
+from ..shard_tensor.spec import same_cut, slice_full
+from ..state import model_state as full_state
+from ..state import optimizer_state as named_state
+from ..state.model_state import make_whole, refuse_inside
+from ..state.optimizer_state import load_optim_state_dict
+from ..unshard.gathered import gathered
+from ..utils.weak_id_map import ByObject
 from ..versions import reduce_scatter_single
-from ..watch import default_store
-from ..whole import agree, anywhere
+from . import clipping as clip_together
+from .clipping import clip_norm, engines_over, limit_values
 
 __all__ = [
     "ByObject",

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from ..checkpoint import PendingSave, load_contents, phases, save_contents
-from ..checkpoint.contents import (
+from ..checkpoint import PendingSave, load_contents, save_contents
+from ..checkpoint.format.atomic_directory import Saving, commit, discard, exchange, find, hidden, sees, sync, tidy
+from ..checkpoint.format.fileio import make_durable
+from ..checkpoint.format.safetensors import size_of
+from ..checkpoint.full.load import FullLoad, by_name
+from ..checkpoint.full.open_files import open_full
+from ..checkpoint.plain_params import all_parameters, plain_source
+from ..checkpoint.sharded.entries import (
     EXTRA,
     MODEL,
     MODELS,
@@ -15,15 +21,10 @@ from ..checkpoint.contents import (
     param_names,
     sources_of,
 )
-from ..checkpoint.files import make_durable
-from ..checkpoint.folder import Saving, commit, discard, exchange, find, hidden, sees, sync, tidy
-from ..checkpoint.full_files import open_full
-from ..checkpoint.full_load import FullLoad, by_name
-from ..checkpoint.others import all_parameters, plain_source
-from ..checkpoint.phases import broadcast, each, gather
-from ..checkpoint.read_contents import Contents, read_contents
-from ..checkpoint.safetensors_files import size_of
-from ..checkpoint.sliced import joined, mapped, split
+from ..checkpoint.sharded.extra_shards import joined, mapped, split
+from ..checkpoint.sharded.read_tree import Contents, read_contents
+from ..comm import collective_steps as phases
+from ..comm.collective_steps import broadcast, each, gather
 
 __all__ = [
     "EXTRA",

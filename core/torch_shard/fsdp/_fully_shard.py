@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..engine import engine_of
 from ..errors import ConfigError, ShardPicklingError
-from . import marks
-from .settings import of_fully_shard, unused
-from .wrapped import WrappedModule, class_over
+from . import deferred_wrap
+from .module_mixin import WrappedModule, class_over
+from .translate_settings import of_fully_shard, unused
 
 __all__ = ["FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
 
@@ -71,7 +71,7 @@ def fully_shard(
             )
         if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
             raise ConfigError(f"fully_shard: a {type(each).__name__} has no forward; call it for each module in it.")
-        if marks.mark_of(each) is not None:
+        if deferred_wrap.mark_of(each) is not None:
             raise ConfigError(f"fully_shard: this {type(each).__name__} is wrapped already.")
     request = of_fully_shard(
         modules,
@@ -86,7 +86,7 @@ def fully_shard(
     for each in modules:
         kind = type(each)
         made = class_over(FSDPModule, kind, f"FSDP{kind.__name__}", {})
-        marks.leave_mark(each, request)
+        deferred_wrap.leave_mark(each, request)
         each.__class__ = made  # type: ignore[assignment]
     return module
 
@@ -122,7 +122,7 @@ class FSDPModule(WrappedModule):
         other = object.__new__(type(self))
         memo[id(self)] = other
         other.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        marks.copy_sync(cast(nn.Module, other))
+        deferred_wrap.copy_sync(cast(nn.Module, other))
         return other
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -166,10 +166,10 @@ class FSDPModule(WrappedModule):
         """
         for mark in self._marks(recurse):
             mark.sync = bool(requires_gradient_sync)
-        root = marks.root_of(cast(nn.Module, self))
+        root = deferred_wrap.root_of(cast(nn.Module, self))
         engine = engine_of(root)
         if engine is not None:
-            marks.apply_sync(root, engine)
+            deferred_wrap.apply_sync(root, engine)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of the gradients of this module's own parameters by `factor`, in place of the number of ranks.
@@ -181,9 +181,9 @@ class FSDPModule(WrappedModule):
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < float("inf"):
             raise ConfigError(f"set_gradient_divide_factor: factor must be a positive number, not {factor!r}.")
         module = cast(nn.Module, self)
-        engine = engine_of(marks.root_of(module))
+        engine = engine_of(deferred_wrap.root_of(module))
         if engine is not None:
-            marks.divide_by(engine, module, float(factor))
+            deferred_wrap.divide_by(engine, module, float(factor))
         for mark in self._marks(False):
             mark.divisor = float(factor)
 
@@ -213,7 +213,7 @@ class FSDPModule(WrappedModule):
         """
         if not isinstance(reshard_after_forward, bool):
             raise ConfigError(f"set_reshard_after_forward: it must be True or False, not {reshard_after_forward!r}.")
-        if marks.is_pending(cast(nn.Module, self)):
+        if deferred_wrap.is_pending(cast(nn.Module, self)):
             for mark in self._marks(recurse):
                 mark.request = copy.copy(mark.request)
                 object.__setattr__(mark.request, "reshard", reshard_after_forward)
@@ -246,7 +246,7 @@ class FSDPModule(WrappedModule):
                 raise ConfigError(
                     f"{what}: modules must be given to fully_shard first; this is a {type(module).__name__}."
                 )
-        if marks.is_pending(cast(nn.Module, self)):
+        if deferred_wrap.is_pending(cast(nn.Module, self)):
             for mark in self._marks(False):
                 mark.prefetch = max(mark.prefetch, len(modules))
         else:
@@ -302,13 +302,13 @@ class FSDPModule(WrappedModule):
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward the model is ready for the next step anyway; nothing to do."""
 
-    def _marks(self, recurse: bool) -> list[marks.Mark]:
+    def _marks(self, recurse: bool) -> list[deferred_wrap.Mark]:
         module = cast(nn.Module, self)
-        modules = [module, *(m for _, m in marks.marks_in(module))] if recurse else [module]
-        return [mark for m in modules if (mark := marks.mark_of(m)) is not None]
+        modules = [module, *(m for _, m in deferred_wrap.marks_in(module))] if recurse else [module]
+        return [mark for m in modules if (mark := deferred_wrap.mark_of(m)) is not None]
 
     def _request(self) -> Any:
-        mark = marks.mark_of(cast(nn.Module, self))
+        mark = deferred_wrap.mark_of(cast(nn.Module, self))
         assert mark is not None
         return mark.request
 
@@ -334,23 +334,23 @@ class _CloseFirst:
 
 
 def _open(module: nn.Module) -> None:
-    mark = marks.mark_of(module)
+    mark = deferred_wrap.mark_of(module)
     assert mark is not None
-    engine = marks.engine_around(module)
-    params = marks.own_params(module)
+    engine = deferred_wrap.engine_around(module)
+    params = deferred_wrap.own_params(module)
     if mark.opened is not None or not params:
         return
     stack = contextlib.ExitStack()
     stack.enter_context(engine.gathered(params))
     root = engine.model
-    for each in {id(m): m for m in (root, *(m for _, m in marks.marks_in(root)), module)}.values():
+    for each in {id(m): m for m in (root, *(m for _, m in deferred_wrap.marks_in(root)), module)}.values():
         handle: RemovableHandle = each.register_forward_pre_hook(_CloseFirst(module), prepend=True)
         stack.callback(handle.remove)
     mark.opened = stack
 
 
 def _close(module: nn.Module) -> None:
-    mark = marks.mark_of(module)
+    mark = deferred_wrap.mark_of(module)
     if mark is not None and mark.opened is not None:
         stack, mark.opened = mark.opened, None
         stack.close()
@@ -376,7 +376,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def sharded_first(self: Any, *args: Any, **kwargs: Any) -> Any:
-        marks.engine_around(self)
+        deferred_wrap.engine_around(self)
         return method(*args, **kwargs) if function is None else function(self, *args, **kwargs)
 
     setattr(module, method_name, types.MethodType(sharded_first, module))

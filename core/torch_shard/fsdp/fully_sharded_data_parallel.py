@@ -22,7 +22,7 @@ from .. import state_dict_type as _state_dict_type
 from ..engine import Engine, engine_of
 from ..errors import ConfigError, ShardPicklingError
 from ..optim_state import OptimStateKeyType
-from . import auto_wrap, marks
+from . import auto_wrap, deferred_wrap
 from .api import (
     BackwardPrefetch,
     CPUOffload,
@@ -39,9 +39,9 @@ from .api import (
     StateDictSettings,
     StateDictType,
 )
-from .settings import of_fsdp, unused
+from .module_mixin import WrappedModule, class_over
+from .translate_settings import of_fsdp, unused
 from .wrap import CustomPolicy, ModuleWrapPolicy
-from .wrapped import WrappedModule, class_over
 
 __all__ = [
     "BackwardPrefetch",
@@ -152,7 +152,7 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
         request = of_fsdp(has_policy=auto_wrap_policy is not None, **arguments)
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             unused("FullyShardedDataParallel", **{f"wrapping a {type(module).__name__}": "it has no forward"})
-        if marks.mark_of(module) is not None:
+        if deferred_wrap.mark_of(module) is not None:
             if not isinstance(module, FullyShardedDataParallel):
                 raise ConfigError(
                     f"FullyShardedDataParallel: this {type(module).__name__} is wrapped already; wrap what it returned then, or "
@@ -160,7 +160,7 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
                 )
             return  # wrapped twice: the inner call has everything
         if auto_wrap_policy is not None:
-            wrapped = marks.marks_in(module)
+            wrapped = deferred_wrap.marks_in(module)
             if wrapped:
                 raise ConfigError(
                     f"FullyShardedDataParallel: auto_wrap_policy wraps what is not wrapped yet, but {wrapped[0][0]} is. Leave "
@@ -168,9 +168,9 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
                 )
             chosen = auto_wrap.chosen_by(auto_wrap_policy, module, request.ignored, {**arguments})
             auto_wrap.replace(module, {m: FullyShardedDataParallel(m, **own) for m, own in chosen.items()})
-        marks.leave_mark(module, request)
+        deferred_wrap.leave_mark(module, request)
         if auto_wrap_policy is not None:
-            marks.engine_around(module)
+            deferred_wrap.engine_around(module)
 
     # -- the module ---------------------------------------------------------------------------------------------
     @property
@@ -207,7 +207,7 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
         if id(self) not in memo:  # the copy of the module may have come by here
             other = memo[id(self)] = object.__new__(type(self))
             _bind(other, inner)
-            marks.copy_sync(inner)
+            deferred_wrap.copy_sync(inner)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -218,7 +218,7 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
     # -- the tree -----------------------------------------------------------------------------------------------
     def check_is_root(self) -> bool:
         """Whether nothing around it is wrapped. Not collective."""
-        return marks.root_of(self).__dict__ is self.__dict__
+        return deferred_wrap.root_of(self).__dict__ is self.__dict__
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
@@ -241,7 +241,7 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
         Raises:
             ConfigError: not the outermost wrapped module.
         """
-        with marks.without_sync(self._root_engine("no_sync")):
+        with deferred_wrap.without_sync(self._root_engine("no_sync")):
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -265,16 +265,17 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
     def _root_engine(self, what: str) -> Engine:
         if not self.check_is_root():
             raise ConfigError(
-                f"FullyShardedDataParallel.{what}: {marks.nested_name(self)} is inside a wrapped model; call it on that one."
+                f"FullyShardedDataParallel.{what}: {deferred_wrap.nested_name(self)} is inside a wrapped model; "
+                "call it on that one."
             )
-        return marks.engine_around(self)
+        return deferred_wrap.engine_around(self)
 
     # -- whole parameters ---------------------------------------------------------------------------------------
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """``nn.Module.apply`` on whole parameters; what `fn` changes is kept. Collective once the model is sharded."""
-        if marks.is_pending(self):
+        if deferred_wrap.is_pending(self):
             return super().apply(fn)
-        engine = marks.engine_around(self)
+        engine = deferred_wrap.engine_around(self)
         if self.check_is_root():
             engine.apply(fn)
         else:
@@ -314,7 +315,7 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
                 # A model inside `module`, or the part that `module` is.
                 inside = any(m.__dict__ is engine.model.__dict__ for m in module.modules())
                 part = engine.model if inside else module
-                target = part if recurse else marks.own_params(part)
+                target = part if recurse else deferred_wrap.own_params(part)
                 stack.enter_context(engine.gathered(target, **options))
             yield
 
@@ -464,7 +465,7 @@ def _bind(wrapper: Any, module: nn.Module) -> None:
 
 
 def _request(wrapper: FullyShardedDataParallel, name: str) -> Any:
-    mark = marks.mark_of(wrapper)
+    mark = deferred_wrap.mark_of(wrapper)
     return None if mark is None else mark.request.arguments.get(name)
 
 
@@ -475,9 +476,9 @@ def _group(wrapper: FullyShardedDataParallel) -> Any:
 
 _ATTRIBUTES: dict[str, Callable[[FullyShardedDataParallel], Any]] = {
     "process_group": _group,
-    "rank": lambda wrapper: marks.engine_around(wrapper).rank,
-    "world_size": lambda wrapper: marks.engine_around(wrapper).world_size,
-    "compute_device": lambda wrapper: marks.engine_around(wrapper).device,
+    "rank": lambda wrapper: deferred_wrap.engine_around(wrapper).rank,
+    "world_size": lambda wrapper: deferred_wrap.engine_around(wrapper).world_size,
+    "compute_device": lambda wrapper: deferred_wrap.engine_around(wrapper).device,
     "sharding_strategy": lambda wrapper: _request(wrapper, "sharding_strategy"),
     "mixed_precision": lambda wrapper: _request(wrapper, "mixed_precision") or MixedPrecision(),
 }
@@ -493,17 +494,17 @@ def _apply(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
 
 
 def _engines(module: nn.Module) -> list[Engine]:
-    if marks.mark_of(module) is None and engine_of(module) is not None:
+    if deferred_wrap.mark_of(module) is None and engine_of(module) is not None:
         return [engine_of(module)]  # type: ignore[list-item]  # by torch_shard.shard
-    return [marks.engine_around(root) for root in marks.roots_in(module)]
+    return [deferred_wrap.engine_around(root) for root in deferred_wrap.roots_in(module)]
 
 
 def _models(module: nn.Module, what: str) -> list[nn.Module]:
     """The sharded models in `module`."""
-    if marks.mark_of(module) is not None and marks.root_of(module).__dict__ is not module.__dict__:
+    if deferred_wrap.mark_of(module) is not None and deferred_wrap.root_of(module).__dict__ is not module.__dict__:
         raise ConfigError(
-            f"FullyShardedDataParallel.{what}: {marks.nested_name(module)} is a part of a wrapped model, which has one setting; "
-            "pass the model."
+            f"FullyShardedDataParallel.{what}: {deferred_wrap.nested_name(module)} is a part of a wrapped model, which has "
+            "one setting; pass the model."
         )
     found = [engine.model for engine in _engines(module)]
     if not found:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .settings import unused
+from .translate_settings import unused
 
 __all__ = ["ShardedGradScaler"]
 

@@ -2,6 +2,6 @@
 ``ShardConfig(offload="cpu")``.
 """
 
-from .settings import Offload
+from ..config.offload import Offload
 
 __all__ = ["Offload"]

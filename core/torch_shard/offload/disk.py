@@ -38,7 +38,7 @@ import torch
 from ..errors import DiskError
 from ..log import current_rank, logger
 from . import paging
-from .host_memory import formatted
+from .memory_limits import formatted
 from .run_folder import RunFolder
 
 __all__ = ["DiskStore", "Transferred"]

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from ..collectives import Collectives, outside_inference
+from ..comm.collectives import Collectives, outside_inference
+from ..config.offload import BEHIND, IN_FLIGHT, Offload
 from ..errors import HostStepError
-from . import host_memory, pinned
+from . import memory_limits, pinned
 from .disk import DiskStore
+from .gradient_staging import Staging
 from .host_thread import HostThread
-from .moving import Waits
-from .settings import BEHIND, IN_FLIGHT, Offload
-from .staging import Staging
+from .pending_writes import Waits
 
 __all__ = ["Host"]
 
@@ -71,7 +71,7 @@ class Host:
     # -- memory ---------------------------------------------------------------------------------------------------
     def run_id(self) -> str:
         """The same on all ranks and for all their models, in no other run: which process is the first rank. Collective."""
-        text = f"{host_memory.host_identity()} {os.getpid()} {_started()}"
+        text = f"{memory_limits.host_identity()} {os.getpid()} {_started()}"
         number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
         own = torch.tensor([number], dtype=torch.int64, device="cpu")
         everyone: torch.Tensor = self.collectives.everyone.all_gather(own, "the set-up of offload")

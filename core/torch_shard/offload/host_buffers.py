@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import HostMemoryError
-from .host_memory import available, formatted
+from .memory_limits import available, formatted
 from .pinned import allocate, can_pin
 
 __all__ = ["HostBuffer", "HostBuffers"]

@@ -14,7 +14,7 @@ import torch
 
 from .host import Host, Spares
 from .host_thread import Task
-from .moving import Moving, Work
+from .pending_writes import Moving, Work
 
 __all__ = ["PIECE", "HostGradients"]
 

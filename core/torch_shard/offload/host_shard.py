@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..block_code import BlockCode
+from ..numerics.block_quantizer import BlockCode
 from .host import Host
-from .moving import Moving
+from .pending_writes import Moving
 
 __all__ = ["Crossing", "HostShard"]
 
@@ -33,7 +33,7 @@ class _Read:
 
 
 class Crossing:
-    """Like a :class:`~torch_shard.watch.Pending`: of values that no other rank sends."""
+    """Like a :class:`~torch_shard.comm.work.Pending`: of values that no other rank sends."""
 
     def __init__(self, event: Any, device: torch.device) -> None:
         self._event, self._device = event, device

@@ -20,7 +20,7 @@ import torch
 
 from ..errors import HostMemoryError, PinnedMemoryError
 from ..log import logger
-from .host_memory import formatted
+from .memory_limits import formatted
 
 __all__ = ["allocate", "can_pin"]
 

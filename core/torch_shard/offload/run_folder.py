@@ -35,7 +35,7 @@ if sys.platform != "win32":
 
 from ..errors import DiskError, UnavailableError
 from ..log import logger
-from .host_memory import host_identity
+from .memory_limits import host_identity
 
 __all__ = ["RunFolder", "file_system", "locks_reach_other_hosts"]
 

@@ -1,0 +1,1 @@
+"""The files of a checkpoint: how tensors, manifests and directories are written and checked."""

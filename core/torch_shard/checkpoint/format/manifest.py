@@ -1,0 +1,171 @@
+"""What a checkpoint says of itself: ``manifest.json``, written last.
+
+A directory with this file is a whole checkpoint. It holds the versions and the plan that the checkpoint was made with, a table
+of the parameters, and for every file its size and checksums::
+
+    {"crc32": "89abcdef", "manifest": {
+      "format": "torch-shard checkpoint", "version": 1, "id": ..., "saved_at": seconds since 1970,
+      "torch": ..., "torch_shard": ..., "world_size": ..., "strategy": ...,
+      "whole": [entries of optimizer state that have their parameter's shape, but are not cut as it is],
+      "units": [{"name": ..., "parameters": [names]}],
+      "parameters": [{"name": ..., "shape": [...], "dtype": "float32", "trainable": true}],
+      "module_versions": {...},
+      "files": {"__0_0.distcp": {"size": ..., "crc32": ..., "marks": [[position, crc], ...],
+                                 "sums": [digest or null, ...],
+                                 "items": [[name, offsets or null, start, length, values], ...]}}}}
+
+``marks`` are the file's running CRC-32 at some positions: where an item begins, and within a large one every few MiB of its
+values. Any part between two marks can be verified by itself, since a CRC can be continued from the value before. ``sums`` has
+for each such part, where it is large, a checksum that is faster (:mod:`.block_sum`); the first releases wrote none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+from ...versions import __version__
+
+__all__ = ["FORMAT", "MANIFEST", "SAVE_ID", "VERSION", "FileRecord", "Item", "Manifest", "read_manifest"]
+
+MANIFEST = "manifest.json"
+FORMAT = "torch-shard checkpoint"
+VERSION = 1
+SAVE_ID = "torch-shard-"
+"""How the id begins that manifest and DCP's metadata share."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One entry of a file.
+
+    Attributes:
+        name: of the tensor or object, as DCP knows it.
+        offsets: where the part lies in the tensor; None for an object.
+        start, length: its bytes in the file.
+        values: where the values begin, for a tensor.
+    """
+
+    name: str
+    offsets: tuple[int, ...] | None
+    start: int
+    length: int
+    values: int
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file: its bytes, the running CRC-32 at some positions (the last one at the end), what lies in it, and the faster
+    checksums of what is between the marks, by the number of the mark before, where there are any."""
+
+    size: int
+    crc32: int
+    marks: tuple[tuple[int, int], ...] = ()
+    items: tuple[Item, ...] = ()
+    sums: tuple[str | None, ...] = ()
+
+    def sum_of(self, block: int) -> str | None:
+        """The faster checksum of the bytes from a mark to the next one, if there is one."""
+        return self.sums[block] if block < len(self.sums) else None
+
+    def item_at(self, position: int) -> Item | None:
+        """The item that a byte belongs to, padding behind it included."""
+        # Not sorted: a tied parameter's second name comes later, with the place of the first.
+        return max((i for i in self.items if i.start <= position), key=lambda i: i.start, default=None)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """See the module's docstring. ``files`` has every file of the checkpoint but the manifest."""
+
+    id: str
+    world_size: int
+    strategy: str
+    units: tuple[dict[str, Any], ...]
+    parameters: tuple[dict[str, Any], ...]
+    module_versions: dict[str, dict[str, Any]]
+    files: dict[str, FileRecord]
+    whole: tuple[str, ...] = ()
+    torch: str = torch.__version__
+    torch_shard: str = __version__
+    saved_at: float = field(default_factory=time.time)
+    format: str = FORMAT
+    version: int = VERSION
+
+    def to_text(self) -> str:
+        # Not dataclasses.asdict, which copies everything once more.
+        files = {
+            name: {
+                "size": record.size,
+                "crc32": record.crc32,
+                "marks": record.marks,
+                "sums": record.sums,
+                "items": [(i.name, i.offsets, i.start, i.length, i.values) for i in record.items],
+            }
+            for name, record in self.files.items()
+        }
+        body = json.dumps({**vars(self), "files": files}, separators=(",", ":"))
+        return f'{{"crc32":"{zlib.crc32(body.encode()):08x}","manifest":{body}}}\n'
+
+
+def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
+    """Read and check the manifest of a checkpoint. Not collective.
+
+    Returns:
+        None where there is none: the checkpoint was not written by this package.
+
+    Raises:
+        CheckpointError: it is damaged, or a newer version's.
+        OSError: it can't be read.
+    """
+    path = Path(folder, MANIFEST)
+    try:
+        raw = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        outer = json.loads(raw)
+        inner = outer["manifest"]
+        if inner["format"] != FORMAT:
+            raise ValueError(f"its format is {inner['format']!r}")
+        version = int(inner["version"])
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is damaged or no manifest of this package's ({type(error).__name__}: {error}). Load an earlier checkpoint."
+        ) from error
+    if version > VERSION:
+        raise CheckpointError(
+            f"{path} has format version {version}, written by torch-shard-engine {inner.get('torch_shard', '?')}; this is "
+            f"{__version__}, which reads up to version {VERSION}. Upgrade torch-shard-engine."
+        )
+    try:
+        # The text itself, since a dump of what was read need not give the same one.
+        body = raw[raw.index(b'"manifest":') + len(b'"manifest":') : raw.rindex(b"}")]
+        if f"{zlib.crc32(body):08x}" != outer["crc32"]:
+            raise ValueError("its checksum differs")
+        files = {
+            name: FileRecord(
+                record["size"],
+                record["crc32"],
+                tuple((position, crc) for position, crc in record["marks"]),
+                tuple(Item(n, o if o is None else tuple(o), *places) for n, o, *places in record["items"]),
+                tuple(record.get("sums", ())),
+            )
+            for name, record in inner["files"].items()
+        }
+        lists = {name: tuple(inner.get(name, ())) for name in ("units", "parameters", "whole")}
+        # A later release may say more within one version.
+        known = {each.name: inner[each.name] for each in fields(Manifest) if each.name in inner}
+        return Manifest(**{**known, **lists, "files": files})
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is damaged ({type(error).__name__}: {error}). Load an earlier checkpoint."
+        ) from error

@@ -1,0 +1,207 @@
+"""A model in safetensors files, named as Hugging Face's tools name them.
+
+::
+
+    model.safetensors                           where one file holds it
+    model-00001-of-00003.safetensors  ...       else, and beside them
+    model.safetensors.index.json                which file has which entry, and the size of all
+
+The format has one name for each piece of memory: of tied weights one is stored, and the others are in the file's metadata,
+``{"lm_head.weight": "wte.weight"}``, as ``safetensors.torch.save_model`` has it. The files are written by the safetensors
+library, which is only imported here, when it is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError, ConfigError, UnavailableError
+from .fileio import make_durable, naming
+from .mmap_buffer import copied
+
+__all__ = ["INDEX", "SINGLE", "WEIGHTS", "SafetensorsWriter", "library", "size_of"]
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+"""Names of files of one model, which the next save replaces."""
+
+_METADATA = "__metadata__"  # the format's own entry
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def library() -> Any:
+    """The module ``safetensors``, with its ``torch``.
+
+    Raises:
+        UnavailableError: it is not installed.
+    """
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise UnavailableError(
+            "safetensors files need the safetensors library: pip install torch-shard-engine[safetensors]"
+        ) from error
+    return safetensors
+
+
+def size_of(given: int | str, what: str = "max_shard_size") -> int:
+    """Bytes, from a number or from text such as ``"5GB"`` (10^9) or ``"512MiB"`` (2^20).
+
+    Raises:
+        ConfigError: it is neither, or not positive.
+    """
+    size = 0
+    if isinstance(given, int) and not isinstance(given, bool):
+        size = given
+    elif isinstance(given, str):
+        text = given.strip().upper()
+        unit = text.lstrip("0123456789.")
+        try:
+            size = int(float(text[: len(text) - len(unit)]) * _UNITS[unit.strip()])
+        except (ValueError, KeyError, OverflowError):  # the last one for numbers beyond what a float holds
+            size = 0
+    if size < 1:
+        raise ConfigError(f"{what} must be a number of bytes or text such as '5GB' or '512MiB', not {given!r}.")
+    return size
+
+
+class SafetensorsWriter:
+    """Writes one model into a folder that exists, file by file.
+
+    Args:
+        folder: where the files go.
+        entries: shape and dtype of each tensor that is stored, by name.
+        tied: further names of these tensors, with the names under which they are stored.
+        max_shard_size: bytes of values in one file; a tensor that is larger has a file for itself.
+        single: write one file of this name, however large.
+
+    Raises:
+        CheckpointError: a dtype or a name that the format does not have.
+        UnavailableError: the safetensors library is not installed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        entries: Mapping[str, tuple[torch.Size, torch.dtype]],
+        *,
+        tied: Mapping[str, str] = {},
+        max_shard_size: int = 5 * 10**9,
+        single: str | None = None,
+    ) -> None:
+        self.folder, self.entries, self.tied = Path(folder), dict(entries), dict(tied)
+        self._library = library()
+        self._refuse_names()
+        self._refuse_dtypes()
+        self.files = _divided(self.entries, max_shard_size, single)
+        self._pending = list(reversed(list(self.files)))
+        self._held: dict[str, torch.Tensor] = {}
+
+    def _refuse_names(self) -> None:
+        for name in (*self.entries, *self.tied):
+            try:
+                name.encode()
+            except UnicodeEncodeError as error:
+                raise CheckpointError(
+                    f"{name!r} can't be saved: safetensors files have names in UTF-8, and this one has half a surrogate pair "
+                    'in it. Rename the entry, or save a torch file (format="torch").'
+                ) from error
+            if name == _METADATA:
+                raise CheckpointError(
+                    f"{name} can't be saved: safetensors files have an entry of their own of this name. Rename it, or save a "
+                    'torch file (format="torch").'
+                )
+
+    def _refuse_dtypes(self) -> None:
+        for dtype in {dtype for _, dtype in self.entries.values()}:
+            try:
+                self._library.torch.load(self._library.torch.save({"x": torch.empty(0, dtype=dtype)}))
+            except Exception as error:
+                name = next(name for name, (_, found) in self.entries.items() if found == dtype)
+                raise CheckpointError(
+                    f"{name} can't be saved: safetensors files can't hold {dtype}. Convert it, or save a torch file "
+                    '(format="torch").'
+                ) from error
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor, and write the file that it completes. In the order of the entries, each once.
+
+        Raises:
+            ConfigError: it is not this one's turn, or has another shape or dtype.
+            OSError: the disk is full, for instance.
+        """
+        names = self.files[self._pending[-1]] if self._pending else []
+        if len(self._held) >= len(names) or names[len(self._held)] != name:
+            raise ConfigError(f"{self.folder}: {name} comes out of turn.")
+        shape, dtype = self.entries[name]
+        if tensor.shape != shape or tensor.dtype != dtype:
+            raise ConfigError(
+                f"{self.folder}: {name} is {tuple(tensor.shape)}, {tensor.dtype}, not {tuple(shape)}, {dtype}."
+            )
+        # Memory of its own: the library refuses views of one storage, and the caller's may be filled with something else.
+        self._held[name] = copied(tensor)
+        if len(self._held) == len(names):
+            self._flush()
+
+    def _flush(self) -> None:
+        name = self._pending.pop()
+        tied = {other: kept for other, kept in self.tied.items() if kept in self._held}
+        path = self.folder / name
+        try:
+            # A name "format" can't be told from the library's own entry.
+            self._library.torch.save_file(self._held, str(path), metadata={**tied, "format": "pt"})
+        except self._library.SafetensorError as error:
+            raise OSError(f"{path}: {error}") from error  # a full disk, say, which the library has wrapped
+        self._held = {}
+        make_durable(path)
+
+    def finish(self) -> None:
+        """Write what is left: the index, or the only file of a model without entries.
+
+        Raises:
+            ConfigError: some entries were not written.
+            OSError: the disk is full, for instance.
+        """
+        if self._pending and not self.files[self._pending[-1]]:
+            self._flush()
+        if self._pending:
+            left = self.files[self._pending[-1]][len(self._held)]
+            raise ConfigError(f"{self.folder}: {left} was not written.")
+        if len(self.files) == 1:
+            return
+        total = sum(shape.numel() * dtype.itemsize for shape, dtype in self.entries.values())
+        where = {name: file for file, names in self.files.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        with naming(self.folder / INDEX), open(self.folder / INDEX, "w", encoding="utf-8") as file:
+            file.write(json.dumps(index, indent=2) + "\n")
+        make_durable(self.folder / INDEX)
+
+
+def _divided(
+    entries: Mapping[str, tuple[torch.Size, torch.dtype]], limit: int, single: str | None
+) -> dict[str, list[str]]:
+    """Names of the files, and of the entries in each."""
+    if single is not None:
+        return {single: list(entries)}
+    parts: list[list[str]] = [[]]
+    filled = 0
+    for name, (shape, dtype) in entries.items():
+        nbytes = shape.numel() * dtype.itemsize
+        if parts[-1] and filled + nbytes > limit:
+            parts.append([])
+            filled = 0
+        parts[-1].append(name)
+        filled += nbytes
+    if len(parts) == 1:
+        return {SINGLE: parts[0]}
+    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": names for i, names in enumerate(parts, 1)}

@@ -1,0 +1,1 @@
+"""Checkpoints of full tensors in one file or a folder of safetensors."""

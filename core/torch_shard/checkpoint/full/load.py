@@ -1,0 +1,357 @@
+"""Loading a full checkpoint: mapped, compared, and then each rank copies its own slices out of the file.
+
+What is saved where differs: a state dict by itself, one of several entries, a Lightning checkpoint, optimizer state by name or by
+number. :func:`parts_of` finds it, and everything is compared before anything is changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...comm.collective_steps import broadcast, each
+from ...errors import CheckpointError, ConfigError, StateDictError
+from ...numerics.stochastic_rounding import state_dtype
+from ...optim.matrix import state as matrix_state
+from ...shard_tensor.tensor import ShardTensor
+from ...state import model_state, optimizer_state
+from ..sharded.entries import EXTRA, MODEL, OPTIMIZER, Optimizers
+from .open_files import FullFile, open_full
+from .tied_weights import memory_key
+
+__all__ = ["FullLoad", "by_name", "load_full"]
+
+_MODELS = (MODEL, "state_dict", "model_state_dict")
+_OPTIMIZERS = (OPTIMIZER, "optimizer_states", "optimizer_state_dict", "optim")
+_WRAPPERS = ("module.", "_orig_mod.")
+
+
+def load_full(
+    engine: Any,
+    path: str | os.PathLike[str],
+    optimizer: Any = None,
+    *,
+    dtype: torch.dtype | None = None,
+    models: Mapping[str, Any] | None = None,
+) -> Any:
+    """Load into `engine`'s model; see :meth:`torch_shard.Engine.load`. Collective."""
+    runtime, what = engine._runtime, "engine.load"
+
+    def prepare() -> FullLoad:
+        engine.finish_saving()
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}.")
+        if models:
+            raise ConfigError(f"{path} is a full checkpoint, which holds one model; load it without models=.")
+        model_state.refuse_inside(runtime, what)
+        work = FullLoad(engine, open_full(path), Optimizers.of(optimizer), dtype)
+        work.compare()
+        return work
+
+    work = each(runtime, what, prepare, key=lambda found: (found.file.fingerprint(), dtype))
+    nonce = broadcast(runtime, secrets.token_hex(8), what)
+    each(runtime, what, work.read_optimizers, nonce=f"{nonce}/optimizers")
+    each(runtime, what, work.load_model, nonce=f"{nonce}/model")
+    runtime.parameters_changed()
+    runtime.forget_residuals()
+    return each(runtime, what, work.apply)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What of a file is what. ``optimizer`` is None where there is none."""
+
+    model: Mapping[str, Any]
+    optimizer: Any = None
+    extra: Any = None
+
+
+def parts_of(file: FullFile, keys: Sequence[str]) -> _Parts:
+    """Find model, optimizer and extra. `keys`: of the live model, by which a state dict is known."""
+    values = file.values
+    if not isinstance(values, Mapping):
+        raise CheckpointError(
+            f"{file.path} holds {type(values).__name__}, and no state dict. Nothing was loaded. Save a state dict."
+        )
+    known = set(keys)
+    places = [name for name in _MODELS if isinstance(values.get(name), Mapping)]
+    found = max(places, key=lambda name: _matches(values[name], known), default=None)  # the first of equals
+    if found is None or _matches(values, known) > _matches(values[found], known):
+        return _Parts(values)
+    optimizer = next((values[key] for key in _OPTIMIZERS if key in values), None)
+    return _Parts(values[found], optimizer, values.get(EXTRA))
+
+
+def _matches(values: Mapping[Any, Any], known: set[str]) -> int:
+    return sum(_unwrapped(str(name)) in known for name in values)
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        if name.startswith(wrapper):
+            return _unwrapped(name[len(wrapper) :])
+    return name
+
+
+class FullLoad:
+    """One load, on one rank."""
+
+    def __init__(
+        self, engine: Any, file: FullFile, optimizers: Optimizers, dtype: torch.dtype | None, strict: bool = True
+    ) -> None:
+        self.file, self.dtype, self.runtime, self.root = file, dtype, engine._runtime, engine.model
+        self.strict = strict  # missing and unexpected entries of the model are errors
+        self.live = model_state.own_state_dict(engine.model, engine._runtime)
+        self.parts = parts_of(file, list(self.live))
+        self.model = self._model_values()
+        self.optimizers: list[Any] = []
+        self.states: list[Any] = []
+        self.problems: list[str] = []
+        for where, held in optimizers.entries:
+            for number, own in enumerate(held):
+                self.optimizers.append(own)
+                label = ".".join(where) if len(held) == 1 else f"{'.'.join(where)}[{number}]"
+                given = self._state_of(where, number, held)
+                names = optimizer_state.names_of(self.runtime, own, self.root)
+                self.states.append(None if given is None else by_name(own, names, given))
+                if given is None:
+                    self.problems.append(f"missing: {label} (the file has no such optimizer state)")
+
+    # -- the model ------------------------------------------------------------------------------------------------
+    def _model_values(self) -> Any:
+        given = self.parts.model
+        called = _bare_names(map(str, given), self.live)
+        values: dict[str, Any] = {called[str(name)]: value for name, value in given.items()}
+        if self.file.kind == "safetensors":
+            _add_tied(self.file, self.live, values, _place)
+        result = model_state.WithMetadata(
+            {
+                name: value if isinstance(value, torch.Tensor) else self._own_memory(value, name)
+                for name, value in values.items()
+            }
+        )
+        metadata = getattr(given, "_metadata", None)
+        if metadata is not None:
+            result._metadata = metadata
+        return result
+
+    def _own_memory(self, value: Any, name: str) -> Any:
+        """Nested values with tensors in memory of their own instead of the file's."""
+        try:
+            return copy.deepcopy(value)
+        except Exception as error:  # a class of its own, which was allowed
+            raise CheckpointError(
+                f"{self.file.path}: {name} can't be copied out of the file, and nothing was loaded: {type(error).__name__}: "
+                f"{error}. Its class must allow copy.deepcopy."
+            ) from error
+
+    def _wrong_dtypes(self) -> list[str]:
+        problems = []
+        for name, value in self.model.items():
+            live = self.live.get(name)
+            if not isinstance(value, torch.Tensor) or not isinstance(live, torch.Tensor) or value.dtype == live.dtype:
+                continue
+            both = value.is_floating_point() and live.is_floating_point()
+            if not (both and self.dtype == live.dtype):
+                hint = f"; pass dtype={live.dtype} to convert it" if both else ""
+                problems.append(f"{name} is {value.dtype} in the file and {live.dtype} here{hint}")
+        return problems
+
+    # -- optimizers -----------------------------------------------------------------------------------------------
+    def _state_of(self, where: tuple[str, ...], number: int, held: Sequence[Any]) -> Mapping[str, Any] | None:
+        """What was saved for an optimizer."""
+        saved = self.parts.optimizer
+        if len(where) > 1:
+            saved = saved.get(where[-1]) if isinstance(saved, Mapping) else None
+        elif isinstance(saved, (list, tuple)):
+            saved = saved[number] if len(saved) == len(held) else None
+        elif len(held) > 1:
+            saved = _share(saved, number, [len(own.param_groups) for own in held])
+        return saved if isinstance(saved, Mapping) and {"state", "param_groups"} <= set(saved) else None
+
+    # -- comparing ------------------------------------------------------------------------------------------------
+    def compare(self) -> None:
+        """Raise for everything that does not fit."""
+        stand_ins = model_state.WithMetadata({name: _on_meta(value) for name, value in self.model.items()})
+        if hasattr(self.model, "_metadata"):
+            stand_ins._metadata = self.model._metadata
+        missing, unexpected, problems = model_state.rehearse(self.root, stand_ins)
+        if not self.strict:
+            missing, unexpected = [], []
+        problems += self._wrong_dtypes()
+        for own, state in zip(self.optimizers, self.states, strict=True):
+            if state is None:
+                continue
+            names = optimizer_state.names_of(self.runtime, own, self.root)
+            lists = optimizer_state.misfits(self.runtime, own, names, state)
+            for into, found in zip((missing, unexpected, problems), lists, strict=True):
+                into += [f"{OPTIMIZER}: {text}" for text in found]
+        lines = [f"missing: {', '.join(missing)}"] if missing else []
+        lines += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
+        lines += problems + self.problems
+        if lines:
+            raise StateDictError(
+                f"{self.file.path} does not fit, and nothing was loaded. It must be a checkpoint of this model and these "
+                "optimizers.\n  " + "\n  ".join(lines)
+            )
+
+    # -- loading --------------------------------------------------------------------------------------------------
+    def read_optimizers(self) -> None:
+        """Copy this rank's slices of optimizer state, which fit: into what the optimizer has, or into new memory."""
+        self.extra = self._own_memory(self.parts.extra, EXTRA)  # may fail, so before anything is changed
+        self.found: list[dict[str, Any]] = []
+        for own, state in zip(self.optimizers, self.states, strict=True):
+            names = optimizer_state.names_of(self.runtime, own, self.root)
+            # Gives parameters owners, the same on all ranks; that is no change to what is trained.
+            elsewhere = matrix_state.elsewhere(self.runtime, own, names, state["state"])
+            self.found.append(optimizer_state.by_number(own, names, state, elsewhere, in_place=True))
+            if self.dtype is not None:
+                self._convert(own, names, self.found[-1]["state"])
+
+    def _convert(self, optimizer: Any, names: Mapping[int, str], state: dict[Any, dict[str, Any]]) -> None:
+        """Give state that had its parameter's dtype in the file the one that the parameter has here. Changes `state`."""
+        for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            saved = self.model.get(names[id(p)])
+            if not isinstance(saved, torch.Tensor) or saved.dtype == p.dtype:
+                continue
+            for key, value in state.get(number, {}).items():
+                if isinstance(value, torch.Tensor) and value.dtype == saved.dtype and key != "step":
+                    state[number][key] = _converted(value, state_dtype(p))
+
+    def load_model(self) -> None:
+        """Copy this rank's slices of the parameters, which fit, into them."""
+        try:
+            self.root.load_state_dict(self.model, strict=self.strict)
+        except Exception as error:  # a module's own hook, or what it keeps in get_extra_state
+            raise StateDictError(
+                f"{self.file.path}: a module failed while its values were being loaded, so that some have been overwritten; load "
+                f"again before training goes on: {type(error).__name__}: {error}"
+            ) from error
+
+    def apply(self) -> Any:
+        """Load the optimizers; what was saved as extra."""
+        for own, state in zip(self.optimizers, self.found, strict=True):
+            try:
+                own.load_state_dict(state)
+            except Exception as error:  # the optimizer's own, or the user's hooks of it
+                raise StateDictError(
+                    f"{self.file.path}: {type(own).__name__} could not be loaded, but the parameters have been; load again "
+                    f"before training goes on: {type(error).__name__}: {error}"
+                ) from error
+            optimizer_state.keep_as_saved(own, state["state"])
+        return self.extra
+
+
+def _share(saved: Any, number: int, counts: Sequence[int]) -> Mapping[str, Any] | None:
+    """An optimizer's state out of a list's that is saved as one, group behind group, as in a consolidated checkpoint."""
+    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
+        return None
+    groups, state = saved["param_groups"], saved["state"]
+    listed = {key for group in groups for key in group["params"]}
+    if len(groups) != sum(counts) or any(key not in listed for key in state):
+        return None  # state of no parameter could be any one's
+    first = sum(counts[:number])
+    groups = groups[first : first + counts[number]]
+    own = {key for group in groups for key in group["params"]}
+    return {**saved, "state": {key: value for key, value in state.items() if key in own}, "param_groups": groups}
+
+
+def by_name(optimizer: Any, names: Mapping[int, str], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Optimizer state with the live parameters' names, from state by number or by name. Tensors are not copied.
+
+    Numbers stand for the parameters in the order of the groups, as in torch.
+    """
+    state, groups = given["state"], given["param_groups"]
+    live = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    listed = [key for group in groups for key in group["params"]]
+    if all(isinstance(key, int) for key in listed):
+        # One group with more parameters than here does not move what is behind it.
+        called: dict[Any, str] = {}
+        for number, group in enumerate(groups):
+            own = live[number] if number < len(live) else []
+            for i, key in enumerate(group["params"]):
+                called[key] = own[i] if i < len(own) else f"parameter {key}"
+    else:
+        known = {name for own in live for name in own}
+        called = _bare_names((*listed, *state), known)
+        called = {key: name for key, name in called.items() if key in set(listed) or name in known}
+    # The file decides: a parameter without state there has none here.
+    return {
+        "state": {**{name: {} for name in called.values()}, **{called.get(k, k): own for k, own in state.items()}},
+        "param_groups": [{**group, "params": [called[key] for key in group["params"]]} for group in groups],
+        optimizer_state.OTHER: [key for key in state if key not in called],
+    }
+
+
+def _bare_names(names: Iterable[Any], live: Any) -> dict[Any, str]:
+    """For each name the one without wrappers' prefixes, where the model knows that and not the name itself.
+
+    Of two that would become the same, one keeps its prefix: it is unexpected then, and does not silently win.
+    """
+    names = list(dict.fromkeys(names))
+    called = {name: name for name in names if name in live}
+    taken = set(called)
+    for name in names:
+        bare = _unwrapped(str(name))
+        if name not in called:
+            called[name] = bare if bare in live and bare not in taken else name
+            taken.add(called[name])
+    return called
+
+
+def named_values(path: str | os.PathLike[str], live: Mapping[str, Any]) -> tuple[FullFile, dict[str, Any]]:
+    """Open a full checkpoint for a model whose state dict is `live`, on any device; its entries by the model's names.
+
+    Names of one object are tied. Not collective.
+
+    Raises:
+        CheckpointError: see :func:`open_full`; or it holds no state dict.
+    """
+    file = open_full(path)
+    given = parts_of(file, list(live)).model
+    called = _bare_names(map(str, given), live)
+    values = {called[str(name)]: value for name, value in given.items()}
+    if file.kind == "safetensors":
+        _add_tied(file, live, values, id)
+    return file, values
+
+
+def _add_tied(file: FullFile, live: Mapping[str, Any], values: dict[str, Any], place: Callable[[Any], Any]) -> None:
+    """Names that are not stored, since safetensors files have one for each piece of memory.
+
+    `place` is equal for live entries that are tied.
+    """
+    present: dict[Any, str] = {}
+    for name, value in live.items():
+        if name in values:
+            present.setdefault(place(value), name)
+    for name, value in live.items():
+        kept = present.get(place(value))
+        if name not in values and kept is not None:
+            values[name] = values[kept]
+    for name, kept in file.tied.items():  # not tied here, but it was where it was saved
+        if name in live and name not in values and kept in values:
+            values[name] = values[kept]
+
+
+def _place(value: Any) -> Any:
+    """Equal for entries of a live state dict that are tied."""
+    if isinstance(value, ShardTensor):
+        return id(value._spec.layout), value._spec.index
+    if isinstance(value, torch.Tensor) and value.numel() and value.layout == torch.strided:
+        return memory_key(value)
+    return id(value)
+
+
+def _converted(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return ShardTensor(value._local.to(dtype), value._spec) if isinstance(value, ShardTensor) else value.to(dtype)
+
+
+def _on_meta(value: Any) -> Any:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value

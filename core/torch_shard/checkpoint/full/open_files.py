@@ -1,0 +1,229 @@
+"""Full checkpoints, opened: a torch file, a safetensors file, or a folder of these.
+
+Nothing is read that is not looked at: tensors are mapped from the files, privately, so that only the pages that are used come
+into memory, and these as part of the system's cache and not as the process's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+from ..format.atomic_directory import find
+from ..format.dcp_metadata import METADATA
+from ..format.manifest import MANIFEST
+from ..format.safetensors import INDEX, SINGLE, library
+from ..format.torch_file import first_line, refused
+
+__all__ = ["FullFile", "is_full", "open_full"]
+
+_SUFFIX = ".safetensors"
+_ENDS = 64 << 10  # bytes at both ends of a file that tell it from another one
+
+
+@dataclass(frozen=True)
+class FullFile:
+    """An opened checkpoint.
+
+    Attributes:
+        path: what was given.
+        kind: ``"torch"`` or ``"safetensors"``.
+        values: what the file holds: of safetensors a dict of tensors by name, of torch files whatever was saved. Tensors are
+            mapped; changing one does not change the file.
+        files: all files that it consists of, the index included.
+        tied: of safetensors, names that are not stored, with the names of the tensors that they stand for.
+    """
+
+    path: Path
+    kind: str
+    values: Any
+    files: tuple[Path, ...]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    _where: Mapping[str, Path] = field(default_factory=dict)
+
+    def file_of(self, name: str) -> Path:
+        """The file that holds an entry of this name."""
+        return self._where.get(name, self.files[0])
+
+    def marks(self) -> dict[Path, tuple[str, int, int]]:
+        """Name, size and checksum of both ends of each file."""
+        return {path: (path.name, *_ends(path)) for path in self.files}
+
+    def fingerprint(self) -> tuple[tuple[str, int, int], ...]:
+        """Names, sizes and checksums of both ends of the files: equal on two ranks that see the same ones."""
+        return tuple(self.marks().values())
+
+
+def is_full(path: str | os.PathLike[str]) -> bool:
+    """Whether a path leads to a full checkpoint and not to a sharded one: to any file, or to a folder with safetensors."""
+    try:
+        found = find(Path(os.path.abspath(os.fspath(path))))
+        if not found.is_dir():
+            return found.is_file()
+        sharded = any((found / name).exists() for name in (MANIFEST, METADATA))
+        return not sharded and any((found / name).exists() for name in (SINGLE, INDEX))
+    except (OSError, CheckpointError):  # whoever opens it says why
+        return False
+
+
+def open_full(path: str | os.PathLike[str]) -> FullFile:
+    """Open a full checkpoint. Not collective, and needs no process group.
+
+    Args:
+        path: of a file that ``torch.save`` or ``engine.save_full`` wrote, of a safetensors file, or of a folder with
+            ``model.safetensors`` or ``model.safetensors.index.json``.
+
+    Raises:
+        CheckpointError: there is none, a file of it is missing or damaged, it is in torch's form from before 1.6, or it holds
+            objects whose unpickling could run code.
+        UnavailableError: it is in safetensors, and the library is not installed.
+    """
+    found = find(Path(os.path.abspath(os.fspath(path))))
+    if found.is_dir():
+        if (found / SINGLE).is_file():
+            return _open_safetensors(found / SINGLE)
+        if (found / INDEX).is_file():
+            return _open_index(found / INDEX)
+        raise CheckpointError(f"{found} holds neither {SINGLE} nor {INDEX}.")
+    if not found.is_file():
+        raise CheckpointError(f"there is no checkpoint at {found}.")
+    if found.name.endswith(INDEX):
+        return _open_index(found)
+    with open(found, "rb") as file:
+        first = file.read(9)
+    # Eight bytes for the length of the header, which is JSON; a file from a download cache may have any name.
+    is_safetensors = found.suffix == _SUFFIX or first[:2] != b"PK" and first[8:] == b"{"
+    return _open_safetensors(found) if is_safetensors else _open_torch(found, first)
+
+
+def _ends(path: Path) -> tuple[int, int]:
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        crc = zlib.crc32(file.read(_ENDS))
+        file.seek(max(0, size - _ENDS))
+        return size, zlib.crc32(file.read(_ENDS), crc)
+
+
+# -- torch ------------------------------------------------------------------------------------------------------------
+
+
+def _open_torch(path: Path, first: bytes) -> FullFile:
+    if first[:2] != b"PK":
+        legacy = first[:1] == b"\x80"  # a pickle
+        raise CheckpointError(
+            f"{path} is in torch's form from before 1.6, which can't be read in parts. Convert it once: "
+            f"torch.save(torch.load({str(path)!r}, weights_only=True), 'converted.pt')"
+            if legacy
+            else f"{path} is a file, and neither a torch file nor safetensors: it begins with {first[:4]!r}."
+        )
+    return FullFile(path, "torch", _loaded(path), (path,))
+
+
+def _loaded(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} was refused and nothing was loaded, since unpickling it could run code: {refused(error)}. If you trust the "
+            "file, allow the class with torch.serialization.add_safe_globals([Class]) and load again."
+        ) from error
+    except Exception as error:
+        if "TorchScript" in str(error):
+            raise CheckpointError(
+                f"{path} is a TorchScript archive, a program; nothing was loaded. Save model.state_dict() with torch.save."
+            ) from error
+        raise CheckpointError(
+            f"{path} is damaged or was cut off at {path.stat().st_size} bytes ({type(error).__name__}: "
+            f"{first_line(error)}). Nothing was loaded. Load an earlier checkpoint, or copy the file again."
+        ) from error
+
+
+# -- safetensors ------------------------------------------------------------------------------------------------------
+
+
+def _open_safetensors(path: Path) -> FullFile:
+    values, tied = _mapped(path)
+    return FullFile(path, "safetensors", values, (path,), tied, dict.fromkeys(values, path))
+
+
+def _open_index(path: Path) -> FullFile:
+    where = _weight_map(path)
+    values: dict[str, torch.Tensor] = {}
+    tied: dict[str, str] = {}
+    names: dict[str, list[str]] = {}
+    for name, file in where.items():
+        names.setdefault(file, []).append(name)
+    for file, expected in sorted(names.items()):
+        found, also = _mapped(path.parent / file, expected)
+        lost = [name for name in expected if name not in found]
+        if lost:
+            raise CheckpointError(f"{path.parent / file} does not hold {_some(lost)}, which {path.name} says it does.")
+        values.update((name, found[name]) for name in expected)
+        tied.update(also)
+    files = (path, *(path.parent / file for file in sorted(names)))
+    return FullFile(path, "safetensors", values, files, tied, {n: path.parent / f for n, f in where.items()})
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        where = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        # A name with a folder in it could lead anywhere.
+        good = isinstance(where, dict) and all(isinstance(f, str) and f == os.path.basename(f) for f in where.values())
+        if not good:
+            raise ValueError("weight_map must map names to files beside the index")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:  # the last one: nested a thousand times
+        raise CheckpointError(
+            f"{path} is damaged or no index of safetensors files ({type(error).__name__}: {error})."
+        ) from error
+    return dict(where)
+
+
+def _mapped(path: Path, expected: list[str] | None = None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """A file's tensors, mapped, and the other names of some of them."""
+    safetensors = library()
+    with_what = "" if expected is None else f", with {_some(expected)}"
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing{with_what}. Nothing was loaded.")
+    lost = _beyond_the_end(path)
+    try:
+        if lost:
+            raise ValueError(f"it has {path.stat().st_size} bytes, which is too few for {_some(lost)}")
+        with safetensors.safe_open(str(path), framework="pt", device="cpu") as file:
+            metadata = file.metadata() or {}
+            values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+    except OSError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is damaged or was cut off{with_what} ({type(error).__name__}: {error}). Nothing was loaded. Load an "
+            "earlier checkpoint, or copy the file again."
+        ) from error
+    return values, {name: kept for name, kept in metadata.items() if kept in values and name not in values}
+
+
+def _beyond_the_end(path: Path) -> list[str]:
+    """Entries of a file whose values it is too short for; empty where the header itself can't be read."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > size - 8:
+            return []
+        try:
+            header = json.loads(file.read(length))
+            ends = {name: 8 + length + own["data_offsets"][1] for name, own in header.items() if name != "__metadata__"}
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+            return []
+    return [name for name, end in ends.items() if end > size]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

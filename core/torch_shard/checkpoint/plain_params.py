@@ -1,0 +1,42 @@
+"""Names for all parameters that an optimizer may hold: those of several sharded models, and of none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .sharded.entries import Source
+
+__all__ = ["all_parameters", "plain_source"]
+
+
+class _Named(nn.Module):
+    """Stands for a model where only the names of parameters are asked for, and owns none of them."""
+
+    def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.__dict__["named"] = dict(named)  # not registered
+
+    def named_parameters(  # type: ignore[override]
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.__dict__["named"].items()
+
+
+def plain_source(prefix: str, named: Mapping[str, torch.Tensor]) -> Source:
+    """Parameters that belong to no sharded model, by name, as a source of names."""
+    without_units: Any = SimpleNamespace(units=())
+    return Source((), prefix, _Named(named), without_units)
+
+
+def all_parameters(sources: Sequence[Source]) -> nn.Module:
+    """The parameters of all sources under names that differ, for :mod:`torch_shard.state.optimizer_state`."""
+    found: dict[str, torch.Tensor] = {}
+    for number, source in enumerate(sources):
+        for name, p in source.model.named_parameters():
+            found.setdefault(f"source {number}: {name}", p)
+    return _Named(found)

@@ -1,0 +1,157 @@
+"""What goes into a checkpoint, and under which names: those that torch's own tools use.
+
+::
+
+    model.<parameter or buffer>                    as model.state_dict() has it
+    optimizer.state.<parameter>.<key>              as torch's get_optimizer_state_dict names it
+    optimizer.param_groups.<number>.<setting>      "params" are names
+    optimizer.other_state                          what the optimizer keeps of no parameter, as one object
+    optimizer.<name>.state..., models.<name>....   where there are several
+    extra                                          one object
+    sliced.<number>.<parameter>                    what front ends have of such objects that is cut as a parameter is
+
+torch.distributed.checkpoint.load into the state dicts of an unsharded or an FSDP2 model finds the first three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ConfigError, StateDictError
+from ...runtime.registry import engine_for
+from ...runtime.runtime import Runtime
+from ...state.optimizer_state import OTHER
+
+__all__ = [
+    "EXTRA",
+    "MODEL",
+    "MODELS",
+    "OPTIMIZER",
+    "SLICED",
+    "Optimizers",
+    "Source",
+    "optimizer_state",
+    "param_names",
+    "sources_of",
+]
+
+MODEL, MODELS, OPTIMIZER, EXTRA, SLICED = "model", "models", "optimizer", "extra", "sliced"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One sharded model of a checkpoint.
+
+    Attributes:
+        path: where its entries are, ``("model",)`` or ``("models", name)``.
+        prefix: before its parameters' names in optimizer state, "" for the first model.
+        model, runtime: the sharded module and its runtime.
+    """
+
+    path: tuple[str, ...]
+    prefix: str
+    model: nn.Module
+    runtime: Runtime
+
+
+def sources_of(engine: Any, models: Mapping[str, Any] | None) -> list[Source]:
+    """The engine's model first, then the further ones by name."""
+    found = [Source((MODEL,), "", engine.model, engine._runtime)]
+    for name, given in (models or {}).items():
+        other = engine_for(given)
+        if not isinstance(name, str) or not name or "." in name:
+            raise ConfigError(f"models: a name is a string without dots, not {name!r}.")
+        if other is None:
+            raise ConfigError(
+                f"models: {name!r} must be an Engine or a model that was given to shard(), not {type(given).__name__}."
+            )
+        found.append(Source((MODELS, name), f"{name}.", other.model, other._runtime))
+    return found
+
+
+@dataclass(frozen=True)
+class Optimizers:
+    """The optimizers of a checkpoint: each with its path. Several of one path are stored as one, as torch does it."""
+
+    entries: tuple[tuple[tuple[str, ...], tuple[torch.optim.Optimizer, ...]], ...]
+
+    @classmethod
+    def of(cls, given: Any) -> Optimizers:
+        """From None, an optimizer, a sequence of them, or a mapping from names to them."""
+        if given is None:
+            return cls(())
+        if isinstance(given, Mapping):
+            for name in given:
+                if not isinstance(name, str) or not name or "." in name or name in ("state", "param_groups"):
+                    raise ConfigError(
+                        f"optimizer: {name!r} can't be an optimizer's name: it must be a string without dots."
+                    )
+            return cls(tuple(((OPTIMIZER, name), (_checked(value),)) for name, value in given.items()))
+        if isinstance(given, Iterable):
+            several = tuple(map(_checked, given))
+            return cls((((OPTIMIZER,), several),) if several else ())
+        return cls((((OPTIMIZER,), (_checked(given),)),))
+
+
+def _checked(optimizer: Any) -> Any:
+    if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "state_dict", "load_state_dict")):
+        raise ConfigError(
+            f"optimizer must be one, several in a list, or a dict of them by name, not {type(optimizer).__name__}."
+        )
+    return optimizer
+
+
+def param_names(sources: Sequence[Source], optimizer: Any) -> dict[int, str]:
+    """The name of each parameter that the optimizer holds, by id. Not collective.
+
+    Raises:
+        StateDictError: it holds one that belongs to none of the models.
+    """
+    known: dict[int, str] = {}
+    for source in sources:
+        for unit in source.runtime.units:
+            for name, p in zip(unit.names, unit.params, strict=True):
+                known.setdefault(id(p), source.prefix + name)
+        for name, parameter in source.model.named_parameters():
+            known.setdefault(id(parameter), source.prefix + name)
+    names: dict[int, str] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            if id(p) not in known:
+                raise StateDictError(
+                    f"rank {sources[0].runtime.collectives.world_rank}: parameter {i} of the optimizer's group {number}, of "
+                    f"shape {tuple(p.shape)}, is not a parameter of the model. Pass its model too (models={{name: engine}}), or "
+                    "save that optimizer by itself."
+                )
+            names[id(p)] = known[id(p)]
+    return names
+
+
+def optimizer_state(sources: Sequence[Source], optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """State and groups by parameter name; sharded as it is, and this rank's only. Not collective."""
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    other: list[tuple[int, Any, Any]] = []
+    for position, optimizer in enumerate(optimizers):
+        names = param_names(sources, optimizer)
+        taken = optimizer.state_dict()
+        numbers = [p for group in optimizer.param_groups for p in group["params"]]  # torch counts like this
+        for number, entries in taken["state"].items():
+            if type(number) is not int or not 0 <= number < len(numbers):
+                other.append((position, number, entries))
+                continue
+            name = names[id(numbers[number])]
+            if name in state:
+                raise StateDictError(
+                    f"{name} has state in two optimizers; pass them by name: optimizer={{name: optimizer}}."
+                )
+            state[name] = entries
+        for group, live in zip(taken["param_groups"], optimizer.param_groups, strict=True):
+            groups.append({**group, "params": [names[id(p)] for p in live["params"]]})
+    # A tuple, which torch's planner takes for one object.
+    return {"state": state, "param_groups": groups, **({OTHER: tuple(other)} if other else {})}

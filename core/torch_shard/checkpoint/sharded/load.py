@@ -1,0 +1,329 @@
+"""Loading: everything is compared, and every byte looked at, before anything is changed.
+
+What has checksums is read twice: once to verify it, keeping nothing, and when all ranks have, into the parameters and the
+optimizer's state themselves. The second time it comes from the page cache, which costs a fraction of the new memory that a copy
+would need. What has none (torch.distributed.checkpoint's own) is read into new memory, since only reading can tell what is
+damaged.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...comm.collective_steps import broadcast, each, uncollected
+from ...errors import CheckpointError, ConfigError, StateDictError
+from ...shard_tensor.tensor import ShardTensor
+from ...state import model_state
+from ..full.load import load_full
+from ..full.open_files import is_full
+from .checkpoint_dir import Checkpoint
+from .entries import EXTRA, Optimizers, Source, sources_of
+from .entry_lookup import extra_of, model_entries, place
+from .load_optimizer import OptimizerLoad
+
+__all__ = ["load", "load_contents"]
+
+
+@uncollected()
+def load(
+    engine: Any,
+    path: str | os.PathLike[str],
+    optimizer: Any = None,
+    *,
+    dtype: torch.dtype | None = None,
+    models: Mapping[str, Any] | None = None,
+) -> Any:
+    """Load into `engine`'s model; see :meth:`torch_shard.Engine.load`. Collective."""
+    if is_full(path):  # ranks that see different things fail together: both ways begin with the same comparison
+        return load_full(engine, path, optimizer, dtype=dtype, models=models)
+    return _load(engine, path, lambda: sources_of(engine, models), lambda sources: sources, optimizer, dtype, True)
+
+
+@uncollected()
+def load_contents(
+    engine: Any,
+    path: str | os.PathLike[str],
+    sources: Sequence[Source],
+    optimizer: Any = None,
+    *,
+    named: Sequence[Source] | None = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+) -> Any:
+    """Load what :func:`.sharded_save.save_contents` wrote, as :func:`load` does. Collective; for front ends.
+
+    Args:
+        engine: its ranks load.
+        path, optimizer, dtype: as for :meth:`torch_shard.Engine.load`.
+        sources: the models that are loaded, with the paths of their entries.
+        named: the models after which the optimizers' parameters are named; `sources` by default.
+        strict: missing and unexpected entries of models are errors.
+    """
+    known = sources if named is None else named
+    return _load(engine, path, lambda: list(sources), lambda _: known, optimizer, dtype, strict)
+
+
+def _load(
+    engine: Any,
+    path: str | os.PathLike[str],
+    models: Callable[[], list[Source]],
+    named: Callable[[list[Source]], Sequence[Source]],
+    optimizer: Any,
+    dtype: torch.dtype | None,
+    strict: bool,
+) -> Any:
+    runtime, what = engine._runtime, "engine.load"
+    me = runtime.collectives.world_rank
+
+    def prepare() -> _Load:
+        engine.finish_saving()
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}.")
+        sources = models()
+        for source in sources:
+            model_state.refuse_inside(source.runtime, what)
+        checkpoint = Checkpoint.open(path, sizes=me == 0)
+        return _Load(checkpoint, sources, named(sources), Optimizers.of(optimizer), dtype, strict)
+
+    work = each(runtime, what, prepare, key=lambda found: (found.checkpoint.fingerprint, dtype, strict))
+    nonce = broadcast(runtime, secrets.token_hex(8), what)
+    try:
+        each(runtime, what, work.compare, nonce=f"{nonce}/compare")
+        # Gives parameters owners, the same on all ranks; that is no change to what is trained.
+        each(runtime, what, work.verify, nonce=f"{nonce}/verify")
+        try:
+            each(runtime, what, work.fill, nonce=f"{nonce}/fill")
+        except Exception:
+            work.overwritten()  # on all ranks, whichever failed
+            raise
+        for source, values in zip(work.sources, work.values(), strict=True):
+            model_state.load_state_dict(source.model, source.runtime, values, strict)
+        each(runtime, what, work.apply)
+    finally:
+        work.checkpoint.close()
+    return work.known.get(EXTRA)
+
+
+class _Load:
+    """One load, on one rank."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        sources: list[Source],
+        named: Sequence[Source],
+        optimizers: Optimizers,
+        dtype: torch.dtype | None,
+        strict: bool,
+    ) -> None:
+        self.checkpoint, self.sources, self.dtype, self.strict = checkpoint, sources, dtype, strict
+        self.live = [model_state.own_state_dict(source.model, source.runtime) for source in sources]
+        saved = [
+            model_entries(checkpoint.metadata, source.path, live)
+            for source, live in zip(sources, self.live, strict=True)
+        ]
+        self.entries = [model.entries for model in saved]
+        self.nested = [model.nested for model in saved]
+        self.optimizers = [
+            part for where, held in optimizers.entries for part in OptimizerLoad.of(checkpoint, named, where, held)
+        ]
+        self.known: dict[str, Any] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.verified = False
+
+    # -- comparing ----------------------------------------------------------------------------------------------
+    def compare(self) -> None:
+        """Read what is small, and raise for everything that does not fit."""
+        small = [full for part in self.optimizers for full in part.small()]
+        small += [full for own in self.entries for full in own.values() if self.checkpoint.tensor(full) is None]
+        small += [full for own in self.nested for parts in own.values() for full in parts.values()]
+        if extra_of(self.checkpoint.metadata):
+            small.append(EXTRA)
+        scalars = {}
+        for full in small:
+            found = self.checkpoint.tensor(full)
+            if found is not None:  # a learning rate, say
+                scalars[full] = torch.empty(found.size, dtype=found.properties.dtype)
+        self.known = self.checkpoint.read(scalars, [full for full in dict.fromkeys(small) if full not in scalars])
+        self.known.update(scalars)
+        missing: list[str] = []
+        unexpected: list[str] = []
+        problems: list[str] = []
+        for number, source in enumerate(self.sources):
+            lists = model_state.rehearse(source.model, self._with_versions(number, self._stand_ins(number)))
+            for into, found_now in zip((missing, unexpected, problems), lists, strict=True):
+                if self.strict or into is problems:
+                    into += [source.prefix + text for text in found_now]
+            problems += self._wrong_dtypes(number)
+        for part in self.optimizers:
+            lists = part.compare(self.known, self.dtype)
+            for into, found_now in zip((missing, unexpected, problems), lists, strict=True):
+                into += found_now
+        lines = [f"missing: {', '.join(missing)}"] if missing else []
+        lines += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
+        lines += problems
+        if lines:
+            raise StateDictError(
+                f"{self.checkpoint.folder} does not fit, and nothing was loaded. It must be a checkpoint of this model and "
+                "these optimizers.\n  " + "\n  ".join(lines)
+            )
+
+    def _stand_ins(self, number: int) -> dict[str, Any]:
+        result = self._nested(number)
+        for key, full in self.entries[number].items():
+            found = self.checkpoint.tensor(full)
+            if found is None:
+                result[key] = self.known[full]
+            else:
+                result[key] = torch.empty(found.size, dtype=found.properties.dtype, device="meta")
+        return result
+
+    def _nested(self, number: int) -> dict[str, Any]:
+        """Entries that are dicts and lists, put together."""
+        result: dict[str, Any] = {}
+        for key, parts in self.nested[number].items():
+            for path, full in parts.items():
+                place(result, (key, *path), self.known[full])
+        return result
+
+    def _with_versions(self, number: int, values: dict[str, Any]) -> Any:
+        """A state dict with the versions of the modules' own formats, where they are known."""
+        result = model_state.WithMetadata(values)
+        manifest = self.checkpoint.manifest
+        if manifest is not None:
+            result._metadata = manifest.module_versions.get(".".join(self.sources[number].path), {})
+        return result
+
+    def _wrong_dtypes(self, number: int) -> list[str]:
+        problems = []
+        for key, full in self.entries[number].items():
+            found, live = self.checkpoint.tensor(full), self.live[number].get(key)
+            if found is None or not isinstance(live, torch.Tensor) or found.properties.dtype == live.dtype:
+                continue
+            saved = found.properties.dtype
+            if self.dtype == live.dtype and saved.is_floating_point:
+                continue
+            hint = (
+                f"; pass dtype={live.dtype} to convert it"
+                if saved.is_floating_point and live.is_floating_point()
+                else ""
+            )
+            problems.append(
+                f"{self.sources[number].prefix}{key} is {saved} in the checkpoint and {live.dtype} here{hint}"
+            )
+        return problems
+
+    # -- reading ------------------------------------------------------------------------------------------------
+    def verify(self) -> None:
+        """Choose where this rank's slices go, and look at them. What can't be verified is read now, into new memory."""
+        with torch.inference_mode(False):
+            in_place = self.checkpoint.manifest is not None
+            shared: dict[tuple[Any, ...], torch.Tensor] = {}
+            dtypes: dict[str, torch.dtype] = {}
+            self.by_key: list[dict[str, torch.Tensor]] = []
+            for number, source in enumerate(self.sources):
+                self.by_key.append({})
+                own = self._own_places(number) if in_place else frozenset()
+                for key, full in self.entries[number].items():
+                    found, live = self.checkpoint.tensor(full), self.live[number].get(key)
+                    if found is None:
+                        continue
+                    dtypes[source.prefix + key] = found.properties.dtype
+                    # Tied parameters that were written once are read once.
+                    where = (self.checkpoint.places(full), id(live._spec) if isinstance(live, ShardTensor) else full)
+                    value = shared.get(where) if where[0] else None
+                    if value is None:
+                        value = self.tensors[full] = _destination(live, found.size, found.properties.dtype, key in own)
+                        shared[where] = value
+                    self.by_key[number][key] = value
+            for part in self.optimizers:
+                self.tensors.update(part.destinations(dtypes, self.dtype, in_place))
+            self.verified = self.checkpoint.verify(self.tensors)
+            if not self.verified:
+                self.checkpoint.read(self.tensors, ())
+
+    def _own_places(self, number: int) -> frozenset[str]:
+        """Entries that are read into the model's own memory: the parameters that loading would copy them to, and nothing else."""
+        model = self.sources[number].model
+        if not _loads_plainly(model):
+            return frozenset()
+        params = dict(model.named_parameters(remove_duplicate=False))
+        found: list[tuple[str, int]] = []
+        # Tied parameters may have been saved with different values, of which loading takes the last.
+        places: dict[int, set[tuple[Any, ...]]] = {}
+        for key, full in self.entries[number].items():
+            live, param = self.live[number].get(key), params.get(key)
+            if not isinstance(live, ShardTensor) or not isinstance(param, ShardTensor):
+                continue
+            places.setdefault(id(live._spec), set()).add(self.checkpoint.places(full) or (full,))
+            if live._spec is param._spec and live._local.data_ptr() == param._local.data_ptr():
+                found.append((key, id(live._spec)))
+        return frozenset(key for key, spec in found if len(places[spec]) == 1)
+
+    def fill(self) -> None:
+        """Read what has been verified. From here on the old values are lost."""
+        if not self.verified:
+            return
+        try:
+            with torch.inference_mode(False):
+                self.checkpoint.read(self.tensors, ())
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.checkpoint.folder} was whole a moment ago and can't be read now ({type(error).__name__}: {error}): some "
+                "parameters and optimizer state have been overwritten. Load a checkpoint before training goes on."
+            ) from error
+
+    def overwritten(self) -> None:
+        """What was read went past autograd: no graph may go on with these values."""
+        for source in self.sources:
+            for p in (p for unit in source.runtime.units for p in unit.params):
+                torch.autograd.graph.increment_version((p, p._local))
+            source.runtime.parameters_changed()
+            source.runtime.forget_residuals()
+
+    def values(self) -> list[Any]:
+        """The state dict of each model."""
+        found = []
+        for number in range(len(self.sources)):
+            values = {
+                key: self.by_key[number].get(key, self.known.get(full)) for key, full in self.entries[number].items()
+            }
+            found.append(self._with_versions(number, {**values, **self._nested(number)}))
+        return found
+
+    # -- applying -----------------------------------------------------------------------------------------------
+    def apply(self) -> None:
+        """The optimizers; the models are loaded."""
+        for part in self.optimizers:
+            try:
+                part.apply(self.known)
+            except Exception as error:  # the optimizer's own load_state_dict, or the user's hooks of it
+                raise StateDictError(
+                    f"{self.checkpoint.folder}: {part.what} could not be loaded, but the parameters have been; load again before "
+                    f"training goes on: {type(error).__name__}: {error}"
+                ) from error
+
+
+def _destination(live: Any, size: torch.Size, dtype: torch.dtype, in_place: bool) -> torch.Tensor:
+    """Memory for an entry: a slice where the model has one, converted to its dtype; with `in_place` the model's own."""
+    if isinstance(live, ShardTensor) and live.shape == size:
+        own = live._local.detach() if in_place else torch.empty(live._spec.length, dtype=live.dtype)
+        return ShardTensor(own, live._spec)
+    return torch.empty(size, dtype=live.dtype if isinstance(live, torch.Tensor) else dtype)
+
+
+def _loads_plainly(model: torch.nn.Module) -> bool:
+    """Whether loading copies each entry to the parameter of its name. Hooks may exchange entries, so that filling one parameter
+    would overwrite what another one is to get."""
+    torchs_own = torch.nn.Module.load_state_dict
+    return type(model).load_state_dict is torchs_own and all(
+        not module._load_state_dict_pre_hooks
+        and type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
+        and "_load_from_state_dict" not in module.__dict__
+        for module in model.modules()
+    )

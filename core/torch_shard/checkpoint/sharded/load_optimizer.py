@@ -1,0 +1,261 @@
+"""Optimizer state out of a checkpoint: what fits which parameter, which rank reads it, and how it gets into the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...numerics.stochastic_rounding import state_dtype
+from ...optim.matrix import state as matrix_state
+from ...runtime.runtime import Runtime
+from ...shard_tensor.spec import same_cut
+from ...shard_tensor.tensor import ShardTensor
+from ...state import optimizer_state
+from .checkpoint_dir import Checkpoint
+from .entries import Source, param_names
+from .entry_lookup import SavedOptimizer, optimizer_entries, place
+
+__all__ = ["OptimizerLoad", "unwrapped"]
+
+
+class OptimizerLoad:
+    """One optimizer's share of a checkpoint.
+
+    Made, compared, read and applied in this order: see :func:`.sharded_load.load`.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        sources: Sequence[Source],
+        what: str,
+        optimizers: Sequence[Any],
+        number: int,
+        names: dict[int, str],
+        saved: SavedOptimizer | None,
+    ) -> None:
+        self.checkpoint, self.optimizer, self.number = checkpoint, optimizers[number], number
+        self.runtime = _runtime_of(sources, self.optimizer)
+        self.what, self.names, self.saved = what, names, saved
+        # Several optimizers without names are saved as one, group behind group.
+        self.first = sum(len(o.param_groups) for o in optimizers[:number])
+        self.alone = len(optimizers) == 1
+        self.given: dict[str, Any] = {"state": {}, "param_groups": []}
+        self.entries: dict[str, dict[tuple[Any, ...], str]] = {}
+
+    @classmethod
+    def of(
+        cls, checkpoint: Checkpoint, sources: Sequence[Source], path: tuple[str, ...], optimizers: Sequence[Any]
+    ) -> list[OptimizerLoad]:
+        """Those that are saved in one place."""
+        everyone = [param_names(sources, optimizer) for optimizer in optimizers]
+        saved = optimizer_entries(checkpoint.metadata, path, {n for names in everyone for n in names.values()})
+        return [
+            cls(checkpoint, sources, ".".join(path), optimizers, number, names, saved)
+            for number, names in enumerate(everyone)
+        ]
+
+    # -- comparing ----------------------------------------------------------------------------------------------
+    def small(self) -> list[str]:
+        """The entries that have to be known to compare: groups, and objects within the state."""
+        if self.saved is None:
+            return []
+        groups = [full for group in (*self._groups(), *self.saved.of_parameter.values()) for full in group.values()]
+        objects = [f for own in self.saved.state.values() for f in own.values() if self.checkpoint.tensor(f) is None]
+        return groups + objects + ([self.saved.other] if self.saved.other is not None else [])
+
+    def _groups(self) -> list[dict[tuple[Any, ...], str]]:
+        assert self.saved is not None
+        numbers = sorted(self.saved.groups)
+        own = numbers if self.alone else numbers[self.first : self.first + len(self.optimizer.param_groups)]
+        return [self.saved.groups[n] for n in own]
+
+    def compare(self, known: Mapping[str, Any], dtype: torch.dtype | None) -> tuple[list[str], list[str], list[str]]:
+        """What does not fit: missing, unexpected, and everything else. `known`: the small entries by name."""
+        if self.saved is None:
+            return [f"{self.what} (the checkpoint has no such optimizer state)"], [], []
+        self._make_groups(self.saved, known)
+        names = set(self.names.values())
+        listed = {n for group in self.given["param_groups"] for n in group["params"]}
+        for name, own in self._state(self.saved).items():
+            if name not in names and not self.alone:
+                continue  # another optimizer's
+            self.entries[name] = own
+            state: dict[str, Any] = self.given["state"].setdefault(name, {})
+            for path, full in own.items():
+                place(state, path, self._stand_in(full, known))
+        if self.saved.other is not None:
+            own_keys = {key: entries for position, key, entries in known[self.saved.other] if position == self.number}
+            self.given["state"].update(own_keys)
+            self.given[optimizer_state.OTHER] = list(own_keys)
+        for name in listed:  # the checkpoint decides: no state there is no state here
+            self.given["state"].setdefault(name, {})
+        missing, unexpected, problems = optimizer_state.misfits(self.runtime, self.optimizer, self.names, self.given)
+        problems += self._wrong_dtypes(dtype)
+        return (
+            [f"{self.what}: {text}" for text in missing],
+            [f"{self.what}: {text}" for text in unexpected],
+            [f"{self.what}: {text}" for text in problems],
+        )
+
+    def _stand_in(self, full: str, known: Mapping[str, Any]) -> Any:
+        found = self.checkpoint.tensor(full)
+        return known[full] if found is None else torch.empty(found.size, dtype=found.properties.dtype, device="meta")
+
+    def _make_groups(self, saved: SavedOptimizer, known: Mapping[str, Any]) -> None:
+        live = [[self.names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        if saved.of_parameter and not saved.groups:
+            for names in live:
+                own = next((saved.of_parameter[n] for n in names if n in saved.of_parameter), {})
+                group: dict[str, Any] = {"params": [n for n in names if n in saved.of_parameter]}
+                for path, full in own.items():
+                    place(group, path, known[full])
+                self.given["param_groups"].append(group)
+            return
+        for i, entries in enumerate(self._groups()):
+            group = {}
+            for path, full in entries.items():
+                place(group, path, known[full])
+            params = group.setdefault("params", [])
+            # Names may look like numbers, so what the group says counts where it says it.
+            if all(isinstance(n, int) for n in params) if params else saved.numbered:
+                names = live[i] if i < len(live) else []
+                group["numbers"] = params
+                group["params"] = names if len(names) == len(params) else [f"parameter {n}" for n in params]
+            else:
+                wrappers = [unwrapped(str(n), set(self.names.values())) for n in params]
+                group["params"] = wrappers
+            self.given["param_groups"].append(group)
+
+    def _state(self, saved: SavedOptimizer) -> dict[str, dict[tuple[Any, ...], str]]:
+        numbers: dict[str, str] = {}
+        for group in self.given["param_groups"]:
+            given = group.pop("numbers", None)
+            if given is not None:
+                numbers.update(zip(map(str, given), group["params"], strict=True))
+        return {numbers.get(name, name): own for name, own in saved.state.items()}
+
+    def _wrong_dtypes(self, dtype: torch.dtype | None) -> list[str]:
+        problems = []
+        for p in self._params():
+            for path, full in self.entries.get(self.names[id(p)], {}).items():
+                found, live = self.checkpoint.tensor(full), self.optimizer.state.get(p, {}).get(path[0])
+                if (
+                    found is None
+                    or len(path) > 1
+                    or not isinstance(live, torch.Tensor)
+                    or live.dtype == found.properties.dtype
+                    # Stepped with stochastic rounding, it becomes what was saved; Adagrad makes it before the first step.
+                    or (live.dtype == p.dtype and found.properties.dtype == state_dtype(p))
+                ):
+                    continue
+                if dtype is None or not (live.dtype.is_floating_point and found.properties.dtype.is_floating_point):
+                    problems.append(
+                        f"{self.names[id(p)]}: {path[0]} is {found.properties.dtype} in the checkpoint and {live.dtype} here; "
+                        "pass dtype= to convert it"
+                    )
+        return problems
+
+    def _params(self) -> list[Any]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    # -- reading ------------------------------------------------------------------------------------------------
+    def destinations(
+        self, saved_dtypes: Mapping[str, torch.dtype], dtype: torch.dtype | None, in_place: bool
+    ) -> dict[str, torch.Tensor]:
+        """Memory for what this rank needs, by name of the entry: with `in_place` the optimizer's own where it has some, else new.
+        Call on all ranks, after they agreed."""
+        self.elsewhere = matrix_state.elsewhere(self.runtime, self.optimizer, self.names, self.given["state"])
+        found: dict[str, torch.Tensor] = {}
+        manifest = self.checkpoint.manifest
+        whole = frozenset(() if manifest is None else manifest.whole)
+        for p in self._params():
+            name = self.names[id(p)]
+            if self.elsewhere.get(id(p), False):
+                continue
+            for path, full in self.entries.get(name, {}).items():
+                saved = self.checkpoint.tensor(full)
+                if saved is None:
+                    continue
+                kept = self._dtype(p, path, saved.properties.dtype, saved_dtypes.get(name), dtype)
+                cut = (
+                    full not in whole
+                    and id(p) not in self.elsewhere
+                    and optimizer_state.is_cut(p, path[-1], saved.size)
+                )
+                live = self._own(p, path) if in_place else None
+                if live is not None and live.shape == saved.size and live.dtype == kept:
+                    found[full] = live
+                elif cut:
+                    found[full] = ShardTensor(torch.empty(p._spec.length, dtype=kept), p._spec)
+                else:
+                    found[full] = torch.empty(saved.size, dtype=kept)
+        self.tensors = found
+        return found
+
+    def _own(self, p: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
+        """This rank's slice as the optimizer holds it now, if it is cut as the parameter is."""
+        live = self.optimizer.state.get(p, {}).get(path[0]) if len(path) == 1 else None
+        if isinstance(live, ShardTensor) and isinstance(p, ShardTensor) and same_cut(live._spec, p._spec):
+            return live
+        return None
+
+    def _dtype(
+        self, p: Any, path: tuple[Any, ...], saved: torch.dtype, of_param: torch.dtype | None, asked: torch.dtype | None
+    ) -> torch.dtype:
+        """What a tensor of the state becomes: as it was saved, unless a conversion was asked for."""
+        if asked is None or not saved.is_floating_point or path[-1] == "step":
+            return saved
+        live = self.optimizer.state.get(p, {}).get(path[0])
+        if isinstance(live, torch.Tensor) and live.dtype.is_floating_point:
+            return state_dtype(p) if live.dtype == p.dtype else live.dtype
+        return state_dtype(p) if saved == of_param else saved
+
+    # -- applying -----------------------------------------------------------------------------------------------
+    def apply(self, known: Mapping[str, Any]) -> None:
+        """Load it into the optimizer. Local."""
+        values = {**known, **self.tensors}
+        state: dict[Any, Any] = {key: self.given["state"][key] for key in self.given.get(optimizer_state.OTHER, ())}
+        groups = []
+        number = 0
+        for group, given in zip(self.optimizer.param_groups, self.given["param_groups"], strict=True):
+            own = {**given, "params": list(range(number, number + len(group["params"])))}
+            if "param_names" in given:
+                own["param_names"] = [self.names[id(p)] for p in group["params"]]
+            groups.append(own)
+            for p in group["params"]:
+                entries = self.entries.get(self.names[id(p)])
+                if entries and not self.elsewhere.get(id(p), False):
+                    state[number] = {}
+                    for path, full in entries.items():
+                        place(state[number], path, _on(values[full], p.device, path))
+                number += 1
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        optimizer_state.keep_as_saved(self.optimizer, state)
+
+
+def _runtime_of(sources: Sequence[Source], optimizer: Any) -> Runtime:
+    """That of the first model of which it holds parameters."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for source in sources:
+        if any(id(p) in held for unit in source.runtime.units for p in unit.params):
+            return source.runtime
+    return sources[0].runtime
+
+
+def _on(value: Any, device: torch.device, path: tuple[Any, ...]) -> Any:
+    if not isinstance(value, torch.Tensor) or path[-1] == "step" or value.device == device:
+        return value
+    return ShardTensor(value._local.to(device), value._spec) if isinstance(value, ShardTensor) else value.to(device)
+
+
+def unwrapped(name: str, known: set[str]) -> str:
+    """A saved parameter's name without the prefixes of wrappers that the live ones don't have."""
+    if name in known:
+        return name
+    for wrapper in ("module.", "_orig_mod."):
+        if name.startswith(wrapper):
+            return unwrapped(name[len(wrapper) :], known)
+    return name

@@ -1,0 +1,334 @@
+"""A checkpoint as nested dicts, with nothing applied: for callers that let their users edit what is then loaded."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+import torch
+
+from ...comm.collective_steps import broadcast, each
+from ...errors import StateDictError
+from ...shard_tensor.tensor import ShardTensor
+from ...state import model_state
+from .checkpoint_dir import Checkpoint
+from .entries import EXTRA, MODEL, MODELS, OPTIMIZER, SLICED, Source, param_names, sources_of
+from .entry_lookup import SavedOptimizer, extra_of, model_entries, optimizer_entries, place
+from .load_optimizer import unwrapped
+
+__all__ = ["Contents", "read_contents"]
+
+
+@dataclass
+class Contents:
+    """What a checkpoint holds.
+
+    Attributes:
+        model: the state dict. A ShardTensor with this rank's slice where the live model has one of that name and shape, whole
+            plain tensors on the CPU else.
+        optimizers: for each that was saved ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``, with
+            ShardTensors likewise; numbers for names where the checkpoint has numbers.
+        extra: the object beside them; None where there is none.
+        models: state dicts of further models, by name.
+        sources: the live models as the checkpoint knows them, after which parameters in `optimizers` are named.
+        sliced: by number, what was saved beside them in ShardTensors; read as entries of `model` are.
+        with_state: whether the optimizers' state was read.
+    """
+
+    model: dict[str, Any]
+    optimizers: list[dict[str, Any]] = field(default_factory=list)
+    extra: Any = None
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sources: Sequence[Source] = ()
+    sliced: dict[str, torch.Tensor] = field(default_factory=dict)
+    with_state: bool = True
+
+
+def read_contents(
+    engine: Any,
+    path: str | os.PathLike[str],
+    optimizers: Sequence[Any] = (),
+    *,
+    named_state: bool = False,
+    models: Mapping[str, Any] | None = None,
+    unpickle: Callable[[str, IO[bytes]], Any] | None = None,
+) -> Contents:
+    """Read a checkpoint of any layout that :meth:`torch_shard.Engine.load` reads, or one of Lightning's. Collective.
+
+    Each rank reads its own slices, verified by their checksums where the checkpoint has them.
+
+    Args:
+        engine: of the model that tells which slices are this rank's.
+        path: of the directory.
+        optimizers: live ones in the order of the saved ones. Without any, saved state of optimizers is not read, and only
+            their groups are returned.
+        named_state: without any, read the state, too, where all of it is saved by parameters' names.
+        models: engines by the names that they may have among the checkpoint's further models; the one of them that has none there
+            is the first model. None: `engine` is that, and there are no others.
+        unpickle: from a name and bytes to the object; by default torch's loader that runs no code.
+
+    Raises:
+        CheckpointError: on all ranks: there is no checkpoint, or it is damaged, or holds objects that are refused.
+        StateDictError: on all ranks: several of `models` are not in it by name, or `optimizers` hold parameters of others.
+    """
+    runtime, what = engine._runtime, "reading a checkpoint"
+    first = runtime.collectives.world_rank == 0
+
+    def prepare() -> _Reading:
+        checkpoint = Checkpoint.open(path, sizes=first)
+        try:
+            return _Reading(checkpoint, _sources(checkpoint, engine, models), optimizers, named_state, unpickle)
+        except BaseException:
+            checkpoint.close()
+            raise
+
+    work = each(runtime, what, prepare, key=lambda found: found.checkpoint.fingerprint)
+    try:
+        nonce = broadcast(runtime, secrets.token_hex(8), what)
+        return each(runtime, what, work.read, nonce=f"{nonce}/read")
+    finally:
+        work.checkpoint.close()
+
+
+class _Reading:
+    """One reading, on one rank."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        sources: Sequence[Source],
+        optimizers: Sequence[Any],
+        named_state: bool,
+        unpickle: Callable[[str, IO[bytes]], Any] | None,
+    ) -> None:
+        self.checkpoint, self.sources, self.unpickle = checkpoint, sources, unpickle
+        self.models = [_Model(checkpoint, source) for source in sources]
+        self.params: dict[str, Any] = {}
+        for source in reversed(sources):  # the first of equal names counts, as in what they were saved from
+            self.params.update(_params(source))
+        saved = (optimizer_entries(checkpoint.metadata, where, self.params) for where in _paths(checkpoint))
+        self.optimizers = [_Optimizer(found) for found in saved if found is not None]
+        self.with_state = bool(optimizers) or (named_state and all(own.is_named for own in self.optimizers))
+        for own in self.optimizers if self.with_state else ():
+            own.names = [list(self.params)]
+        for own, optimizer in zip(self.optimizers, optimizers, strict=False):
+            names = param_names(sources, optimizer)
+            own.names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+    def read(self) -> Contents:
+        with torch.inference_mode(False):
+            settings = self._read([full for own in self.optimizers for full in own.settings()], {})
+            tensors: dict[str, torch.Tensor] = {}
+            objects: list[str] = []
+            for model in self.models:
+                for full, live in model.cut():
+                    tensors.update(self._slice(full, live))
+                objects += model.entries()
+            for own in self.optimizers if self.with_state else ():
+                tensors.update(self._state_tensors(own.state(settings)))
+                objects += [full for entries in own.saved.state.values() for full in entries.values()]
+            sliced = self._sliced()
+            for full, param in sliced.values():
+                tensors.update(self._slice(full, param) if isinstance(param, ShardTensor) else {})
+                objects.append(full)
+            if extra_of(self.checkpoint.metadata):
+                objects.append(EXTRA)
+            found = {**settings, **self._read(objects, tensors)}
+        built = {model.source.path: model.build(found) for model in self.models}
+        further = {path[1]: state for path, state in built.items() if path != (MODEL,)}
+        states = [own.build(found, self.with_state) for own in self.optimizers]
+        of_number = {n: found[full] for n, (full, _) in sliced.items()}
+        state, extra = built.get((MODEL,), {}), found.get(EXTRA)
+        return Contents(state, states, extra, further, self.sources, of_number, self.with_state)
+
+    def _read(self, names: Sequence[str], into: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Entries by full name: tensors into those of `into`, or whole."""
+        objects = []
+        for full in dict.fromkeys(names):
+            saved = self.checkpoint.tensor(full)
+            if saved is None:
+                objects.append(full)
+            elif full not in into:
+                into[full] = torch.empty(saved.size, dtype=saved.properties.dtype)
+        # Tied parameters that were written once are read once.
+        places = {full: (self.checkpoint.places(full), _kind(tensor)) for full, tensor in into.items()}
+        once: dict[Any, torch.Tensor] = {}
+        for full, where in places.items():
+            once.setdefault(where if where[0] else full, into[full])
+        shared = {full: once[where if where[0] else full] for full, where in places.items()}
+        own = {full: tensor for full, tensor in into.items() if shared[full] is tensor}
+        return {**self.checkpoint.read(own, objects, self.unpickle), **shared}
+
+    def _sliced(self) -> dict[str, tuple[str, Any]]:
+        """By number: the entry's full name, and the live parameter that it is cut as, if there is one."""
+        found = {}
+        for full in self.checkpoint.metadata.state_dict_metadata:
+            head, _, rest = full.partition(".")
+            number, _, name = rest.partition(".")
+            if head == SLICED and number.isdecimal():
+                found[number] = (full, self.params.get(name))
+        return found
+
+    def _state_tensors(self, state: Mapping[str, dict[tuple[Any, ...], str]]) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, entries in state.items():
+            param = self.params.get(name)
+            for path, full in entries.items():
+                if isinstance(param, ShardTensor) and path[-1] != "step":
+                    found.update(self._slice(full, param))
+        return found
+
+    def _slice(self, full: str, like: ShardTensor) -> dict[str, torch.Tensor]:
+        """Memory for this rank's slice of an entry; none where it has another shape than the live tensor."""
+        saved = self.checkpoint.tensor(full)
+        if saved is None or saved.size != like.shape:
+            return {}
+        return {full: ShardTensor(torch.empty(like._spec.length, dtype=saved.properties.dtype), like._spec)}
+
+
+class _Model:
+    """One saved model, and the live one that tells which slices are this rank's."""
+
+    def __init__(self, checkpoint: Checkpoint, source: Source) -> None:
+        self.source, self._manifest = source, checkpoint.manifest
+        self._live = model_state.own_state_dict(source.model, source.runtime)
+        self._saved = model_entries(checkpoint.metadata, source.path, self._live, own_prefixes=False)
+
+    def cut(self) -> list[tuple[str, ShardTensor]]:
+        """The entries, by full name, of which the live model has slices, and these."""
+        pairs = ((full, self._live.get(key)) for key, full in self._saved.entries.items())
+        return [(full, live) for full, live in pairs if isinstance(live, ShardTensor)]
+
+    def entries(self) -> list[str]:
+        """All of them by full name."""
+        nested = (full for parts in self._saved.nested.values() for full in parts.values())
+        return [*self._saved.entries.values(), *nested]
+
+    def build(self, known: Mapping[str, Any]) -> dict[str, Any]:
+        """The model's state dict."""
+        state = model_state.WithMetadata()
+        if self._manifest is not None:
+            state._metadata = self._manifest.module_versions.get(".".join(self.source.path), {})
+        state.update({key: known[full] for key, full in self._saved.entries.items()})
+        for key, parts in self._saved.nested.items():
+            for path, full in parts.items():
+                place(state, (key, *path), known[full])
+        return state
+
+
+class _Optimizer:
+    """One saved optimizer: where its entries are, and the names of the live one's parameters, by group."""
+
+    def __init__(self, saved: SavedOptimizer) -> None:
+        self.saved = saved
+        self.names: list[list[str]] = []
+
+    @property
+    def is_named(self) -> bool:
+        """Whether groups and state tell by themselves which parameters they are of."""
+        return not self.saved.numbered and bool(self.saved.groups)
+
+    def settings(self) -> list[str]:
+        """What is read first: the groups, and state of no parameter."""
+        groups = (*self.saved.groups.values(), *self.saved.of_parameter.values())
+        other = [self.saved.other] if self.saved.other is not None else []
+        return [full for group in groups for full in group.values()] + other
+
+    def state(self, known: Mapping[str, Any]) -> dict[str, dict[tuple[Any, ...], str]]:
+        """The entries of the state, by the live parameters' names."""
+        live = {name for names in self.names for name in names}
+        if not self.saved.numbered:
+            return {unwrapped(name, live): entries for name, entries in self.saved.state.items()}
+        numbers = [number for group in self._groups(known) for number in group["params"]]
+        flat = [name for names in self.names for name in names]
+        name_of = dict(zip(map(str, numbers), flat, strict=True)) if len(numbers) == len(flat) else {}
+        return {name_of.get(number, number): entries for number, entries in self.saved.state.items()}
+
+    def _groups(self, known: Mapping[str, Any]) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = []
+        by_parameter = self.saved.of_parameter
+        if by_parameter and not self.saved.groups:
+            for names in self.names:
+                held = [name for name in names if name in by_parameter]
+                groups.append({"params": held})
+                for path, full in by_parameter[held[0]].items() if held else ():
+                    place(groups[-1], path, known[full])
+            return groups
+        live = {name for names in self.names for name in names}
+        for _, entries in sorted(self.saved.groups.items()):
+            group: dict[str, Any] = {}
+            for path, full in entries.items():
+                place(group, path, known[full])
+            params = group.setdefault("params", [])
+            group["params"] = [n if isinstance(n, int) else unwrapped(str(n), live) for n in params]
+            groups.append(group)
+        return groups
+
+    def build(self, known: Mapping[str, Any], with_state: bool) -> dict[str, Any]:
+        """The optimizer's state dict."""
+        live = {name for names in self.names for name in names}
+        result: dict[str, Any] = {"state": {}, "param_groups": self._groups(known)}
+        for name, entries in self.saved.state.items() if with_state else ():
+            key = int(name) if self.saved.numbered else unwrapped(name, live)
+            own = result["state"].setdefault(key, {})
+            for path, full in entries.items():
+                place(own, path, known[full])
+        for group in result["param_groups"] if with_state and not self.saved.numbered else ():
+            for name in group["params"]:  # the checkpoint decides: no state there is no state here
+                result["state"].setdefault(name, {})
+        if self.saved.other is not None and with_state:
+            others = {key: entries for _, key, entries in known[self.saved.other]}
+            result["state"].update(others)
+            result["other_state"] = list(others)
+        return result
+
+
+def _paths(checkpoint: Checkpoint) -> list[tuple[str, ...]]:
+    """Where the optimizers are: by name below ``optimizer``, ``optimizer_<number>`` (Lightning), or the only one."""
+    found: dict[tuple[str, ...], None] = {}
+    for full in checkpoint.metadata.state_dict_metadata:
+        numbered = re.match(r"(optimizer_\d+)\.", full)
+        if numbered:
+            found.setdefault((numbered[1],))
+            continue
+        parts = full.split(".")
+        if parts[0] == OPTIMIZER and len(parts) > 2 and parts[1] not in ("state", "param_groups", "other_state"):
+            found.setdefault((OPTIMIZER, parts[1]))
+    return sorted(found, key=_in_order) or [(OPTIMIZER,)]
+
+
+def _in_order(path: tuple[str, ...]) -> tuple[int, str]:
+    number = re.search(r"(\d+)$", path[-1])
+    return (int(number[1]) if number else 0, path[-1])
+
+
+def _sources(checkpoint: Checkpoint, engine: Any, models: Mapping[str, Any] | None) -> list[Source]:
+    """The live models, each with its place in the checkpoint."""
+    if models is None:
+        return sources_of(engine, None)
+    saved = checkpoint.metadata.state_dict_metadata
+    further = {name: own for name, own in models.items() if any(key.startswith(f"{MODELS}.{name}.") for key in saved)}
+    rest = {name: own for name, own in models.items() if name not in further}
+    if len(rest) > 1:
+        raise StateDictError(
+            f"rank {engine.rank}: the checkpoint has no models of the names {', '.join(map(repr, rest))}, of which one could be "
+            "its first; load them one by one, or under the names that they were saved by."
+        )
+    first = [source for own in rest.values() for source in sources_of(own, None)]
+    return first + (sources_of(engine, further)[1:] if further else [])
+
+
+def _params(source: Source) -> dict[str, Any]:
+    found: dict[str, Any] = dict(source.model.named_parameters())
+    for unit in source.runtime.units:
+        found.update(zip(unit.names, unit.params, strict=True))
+    return {source.prefix + name: p for name, p in found.items()}
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    cut = id(tensor._spec) if isinstance(tensor, ShardTensor) else None
+    return cut, tensor.dtype, tuple(tensor.shape)

@@ -1,0 +1,174 @@
+"""Who writes what: torch's planner, agreed on by all ranks, and what objects look like in a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from ...comm.collective_steps import broadcast, each
+from ...errors import CheckpointError
+from ...runtime.runtime import Runtime
+from ...shard_tensor.tensor import ShardTensor
+from ...shard_tensor.wrapper_subclasses import is_wrapper
+from .entries import EXTRA, OPTIMIZER
+from .writer import ShardWriter
+
+__all__ = ["SavePlanner", "decide", "propose"]
+
+
+class SavePlanner(DefaultSavePlanner):
+    """torch's planner, with these differences: what its names can't express is one object, entries keep the order of the state
+    dicts, and what is not sharded comes from the lowest rank that has it, since ranks need not agree on buffers."""
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(_expressible(state_dict, ()), storage_meta, is_coordinator)
+
+    def own_part(self, plan: SavePlan, of_rank_0: bytes) -> SavePlan:
+        """A local plan without what rank 0 will write anyway, where it has the same entries: all ranks' would be as many
+        messages that say the same."""
+        if self.digest() != of_rank_0:
+            return plan
+        items = [item for item in plan.items if item.type == WriteItemType.SHARD]
+        return dataclasses.replace(plan, items=items, planner_data={})
+
+    def digest(self) -> bytes:
+        """Equal on ranks that have the same entries; ``extra`` is rank 0's in any case."""
+        names = [(name, path) for name, path in self.mappings.items() if path[0] != EXTRA]
+        return hashlib.sha256(repr(names).encode()).digest()
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        seen: set[str] = set()
+        plans = []
+        for plan in all_plans:
+            mine: list[WriteItem] = []
+            for item in plan.items:
+                if item.type == WriteItemType.SHARD:
+                    mine.append(item)
+                elif item.index.fqn not in seen:
+                    seen.add(item.index.fqn)
+                    mine.append(item)
+            plans.append(dataclasses.replace(plan, items=mine))
+        chosen, metadata = super().create_global_plan(plans)
+        # Entries in the order of the state dicts, not by who writes them: optimizers' steps may depend on that of their state.
+        paths: dict[str, Any] = {}
+        for plan in all_plans:
+            for name, path in plan.planner_data.items():
+                paths.setdefault(name, path)
+        entries = metadata.state_dict_metadata
+        metadata.planner_data = paths
+        metadata.state_dict_metadata = {name: entries[name] for name in paths if name in entries}
+        return chosen, metadata
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if write_item.type != WriteItemType.BYTE_IO:
+            return object
+        return _object_bytes(write_item.index.fqn, object)
+
+
+class _Object:
+    """A value that is written as one object, whatever torch's planner would make of it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _expressible(value: Any, path: tuple[str, ...]) -> Any:
+    """The same with one object in place of each container that would come back as another one: torch's planner leaves out empty
+    ones and makes strings of all keys."""
+    if path == (EXTRA,):
+        return _Object(value)
+    if isinstance(value, Mapping):
+        if not value and _is_value(path):
+            return _Object({})
+        if all(isinstance(key, str) for key in value):
+            return {key: _expressible(child, (*path, key)) for key, child in value.items()}
+        if any(True for _ in shards_in(value)):
+            odd = next(key for key in value if not isinstance(key, str))
+            raise CheckpointError(
+                f"{'.'.join(path)} has the key {odd!r}, and sharded tensors: such entries are saved by name, so that their keys "
+                "must be strings."
+            )
+        return _Object(dict(value))
+    if isinstance(value, list):
+        return [_expressible(child, (*path, str(i))) for i, child in enumerate(value)] or _Object([])
+    if is_wrapper(value):
+        return _Object(value)  # it has no memory of its own that could be written
+    return value
+
+
+def _is_value(path: tuple[str, ...]) -> bool:
+    """Whether a dict at this place is a value, and not a level of the layout (a parameter without state, say)."""
+    if len(path) < 2:
+        return False
+    if path[0] != OPTIMIZER:
+        return True
+    return "state" in path[1:-2] or "param_groups" in path[1:-2]
+
+
+def shards_in(value: Any) -> Iterator[ShardTensor]:
+    """The ShardTensors within nested containers."""
+    if isinstance(value, ShardTensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for child in value.values():
+            yield from shards_in(child)
+    elif isinstance(value, (list, tuple)):
+        for child in value:
+            yield from shards_in(child)
+
+
+def _object_bytes(name: str, value: Any) -> io.BytesIO:
+    """An object as torch.save has it; refused where it would not be loaded again."""
+    value = value.value if isinstance(value, _Object) else value
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        if type(value) not in (int, float, bool, str, type(None)):  # which need no proof, and are most
+            torch.load(file, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{name} can't be saved: {_reason(error)} Checkpoints hold tensors, numbers, strings, lists, tuples and dicts, since "
+            "unpickling anything else can run code. Convert it (vars(namespace), value.item()), or allow its class when saving "
+            "and loading with torch.serialization.add_safe_globals([Class])."
+        ) from error
+    file.seek(0)
+    return file
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
+    return f"{type(error).__name__}: {(lines or [str(error).strip()])[0]}"
+
+
+def propose(
+    runtime: Runtime, what: str, planner: SavePlanner, writer: ShardWriter, contents: dict[str, Any]
+) -> SavePlan:
+    """What this rank has, and rank 0 not just as well. Collective."""
+    first = runtime.collectives.world_rank == 0
+
+    def local() -> SavePlan:
+        planner.set_up_planner(contents, writer.storage_meta(), first)
+        writer.set_up_storage_writer(first)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    own = each(runtime, what, local)
+    digest = broadcast(runtime, planner.digest() if first else b"", what)
+    return own if first else planner.own_part(own, digest)
+
+
+def decide(planner: SavePlanner, writer: ShardWriter, proposals: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    """Who writes what: the plan of each rank, and the metadata of the whole. On rank 0; not collective."""
+    chosen, metadata = planner.create_global_plan(proposals)
+    # The names of entries are the metadata's, and as long as all plans together.
+    return [dataclasses.replace(p, planner_data=None) for p in writer.prepare_global_plan(chosen)], metadata

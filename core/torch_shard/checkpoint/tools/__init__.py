@@ -1,0 +1,1 @@
+"""Work on checkpoints without a model: classify, verify, compare, convert."""

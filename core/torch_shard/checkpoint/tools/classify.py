@@ -1,0 +1,368 @@
+"""What is what in an opened checkpoint, whoever wrote it: models, optimizers, and the rest.
+
+They differ in where the model is (``model``, ``state_dict``, ``app.model``, at the top) and in how optimizer state is named: by
+parameter or by number, groups in a list or settings by parameter. :mod:`.saved` does the same for a live model, whose names
+decide; here there is none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+from ...state.optimizer_state import OTHER
+from ..sharded.entries import EXTRA, MODELS, OPTIMIZER, SLICED
+from ..sharded.entry_lookup import place
+from ..sharded.extra_shards import joined
+from .open_any import LIGHTNING_META, Opened, Stored, StoredObject, leaves
+
+__all__ = [
+    "LIGHTNING",
+    "OptimizerParts",
+    "Parts",
+    "merged",
+    "named_entries",
+    "parts_of",
+    "resolved",
+    "title",
+    "without_wrappers",
+]
+
+LIGHTNING = "pytorch-lightning_version"
+"""The key by which Lightning's checkpoints are known."""
+
+_MODELS = ("model", "state_dict", "model_state_dict")
+_OPTIMIZERS = (OPTIMIZER, "optim", "optimizer_state_dict", "optimizer_states", "optimizers")
+_WRAPPERS = ("module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod.")
+
+
+@dataclass
+class OptimizerParts:
+    """An optimizer.
+
+    Attributes:
+        state: by parameter's name, or number as a string, and key.
+        groups: settings, with "params", names or numbers; empty where settings are kept by parameter.
+        of_parameter: those.
+        numbered: whether parameters are numbers.
+        other: what it keeps of no parameter: the optimizer's position, key and value of each.
+    """
+
+    state: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    of_parameter: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    numbered: bool = False
+    other: Any = None
+
+
+@dataclass
+class Parts:
+    """A checkpoint's contents. Tensors are :class:`~.opened.Stored`.
+
+    Attributes:
+        model: the state dict; values that are no tensors may be :class:`~.opened.StoredObject` or nested.
+        models: further ones by name.
+        optimizers: by name, "" for the only one.
+        extra: what ``engine.save`` was given, or the rest of a Lightning checkpoint. None where there is none.
+        other: entries at the top that are none of these.
+        lightning: whether it is one of Lightning's.
+        listed: whether the optimizers were a list, so that their names are positions in it.
+        model_key, optimizer_key: by which they were in the checkpoint; None for entries at the top.
+        refused: why a part can't be read.
+    """
+
+    model: dict[str, Any] = field(default_factory=dict)
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    optimizers: dict[str, OptimizerParts] = field(default_factory=dict)
+    extra: Any = None
+    other: dict[Any, Any] = field(default_factory=dict)
+    lightning: bool = False
+    listed: bool = False
+    model_key: str | None = None
+    optimizer_key: str | None = None
+    refused: list[str] = field(default_factory=list)
+
+
+def parts_of(opened: Opened, model_only: bool = False) -> Parts:
+    """Sort a checkpoint's entries. With `model_only` nothing but the models is read or returned.
+
+    What can't be read is left out, and said in ``refused``.
+    """
+    parts = Parts()
+    tree: dict[Any, Any] = dict(opened.tree)
+    meta = tree.pop(LIGHTNING_META, None)
+    if meta is not None and not model_only:
+        found = _read(parts, meta)
+        for key, value in found.items() if isinstance(found, Mapping) else ():
+            tree.setdefault(key, value)
+    app = tree.get("app")
+    if isinstance(app, dict) and isinstance(app.get("model"), dict):  # of torch's own recipe for DCP
+        tree = {**{key: value for key, value in tree.items() if key != "app"}, **app}
+    key = parts.model_key = _model_key(tree)
+    if key is not None:
+        parts.model = tree.pop(key)
+    for name, model in tree.pop(MODELS, {}).items() if isinstance(tree.get(MODELS), dict) else ():
+        parts.models[name] = model
+    raw = [] if model_only else list(_optimizers(parts, tree))
+    if key is None:
+        for name in [name for name, value in tree.items() if isinstance(value, Stored) or _is_extra_state(name)]:
+            parts.model[name] = tree.pop(name)
+    for optimizer, value in raw:
+        parts.optimizers[optimizer] = _optimizer(parts, value)
+    if model_only:
+        return parts
+    if LIGHTNING in tree:
+        parts.lightning, parts.extra = True, tree
+        return parts
+    if EXTRA in tree:
+        sliced = tree.pop(SLICED, {})
+        by_number = {number: value for number, own in sliced.items() for value in own.values()}
+        parts.extra = joined(_read(parts, tree.pop(EXTRA)), by_number)
+        parts.lightning = isinstance(parts.extra, Mapping) and LIGHTNING in parts.extra
+    parts.other = tree
+    return parts
+
+
+def _model_key(tree: Mapping[Any, Any]) -> str | None:
+    """Where the model is; None for at the top. A dict without tensors is a configuration, if anything else has some."""
+    found = [key for key in _MODELS if isinstance(tree.get(key), dict)]
+    with_tensors = (key for key in found if any(isinstance(leaf, Stored) for _, leaf in leaves(tree[key])))
+    at_top = any(isinstance(value, Stored) for value in tree.values())
+    return next(with_tensors, None if at_top else next(iter(found), None))
+
+
+def _is_extra_state(name: Any) -> bool:
+    return isinstance(name, str) and name.endswith("_extra_state")
+
+
+def _read(parts: Parts, value: Any) -> Any:
+    """Objects in nested values as they are; None for those that can't be read."""
+    try:
+        return resolved(value)
+    except CheckpointError as error:
+        parts.refused.append(str(error))
+        return None
+
+
+def resolved(value: Any) -> Any:
+    """Nested values with their objects read; tensors stay :class:`~.opened.Stored`.
+
+    Raises:
+        CheckpointError: one is damaged, or can't be unpickled without running code.
+    """
+    if isinstance(value, StoredObject):
+        return value.read()
+    if isinstance(value, dict):
+        return {key: resolved(own) for key, own in value.items()}
+    if isinstance(value, list):
+        return [resolved(own) for own in value]
+    return value
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def _optimizers(parts: Parts, tree: dict[Any, Any]) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Take them out of the tree."""
+    for key in _OPTIMIZERS:
+        if key not in tree:
+            continue
+        value = tree[key] if not isinstance(tree[key], StoredObject) else _read(parts, tree[key])
+        found: dict[Any, Any] = {"": value}
+        if not _is_optimizer(value):
+            found = dict(enumerate(value)) if isinstance(value, list) else value if isinstance(value, dict) else {}
+            if not found or not all(map(_is_optimizer, found.values())):
+                continue
+            if isinstance(value, list) and len(value) == 1:
+                found = {"": value[0]}
+            parts.listed = isinstance(value, list) and len(value) > 1
+        del tree[key]
+        parts.optimizer_key = key
+        yield from ((str(name), own) for name, own in found.items())
+        return
+    numbers = [key for key in tree if isinstance(key, str) and re.fullmatch(r"optimizer_\d+", key)]  # Lightning
+    for key in numbers:
+        yield "" if len(numbers) == 1 else key.rpartition("_")[2], tree.pop(key)
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, dict) and any(
+        isinstance(key, str) and (key in ("state", "param_groups") or key.startswith(("state.", "param_groups.")))
+        for key in value
+    )
+
+
+def _optimizer(parts: Parts, tree: dict[Any, Any]) -> OptimizerParts:
+    names = set(map(str, parts.model))
+    names.update(f"{m}.{name}" for m, model in parts.models.items() for name in model)
+    found = OptimizerParts()
+    others: list[tuple[Any, Any]] = []  # of no parameter
+    for key, value in tree.items():
+        kind, _, rest = str(key).partition(".")
+        if key == "state" and isinstance(value, dict):
+            for name, own in value.items():
+                own = _read(parts, own) if isinstance(own, StoredObject) else own
+                if isinstance(own, dict):
+                    found.state[str(name)] = own
+                else:
+                    others.append((name, own))
+        elif key == "param_groups":
+            groups = _read(parts, value) if isinstance(value, StoredObject) else value
+            found.groups = [_group(parts, group) for group in (groups or ())]
+        elif key == OTHER:
+            found.other = _read(parts, value)
+        elif rest and kind in ("state", "param_groups"):
+            into = found.state if kind == "state" else found.of_parameter
+            name, path = _split(rest, names)
+            place(into.setdefault(name, {}), path, value)
+    found.numbered = _is_numbered(found)
+    others += [(name, found.state.pop(name)) for name in list(found.state) if found.numbered and not name.isdecimal()]
+    if others and found.other is None:
+        found.other = tuple((0, name, _read(parts, value)) for name, value in others)
+    return found
+
+
+def _group(parts: Parts, group: Any) -> dict[str, Any]:
+    found = _read(parts, group)
+    return {str(key): value for key, value in found.items()} if isinstance(found, Mapping) else {}
+
+
+def _is_numbered(found: OptimizerParts) -> bool:
+    """Parameters may have numbers for names, too, so the groups decide."""
+    listed = [p for group in found.groups for p in group.get("params") or ()]
+    if listed:
+        return all(isinstance(p, int) for p in listed)
+    return bool(found.state) and all(name.isdecimal() for name in found.state)
+
+
+def _split(text: str, names: Container[str]) -> tuple[str, tuple[str, ...]]:
+    """A parameter's name and the key behind it, where both are one text."""
+    for wrapper in ("", *_WRAPPERS):
+        if not text.startswith(wrapper):
+            continue
+        bare = text[len(wrapper) :]
+        cut = bare.rfind(".")
+        while cut > 0:  # the longest first: a name may begin with another one
+            if bare[:cut] in names:
+                return bare[:cut], tuple(bare[cut + 1 :].split("."))
+            cut = bare.rfind(".", 0, cut)
+    name, _, key = text.rpartition(".")
+    return name, (key,)
+
+
+def merged(parts: Parts) -> OptimizerParts:
+    """A list of optimizers as one, groups one behind the other, as ``engine.save`` writes a list.
+
+    Raises:
+        CheckpointError: two of them have state of one parameter.
+    """
+    found = OptimizerParts(numbered=any(own.numbered for own in parts.optimizers.values()))
+    other: list[tuple[int, Any, Any]] = []
+    for position, own in enumerate(parts.optimizers.values()):
+        groups = [{**group, "params": list(resolved(group.get("params") or ()))} for group in own.groups]
+        if own.numbered:
+            # Numbers begin at 0 in each.
+            listed = [int(p) for group in found.groups for p in group["params"] if isinstance(p, int)]
+            first = max(listed, default=-1) + 1
+            groups = [{**group, "params": [p + first for p in group["params"]]} for group in groups]
+            state = {str(int(name) + first): entries for name, entries in own.state.items()}
+        else:
+            state = own.state
+        twice = next((name for table in (state, own.of_parameter) for name in table if name in found.state), None)
+        if twice is not None:
+            raise CheckpointError(
+                f"{twice} has state in two optimizers of a list, and a sharded checkpoint has them by parameter. Save the "
+                "optimizers by name, optimizer={name: optimizer}, or pass --model-only."
+            )
+        found.groups += groups
+        found.state.update(state)
+        found.of_parameter.update(own.of_parameter)
+        other += [(position, key, value) for _, key, value in own.other or ()]
+    found.other = tuple(other) or None
+    return found
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+class _At(tuple[str, Any]):
+    """A place in a path that is no string key: equal for keys of one type only, since 1, True and "1" are three keys."""
+
+    def __new__(cls, kind: str, key: Any) -> _At:
+        return super().__new__(cls, (kind, key))
+
+    def __str__(self) -> str:
+        return str(self[1])
+
+
+def title(path: Iterable[Any]) -> str:
+    """A path of :func:`named_entries` for people."""
+    return ".".join(map(str, path))
+
+
+def named_entries(parts: Parts) -> dict[tuple[Any, ...], Any]:
+    """Everything by its path, as :mod:`.contents` describes them: equal for equal contents in any format.
+
+    Empty dicts and lists are entries, too. Two names that read the same, ``{1: ...}`` and ``{"1": ...}``, have two paths.
+    """
+    found: dict[tuple[Any, ...], Any] = {}
+    for name, value in parts.model.items():
+        found.update(_walk(value, ("model", _at(name))))
+    for model, own in parts.models.items():
+        for name, value in own.items():
+            found.update(_walk(value, (MODELS, model, _at(name))))
+    for name, optimizer in parts.optimizers.items():
+        base = (OPTIMIZER, name) if name else (OPTIMIZER,)
+        for parameter, entries in optimizer.state.items():
+            for key, value in entries.items():  # no entries are no state
+                found.update(_walk(value, (*base, "state", parameter, _at(key))))
+        for number, group in enumerate(optimizer.groups):
+            found.update({(*base, "param_groups", str(number), key): value for key, value in group.items()})
+        for parameter, entries in optimizer.of_parameter.items():
+            for key, value in entries.items():
+                found.update(_walk(value, (*base, "param_groups", parameter, _at(key))))
+        if optimizer.other is not None:
+            place_of_other = (*base, OTHER)
+            found[place_of_other] = optimizer.other
+    if parts.extra is not None:
+        found.update(_walk(parts.extra, (EXTRA,)))
+    for name, value in parts.other.items():
+        found.update(_walk(value, (_at(name),)))
+    return found
+
+
+def _at(key: Any) -> Any:
+    return key if isinstance(key, str) else _At(type(key).__name__, key)
+
+
+def _walk(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(tree, StoredObject):  # in other formats it is no single object
+        tree = tree.read()
+    if isinstance(tree, Mapping) and tree:
+        for key, value in tree.items():
+            yield from _walk(value, (*path, _at(key)))
+    elif isinstance(tree, (list, tuple)) and tree and not isinstance(tree, torch.Size):
+        for i, value in enumerate(tree):
+            yield from _walk(value, (*path, _At("place", i)))
+    else:
+        yield path, tree
+
+
+def without_wrappers(parts: Parts) -> None:
+    """Take the prefix of DDP or torch.compile off the names, where all of the model's have it."""
+    for wrapper in sorted(_WRAPPERS, key=len, reverse=True):
+        if parts.model and all(str(name).startswith(wrapper) for name in parts.model):
+            cut = len(wrapper)
+            parts.model = {name[cut:]: value for name, value in parts.model.items()}
+            for own in parts.optimizers.values():
+                own.state = {name.removeprefix(wrapper): value for name, value in own.state.items()}
+                own.of_parameter = {name.removeprefix(wrapper): value for name, value in own.of_parameter.items()}
+                for group in own.groups:
+                    listed = resolved(group.get("params", []))
+                    group["params"] = [p.removeprefix(wrapper) if isinstance(p, str) else p for p in listed]
+            return

@@ -1,0 +1,203 @@
+"""Two checkpoints of any formats, entry by entry; one tensor of each is in memory at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .classify import OptimizerParts, Parts, merged, named_entries, resolved, title, without_wrappers
+from .open_any import Stored, StoredObject
+from .torch_layout import known_names, numbered
+
+__all__ = ["Difference", "aligned", "compare", "differing"]
+
+_CHUNK = 1 << 20  # elements that are compared at a time
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One entry that is not the same.
+
+    Attributes:
+        name: of the entry.
+        kind: "only in A", "only in B", "shape", "dtype", "values" or "object".
+        a, b: its shape, dtype or value in each; None where it is missing.
+        elements: how many differ, of how many.
+        total: elements of the tensor.
+        max_abs: the largest absolute difference.
+    """
+
+    name: str
+    kind: str
+    a: Any = None
+    b: Any = None
+    elements: int | None = None
+    total: int | None = None
+    max_abs: float | None = None
+
+
+def aligned(a: Parts, b: Parts) -> tuple[dict[tuple[Any, ...], Any], dict[tuple[Any, ...], Any]]:
+    """The entries of two checkpoints by paths that are the same in both where their formats differ.
+
+    Optimizer state by number gets the names that the other one has, by position; wrappers' prefixes are taken off where
+    the other model has none; what only one of them calls ``extra`` is that in both.
+    """
+    for parts, other in ((a, b), (b, a)):
+        if parts.model and other.model and not parts.model.keys() & other.model.keys():
+            without_wrappers(parts)
+        if parts.extra is None and isinstance(other.extra, dict):
+            parts.extra = {key: parts.other.pop(key) for key in list(parts.other) if key in other.extra} or None
+        if parts.listed and other.optimizers.keys() == {""}:  # which the sharded form makes of a list
+            parts.optimizers, parts.listed = {"": merged(parts)}, False
+    for name in a.optimizers.keys() & b.optimizers.keys():
+        one, two = a.optimizers[name], b.optimizers[name]
+        if _form(one) != _form(two):
+            names = _positions(one, a) or _positions(two, b)
+            a.optimizers[name] = _renamed(numbered(one, known_names(a)), names)
+            b.optimizers[name] = _renamed(numbered(two, known_names(b)), names)
+    return named_entries(a), named_entries(b)
+
+
+def _form(optimizer: OptimizerParts) -> tuple[bool, bool]:
+    return optimizer.numbered, bool(optimizer.of_parameter and not optimizer.groups)
+
+
+def _positions(optimizer: OptimizerParts, parts: Parts) -> list[str]:
+    if optimizer.numbered:
+        return []
+    if optimizer.groups:
+        return [str(p) for group in resolved(optimizer.groups) for p in group.get("params", ())]
+    order = {name: i for i, name in enumerate(known_names(parts))}
+    return sorted(optimizer.of_parameter, key=lambda name: order.get(name, len(order)))
+
+
+def _renamed(state: dict[str, Any], names: list[str]) -> OptimizerParts:
+    def name(number: Any) -> str:
+        return names[number] if isinstance(number, int) and number < len(names) else str(number)
+
+    groups = [{**group, "params": [name(p) for p in group["params"]]} for group in state["param_groups"]]
+    return OptimizerParts({name(key): own for key, own in state["state"].items()}, groups)
+
+
+def compare(
+    a: dict[tuple[Any, ...], Any],
+    b: dict[tuple[Any, ...], Any],
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    dtypes: bool = True,
+    progress: Callable[[int], object] = lambda nbytes: None,
+) -> Iterator[Difference]:
+    """What differs, in the order of the first.
+
+    Args:
+        a, b: of :func:`aligned`.
+        rtol, atol: how far elements may be apart, as in ``torch.isclose``; with both at 0 every bit counts.
+        dtypes: whether another dtype alone is a difference.
+        progress: is told of bytes of the first as they are compared.
+
+    Raises:
+        CheckpointError: an entry is damaged, or can't be unpickled without running code.
+    """
+    for path, one in a.items():
+        name = title(path)
+        if path not in b:
+            yield Difference(name, "only in A", a=_summary(one))
+            continue
+        one, two = _loaded(one), _loaded(b[path])
+        if isinstance(one, (Stored, torch.Tensor)) and isinstance(two, (Stored, torch.Tensor)):
+            for found in _tensors(name, one, two, rtol, atol):
+                if dtypes or found.kind != "dtype" or found.elements:
+                    yield found
+        elif not _equal(one, two):
+            yield Difference(name, "object", a=one, b=two)
+        if isinstance(one, Stored):
+            progress(one.nbytes)
+    for path, two in b.items():
+        if path not in a:
+            yield Difference(title(path), "only in B", b=_summary(two))
+
+
+def _summary(value: Any) -> Any:
+    if isinstance(value, (Stored, torch.Tensor)):
+        return {"shape": list(value.shape), "dtype": value.dtype}
+    return "object" if isinstance(value, StoredObject) else value
+
+
+def _loaded(value: Any) -> Any:
+    return value.read() if isinstance(value, StoredObject) else value
+
+
+def _memory(value: Any) -> Any:
+    return value.read() if isinstance(value, Stored) else value
+
+
+def _tensors(
+    name: str, one: Stored | torch.Tensor, two: Stored | torch.Tensor, rtol: float, atol: float
+) -> Iterator[Difference]:
+    if one.shape != two.shape:
+        yield Difference(name, "shape", a=list(one.shape), b=list(two.shape))
+        return
+    x, y = _memory(one), _memory(two)
+    count, largest = differing(x, y, rtol, atol)
+    if x.dtype != y.dtype:
+        yield Difference(name, "dtype", x.dtype, y.dtype, count, x.numel(), largest)
+    elif count:
+        yield Difference(name, "values", None, None, count, x.numel(), largest)
+
+
+def differing(x: torch.Tensor, y: torch.Tensor, rtol: float = 0.0, atol: float = 0.0) -> tuple[int, float]:
+    """How many elements differ, and the largest absolute difference.
+
+    Args:
+        x, y: of one shape.
+        rtol, atol: as in ``torch.isclose``. With both at 0, values of one dtype are compared bit by bit: a NaN equals itself,
+            and 0.0 does not equal -0.0.
+    """
+    count, largest = 0, 0.0
+    # A conjugated view has the bits of what it is a view of.
+    one, two = (t.resolve_conj().resolve_neg().contiguous().view(-1) for t in (x, y))
+    for start in range(0, one.numel(), _CHUNK):
+        p, q = one[start : start + _CHUNK], two[start : start + _CHUNK]
+        exact = rtol == atol == 0.0
+        if p.dtype == q.dtype:
+            same = (p.view(torch.uint8) == q.view(torch.uint8)).view(p.numel(), -1).all(1)
+            if bool(same.all()):
+                continue
+        wide = torch.complex128 if p.is_complex() or q.is_complex() else torch.float64
+        u, v = p.to(wide), q.to(wide)
+        if not exact or p.dtype != q.dtype:
+            same = torch.isclose(u, v, rtol=rtol, atol=atol, equal_nan=True)
+        count += int((~same).sum())
+        apart = (u - v).abs()
+        apart[(u == v) | (u.isnan() & v.isnan())] = 0.0
+        most = float(apart.max())
+        largest = most if most != most or most > largest else largest
+    return count, largest
+
+
+def _equal(one: Any, two: Any) -> bool:
+    """Whether two objects are the same: of one type (a list and a tuple are one), and floats to the bit."""
+    one, two = _memory(_loaded(one)), _memory(_loaded(two))
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        return one.dtype == two.dtype and one.shape == two.shape and differing(one, two)[0] == 0
+    if isinstance(one, torch.Tensor) or isinstance(two, torch.Tensor):
+        return False
+    if isinstance(one, dict) and isinstance(two, dict):
+        types = {key: type(key) for key in two}
+        return one.keys() == two.keys() and all(
+            type(key) is types[key] and _equal(value, two[key]) for key, value in one.items()
+        )
+    if isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)):
+        return len(one) == len(two) and all(_equal(p, q) for p, q in zip(one, two, strict=True))
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, float):
+        return one != one and two != two or one == two and math.copysign(1, one) == math.copysign(1, two)
+    if isinstance(one, complex):
+        return _equal(one.real, two.real) and _equal(one.imag, two.imag)
+    return bool(one == two) or bool(one != one and two != two)  # NaN equals itself

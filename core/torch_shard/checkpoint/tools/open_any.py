@@ -1,0 +1,351 @@
+"""Any checkpoint, opened to be looked at: a tree of its entries, read one at a time. Not collective, and without a process group.
+
+The tree is what ``torch.load`` would give, but for its leaves: a tensor is a :class:`Stored`, which reads it, and an object of a
+sharded checkpoint a :class:`StoredObject`. :mod:`.parts` says what is model and what is optimizer in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import weakref
+import zipfile
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from ...errors import CheckpointError
+from ..format.atomic_directory import find
+from ..format.chunks import covers
+from ..format.dcp_metadata import METADATA
+from ..format.manifest import MANIFEST, Item, Manifest
+from ..full.open_files import is_full, open_full
+from ..sharded.checkpoint_dir import Checkpoint
+from ..sharded.entries import MODEL, MODELS, OPTIMIZER
+from ..sharded.entry_lookup import place
+from ..sharded.reader import CheckedFile, read_tensor
+
+__all__ = ["LIGHTNING_META", "Opened", "Stored", "StoredObject", "leaves", "open_checkpoint", "refuse_compressed"]
+
+LIGHTNING_META = "meta.pt"
+"""Beside DCP's files, Lightning's own: what is neither model nor optimizer."""
+
+SHARDED, DCP = "torch-shard", "dcp"
+_OPEN_FILES = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A tensor in a checkpoint.
+
+    Attributes:
+        name: as the checkpoint has it.
+        shape, dtype: of the whole tensor.
+        place: equal for two names of one memory (tied parameters).
+        files: that hold parts of it.
+        read: returns it, on the CPU; from a checkpoint with checksums what was written, or a CheckpointError.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    place: Hashable
+    files: tuple[str, ...]
+    read: Callable[[], torch.Tensor] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class StoredObject:
+    """Anything else in a sharded checkpoint; ``read`` unpickles it without running code."""
+
+    name: str
+    files: tuple[str, ...]
+    read: Callable[[], Any] = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A checkpoint.
+
+    Attributes:
+        path: of the directory or file.
+        format: "torch-shard" (this package's), "dcp" (another's, by torch.distributed.checkpoint), "torch" (one file) or
+            "safetensors".
+        tree: its entries, nested.
+        files: sizes in bytes by name.
+        manifest: of this package's.
+        module_versions: of the model's modules, where they are known.
+        saved_at: seconds since 1970, from the manifest or else the file's time.
+    """
+
+    path: Path
+    format: str
+    tree: dict[Any, Any]
+    files: dict[str, int]
+    manifest: Manifest | None
+    module_versions: dict[str, Any]
+    saved_at: float
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
+    """Open a checkpoint of any format that this package knows.
+
+    Args:
+        path: a directory that this package, torch.distributed.checkpoint or Lightning wrote, one with model.safetensors or its
+            index, or a file of torch.save or safetensors.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or needs a newer version.
+        OSError: it can't be read.
+    """
+    target = find(Path(os.path.abspath(os.fspath(path))))
+    if target.is_dir() and any((target / name).exists() for name in (MANIFEST, METADATA)):
+        return _sharded(Checkpoint.open(target, sizes=False))
+    if target.is_dir() and not is_full(target):
+        raise CheckpointError(
+            f"{target} holds no checkpoint: it has neither {MANIFEST} nor {METADATA} nor model.safetensors."
+        )
+    return _full(target)
+
+
+def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Everything in nested dicts, lists and tuples that is none of these, with its path."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from leaves(value, (*path, key))
+    elif isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
+        for i, value in enumerate(tree):
+            yield from leaves(value, (*path, i))
+    else:
+        yield path, tree
+
+
+# -- directories of torch.distributed.checkpoint ----------------------------------------------------------------------
+
+
+def _sharded(checkpoint: Checkpoint) -> Opened:
+    reader = _Reader(checkpoint)
+    paths = checkpoint.metadata.planner_data
+    tree: dict[Any, Any] = {}
+    entries = checkpoint.metadata.state_dict_metadata
+    # torch's planner lists entries by the rank that wrote them, and paths in the order of the state dict.
+    order = [name for name in paths if name in entries] if isinstance(paths, Mapping) else []
+    for name in dict.fromkeys([*order, *entries]):
+        path = paths.get(name) if isinstance(paths, Mapping) else None
+        leaf = reader.leaf(name)
+        try:
+            place(tree, _path(name) if path is None else tuple(path), leaf)
+        except (AttributeError, IndexError, TypeError):  # two entries claim one place
+            tree[name] = leaf
+    folder, manifest = checkpoint.folder, checkpoint.manifest
+    if manifest is None and (folder / LIGHTNING_META).is_file():
+        tree[LIGHTNING_META] = StoredObject(LIGHTNING_META, (LIGHTNING_META,), lambda: _rest(folder / LIGHTNING_META))
+    return Opened(
+        folder,
+        SHARDED if manifest is not None else DCP,
+        tree,
+        sizes_of(folder),
+        manifest,
+        manifest.module_versions.get(MODEL, {}) if manifest is not None else {},
+        manifest.saved_at if manifest is not None else (folder / METADATA).stat().st_mtime,
+    )
+
+
+def _path(name: str) -> tuple[str, ...]:
+    """The place of an entry that comes without one."""
+    head, _, rest = name.partition(".")
+    if head == MODELS and "." in rest:
+        return (head, *rest.split(".", 1))
+    return (head, rest) if rest and head in (MODEL, OPTIMIZER, "optim", "state_dict") else (name,)
+
+
+def _rest(path: Path) -> Any:
+    return _Leaves(path, lambda name: path.name).of(open_full(path).values)
+
+
+def sizes_of(folder: Path) -> dict[str, int]:
+    """Of the files in a directory, by name."""
+    return {name: (folder / name).stat().st_size for name in sorted(os.listdir(folder)) if (folder / name).is_file()}
+
+
+class _Reader:
+    """Reads entries of a sharded checkpoint one at a time; files and tables stay open between them."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self._open: dict[str, CheckedFile] = {}
+        weakref.finalize(self, _close, self._open)
+        self._items: dict[str, dict[tuple[str, tuple[int, ...] | None], Item]] = {}
+
+    def leaf(self, name: str) -> Stored | StoredObject:
+        found, storage = self.checkpoint.tensor(name), self.checkpoint.metadata.storage_data
+        if found is None:
+            info = storage.get(MetadataIndex(name))
+            return StoredObject(name, (info.relative_path,) if info else (), lambda: self._object(name))
+        infos = [storage.get(MetadataIndex(name, chunk.offsets)) for chunk in found.chunks]
+        files = tuple(dict.fromkeys(info.relative_path for info in infos if info is not None))
+        where = tuple((i.relative_path, i.offset) for i in infos if i is not None) if found.size.numel() else ()
+        whole = where if len(where) == len(found.chunks) else ()
+        return Stored(name, found.size, found.properties.dtype, whole or name, files, lambda: self._tensor(name, found))
+
+    def _object(self, name: str) -> Any:
+        return self.checkpoint.read({}, [name])[name]
+
+    def _tensor(self, name: str, found: TensorStorageMetadata) -> torch.Tensor:
+        if not covers(found.size, found.chunks):  # what no part fills would be whatever memory held
+            raise CheckpointError(
+                f"{self.checkpoint.folder}: {name} is not complete: its parts do not make up its shape {list(found.size)}. Use "
+                "another checkpoint."
+            )
+        tensor = torch.empty(found.size, dtype=found.properties.dtype)
+        if self.checkpoint.manifest is None:
+            self.checkpoint.read({name: tensor}, ())
+            return tensor
+        for chunk in found.chunks:
+            info = self.checkpoint.metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
+            item = None if info is None else self._table(info.relative_path).get((name, tuple(chunk.offsets)))
+            if info is None or item is None:
+                raise CheckpointError(
+                    f"{self.checkpoint.folder}: {name} is not complete: no file has its part at {list(chunk.offsets)}. "
+                    "Use another checkpoint."
+                )
+            target = tensor
+            for dim, (offset, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                target = target.narrow(dim, offset, length)
+            index, zeros = MetadataIndex(name, chunk.offsets), torch.Size([0] * len(chunk.sizes))
+            read = ReadItem(LoadItemType.TENSOR, index, chunk.offsets, index, zeros, chunk.sizes)
+            read_tensor(self._file(info.relative_path), item, chunk.sizes, found.properties.dtype, read, target)
+        return tensor
+
+    def _file(self, name: str) -> CheckedFile:
+        file = self._open.get(name)
+        if file is None:
+            assert self.checkpoint.manifest is not None
+            if len(self._open) >= _OPEN_FILES:
+                _close(self._open)
+            record = self.checkpoint.manifest.files[name]
+            file = self._open[name] = CheckedFile(self.checkpoint.folder, name, record)
+        return file
+
+    def _table(self, name: str) -> dict[tuple[str, tuple[int, ...] | None], Item]:
+        if name not in self._items:
+            assert self.checkpoint.manifest is not None
+            record = self.checkpoint.manifest.files.get(name)
+            if record is None:
+                raise CheckpointError(
+                    f"{self.checkpoint.folder}: the manifest has no file {name}, which the metadata names."
+                )
+            self._items[name] = {(item.name, item.offsets): item for item in record.items}
+        return self._items[name]
+
+
+def _close(files: dict[str, CheckedFile]) -> None:
+    while files:
+        files.popitem()[1].__exit__(None, None, None)
+
+
+# -- files of one process ---------------------------------------------------------------------------------------------
+
+
+def _full(path: Path) -> Opened:
+    refuse_compressed(path)
+    found = open_full(path)
+    versions = getattr(_model_of(found.values), "_metadata", None) or {}
+    tree = _Leaves(path, lambda name: found.file_of(name).name).of(found.values)
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{path} holds {type(found.values).__name__} and no dict, so it is no checkpoint.")
+    for name, kept in found.tied.items():
+        tree[name] = dataclasses.replace(tree[kept], name=name)
+    return Opened(
+        path,
+        found.kind,
+        tree,
+        {file.name: file.stat().st_size for file in found.files},
+        None,
+        {name: {"version": own["version"]} for name, own in versions.items() if isinstance(own.get("version"), int)},
+        path.stat().st_mtime,
+    )
+
+
+def refuse_compressed(path: Path) -> None:
+    """Raise for a torch file that was packed again: values are mapped from the file, where they lie as they are.
+
+    Raises:
+        CheckpointError: names it and the remedy.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive, open(path, "rb") as raw:
+            packed = next((m for m in archive.infolist() if m.compress_type != zipfile.ZIP_STORED), None)
+            if packed is not None:
+                raw.seek(packed.header_offset + 8)
+                if raw.read(2) != packed.compress_type.to_bytes(2, "little"):
+                    return  # the two places that say it disagree, which is damage
+    except Exception:  # no archive, or a damaged one, which is said where it is read
+        return
+    if packed is not None:
+        raise CheckpointError(
+            f"{path} is an archive with compressed members ({packed.filename}), as torch does not write it. Re-save it with "
+            f"torch.save(torch.load({str(path)!r}, weights_only=True), 'plain.pt')."
+        )
+
+
+def _model_of(values: Any) -> Any:
+    for key in (MODEL, "state_dict"):
+        if isinstance(values, Mapping) and isinstance(values.get(key), Mapping):
+            return values[key]
+    return values
+
+
+class _Leaves:
+    """Nested values with a :class:`Stored` for each tensor, dicts and lists copied."""
+
+    def __init__(self, path: Path, file_of: Callable[[str], str]) -> None:
+        self._path, self._file_of = path, file_of
+        self._around: set[int] = set()
+
+    def of(self, tree: Any, path: tuple[Any, ...] = ()) -> Any:
+        if isinstance(tree, torch.Tensor):
+            return self._stored(tree, ".".join(map(str, path)))
+        if not isinstance(tree, (Mapping, list)) and type(tree) is not tuple:
+            return tree
+        if id(tree) in self._around:
+            raise CheckpointError(
+                f"{self._path}: {'.'.join(map(str, path))} contains itself, which no other format can hold. Save a checkpoint "
+                "without it."
+            )
+        self._around.add(id(tree))
+        try:
+            if isinstance(tree, Mapping):
+                return {key: self.of(value, (*path, key)) for key, value in tree.items()}
+            made = [self.of(value, (*path, i)) for i, value in enumerate(tree)]
+            return made if isinstance(tree, list) else tuple(made)
+        finally:
+            self._around.discard(id(tree))
+
+    def _stored(self, tensor: torch.Tensor, name: str) -> Stored:
+        # Not their values: reading quantized ones byte by byte ends the process, and meta ones have none.
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        kind = "meta" if tensor.is_meta else kind
+        if kind != "strided" or tensor.is_nested:
+            raise CheckpointError(
+                f"{self._path}: {name} is a {'nested' if kind == 'strided' else kind} tensor, and only plain dense ones can be "
+                "read here. Save it as a dense tensor (tensor.to_dense(), tensor.dequantize()), or leave it out."
+            )
+        at = tensor.data_ptr() if tensor.numel() else name
+        # Views that conjugate or negate have the place of what they are views of.
+        where = (at, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        files = (self._file_of(name),)
+        return Stored(name, tensor.shape, tensor.dtype, where, files, lambda: _as_it_is(tensor))
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg()

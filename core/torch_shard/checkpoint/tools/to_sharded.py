@@ -1,0 +1,254 @@
+"""A checkpoint of any format as one of this package's, written by one process that holds one tensor at a time."""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ...errors import CheckpointError
+from ...state.optimizer_state import OTHER
+from ..format.atomic_directory import Saving, commit, discard
+from ..format.dcp_metadata import METADATA
+from ..format.manifest import MANIFEST, SAVE_ID, FileRecord, Item, Manifest
+from ..sharded.entries import EXTRA, MODEL, MODELS, OPTIMIZER
+from ..sharded.save_plan import SavePlanner
+from ..sharded.writer import DataFile, ShardWriter, checksum_of, result_of, write_tensor
+from .classify import OptimizerParts, Parts, merged, resolved
+from .open_any import Opened, Stored
+from .torch_layout import known_names
+
+__all__ = ["write_sharded"]
+
+
+def write_sharded(
+    opened: Opened,
+    parts: Parts,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    progress: Callable[[int], object] = lambda nbytes: None,
+) -> None:
+    """Write a checkpoint that ``engine.load`` reads, of one rank. Not collective.
+
+    Args:
+        opened: the checkpoint.
+        parts: of it, those that are to be written.
+        target: a directory; a checkpoint that is there is replaced once the new one is whole.
+        dtype: of the models' floating-point entries; None keeps theirs.
+        progress: is told of bytes as they are written.
+
+    Raises:
+        CheckpointError: an entry is damaged, or what is at the target is no checkpoint.
+        OSError: the disk is full, for instance; nothing is left then.
+    """
+    nonce = secrets.token_hex(8)
+    saving = Saving.begin(target, nonce)
+    done = False
+    try:
+        writer = ShardWriter(saving.path, save_id=SAVE_ID + nonce)
+        planner = _Planner()
+        planner.set_up_planner(_Contents(planner).of(parts, dtype), writer.storage_meta(), True)
+        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+        plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+        planner.check(plan)
+        record, results = _write(saving.path, plan, planner, progress)
+        writer.finish(metadata, [results])
+        files = {str(plan.storage_data): record, METADATA: checksum_of(saving.path / METADATA)}
+        with open(saving.path / MANIFEST, "w", encoding="utf-8") as file:
+            file.write(_manifest(opened, parts, str(writer.save_id), files, dtype).to_text())
+            file.flush()
+            os.fsync(file.fileno())
+        commit(saving, target)
+        done = True
+        discard(target, nonce)
+    finally:
+        saving.close(remove=not done)
+
+
+class _Planner(SavePlanner):
+    """Plans with stand-ins, and reads each tensor when it is its turn to be written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored: dict[int, tuple[Stored, torch.dtype]] = {}  # by id of its stand-in
+
+    def stand_in(self, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
+        made = torch.empty(stored.shape, dtype=dtype, device="meta")
+        self.stored[id(made)] = stored, dtype
+        return made
+
+    def check(self, plan: SavePlan) -> None:
+        """Every tensor has to be in the plan: a stand-in within an object would be written as nothing."""
+        planned = {id(self.state_dict[item.index.fqn]) for item in plan.items}
+        lost = [stored.name for number, (stored, _) in self.stored.items() if number not in planned]
+        if lost:
+            raise CheckpointError(f"{lost[0]} has no place in a sharded checkpoint ({len(lost)} tensors in all).")
+
+    def source(self, index: MetadataIndex) -> tuple[Stored, torch.dtype] | None:
+        return self.stored.get(id(self.state_dict[index.fqn]))
+
+
+class _Contents:
+    """A checkpoint's contents in the form of :mod:`.contents`, stand-ins for tensors."""
+
+    def __init__(self, planner: _Planner) -> None:
+        self.planner = planner
+
+    def of(self, parts: Parts, dtype: torch.dtype | None) -> dict[str, Any]:
+        found: dict[str, Any] = {MODEL: self.fill(parts.model, dtype)} if parts.model else {}
+        if parts.models:
+            found[MODELS] = {name: self.fill(model, dtype) for name, model in parts.models.items()}
+        if parts.listed and not parts.lightning:  # as engine.save writes a list; Lightning's are by number
+            found[OPTIMIZER] = self.optimizer(merged(parts))
+        elif parts.optimizers:
+            optimizers = {name: self.optimizer(own) for name, own in parts.optimizers.items()}
+            found[OPTIMIZER] = optimizers.get("", optimizers)
+        extra, other = resolved(parts.extra), resolved(parts.other)
+        # engine.load returns `extra`, so what is no tensor belongs there; tensors are not read into memory all at once.
+        small = {key: value for key, value in other.items() if not any(_stored(value))}
+        for key, value in other.items():
+            if key in small:
+                continue
+            if str(key) in found or str(key) == EXTRA:
+                raise CheckpointError(
+                    f"the checkpoint has an entry {key!r} with tensors beside its {key}, and a sharded one has one place for "
+                    "both. Rename it, or pass --model-only."
+                )
+            found[str(key)] = self.fill(value)
+        if small and extra is None:
+            extra = small
+        elif small and isinstance(extra, dict):
+            extra = {**small, **extra}
+        if extra is not None:
+            found[EXTRA] = _read(extra)
+        return found
+
+    def fill(self, tree: Any, dtype: torch.dtype | None = None) -> Any:
+        if isinstance(tree, Stored):
+            kept = dtype if dtype is not None and tree.dtype.is_floating_point else tree.dtype
+            return self.planner.stand_in(tree, kept)
+        if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
+            return {key: self.fill(value, dtype) for key, value in tree.items()}
+        if isinstance(tree, list):
+            return [self.fill(value, dtype) for value in tree]
+        return _read(resolved(tree))  # other keys have no names in a checkpoint: one object with its tensors
+
+    def optimizer(self, own: OptimizerParts) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if own.of_parameter and not own.groups:  # in torch's flattened form, which says nothing of groups
+            for kind, table in (("state", own.state), ("param_groups", own.of_parameter)):
+                for name, entries in table.items():
+                    found.update({f"{kind}.{name}.{key}": self.fill(value) for key, value in entries.items()})
+            return found
+        groups = [self.fill(group) for group in own.groups]
+        names = _given_names(own, groups)
+        for group in groups:
+            group["params"] = [names.get(str(p), p) for p in group.get("params", ())]
+        found["state"] = {names.get(name, name): self.fill(entries) for name, entries in own.state.items()}
+        found["param_groups"] = groups
+        if own.other is not None:
+            found[OTHER] = own.other
+        return found
+
+
+def _given_names(own: OptimizerParts, groups: list[dict[str, Any]]) -> dict[str, str]:
+    """By number, where the optimizer was made of named parameters, so that its groups say them."""
+    if not own.numbered or not all(len(g.get("param_names", ())) == len(g.get("params", ())) for g in groups):
+        return {}
+    return {str(p): name for g in groups for p, name in zip(g["params"], g.get("param_names", ()), strict=True)}
+
+
+def _stored(tree: Any) -> Iterator[Stored]:
+    if isinstance(tree, Stored):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _stored(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _stored(value)
+
+
+def _read(tree: Any) -> Any:
+    """Nested values with their tensors in memory."""
+    if isinstance(tree, Stored):
+        return tree.read().clone()
+    if isinstance(tree, dict):
+        return {key: _read(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_read(value) for value in tree]
+    return tuple(map(_read, tree)) if type(tree) is tuple else tree
+
+
+def _write(
+    folder: Path, plan: SavePlan, planner: _Planner, progress: Callable[[int], object]
+) -> tuple[FileRecord, list[WriteResult]]:
+    """As :meth:`ShardWriter.write_data`, which keeps what it has written for the sake of tied parameters: here their places in
+    the other checkpoint say which are tied."""
+    name = str(plan.storage_data)
+    results = []
+    written: dict[Any, tuple[int, int, int]] = {}
+    with open(folder / name, "wb", buffering=0) as raw:
+        file = DataFile(raw.fileno(), folder / name)
+        for item in plan.items:
+            source = planner.source(item.index)
+            if source is None:
+                data = planner.resolve_data(item)
+                assert isinstance(data, io.BytesIO)
+                start = file.begin()
+                file.write(data.getbuffer())
+                places = start, file.position - start, start
+            elif (source[0].place, source[1]) in written:
+                places = written[source[0].place, source[1]]
+            else:
+                places = written[source[0].place, source[1]] = write_tensor(file, source[0].read().to(source[1]))
+                progress(source[0].nbytes)
+            start, length, values = places
+            offsets = None if source is None or item.index.offset is None else tuple(item.index.offset)
+            file.items.append(Item(item.index.fqn, offsets, start, length, values))
+            results.append(result_of(item, name, start, length))
+        record = file.finish()
+        os.fsync(raw.fileno())
+    return record, results
+
+
+def _manifest(
+    opened: Opened, parts: Parts, save_id: str, files: dict[str, FileRecord], dtype: torch.dtype | None
+) -> Manifest:
+    old = opened.manifest
+    known = None if old is None else {row["name"]: row for row in old.parameters}
+    models = {**parts.model, **{f"{m}.{name}": v for m, own in parts.models.items() for name, v in own.items()}}
+    table = []
+    for name in known_names(parts):
+        value = models[name]
+        if not isinstance(value, Stored) or known is not None and name not in known:
+            continue
+        kept = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
+        table.append(
+            {
+                "name": name,
+                "shape": list(value.shape),
+                "dtype": str(kept).removeprefix("torch."),
+                # Unknown where the other checkpoint does not tell parameters from buffers.
+                "trainable": None if known is None else known[name]["trainable"],
+            }
+        )
+    names = [row["name"] for row in table]
+    return Manifest(
+        id=save_id,
+        world_size=1,
+        strategy=old.strategy if old is not None else "no_shard",
+        units=old.units if old is not None else ({"name": "", "parameters": names},),
+        parameters=tuple(table),
+        module_versions=old.module_versions if old is not None else {MODEL: opened.module_versions},
+        files=files,
+    )

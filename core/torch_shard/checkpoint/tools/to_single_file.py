@@ -1,0 +1,173 @@
+"""A checkpoint as one file: of torch.save, or of safetensors. One tensor is in memory at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError
+from ..format.atomic_directory import Saving, commit, discard, sync
+from ..format.dcp_metadata import METADATA
+from ..format.manifest import MANIFEST
+from ..format.safetensors import SafetensorsWriter
+from ..format.torch_file import TorchFileWriter
+from ..full.save import OTHER_WEIGHTS, keep_others
+from .classify import Parts
+from .open_any import Opened, Stored
+from .torch_layout import Slots, torch_structure
+
+__all__ = ["refuse_to_replace", "write_safetensors", "write_torch"]
+
+Progress = Callable[[int], object]
+
+
+def refuse_to_replace(target: Path, overwrite: bool) -> None:
+    """Raise where something is at the target that was not meant to be replaced.
+
+    Raises:
+        ConfigError: names it.
+    """
+    if os.path.lexists(target) and not overwrite:
+        raise ConfigError(f"{target} exists. Give another path, or --overwrite to replace it.")
+
+
+@contextlib.contextmanager
+def _beside(target: Path) -> Iterator[Saving]:
+    """A hidden directory beside the target, for what is not whole yet; nothing is left there."""
+    saving = Saving.begin(target, secrets.token_hex(8), refuse=lambda target: None)
+    try:
+        yield saving
+    finally:
+        saving.close(remove=True)
+
+
+def write_torch(
+    opened: Opened,
+    parts: Parts,
+    target: Path,
+    *,
+    model_only: bool = False,
+    dtype: torch.dtype | None = None,
+    progress: Progress = lambda nbytes: None,
+) -> None:
+    """Write a file that ``torch.load(weights_only=True)`` reads; see :mod:`.torch_form` for what is in it.
+
+    Args:
+        opened, parts: the checkpoint.
+        target: of the file, which appears when it is whole.
+        model_only: the state dict alone.
+        dtype: of the models' floating-point entries; None keeps theirs.
+        progress: is told of bytes as they are read.
+
+    Raises:
+        CheckpointError: an entry is damaged, or can't be unpickled without running code.
+        OSError: the disk is full, for instance; nothing is left then.
+    """
+    if target.is_dir():
+        raise ConfigError(f"{target} is a directory, and a torch checkpoint is a file. Give another path.")
+    slots = Slots()
+    structure = torch_structure(parts, slots, opened.module_versions, model_only=model_only, dtype=dtype)
+    with _beside(target) as saving:
+        path = saving.path / target.name
+        with TorchFileWriter(path, structure) as file:
+            for slot, stored in slots.of:
+                file.write(slot, stored.read().to(slot.dtype))
+                progress(stored.nbytes)
+        os.replace(path, target)
+        sync(target.parent)
+
+
+def write_safetensors(
+    parts: Parts,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = 5 * 10**9,
+    progress: Progress = lambda nbytes: None,
+) -> list[str]:
+    """Write the models of a checkpoint; the format has nothing but named tensors.
+
+    Args:
+        parts: of the checkpoint.
+        target: one file if it ends in ``.safetensors``, else a directory for ``model.safetensors``, or several and their index.
+        dtype: of floating-point entries; None keeps theirs.
+        max_shard_size: bytes in one file of a directory; one file is in memory at a time.
+        progress: is told of bytes as they are read.
+
+    Returns:
+        The names of entries of the models that are left out, since they are no tensors.
+
+    Raises:
+        CheckpointError: an entry is damaged, or of a dtype that the format does not have.
+        UnavailableError: the safetensors library is not installed.
+        OSError: the disk is full, for instance; nothing is left then.
+    """
+    single = target.name if target.suffix == ".safetensors" else None
+    _refuse_to_lose(target, single is not None)
+    tensors, tied, left_out = _tensors(parts, dtype)
+    with _beside(target) as saving:
+        entries = {name: (stored.shape, kept) for name, (stored, kept) in tensors.items()}
+        writer = SafetensorsWriter(saving.path, entries, tied=tied, max_shard_size=max_shard_size, single=single)
+        for name, (stored, kept) in tensors.items():
+            writer.write(name, stored.read().to(kept))
+            progress(stored.nbytes)
+        writer.finish()
+        if single is not None:
+            os.replace(saving.path / single, target)
+            sync(target.parent)
+        else:
+            if target.is_dir():
+                keep_others(target, saving.path)
+            commit(saving, target)
+            discard(target, saving.nonce)
+    return left_out
+
+
+def _tensors(
+    parts: Parts, dtype: torch.dtype | None
+) -> tuple[dict[str, tuple[Stored, torch.dtype]], dict[str, str], list[str]]:
+    """What is stored under which name, the further names of tied tensors, and what is no tensor."""
+    found: dict[str, tuple[Stored, torch.dtype]] = {}
+    names: dict[Any, str] = {}
+    tied: dict[str, str] = {}
+    places: dict[str, str] = {}
+    left_out = []
+    models = {"": parts.model, **{f"{name}.": own for name, own in parts.models.items()}}
+    for prefix, model in models.items():
+        for key, value in model.items():
+            name = f"{prefix}{key}"
+            where = f"{key!r} of the model" + (f" {prefix[:-1]!r}" if prefix else "")
+            if places.setdefault(name, where) != where:
+                raise ConfigError(
+                    f"{places[name]} and {where} would both be {name!r}, since safetensors has one name for each tensor. "
+                    "Rename one of them, or write a torch file."
+                )
+            if not isinstance(value, Stored):
+                left_out.append(name)
+                continue
+            kept = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
+            if names.setdefault(value.place, name) == name:
+                found[name] = value, kept
+            else:
+                tied[name] = names[value.place]
+    return found, tied, left_out
+
+
+def _refuse_to_lose(target: Path, single: bool) -> None:
+    """Raise where a directory would be lost that holds more than a model and files beside it."""
+    if single and target.is_dir() or not single and target.is_file():
+        raise ConfigError(f"{target} is a {'directory' if single else 'file'}; give another path.")
+    for name in sorted(os.listdir(target)) if target.is_dir() else ():
+        if name in (MANIFEST, METADATA) or (target / name).is_dir():
+            raise ConfigError(f"{target} holds {name}, which would be lost, since a model replaces it as a whole.")
+        if OTHER_WEIGHTS.fullmatch(name):
+            raise ConfigError(
+                f"{target} holds other weights ({name}), so that it would not be clear which ones count. Delete them, or give "
+                "another path."
+            )

@@ -1,0 +1,157 @@
+"""What a checkpoint becomes as one file of torch.save: the structure, with a slot for each tensor.
+
+One of this package's goes to ``{"model", "optimizer", "extra"}``, the optimizer as ``optimizer.state_dict()`` has it; one of
+Lightning's to what a Trainer on one device writes; a model alone to its state dict.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+from ..format.torch_file import Slot
+from ..sharded.entries import EXTRA, MODEL, MODELS, OPTIMIZER
+from .classify import OptimizerParts, Parts, resolved
+from .open_any import Stored
+
+__all__ = ["Slots", "known_names", "numbered", "torch_structure"]
+
+
+class Slots:
+    """Slots for stored tensors: one for all names of one memory.
+
+    Attributes:
+        of: what has to be written, in order.
+    """
+
+    def __init__(self) -> None:
+        self.of: list[tuple[Slot, Stored]] = []
+        self._known: dict[tuple[Any, torch.dtype], Slot] = {}
+
+    def fill(self, tree: Any, dtype: torch.dtype | None = None) -> Any:
+        """The same values with slots for tensors, floating-point ones of `dtype` if one is given."""
+        if isinstance(tree, Stored):
+            kept = dtype if dtype is not None and tree.dtype.is_floating_point else tree.dtype
+            slot = self._known.get((tree.place, kept))
+            if slot is None:
+                slot = self._known[tree.place, kept] = Slot(tree.shape, kept)
+                self.of.append((slot, tree))
+            return slot
+        if isinstance(tree, dict):
+            return {key: self.fill(value, dtype) for key, value in tree.items()}
+        if isinstance(tree, list):
+            return [self.fill(value, dtype) for value in tree]
+        if type(tree) is tuple:
+            return tuple(self.fill(value, dtype) for value in tree)
+        return tree
+
+
+def torch_structure(
+    parts: Parts, slots: Slots, versions: Mapping[str, Any], *, model_only: bool, dtype: torch.dtype | None
+) -> Any:
+    """The structure of a torch file.
+
+    Args:
+        parts: of the checkpoint.
+        slots: takes the tensors.
+        versions: of the model's modules, for ``load_state_dict``.
+        model_only: the state dict alone.
+        dtype: of the models' floating-point entries; None keeps theirs.
+
+    Raises:
+        CheckpointError: an object is damaged, or can't be unpickled without running code.
+    """
+    model = _state_dict(parts.model, slots, versions, dtype)
+    models = {name: _state_dict(own, slots, {}, dtype) for name, own in parts.models.items()}
+    alone = not (parts.optimizers or parts.extra is not None or parts.other)
+    if model_only or alone:
+        return {MODEL: model, MODELS: models} if models else model
+    optimizers = {name: slots.fill(numbered(own, known_names(parts))) for name, own in parts.optimizers.items()}
+    if parts.lightning:
+        rest = slots.fill(resolved(parts.extra))
+        return {**rest, "state_dict": model, **({"optimizer_states": list(optimizers.values())} if optimizers else {})}
+    found: dict[Any, Any] = {}
+    if model:
+        found[_free(MODEL, parts.model_key or "state_dict", parts)] = model
+    if models:
+        found[_free(MODELS, MODELS, parts)] = models
+    if optimizers:
+        together = list(optimizers.values()) if parts.listed else optimizers.get("", optimizers)
+        found[_free(OPTIMIZER, parts.optimizer_key or "optimizer_state_dict", parts)] = together
+    if parts.extra is not None:
+        found[EXTRA] = slots.fill(parts.extra)
+    return {**found, **{key: slots.fill(resolved(value)) for key, value in parts.other.items()}}
+
+
+def _free(key: str, given: str, parts: Parts) -> str:
+    """The usual key, or where something else has it ({"model": "resnet50", "state_dict": ...}) the one of the checkpoint."""
+    if key not in parts.other:
+        return key
+    if given in parts.other:
+        raise CheckpointError(
+            f"the checkpoint has entries {key!r} and {given!r} beside its {key}, which leaves no key for that. Rename one of "
+            "them, or pass --model-only."
+        )
+    return given
+
+
+def _state_dict(
+    model: Mapping[str, Any], slots: Slots, versions: Mapping[str, Any], dtype: torch.dtype | None
+) -> dict[str, Any]:
+    found = collections.OrderedDict((name, slots.fill(resolved(value), dtype)) for name, value in model.items())
+    if versions:
+        found._metadata = collections.OrderedDict(versions)  # type: ignore[attr-defined]
+    return found
+
+
+def known_names(parts: Parts) -> list[str]:
+    """Of the models' entries, as optimizer state names them."""
+    return [*parts.model, *(f"{name}.{key}" for name, model in parts.models.items() for key in model)]
+
+
+def numbered(optimizer: OptimizerParts, names: Iterable[str]) -> dict[str, Any]:
+    """An optimizer's state as ``optimizer.state_dict()`` has it: a parameter's number is its position in the groups.
+
+    Args:
+        optimizer: of a checkpoint.
+        names: of the model, in order: where settings are kept by parameter, groups are those of equal settings.
+    """
+    groups = [resolved(group) for group in optimizer.groups] or _regrouped(optimizer, list(names))
+    state: dict[Any, Any] = {}
+    made = []
+    numbers: dict[str, int] = {}
+    for group in groups:
+        listed = [str(p) for p in group.get("params", ())]
+        for name in listed:
+            numbers.setdefault(name, int(name) if optimizer.numbered else len(numbers))
+        made.append({**group, "params": [numbers[name] for name in listed]})
+    for name, own in optimizer.state.items():
+        state[numbers.get(name, int(name) if optimizer.numbered else name)] = resolved(own)
+    ordered = {key: state[key] for key in sorted(state, key=lambda key: (isinstance(key, str), key))}
+    for position, key, value in optimizer.other or ():
+        if key in ordered:
+            raise CheckpointError(
+                f"the state of several optimizers has {key!r} (the second time in number {position}), which one file can't "
+                "hold. Save them by name, optimizer={name: optimizer}, or pass --model-only."
+            )
+        ordered[key] = value
+    return {"state": ordered, "param_groups": made}
+
+
+def _regrouped(optimizer: OptimizerParts, names: list[str]) -> list[dict[str, Any]]:
+    order = {name: i for i, name in enumerate(names)}
+    groups: dict[str, dict[str, Any]] = {}
+    for name in sorted(optimizer.of_parameter, key=lambda name: order.get(name, len(order))):
+        settings = {key: _scalar(value) for key, value in resolved(optimizer.of_parameter[name]).items()}
+        group = groups.setdefault(repr(sorted(settings.items())), {**settings, "params": []})
+        group["params"].append(name)
+    return list(groups.values())
+
+
+def _scalar(value: Any) -> Any:
+    """A learning rate may be a tensor; equal ones are one setting."""
+    return value.read() if isinstance(value, Stored) else value

@@ -1,0 +1,1 @@
+"""The only room that calls torch.distributed: process groups, collectives, watchdog, consensus."""

@@ -1,0 +1,47 @@
+"""Broadcasts of many small tensors from rank 0, one collective for each dtype."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from .collectives import Collectives
+from .watchdog import blocking
+
+
+def broadcast_coalesced(
+    collectives: Collectives, tensors: list[torch.Tensor], what: str, met: bool = False, within_plane: bool = False
+) -> None:
+    """Collective. Overwrite `tensors` on all ranks with rank 0's values, one broadcast per dtype. `met`: every rank is
+    known to be here. `within_plane`: with those of the first rank that computes with the same parts, see
+    :mod:`.layout.rank_topology`."""
+    c = collectives
+    if (c.averaged if within_plane else c.world) == 1:
+        return
+    channel = c.plane_channel if within_plane and c.plane_channel is not None else c.watch.channels["reduce"]
+    first = min(channel.members)
+    source = c.watch.ranks[first]
+    if not met:
+        c.watch.meet(what)
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() and tensor.device.type != "meta":
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    # Through `.data`, past the version counters: as under DDP a graph that has saved a buffer stays usable (the loss of two
+    # forwards through running statistics).
+    with torch.no_grad():
+        for group in by_dtype.values():
+            alone = len(group) == 1 and group[0].is_contiguous() and group[0].device == c.device
+            flat = group[0].data.view(-1) if alone else torch.cat([t.data.reshape(-1).to(c.device) for t in group])
+            # Bytes, so that every dtype a model may hold can travel.
+            raw = flat.view(torch.uint8) if flat.dtype is not torch.bool else flat.to(torch.uint8)
+            blocking(c.watch, channel.name, what, dist.broadcast, raw, src=source, ordered=c.watch.polls)
+            c.bytes_sent += raw.numel() if c.world_rank == first else 0
+            if flat.dtype is torch.bool:
+                flat, alone = raw.to(torch.bool), False
+            if alone:  # received in place
+                continue
+            at = 0
+            for tensor in group:
+                tensor.data.copy_(flat[at : at + tensor.numel()].view(tensor.shape))
+                at += tensor.numel()

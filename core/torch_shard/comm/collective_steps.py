@@ -1,0 +1,160 @@
+"""Work of every rank by itself that all of them end together, and small objects sent between them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CheckpointError, MissingRankError
+from .consensus import agree
+from .heartbeat_barrier import Meeting
+from .ports import Member
+from .watchdog import blocking
+from .work import default_store
+
+__all__ = ["broadcast", "each", "gather", "meeting_of", "scatter", "uncollected"]
+
+T = TypeVar("T")
+
+
+def each(member: Member, what: str, function: Callable[[], T], nonce: str = "", key: object = None) -> T:
+    """Run `function` on every rank; all of them return, or all raise. Collective.
+
+    Args:
+        member: whose ranks.
+        what: the operation, for messages.
+        function: this rank's work, without collectives. With a `nonce` it may take as long as it likes: a rank that is at
+            work says so through the store, and only one that says nothing for ``ShardConfig.timeout`` seconds is missed.
+        nonce: the same on all ranks, and never used before.
+        key: must be equal on all ranks; a function is called with the result.
+
+    Raises:
+        ShardError: the rank's own; on the others one of the same class that quotes it. An OSError becomes a
+            :class:`CheckpointError`; other exceptions stay what they are where they occurred.
+    """
+    error: Exception | None = None
+    result: Any = None
+    meeting = meeting_of(member, nonce)
+    agreement = member.agreement
+    own: Any = None
+    try:
+        with _at_work(meeting), agreement.unnoted() if agreement is not None else contextlib.nullcontext():
+            result = function()
+        own = key(result) if callable(key) else key
+    except OSError as problem:
+        error = CheckpointError(
+            f"rank {member.collectives.world_rank}: {what}: {problem}. Nothing in training was changed."
+        )
+        error.__cause__ = problem
+    except Exception as problem:
+        error = problem
+    try:
+        agree(member, what, own, error)
+    finally:
+        if meeting is not None:  # all ranks have seen that all are there
+            meeting.forget()
+    return result  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, Python's cycle collector does not run. Plans of thousands of entries make it look at all objects of the program,
+    for some tenths of a second on one rank after the other, and it finds nothing: they are gone when they are not needed."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def meeting_of(member: Member, nonce: str, own_connection: bool = False) -> Meeting | None:
+    """Of the member's ranks; None where there is no other rank, or no `nonce`. With a connection of its own it does not wait
+    while this process waits for something else in the store."""
+    c = member.collectives
+    if c.world == 1 or not nonce or "control" not in c.watch.channels:
+        return None
+    key = f"{c.watch.channels['control'].groups.key}/checkpoint/{nonce}"
+    store = default_store()
+    return Meeting(store.clone() if own_connection else store, key, c.world_rank, c.world, c.watch.timeout)
+
+
+@contextlib.contextmanager
+def _at_work(meeting: Meeting | None) -> Iterator[None]:
+    """Say through the store that this rank is at work inside; leave when all have come, or one is missing."""
+    if meeting is None:
+        yield
+        return
+    try:
+        with meeting.at_work():
+            yield
+    finally:
+        # Whatever is wrong here, the comparison that follows names it.
+        with contextlib.suppress(RuntimeError, MissingRankError):
+            meeting.say("done")
+            meeting.wait("done", list(range(meeting.world)))
+
+
+# -- objects ----------------------------------------------------------------------------------------------------------
+# They come from the same program's other ranks, so unpickling them is safe.
+
+
+def broadcast(member: Member, value: T, what: str) -> T:
+    """Rank 0's object on every rank. Collective."""
+    c = member.collectives
+    if c.world == 1:
+        return value
+    raw = _packed(value) if c.world_rank == 0 else None
+    size = torch.tensor([0 if raw is None else raw.numel()], dtype=torch.int64, device="cpu")
+    blocking(c.watch, "control", what, dist.broadcast, size, src=c.watch.ranks[0])
+    data = raw if raw is not None else torch.empty(int(size), dtype=torch.uint8, device="cpu")
+    blocking(c.watch, "control", what, dist.broadcast, data, src=c.watch.ranks[0])
+    return value if raw is not None else pickle.loads(data.numpy().tobytes())
+
+
+def gather(member: Member, value: T, what: str) -> list[T] | None:
+    """Every rank's object, by rank, on rank 0; None elsewhere. Collective."""
+    c = member.collectives
+    if c.world == 1:
+        return [value]
+    raw = _packed(value)
+    sizes = torch.zeros(c.world, dtype=torch.int64, device="cpu")
+    sizes[c.world_rank] = raw.numel()
+    blocking(c.watch, "control", what, dist.all_reduce, sizes)
+    message = torch.zeros(int(sizes.max()), dtype=torch.uint8, device="cpu")
+    message[: raw.numel()] = raw
+    parts = [torch.empty_like(message) for _ in range(c.world)] if c.world_rank == 0 else None
+    blocking(c.watch, "control", what, dist.gather, message, parts, dst=c.watch.ranks[0])
+    if parts is None:
+        return None
+    return [pickle.loads(p[:n].numpy().tobytes()) for p, n in zip(parts, sizes.tolist(), strict=True)]
+
+
+def scatter(member: Member, values: list[T] | None, what: str) -> T:
+    """Rank 0's objects, one for each rank. Collective."""
+    c = member.collectives
+    if c.world == 1:
+        assert values is not None
+        return values[0]
+    raws = None if values is None else [_packed(value) for value in values]
+    sizes = torch.zeros(c.world, dtype=torch.int64, device="cpu")
+    if raws is not None:
+        sizes = torch.tensor([raw.numel() for raw in raws], dtype=torch.int64, device="cpu")
+    blocking(c.watch, "control", what, dist.broadcast, sizes, src=c.watch.ranks[0])
+    width = int(sizes.max())
+    received = torch.empty(width, dtype=torch.uint8, device="cpu")
+    padded = None if raws is None else [torch.nn.functional.pad(raw, (0, width - raw.numel())) for raw in raws]
+    blocking(c.watch, "control", what, dist.scatter, received, padded, src=c.watch.ranks[0])
+    found: T = pickle.loads(received[: int(sizes[c.world_rank])].numpy().tobytes())
+    return found
+
+
+def _packed(value: object) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

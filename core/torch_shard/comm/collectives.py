@@ -1,0 +1,361 @@
+"""The collectives for parameters and gradients: which group, which stream, how many bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..layout.rank_topology import Topology
+from . import process_group_ops
+from .gradient_reduction import Reduction
+from .small_collectives import ScalarComm, SingleComm
+from .watchdog import Watch
+from .work import Channel, Pending
+
+
+def _unowned_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as bytes, without a reference to its storage: Gloo's all-gather makes views of what it is given,
+    and its worker thread lets go of them some time after `wait` has returned. The engine reads the storage's use count to
+    learn whether autograd saved something of it, and must not find Gloo there. The memory stays valid: it is released only
+    after `wait`.
+    """
+    size = tensor.numel() * tensor.element_size()
+    return torch.frombuffer((ctypes.c_char * size).from_address(tensor.data_ptr()), dtype=torch.uint8)
+
+
+# Gloo's all-gather fills a buffer of its own and copies it to the output. A broadcast for each rank sends the same bytes
+# straight to their place; with many ranks, the number of operations would cost more than that.
+_BROADCASTS = 4
+
+
+class _Works:
+    """Several works, waited for as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        for work in self._works:
+            if deadline is None or work.is_completed():
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+
+
+def join(stream: Any, others: Iterable[Any]) -> None:
+    """Have `stream` wait for what the others have been given so far."""
+    for other in others:
+        if other != stream:
+            stream.wait_stream(other)
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def outside_inference() -> contextlib.AbstractContextManager[Any]:
+    """For memory that outlives a step: allocated inside inference_mode it would be an inference tensor, which a later
+    training step can't use."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
+
+
+@dataclass(eq=False)
+class Collectives:
+    """Gather and reduce for one engine. ``world`` is the number of its ranks, ``averaged`` that of the ranks whose gradients are
+    averaged (all, but with tensor parallelism), ``size`` that of ranks which share one copy of the parameters (1 under
+    ``no_shard``); ``world_rank`` and ``rank`` are this one's numbers among all, and among those that share its copy."""
+
+    device: torch.device
+    world: int
+    world_rank: int
+    size: int
+    rank: int
+    watch: Watch
+    scalar: ScalarComm | SingleComm  # over the ranks that share a copy
+    everyone: ScalarComm | SingleComm
+    topology: Topology
+    plane: ScalarComm | SingleComm  # over those whose gradients are averaged
+    whole: (
+        ScalarComm | SingleComm
+    )  # over those that share a copy of what each rank of a tensor-parallel group has a part of
+    gather_channel: Channel | None = None
+    reduce_channel: Channel | None = None
+    again_channel: Channel | None = None  # over the ranks among which a unit is cut between forward and backward
+    across_channel: Channel | None = None  # over the ranks that have this slice, where several have and others don't
+    plane_channel: Channel | None = None  # over this rank's plane, where there are several
+    lane_channel: Channel | None = None  # over the ranks that have this slice of what is the same in all planes
+    backend: str = ""
+    bytes_sent: int = 0
+    bytes_sent_across: int = 0  # of these, between copies
+    waiting: deque[Reduction] = field(default_factory=deque)  # see Parts
+    gather_stream: Any = None
+    reduce_stream: Any = None
+    _spare: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
+    _expected: Counter[Any] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        # Whether use counts of gathered memory say who else holds it, at one moment and alike on all ranks: backends may
+        # keep references to what they have sent, and let go of them when they like.
+        self.knows_references = self.device.type == "cpu" and self.backend in ("gloo", "fake")
+        # Gloo does not know every dtype.
+        self._sends_bytes = self.backend == "gloo" and self.device.type == "cpu"
+        self._broadcasts = self._sends_bytes and 1 < self.size <= _BROADCASTS
+        # Slices of a sum over the ranks are in no narrower dtype than `.grad`, whatever dtype they have sent.
+        self.sums_wide = self.backend == "gloo" and self.size > 1 and self.across_channel is None
+        self.averaged = self.topology.averaged
+        row = self.topology.row_of(self.world_rank)
+        few = sorted(self.again_channel.members) if self.again_channel is not None else [self.world_rank]
+        # Ranks within a group, in the order of the slots: of those that share the copy, and of the few.
+        self._sources = self._ranks_in(self.gather_channel, row)
+        self._few = self._ranks_in(self.again_channel, few)
+        self._again_rank = few.index(self.world_rank)
+
+    def _ranks_in(self, channel: Channel | None, members: Sequence[int]) -> list[int]:
+        if channel is None:
+            return [0] * len(members)
+        return [dist.get_group_rank(channel.group, self.watch.ranks[member]) for member in members]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Collectives:
+        return self  # groups and streams belong to the process, not to a model
+
+    # -- streams ------------------------------------------------------------------------------------------------
+    def _on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        if stream is None:
+            return _AS_IT_IS
+        # Hazard: the side stream must not overwrite or read a buffer before compute issued so far is through with it.
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(stream)
+
+    def is_capturing(self) -> bool:
+        """Whether the device's current stream is being captured into a CUDA graph."""
+        with torch.cuda.device(self.device):
+            return torch.cuda.is_current_stream_capturing()
+
+    def gathering(self) -> contextlib.AbstractContextManager[Any]:
+        """The stream that owns gathered buffers: their storage is resized and filled here. For one use, at once."""
+        return self._on(self.gather_stream)
+
+    def reducing(self) -> contextlib.AbstractContextManager[Any]:
+        """The stream on which gradients are reduced. For one use, at once."""
+        return self._on(self.reduce_stream)
+
+    def reduced(self) -> Any:
+        """An event behind what that stream was given so far; None where there is no such stream."""
+        if self.reduce_stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self.reduce_stream)
+        return event
+
+    def _track(self, channel: Channel, what: str, work: Any, stream: Any) -> Pending:
+        event = None
+        if stream is not None:
+            work.wait()  # orders the side stream behind NCCL's own; does not block the host
+            event = torch.cuda.Event()
+            event.record(stream)
+        return Pending(self.watch, channel, channel.issued, what, work, event, self.device)
+
+    # -- parameters ---------------------------------------------------------------------------------------------
+    def payload(self, shard: torch.Tensor) -> torch.Tensor:
+        """A shard as gathers send it."""
+        return shard.view(torch.uint8) if self._sends_bytes else shard
+
+    def slots_of(self, full: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The bytes of the ranks' slots of a buffer, where gathers work on those. Kept with the buffer, so that Gloo, which
+        lets go of what it has sent some time after `wait` has returned, makes no difference to the buffer's use count."""
+        return full.view(torch.uint8).view(self.size, -1).unbind(0) if self._broadcasts else ()
+
+    def all_gather(
+        self, full: torch.Tensor, sent: torch.Tensor, what: str, slots: Sequence[torch.Tensor] = ()
+    ) -> Pending:
+        """Fill `full` (1-D, ``size`` equal slots) with what the ranks send: `sent`, the :meth:`payload` of a shard, which may
+        be the rank's own slot. `slots`: :meth:`slots_of` of `full`, where it is kept. Call under `gathering()`."""
+        assert self.gather_channel is not None
+        return self._gather(self.gather_channel, self._sources, self.rank, full, sent, what, slots)
+
+    def own_part(self, full: torch.Tensor) -> torch.Tensor:
+        """What this rank keeps of a gathered buffer between forward and backward."""
+        n = full.numel() // len(self._few)
+        return full.narrow(0, self._again_rank * n, n)
+
+    def all_gather_again(self, full: torch.Tensor, what: str) -> Pending:
+        """Fill `full` from the parts that few ranks have kept; this rank's is in its place. Call under `gathering()`."""
+        assert self.again_channel is not None
+        sent = self.payload(self.own_part(full))
+        return self._gather(self.again_channel, self._few, self._again_rank, full, sent, what)
+
+    def _gather(
+        self,
+        channel: Channel,
+        sources: Sequence[int],
+        rank: int,
+        full: torch.Tensor,
+        sent: torch.Tensor,
+        what: str,
+        slots: Sequence[torch.Tensor] = (),
+    ) -> Pending:
+        channel.count()
+        ranks = len(sources)
+        self.bytes_sent += (ranks - 1) * (full.numel() // ranks) * full.element_size()
+        if not full.numel():  # nothing but zero-element parameters
+            return Pending(self.watch, channel, channel.issued, what, None)
+        if self._sends_bytes and ranks <= _BROADCASTS:
+            slots = slots or full.view(torch.uint8).view(ranks, -1).unbind(0)
+            if sent.data_ptr() != slots[rank].data_ptr():
+                slots[rank].copy_(sent)
+            pairs = zip(slots, sources, strict=True)
+            work: Any = _Works([process_group_ops.broadcast(channel.group, slot, source) for slot, source in pairs])
+        else:
+            into = _unowned_bytes(full) if self._sends_bytes else full
+            work = process_group_ops.all_gather(channel.group, into, sent)
+        channel.groups.written[work] = full
+        return self._track(channel, what, work, self.gather_stream)
+
+    # -- gradients ----------------------------------------------------------------------------------------------
+    def expect(self, buffers: Sequence[tuple[int, torch.dtype]]) -> None:
+        """Which buffers the reductions of the backward that begins will take: what it gives back is kept for those to come
+        only."""
+        self._expected = Counter(buffers)
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D buffer, reused in a fixed pattern (the CUDA caching allocator does this by itself)."""
+        key = numel, dtype
+        spare = self._spare.get(key)
+        found = spare.pop() if spare else None
+        self._expected[key] -= 1
+        if self._expected[key] <= 0:
+            self._spare.pop(key, None)
+        if found is not None:
+            return found
+        with outside_inference():
+            return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        key = buffer.numel(), buffer.dtype
+        if self.reduce_stream is None and self._expected[key] > 0:
+            self._spare.setdefault(key, []).append(buffer)
+
+    @property
+    def in_one_order(self) -> bool:
+        """Whether gathers and reductions share a communicator, where all ranks must issue both in one order."""
+        return (
+            self.gather_channel is not None
+            and self.reduce_channel is not None
+            and (self.gather_channel.group is self.reduce_channel.group)
+        )
+
+    def forget_ended(self) -> None:
+        """Let go of the buffers of collectives that have ended without anybody waiting for them."""
+        if self.reduce_channel is not None:
+            self.reduce_channel.groups.forget_ended()
+
+    def drop_spares(self) -> None:
+        self._spare.clear()
+
+    def reduce(self, grad: torch.Tensor, what: str, streams: Sequence[Any] = ()) -> Reduction:
+        """Sum `grad` (1-D, already divided by the number of ranks) over the ranks; each keeps its own slot. `streams` are
+        those that have written to it, beside the current one."""
+        channel = self.reduce_channel
+        assert channel is not None
+        channel.count()
+        nbytes = grad.numel() * grad.element_size()
+        with self._on(self.reduce_stream):
+            begun = None
+            if self.reduce_stream is not None:
+                join(self.reduce_stream, streams)
+                begun = torch.cuda.Event()
+                begun.record(self.reduce_stream)
+            if self.size == 1:  # replicated parameters
+                return Reduction(self, grad, grad, self._all_reduce(channel, grad, what), begun, streams)
+            self.bytes_sent += nbytes * (self.size - 1) // self.size
+            if self.backend == "gloo":
+                # Gloo's reduce-scatter sends the bytes of an all-reduce; all-to-all and a local sum send half.
+                received = self.take(grad.numel(), grad.dtype)
+                work = process_group_ops.all_to_all(channel.group, received, grad)
+            else:
+                received = torch.empty(grad.numel() // self.size, dtype=grad.dtype, device=grad.device)
+                work = process_group_ops.reduce_scatter(channel.group, received, grad)
+            # A backward that fails drops its reductions, but not what they still read and write.
+            channel.groups.written[work] = (grad, received)
+            pending = self._track(channel, what, work, self.reduce_stream)
+            across = f"{what}, between copies"
+            if self.across_channel is not None and self.reduce_stream is not None:
+                # The stream keeps the order; the host need not wait for the first part.
+                pending = self.followed(pending, self.all_reduce_across(received, across))
+            reduction = Reduction(self, grad, received, pending, begun, streams)
+            if self.across_channel is not None and self.reduce_stream is None:
+                reduction.send_across(across)
+            return reduction
+
+    def _all_reduce(self, channel: Channel, tensor: torch.Tensor, what: str) -> Pending:
+        """Between copies, under `reducing()`, of a channel whose collectives the caller counts."""
+        nbytes, ranks = tensor.numel() * tensor.element_size(), len(channel.members)
+        sent = 2 * nbytes * (ranks - 1) // ranks
+        self.bytes_sent += sent
+        self.bytes_sent_across += sent
+        work = process_group_ops.all_reduce(channel.group, tensor)
+        channel.groups.written[work] = tensor
+        return self._track(channel, what, work, self.reduce_stream)
+
+    def all_reduce_across(self, own: torch.Tensor, what: str) -> Pending:
+        """Sum this rank's slice, 1-D, with those of the other copies, in place. Call under `reducing()`."""
+        self.send_waiting()
+        return self._all_reduce_across(own, what)
+
+    def _all_reduce_across(self, own: torch.Tensor, what: str) -> Pending:
+        channel = self.across_channel
+        assert channel is not None
+        channel.count()
+        return self._all_reduce(channel, own, what)
+
+    @staticmethod
+    def followed(first: Pending, second: Pending) -> Pending:
+        """`second` comes after `first` on one stream: who waits for it lets go of the memory of both."""
+        written = second.channel.groups.written
+        written[second.work] = (written.pop(first.work, None), written[second.work])
+        return second
+
+    def send_waiting(self) -> None:
+        """Have reductions go between copies that all ranks have begun earlier than what comes next there."""
+        while self.waiting:
+            self.waiting[0].go_across()
+
+    # -- whole matrices -----------------------------------------------------------------------------------------
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: list[int],
+        sent_sizes: list[int],
+        what: str,
+    ) -> Pending:
+        """Send each rank its part of `sent` and fill `received` with theirs: 1-D, bytes; the sizes are those of the parts, by
+        rank. Every rank knows all sizes, so none are exchanged."""
+        channel = self.reduce_channel
+        assert channel is not None
+        channel.count()
+        self.bytes_sent += sum(sent_sizes) - sent_sizes[self.rank]
+        if self.backend == "fake":  # no rank answers; what was in the memory before is no answer, nor is torch's own
+            received.zero_()
+            return Pending(self.watch, channel, channel.issued, what, None)
+        with self._on(self.reduce_stream):
+            work = dist.all_to_all_single(
+                received, sent, received_sizes, sent_sizes, group=channel.group, async_op=True
+            )
+            channel.groups.written[work] = (sent, received)
+            return self._track(channel, what, work, self.reduce_stream)
+
+    def close(self) -> None:
+        self.drop_spares()

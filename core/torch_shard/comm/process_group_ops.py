@@ -1,0 +1,96 @@
+"""Collectives begun on the process group itself: those of every unit and step, where Python's own work counts.
+
+torch.distributed's functions look for tensor subclasses, check arguments, look for a coalescing context and make a new
+object of options each time, which costs as much as the rest of a small collective. The engine's own groups carry plain
+tensors, outside any such context, so these methods of ``torch.distributed.ProcessGroup`` are called as those functions call
+them. What lies below stays: the dispatcher's ``c10d`` operators, the wrapper of TORCH_DISTRIBUTED_DEBUG=DETAIL, the flight
+recorder. The methods are not documented: torch 2.13 is tested, 2.11 has the same under the older names. Where one is
+missing, and for complex numbers, which some backends don't know, the public function is called.
+
+All functions are collective and asynchronous: they return the ``Work``, and the tensors must live until it has ended.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..versions import all_gather_single, reduce_scatter_single
+
+__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
+
+_group_class: Any = getattr(dist, "ProcessGroup", None)  # None: a torch built without torch.distributed
+_c10d: Any = getattr(dist, "distributed_c10d", None)
+
+
+def _method(*names: str) -> str:
+    """The first of `names` that process groups have, newest first; "" if none."""
+    return next((name for name in names if hasattr(_group_class, name)), "")
+
+
+def _options(name: str, **values: Any) -> Any:
+    """Options of an asynchronous call; they are read by each call and never written to. None if torch has them no more."""
+    made = getattr(_c10d, name, None)
+    if made is None:
+        return None
+    options = made()
+    for key, value in {"asyncOp": True, **values}.items():
+        setattr(options, key, value)
+    return options
+
+
+_ALL_GATHER = _method("all_gather_single", "_allgather_base")
+_ALL_GATHER_OPTIONS = _options("AllgatherOptions")
+_REDUCE_SCATTER = _method("reduce_scatter_single", "_reduce_scatter_base")
+_REDUCE_SCATTER_OPTIONS = _options("ReduceScatterOptions")  # a sum, as by default
+_ALL_TO_ALL = _method("all_to_all_single", "alltoall_base")
+_ALL_TO_ALL_OPTIONS = _options("AllToAllOptions")
+_ALL_REDUCE = _method("allreduce")
+_ALL_REDUCE_OPTIONS = _options("AllreduceOptions")  # a sum, as by default
+_BROADCAST = _method("broadcast")
+
+
+@functools.cache
+def _broadcast_options(root: int) -> Any:
+    return _options("BroadcastOptions", rootRank=root, rootTensor=0)
+
+
+def all_gather(group: Any, output: torch.Tensor, sent: torch.Tensor) -> Any:
+    """Fill `output` with the ranks' `sent`, one after the other; both contiguous."""
+    if _ALL_GATHER and _ALL_GATHER_OPTIONS is not None and not sent.is_complex():
+        return getattr(group, _ALL_GATHER)(output, sent, _ALL_GATHER_OPTIONS)
+    assert all_gather_single is not None
+    return all_gather_single(output, sent, group=group, async_op=True)
+
+
+def broadcast(group: Any, tensor: torch.Tensor, root: int) -> Any:
+    """Fill `tensor` with that of the rank `root`, counted within the group."""
+    options = _broadcast_options(root)
+    if _BROADCAST and options is not None and not tensor.is_complex():
+        return group.broadcast([tensor], options)
+    return dist.broadcast(tensor, group=group, group_src=root, async_op=True)
+
+
+def reduce_scatter(group: Any, output: torch.Tensor, sent: torch.Tensor) -> Any:
+    """Fill `output` with this rank's part of the sum of all `sent`; both contiguous."""
+    if _REDUCE_SCATTER and _REDUCE_SCATTER_OPTIONS is not None and not sent.is_complex():
+        return getattr(group, _REDUCE_SCATTER)(output, sent, _REDUCE_SCATTER_OPTIONS)
+    assert reduce_scatter_single is not None
+    return reduce_scatter_single(output, sent, group=group, async_op=True)
+
+
+def all_to_all(group: Any, output: torch.Tensor, sent: torch.Tensor) -> Any:
+    """Send each rank its equal part of `sent`, and fill `output` with the parts that they send."""
+    if _ALL_TO_ALL and _ALL_TO_ALL_OPTIONS is not None and not sent.is_complex():
+        return getattr(group, _ALL_TO_ALL)(output, sent, [], [], _ALL_TO_ALL_OPTIONS)
+    return dist.all_to_all_single(output, sent, group=group, async_op=True)
+
+
+def all_reduce(group: Any, tensor: torch.Tensor) -> Any:
+    """Replace `tensor` by the sum of all ranks'."""
+    if _ALL_REDUCE and _ALL_REDUCE_OPTIONS is not None and not tensor.is_complex():
+        return group.allreduce([tensor], _ALL_REDUCE_OPTIONS)
+    return dist.all_reduce(tensor, group=group, async_op=True)

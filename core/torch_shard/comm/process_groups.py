@@ -1,0 +1,306 @@
+"""How long a process group waits, which front ends take for the engine's limit where the user has chosen none."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import SetupError
+from ..layout.rank_topology import Topology
+from .rendezvous import _meet, told_by
+from .work import default_store
+
+__all__ = [
+    "group_timeout",
+]
+
+
+def group_timeout(device: torch.device) -> float:
+    """Seconds that collectives on `device` wait in the default process group; torch's default where it does not say."""
+    c10d: Any = dist.distributed_c10d
+    if not (dist.is_available() and dist.is_initialized()):
+        return float(c10d.default_pg_timeout.total_seconds())
+    group: Any = dist.group.WORLD
+    try:
+        timeout = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):  # of a backend that has no such options, or none for this device
+        timeout = c10d._get_default_timeout(c10d.Backend(dist.get_backend(group)))
+    return float(timeout.total_seconds())
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """Why a rank will issue no further collective in some groups."""
+
+    rank: int
+    kind: str  # the name of the error's class
+    text: str
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """This rank's process groups where several copies of the parameters exist, or several planes; None where another one, or that
+    of all ranks, does."""
+
+    gather: Any = None  # over the ranks that share a copy
+    reduce: Any = None  # ... or, where each has a copy, over those of a plane
+    scalar: Any = None
+    across: Any = None  # over those of a plane that have the same slice
+    plane: Any = None
+    whole: Any = None  # over those that have one copy of all planes' parts
+    lane: Any = None  # over those that have the same slice of what is the same in all planes
+    # Reductions that are to go across, in the order in which all ranks began them: several engines share the group.
+    waiting: deque[Any] = field(default_factory=deque)
+
+    def all(self) -> tuple[Any, ...]:
+        groups = self.gather, self.reduce, self.scalar, self.across, self.plane, self.whole, self.lane
+        return tuple(group for group in groups if group is not None)
+
+
+@dataclass(eq=False)
+class Groups:
+    """The process groups of one set of ranks. Made once per user group and shared by all engines over it."""
+
+    gather: Any
+    reduce: Any
+    scalar: Any  # on GPUs it serves the host's tensors, too
+    control: Any
+    key: str = ""  # prefix in the default store, for what the ranks can't say in a collective; "": no other rank exists
+    broken: str = ""  # why no further collective may be issued
+    exchanges: int = 0  # see Watch.exchange
+    issued: dict[str, int] = field(default_factory=dict)  # collectives of this rank, by channel; of all engines
+    # Works nobody has waited for, and the buffer each may still write to: an engine may be dropped before they end.
+    written: dict[Any, Any] = field(default_factory=dict)
+    unfinished: dict[str, Any] = field(default_factory=dict)  # by channel: the latest work nobody has waited for
+    timeout: timedelta | None = None  # of the process groups; None: torch's default
+    streams: dict[torch.device, tuple[Any, Any]] = field(default_factory=dict)  # CUDA: for gathers and for reductions
+    parts: dict[Topology, Parts] = field(default_factory=dict)
+    again: dict[tuple[Topology, int], Any] = field(
+        default_factory=dict
+    )  # for the gathers of backward among fewer ranks
+
+    @property
+    def meet(self) -> Any:
+        """The group in which the host waits for the ranks that a blocking collective needs."""
+        return self.scalar
+
+    def __post_init__(self) -> None:
+        # Runs when the groups go, or at exit.
+        weakref.finalize(self, _keep_unfinished, vars(self).copy())
+
+    def streams_on(self, device: torch.device) -> tuple[Any, Any]:
+        """The streams for gathers and for reductions on a GPU. Shared by all engines over these groups: the allocator
+        keeps a pool of memory for each stream, and torch has only 32 streams before they repeat."""
+        if device not in self.streams:
+            # High priority: a copy into a buffer shall not wait behind the matrix products that it could run beside.
+            self.streams[device] = tuple(torch.cuda.Stream(device, priority=-1) for _ in range(2))  # type: ignore[assignment]
+        return self.streams[device]
+
+    def give_up(self, rank: int, error: Exception) -> None:
+        """No further collective may be issued: one was left without its partner. The other ranks can read it."""
+        self.broken = str(error)
+        if self.key:
+            with contextlib.suppress(RuntimeError):  # the store may be gone with its rank
+                said = json.dumps([rank, type(error).__name__, str(error)])
+                default_store().compare_set(f"{self.key}/given_up", "", said)  # the first reason counts
+
+    def given_up(self) -> GivenUp | None:
+        """The first rank that gave up, and why."""
+        if self.key:
+            with contextlib.suppress(RuntimeError):
+                store, key = default_store(), f"{self.key}/given_up"
+                if store.check([key]):
+                    return GivenUp(*json.loads(store.get(key)))
+        return None
+
+    def is_usable(self) -> bool:
+        """Whether this rank could go on with them. A program may have destroyed groups it did not make."""
+        alive = dist.distributed_c10d._world.pg_map
+        groups = [self.gather, self.reduce, self.scalar, self.control, *self.again.values()]
+        groups += [group for parts in self.parts.values() for group in parts.all()]
+        return not self.broken and all(group in alive for group in groups)
+
+    def forget_ended(self) -> None:
+        """Let go of the buffers of works that have ended without anybody waiting for them."""
+        for work in [work for work in self.written if work.is_completed()]:
+            del self.written[work]
+
+
+def _keep_unfinished(groups: dict[str, Any]) -> None:
+    """Let a group in which a collective has stayed without its partner live as long as the process.
+
+    Gloo can't abort a collective. The group's destructor waits for it, and two ranks that destroy such groups in
+    different order would wait for each other until the group's timeout, half an hour by default. When a process ends,
+    its partners' collectives end with an error.
+    """
+    if any(not work.is_completed() for work in groups["unfinished"].values()):
+        # A list of this module would be emptied at exit, and the destructors run.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups))
+
+
+# Communicators cost memory and set-up time, and a program may shard many models over one group. The user's group object
+# is the key and the entry dies with it, so this is a cache that no behaviour depends on; below it by
+# `single_communicator`.
+_groups: weakref.WeakKeyDictionary[Any, dict[bool, Groups]] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def _made_by_its_members(name: str) -> Iterator[None]:
+    """Inside, a process group that is made by its members alone gets this name and a communicator of its own.
+
+    torch names such a group after the number of groups that the process has. Ranks that belong to other groups besides
+    have other numbers, and would wait for each other under different names. And where the default group is bound to a
+    device (``init_process_group(device_id=...)``), NCCL's communicators are split from the default one, for which NCCL
+    needs all its ranks.
+    """
+    c10d: Any = dist.distributed_c10d
+    original, default = c10d._process_group_name, c10d._get_default_group()
+    bound = default.bound_device_id
+    c10d._process_group_name = lambda *_, **__: name
+    if bound is not None:
+        default.bound_device_id = None
+    try:
+        yield
+    finally:
+        c10d._process_group_name = original
+        if bound is not None:
+            default.bound_device_id = bound
+
+
+def backend_of(group: Any, device_type: str) -> str:
+    """The backend that serves a type of device in `group`, "" if none does. `get_backend` names one of several."""
+    entries = dist.get_backend_config(group).split(",")
+    return dict(entry.split(":", 1) for entry in entries if ":" in entry).get(device_type, "")
+
+
+def _longer(timeout: float) -> timedelta | None:
+    """The limit of process groups in which a rank may wait `timeout` seconds, and then has its own error; None: torch's default,
+    which is ten minutes with NCCL and thirty with Gloo."""
+    if timeout + 60 <= 600:
+        return None
+    return max(timedelta(seconds=timeout + 60), dist.distributed_c10d.default_pg_timeout)
+
+
+def groups_for(group: Any, single_communicator: bool, timeout: float) -> Groups:
+    """The process groups over the ranks of `group`. Collective."""
+    kept = _groups.setdefault(group, {})
+    found = kept.get(single_communicator)
+    usable = found is not None and found.is_usable()
+    ranks = dist.get_process_group_ranks(group)
+    key = ""
+    if dist.get_backend(group) != "fake":  # there no other rank exists
+        key = _meet(group, ranks, single_communicator, usable, timeout, "" if found is None else found.key)
+        usable = not key
+    if found is None or not usable:
+        limit = _longer(timeout)
+        part = len(ranks) != dist.get_world_size()
+
+        # Else a new group would have the default group's backends, which need not be this one's.
+        own = dist.get_backend_config(group) if key else None
+
+        def new(purpose: str, backend: str | None = own) -> Any:
+            with _made_by_its_members(f"{key}/{purpose}") if part and key else contextlib.nullcontext():
+                return dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=part)
+
+        # One NCCL communicator serialises its collectives even on different streams, hence one each for gathers and
+        # reductions; `single_communicator` is the fallback where two cannot be had. The user's own group is left alone:
+        # a gather that stays without its partner must not make it unusable.
+        gather = new("gather")
+        reduce = gather if single_communicator else new("reduce")
+        # Small messages of the host's: on a GPU they would wait for its queue, behind a gather that may lack its partner.
+        control = new("control", "gloo" if key else own)
+        scalar = new("scalar", "cpu:gloo,cuda:nccl" if backend_of(group, "cuda") == "nccl" else own)
+        found = Groups(gather, reduce, scalar, control, key, timeout=limit)
+        kept[single_communicator] = found
+    return found
+
+
+def parts_for(groups: Groups, group: Any, topology: Topology, single_communicator: bool) -> Parts:
+    """The process groups of this rank's copy and plane, and across. Collective: `groups` are those of `group`, and all ranks know
+    that they have the same `topology`."""
+    found = groups.parts.get(topology)
+    if found is None:
+        me, number = dist.get_rank(group), len(groups.parts)
+        own = dist.get_backend_config(group) if groups.key else None
+        scalars = "cpu:gloo,cuda:nccl" if backend_of(group, "cuda") == "nccl" else own
+
+        def new(purpose: str, members: tuple[int, ...], backend: str | None = own) -> Any:
+            return _among(groups, group, f"{number}/{purpose}", members, backend)
+
+        row, plane = topology.row_of(me), topology.plane_of(me)
+        made: dict[str, Any] = {}
+        if topology.size > 1:
+            made["gather"] = new("gather", row)
+            made["reduce"] = made["gather"] if single_communicator else new("reduce", row)
+            made["scalar"] = new("scalar", row, scalars)
+        if topology.is_hybrid:
+            made["across"] = new("across", topology.column_of(me))
+        if topology.planes > 1:
+            if topology.replicas > 1:
+                if topology.size == 1:
+                    made["reduce"] = new("reduce", plane)
+                made["plane"] = new("plane", plane, scalars)
+                made["whole"] = new("whole", topology.whole_of(me), scalars)
+            made["lane"] = new("lane", topology.lane_of(me))
+        found = groups.parts[topology] = Parts(**made)
+    return found
+
+
+def again_for(groups: Groups, group: Any, topology: Topology, size: int) -> Any:
+    """The process group of the `size` ranks that keep a unit between forward and backward. Collective, as :func:`parts_for`."""
+    found = groups.again.get((topology, size))
+    if found is None:
+        members = topology.part_of(dist.get_rank(group), size)
+        own = dist.get_backend_config(group) if groups.key else None
+        found = groups.again[topology, size] = _among(groups, group, f"{len(groups.again)}/again", members, own)
+    return found
+
+
+def _among(groups: Groups, group: Any, purpose: str, members: tuple[int, ...], backend: str | None) -> Any:
+    """A new process group of some ranks of `group`, made by these alone."""
+    ranks = dist.get_process_group_ranks(group)
+    name = f"{groups.key}/{purpose}/{members[0]}"
+    with _made_by_its_members(name) if groups.key else contextlib.nullcontext():
+        return dist.new_group(
+            [ranks[m] for m in members],
+            timeout=groups.timeout,
+            backend=backend,
+            use_local_synchronization=bool(groups.key),
+        )
+
+
+_made: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
+
+
+def group_over(ranks: list[int], timeout: float) -> Any:
+    """A process group over these global ranks: the default one where those are all. Collective over them.
+
+    Raises:
+        MissingRankError: one has not come within `timeout` seconds.
+        SetupError: this rank is none of them.
+    """
+    if dist.get_rank() not in ranks:
+        raise SetupError(f"mesh: rank {dist.get_rank()} is not in it ({ranks}); call shard() on its ranks.")
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    found = _made.get(tuple(ranks))
+    if found is None or found not in dist.distributed_c10d._world.pg_map:
+        # Counted by each rank for itself, as all of them come here in one order.
+        number = default_store().add(f"torch_shard/made/{ranks}/{dist.get_rank()}", 1)
+        name = f"torch_shard/over/{ranks}/{number}"
+        told_by(ranks, name, "", timeout)
+        with _made_by_its_members(name):
+            found = _made[tuple(ranks)] = dist.new_group(
+                ranks, timeout=_longer(timeout), use_local_synchronization=True
+            )
+    return found

@@ -1,0 +1,164 @@
+"""Quantized gathers and reductions in flight: where codes are made, sent, and read again.
+
+On GPUs all of it is work of the gather and the reduction stream, behind and before the collective. Over Gloo codes are read
+when the collective is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..layout.flat_layout import FlatLayout, slot_view
+from ..numerics.block_quantizer import BlockCode
+from ..numerics.dtypes import Dtypes
+from .collectives import Collectives, join, outside_inference
+from .gradient_reduction import Reduction
+from .work import Pending
+
+__all__ = ["QuantizedGather", "QuantizedGradients", "QuantizedReduction"]
+
+
+class QuantizedGather:
+    """Like a :class:`~torch_shard.comm.work.Pending`: of a gather that is complete once its codes have been read."""
+
+    def __init__(self, c: Collectives, code: BlockCode, sent: torch.Tensor, full: torch.Tensor, what: str) -> None:
+        """Start it: `sent` is this rank's payload, 1-D. Collective; call under ``c.gathering()``."""
+        self._code, self._full = code, full
+        with torch.no_grad():
+            payloads = torch.empty(c.size, code.nbytes, dtype=torch.uint8, device=full.device)
+            self._payloads: torch.Tensor | None = payloads
+            self._pending = c.all_gather(payloads.view(-1), sent, what)
+        if c.gather_stream is not None:
+            self._decode()
+            assert self._pending.event is not None
+            self._pending.event.record(c.gather_stream)  # once more, behind the codes
+
+    def _decode(self) -> None:
+        if self._payloads is None:
+            return
+        with torch.no_grad(), outside_inference():
+            self._code.decode(self._payloads, self._full.view(len(self._payloads), -1))
+        self._payloads = None
+
+    def settle(self, seconds: float) -> bool:
+        """Wait at most this long for the collective; False if it is still going on."""
+        return self._pending.settle(seconds)
+
+    def wait(self) -> None:
+        """Return when the gathered values may be read by the current stream."""
+        self._pending.wait()
+        self._decode()
+
+
+class QuantizedGradients:
+    """The quantized reductions of one flat buffer's gradients, and what their codes have lost so far."""
+
+    def __init__(self, code: BlockCode, layout: FlatLayout, dtypes: Dtypes, collectives: Collectives) -> None:
+        assert dtypes.quantized is not None
+        self.code, self.layout, self.collectives = code, layout, collectives
+        self._dtype_across = dtypes.reduce  # sums of copies travel as they are
+        self._residual_dtype = dtypes.quantized.residual_dtype(dtypes)
+        self.residual: torch.Tensor | None = None  # in the full layout, of this rank's own gradients
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the residual."""
+        return 0 if self.residual is None else self.residual.nbytes
+
+    @property
+    def buffers(self) -> list[tuple[int, torch.dtype]]:
+        """What a reduction takes of ``Collectives.take``, beside the gradients: codes sent and received."""
+        return 2 * [(self.collectives.size * self.code.nbytes, torch.uint8)]
+
+    def forget(self) -> None:
+        """A backward has failed: codes may have been made of what no rank has received."""
+        self.residual = None
+
+    def start(
+        self, grad: torch.Tensor, held: Sequence[bool], dtype: torch.dtype, what: str, streams: Sequence[Any]
+    ) -> QuantizedReduction:
+        """Send `grad` (1-D, in the full layout, divided by the number of ranks), which is given back. Collective.
+
+        Args:
+            grad: zero where this rank has no gradient.
+            held: for each parameter, whether it has.
+            dtype: of the sum.
+            what: for messages.
+            streams: CUDA: those that have written to `grad`, beside the current one.
+        """
+        c, code = self.collectives, self.code
+        with torch.no_grad(), outside_inference(), c.reducing():
+            begun = None
+            if c.reduce_stream is not None:
+                join(c.reduce_stream, streams)
+                begun = torch.cuda.Event()
+                begun.record(c.reduce_stream)
+            sent, received = (c.take(*buffer) for buffer in self.buffers)
+            self._encode(grad, held, sent.view(c.size, -1))
+            pending = c.all_to_all(received, sent, c.size * [code.nbytes], c.size * [code.nbytes], what)
+            across = None if c.across_channel is None else f"{what}, between copies"
+            if c.reduce_stream is None:
+                c.give(grad)
+                reduction = QuantizedReduction(c, None, sent, received, code, pending, self._dtype_across)
+                if across is not None:
+                    reduction.send_across(across)
+                return reduction
+            total = torch.empty(code.numel, dtype=dtype if across is None else self._dtype_across, device=grad.device)
+            code.decode_sum(received.view(c.size, -1), total)
+            if across is not None:
+                pending = c.followed(pending, c.all_reduce_across(total, across))
+            elif pending.event is not None:
+                pending.event.record(c.reduce_stream)  # once more, behind the sum
+            return QuantizedReduction(c, grad, sent, received, code, pending, self._dtype_across, begun, streams, total)
+
+    def _encode(self, grad: torch.Tensor, held: Sequence[bool], payloads: torch.Tensor) -> None:
+        rows = self.collectives.size
+        if self._residual_dtype is None:
+            self.code.encode(grad.view(rows, -1), payloads)
+            return
+        if self.residual is None:
+            self.residual = torch.zeros(grad.numel(), dtype=self._residual_dtype, device=grad.device)
+        # Where this rank has no gradient, no rank may have one. Then nobody takes what is sent: the residual waits.
+        views = [slot_view(self.residual, s) for s, has in zip(self.layout.slots, held, strict=True) if not has]
+        waiting = [(view, view.clone()) for view in views]
+        for view, _ in waiting:
+            view.zero_()
+        self.code.encode(grad.view(rows, -1), payloads, self.residual.view(rows, -1))
+        for view, before in waiting:
+            view.copy_(before)
+
+
+class QuantizedReduction(Reduction):
+    """A reduction in flight whose parts are codes."""
+
+    def __init__(
+        self,
+        c: Collectives,
+        grad: torch.Tensor | None,
+        sent: torch.Tensor,
+        received: torch.Tensor,
+        code: BlockCode,
+        pending: Pending,
+        dtype_across: torch.dtype,
+        begun: Any = None,
+        streams: Sequence[Any] = (),
+        total: torch.Tensor | None = None,
+    ) -> None:
+        """`total`: the sum, where a stream makes it; that reads `grad` until then."""
+        super().__init__(c, sent, received, pending, begun, streams, total=total)
+        self._own, self._code, self._across = grad, code, dtype_across
+
+    def _dtype_across(self) -> torch.dtype:
+        return self._across
+
+    def _own_sum(self, dtype: torch.dtype, narrow: bool = False) -> torch.Tensor:
+        c = self.collectives
+        with torch.no_grad(), outside_inference():
+            total = torch.empty(self._code.numel, dtype=dtype, device=self.received.device)
+            self._code.decode_sum(self.received.view(c.size, -1), total)
+        c.give(self.grad)
+        c.give(self.received)
+        return total

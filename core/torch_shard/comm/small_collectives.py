@@ -1,0 +1,91 @@
+"""Small blocking collectives for the user's own code: norms, ``full_tensor``, reductions of parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..versions import all_gather_single
+from .watchdog import Watch, blocking
+from .work import Channel
+
+__all__ = ["ScalarComm", "SingleComm", "UnknownStep"]
+
+
+class UnknownStep(Protocol):
+    """The step of an optimizer that the engine does not know, which is given the sharded tensors."""
+
+    def runs(self) -> bool:
+        """Whether one runs; it may have failed since."""
+        ...
+
+    def refuse(self, message: str) -> str:
+        """Undo what it has done, for an error about an operation that slices can't do; returns what that shall say."""
+        ...
+
+
+@dataclass(eq=False)
+class SingleComm:
+    """The scalar communicator of a group of one."""
+
+    size: int = 1
+    rank: int = 0
+    world_rank: int = 0
+    unknown_step: UnknownStep | None = None  # see ScalarComm
+
+    @property
+    def everyone(self) -> SingleComm:
+        return self
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        return tensor.unsqueeze(0)
+
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN} if dist.is_available() else {}
+
+
+@dataclass(eq=False)
+class ScalarComm:
+    """Reductions that the user's own code asks for (norms, `full_tensor`): blocking, in a group of their own, so that
+    they cannot pair with a gather or a gradient reduction of another rank."""
+
+    channel: Channel
+    watch: Watch
+    size: int
+    rank: int
+    over_copies: ScalarComm | None = None  # where other ranks have the same slices
+    device: torch.device | None = None  # where tensors must be, if anywhere: slices in host memory travel by way of it
+    unknown_step: UnknownStep | None = None  # that may be running
+
+    @property
+    def world_rank(self) -> int:
+        """This rank among all of the engine, for messages."""
+        return self.watch.rank
+
+    @property
+    def everyone(self) -> ScalarComm:
+        """Over all ranks that train together: derivatives are averaged over those, whoever shares a copy."""
+        return self.over_copies or self
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:
+        self.watch.meet(what)
+        name, ordered, sent = self.channel.name, self.watch.polls, self._here(tensor)
+        blocking(self.watch, name, what, dist.all_reduce, sent, op=_OPS[op], ordered=ordered)
+        return tensor if sent is tensor else tensor.copy_(sent)
+
+    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.device is None else tensor.to(self.device)
+
+    def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        sent = self._here(tensor).contiguous()
+        out = sent.new_empty((self.size, *tensor.shape))
+        parts = out.view(-1), sent.view(-1)
+        self.watch.meet(what)
+        blocking(self.watch, self.channel.name, what, all_gather_single, *parts, ordered=self.watch.polls)
+        return out.to(tensor.device)

@@ -1,0 +1,197 @@
+"""Collectives in flight: the process group they are issued on, counted by purpose, and how the host waits for one."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import DivergenceError, MissingRankError
+
+if TYPE_CHECKING:
+    from .process_groups import Groups
+    from .watchdog import Watch
+
+
+# Seconds of silence before a rank says, through the store, what it is waiting in.
+FIRST_TICK = 1.0
+# Seconds after which a rank that may wait for longer logs what it waits for.
+SLOW = 30.0
+POLL = 0.0002  # seconds between looks at a collective of NCCL's
+
+
+def default_store() -> Any:
+    """The store that the default process group was made with: works where collectives would wait."""
+    return dist.distributed_c10d._get_default_store()  # no public accessor exists (torch 2.13)
+
+
+# Packages that call the user's code and are called by it: their frames are not where the user's code waits.
+_FRAMEWORKS = frozenset(
+    (
+        "accelerate",
+        "accelerate_shard",
+        "lightning",
+        "lightning_fabric",
+        "lightning_shard",
+        "pytorch_lightning",
+        "transformers",
+    )
+)
+
+
+def caller_line() -> str:
+    """`file:line` where the user's code waits: the innermost frame outside this package, torch, the training frameworks and
+    Python's library. Where there is none, a frame of a framework is better than none."""
+    frame: Any = sys._getframe(1)
+    framework = ""
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("torch", "torch_shard") and package not in sys.stdlib_module_names:
+            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            if package not in _FRAMEWORKS:
+                return line
+            framework = framework or line
+        frame = frame.f_back
+    return framework or "unknown line"
+
+
+class Channel:
+    """One process group used for one purpose, by any engine."""
+
+    def __init__(
+        self, purpose: str, groups: Groups, group: Any, members: Sequence[int], number: int | None = None
+    ) -> None:
+        """`members`: the engine's ranks that `group` has. `number`: tells groups of one purpose apart. Channels of one name on
+        different ranks have the same members, or none in common."""
+        self.purpose, self.groups = purpose, groups
+        self.name = purpose if number is None else f"{purpose} {number}"
+        self.group, self.members = group, frozenset(members)
+        self.waited = 0.0  # seconds, for its collectives
+        groups.issued.setdefault(self.name, 0)
+
+    @property
+    def issued(self) -> int:
+        """Its collectives on this rank, of all engines."""
+        return self.groups.issued[self.name]
+
+    def count(self) -> int:
+        """Count one more collective, which is issued next; returns its number.
+
+        Raises once a collective of the groups was left without its partner: the next one could pair with it, and give
+        wrong numbers.
+        """
+        if self.groups.broken:
+            self.check()
+        number = self.groups.issued[self.name] = self.groups.issued[self.name] + 1
+        return number
+
+    def check(self) -> None:
+        if self.groups.broken:
+            raise DivergenceError(
+                "the ranks' collectives are out of step since an earlier error, so this engine can't go on: restart from a "
+                f"checkpoint, or shard a new model. The earlier error: {self.groups.broken}"
+            )
+
+
+@dataclass(eq=False, slots=True)
+class Pending:
+    """A collective in flight. ``wait`` returns when its result may be read by the current stream."""
+
+    watch: Watch
+    channel: Channel
+    number: int
+    what: str
+    work: Any
+    event: Any = None  # NCCL: recorded behind the collective on its side stream
+    device: Any = None  # of that stream
+    ordered: bool = False  # NCCL, and every rank is known to have come: left to the streams, the host goes on
+
+    def __post_init__(self) -> None:
+        if self.work is not None and self.event is None:
+            self.channel.groups.unfinished[self.channel.name] = self.work
+
+    def done(self) -> bool:
+        return self.work is None or bool(self.work.is_completed())
+
+    def settle(self, seconds: float) -> bool:
+        """Wait at most this long; False if it is still going on."""
+        if self.done():
+            return True
+        begun = time.perf_counter()
+        try:
+            return _bounded_wait(self.work, seconds, self, self.watch.rank)
+        finally:
+            if self.event is None:  # else the host has time: it is the stream that must not wait
+                self.channel.waited += time.perf_counter() - begun
+
+    def wait(self) -> None:
+        if self.event is None and not self.ordered:
+            if self.work is not None:
+                begun = time.perf_counter()
+                self._wait()
+                self.channel.waited += time.perf_counter() - begun
+            return
+        streams = self.watch.stream_waits
+        if streams is None:
+            self._wait()
+        else:
+            reached = streams.begin()
+            self._wait()
+            streams.end(self.channel, reached)
+
+    def _wait(self) -> None:
+        work = self.work
+        if work is not None:
+            groups = self.channel.groups
+            if self.ordered or self.event is not None or (groups.broken and work.is_completed()):
+                work.wait()  # NCCL's only orders the current stream
+            elif self.watch.polls or groups.broken or not _ends(work, self.watch.first_tick):
+                self.watch.wait(self)
+            groups.written.pop(work, None)
+            if groups.unfinished.get(self.channel.name) is work:
+                del groups.unfinished[self.channel.name]  # it holds tensors
+            self.work = None
+        if self.event is not None:
+            # Hazard: the compute stream must not read the buffer before the side stream has filled it.
+            torch.cuda.current_stream(self.device).wait_event(self.event)
+            self.event = None
+
+
+def _ends(work: Any, within: timedelta) -> bool:
+    """Whether a collective of Gloo's ends well in this time: all that most waits need."""
+    try:
+        work.wait(within)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _bounded_wait(work: Any, seconds: float, pending: Pending, rank: int) -> bool:
+    """True when the work is done, False when `seconds` passed without; a failed work raises."""
+    if pending.watch.polls and pending.channel.name not in ("control", "meet"):
+        # NCCL's own wait with a limit aborts the communicator when the limit is reached.
+        deadline = time.monotonic() + seconds
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL)
+        work.wait()
+        return True
+    try:
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait()  # it may have ended well just after the time was up; else this raises again
+    except RuntimeError as error:
+        raise MissingRankError(
+            f"rank {rank}: {pending.what} failed at {caller_line()}: another rank has probably died; see its log. ({error})"
+        ) from error
+    return True

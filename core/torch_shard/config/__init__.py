@@ -1,0 +1,1 @@
+"""Frozen settings, validated on construction."""

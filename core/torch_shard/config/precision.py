@@ -1,0 +1,262 @@
+"""Mixed precision: in which dtype parameters are kept, computed with and reduced.
+
+Between steps parameters, gradients and optimizer state have the dtype they are *stored* in (fp32, as a rule). A unit is gathered
+in the dtype that it is *computed* in: each rank casts its shard before the gather, so that half the bytes travel and no fp32 copy
+of the whole exists. Gradients are *reduced* in a dtype of their own and come back in that of storage (over Gloo they are summed
+in that, too, where parameters are sharded). The scheme is that of
+"Mixed Precision Training" (Micikevicius et al., 2018) on shards, as in ZeRO and FSDP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError, UnavailableError
+from ..log import logger
+from ..numerics.dtypes import FLOATS, Dtypes
+from ..utils.patterns import check_pattern, matches
+
+if TYPE_CHECKING:
+    from .shard_config import ShardConfig
+
+__all__ = [
+    "NONE",
+    "NORMS",
+    "Precision",
+    "checked_modules",
+    "for_autocast",
+    "modules_named",
+    "norms_in",
+    "precision_of",
+]
+
+
+NORMS: tuple[type[nn.Module], ...] = (
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.modules.batchnorm._NormBase,
+    nn.LocalResponseNorm,
+)
+"""torch's normalisations, for :attr:`Precision.keep`; see also :func:`norms_in`."""
+
+_NORM = re.compile(r"\w*Norm(\dd)?")
+
+
+def norms_in(model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """The classes of normalisations that `model` has: torch's, and others whose names end in ``Norm`` (``LlamaRMSNorm``)."""
+    found = {type(m): None for m in model.modules() if isinstance(m, NORMS) or _NORM.fullmatch(type(m).__name__)}
+    return tuple(sorted(found, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}"))
+
+
+def packed_in(model: nn.Module) -> tuple[type[nn.Module] | str, ...]:
+    """The modules of `model` that hold weights in a packed format: integers or 8-bit values, of their own, of two dimensions or
+    more. What else they hold, scales for instance, belongs to that format, and the same values in another dtype do not."""
+    found = [name for name, module in model.named_modules() if any(map(_is_packed, _own_tensors(module)))]
+    return tuple(glob.escape(name) if name else type(model) for name in found)
+
+
+def _own_tensors(module: nn.Module) -> Iterable[torch.Tensor]:
+    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+
+
+def _is_packed(tensor: torch.Tensor) -> bool:
+    # Masks are bool, and positions 64-bit integers.
+    return tensor.dim() > 1 and tensor.dtype not in (*FLOATS, torch.bool, torch.int64) and not tensor.is_complex()
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of one engine. Equal on all ranks; checked on construction.
+
+    Only floating-point parameters of 16 bits or more are ever cast: integer, packed and 8-bit ones are gathered bit for bit.
+    Frozen parameters are not cast to a wider dtype.
+
+    Attributes:
+        param_dtype: parameters are gathered and computed with in this dtype; None for their own.
+        reduce_dtype: gradients are reduced in this dtype; None for that of the computation. Accumulation on one rank
+            (``no_sync``) and in ``.grad`` is never narrower than fp32 where parameters are stored so.
+        buffer_dtype: floating-point buffers are converted to this dtype in ``shard``, for good; None for their own.
+        output_dtype: floating-point tensors that the root module returns are cast to this dtype; None for as they are.
+        master_dtype: trainable parameters are stored in this dtype between steps, and with them gradients and optimizer state:
+            ``torch.float32`` gives a bf16 model fp32 masters. The model still computes in its own dtype, or `param_dtype`.
+            None for their own.
+        cast_inputs: cast the floating-point tensors that a module is called with to the dtype that its parameters are computed
+            in: True for the root and for the modules of each unit; ``"root"`` for the root alone; False for none, under autocast
+            as a rule. Nothing is cast where parameters are computed with as they are stored.
+        keep: modules whose parameters are computed with and reduced as they are stored: classes (subclasses too) and patterns
+            of module names, as in :attr:`ShardConfig.units`; their children included. Unless `cast_inputs` is False their
+            inputs are cast to that dtype, and their outputs back to that of the inputs.
+        keep_low_precision_grads: ``.grad`` keeps `reduce_dtype`: half the memory of gradients. Element-wise optimizers get it in
+            the parameter's dtype, flat tensor by flat tensor; those of whole matrices refuse it. By default it has the
+            parameter's.
+        stochastic_rounding: step parameters that are stored in bf16 in fp32, and round the results up or down at random, so that
+            they are right on average and updates too small for bf16 add up, see
+            :mod:`torch_shard.numerics.stochastic_rounding`. Optimizer state is fp32. At least one trainable parameter must be
+            stored in bf16.
+
+    Raises:
+        ConfigError: a value is unknown or of the wrong type; the message starts with ``precision.`` and the field.
+
+    Not collective.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | None = None
+    cast_inputs: bool | str = True
+    keep: Any = ()
+    keep_low_precision_grads: bool = False
+    stochastic_rounding: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "master_dtype"):
+            value = getattr(self, field)
+            if value is not None and value not in FLOATS:
+                known = ", ".join(str(dtype) for dtype in FLOATS)
+                raise ConfigError(f"precision.{field} must be one of {known} or None, not {value!r}.")
+        if not isinstance(self.cast_inputs, bool) and self.cast_inputs != "root":
+            raise ConfigError(f"precision.cast_inputs must be True, False or 'root', not {self.cast_inputs!r}.")
+        for field in ("keep_low_precision_grads", "stochastic_rounding"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(f"precision.{field} must be True or False, not {getattr(self, field)!r}.")
+        object.__setattr__(self, "keep", checked_modules("precision.keep", self.keep))
+
+    def kept_modules(self, model: nn.Module) -> set[nn.Module]:
+        """The modules of `model` that :attr:`keep` names, without their children.
+
+        Raises:
+            ConfigError: a pattern is the name of none. (A class that the model does not have is no mistake.)
+        """
+        return modules_named("precision.keep", self.keep, model)
+
+    def check_rounding(self, stored: Iterable[torch.dtype]) -> None:
+        """Raise where there is nothing to round; `stored`: the dtypes in which trainable parameters are stored.
+
+        Raises:
+            ConfigError: :attr:`stochastic_rounding` is set, and none is bf16. Not collective.
+        """
+        found = list(dict.fromkeys(stored))
+        if self.stochastic_rounding and torch.bfloat16 not in found:
+            kept = ", ".join(map(str, found)) or "nothing, since there are none"
+            raise ConfigError(
+                f"precision.stochastic_rounding: trainable parameters are stored in {kept}, and only bfloat16 is rounded. Leave "
+                "it out, or convert the model to bfloat16, or set precision.master_dtype=torch.bfloat16."
+            )
+
+    def rounds(self, stored: torch.dtype) -> bool:
+        """Whether steps of parameters that are stored so are rounded stochastically."""
+        return self.stochastic_rounding and stored is torch.bfloat16
+
+    def dtypes(self, stored: torch.dtype, trainable: bool, kept: bool) -> Dtypes:
+        """How a parameter of dtype `stored` is treated."""
+        if stored not in FLOATS:
+            return Dtypes(stored, stored, stored, stored)
+        own = stored
+        if self.master_dtype is not None and trainable:
+            stored = self.master_dtype
+        compute = stored if kept else self.param_dtype or own
+        if not trainable and compute.itemsize > own.itemsize:
+            compute = own
+        reduce = compute if kept or self.reduce_dtype is None else self.reduce_dtype
+        return Dtypes(stored, compute, reduce, reduce if self.keep_low_precision_grads else stored)
+
+    @property
+    def needs_no_scaler(self) -> bool:
+        """Whether a scaled loss is a mistake."""
+        # What is rounded stochastically is stored in bf16, and computed with in that unless another dtype is asked for.
+        computed = self.param_dtype or (torch.bfloat16 if self.stochastic_rounding else None)
+        return computed is torch.bfloat16 and self.reduce_dtype is not torch.float16
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise where the device can't compute in what is asked for.
+
+        Raises:
+            UnavailableError: names field and device. Not collective.
+        """
+        for field in ("param_dtype", "reduce_dtype"):
+            if getattr(self, field) is not torch.bfloat16 or device.type != "cuda":
+                continue
+            with torch.cuda.device(device):
+                has_it = torch.cuda.is_bf16_supported(including_emulation=False)
+            if not has_it:
+                name = torch.cuda.get_device_name(device)
+                raise UnavailableError(
+                    f"precision.{field}: {name} has no bfloat16; use torch.float16 with a GradScaler."
+                )
+
+
+def checked_modules(field: str, value: Any) -> tuple[Any, ...]:
+    """The classes and patterns of names that a setting has for modules."""
+    if isinstance(value, (str, type, nn.Module, Mapping)) or not isinstance(value, Iterable):
+        raise ConfigError(f"{field} must be a sequence of module classes and patterns of names, not {value!r}.")
+    entries = tuple(value)
+    for index, entry in enumerate(entries):
+        if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
+            raise ConfigError(f"{field}[{index}] must be a module class or a pattern of names, not {entry!r}.")
+        if isinstance(entry, str):
+            check_pattern(f"{field}[{index}]", entry)
+    return entries
+
+
+def modules_named(field: str, entries: Iterable[Any], model: nn.Module) -> set[nn.Module]:
+    """The modules of `model` that these classes and patterns name, without their children.
+
+    Raises:
+        ConfigError: a pattern is the name of none.
+    """
+    found: set[nn.Module] = set()
+    for index, entry in enumerate(entries):
+        if isinstance(entry, type):
+            own = {m for m in model.modules() if isinstance(m, entry)}
+        else:
+            own = {m for name, m in model.named_modules(remove_duplicate=False) if matches(name, entry)}
+            if not own:
+                raise ConfigError(f"{field}[{index}]: {entry!r} is the name of no module.")
+        found |= own
+    return found
+
+
+NONE = Precision()
+"""Every dtype as it is."""
+
+
+def precision_of(setting: Precision | torch.dtype | None) -> Precision:
+    """What ``ShardConfig.precision`` means."""
+    if isinstance(setting, torch.dtype):
+        return Precision(param_dtype=setting)
+    return NONE if setting is None else setting
+
+
+def for_autocast(config: ShardConfig, model: nn.Module, dtype: torch.dtype, setting: str) -> ShardConfig:
+    """`config` with what autocast to `dtype` means for the engine, where the user has not said it. For front ends.
+
+    Autocast alone casts each weight when it is used, and keeps the copy, whole, until backward. Here parameters are gathered in
+    the low precision: autocast finds weights that it need not cast, and half the bytes travel. Norms are kept as they are
+    stored, since autocast computes them in fp32, and so is what belongs to packed weights.
+
+    Args:
+        setting: what the user has written to get autocast, for the warning.
+
+    Not collective.
+    """
+    if config.precision is None:
+        precision = Precision(param_dtype=dtype, keep=(*norms_in(model), *packed_in(model)), cast_inputs=False)
+        return dataclasses.replace(config, precision=precision)
+    if config.strategy != "no_shard" and config.precision == NONE:
+        logger.warning(
+            "%s with ShardConfig(precision=Precision()) is autocast alone, which keeps a low-precision copy of every "
+            "weight, whole on each rank, until backward. Leave ShardConfig.precision out to gather weights in low precision.",
+            setting,
+        )
+    return config

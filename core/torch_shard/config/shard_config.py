@@ -1,0 +1,251 @@
+"""Every choice of the user, in one frozen and validated dataclass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from ..utils.patterns import check_pattern
+from .offload import Offload, offload_of
+from .precision import Precision, precision_of
+from .quantization import Quantized
+
+__all__ = ["Ignored", "ShardConfig", "Strategy", "Units"]
+
+Strategy = Literal["full_shard", "shard_grad_op", "shard_optim", "hybrid_shard", "hybrid_shard_zero2", "no_shard"]
+"""``full_shard`` (ZeRO-3), ``shard_grad_op`` (ZeRO-2), ``shard_optim`` (ZeRO-1), ``hybrid_shard`` and ``hybrid_shard_zero2``
+(sharded within a node, replicated across nodes) or ``no_shard`` (what DDP does)."""
+
+Units: TypeAlias = "Sequence[type[nn.Module] | str] | Sequence[Sequence[str]] | Callable[[str, nn.Module], bool] | None"
+"""How parameters are grouped; see :attr:`ShardConfig.units`."""
+
+Ignored: TypeAlias = "Sequence[nn.Module | nn.Parameter | str]"
+"""What is left alone; see :attr:`ShardConfig.ignore`."""
+
+
+@dataclass(frozen=True)
+class ShardConfig:
+    """What ``torch_shard.shard`` does with a model. Equal on all ranks; checked on construction.
+
+    Attributes:
+        strategy: ``"full_shard"`` shards parameters, gradients and optimizer state;
+            ``"shard_grad_op"`` keeps the parameters gathered from forward to the end of backward;
+            ``"shard_optim"`` keeps them until an optimizer changes them, so that with ``no_sync()``
+            no more is sent than by DDP, however many micro-batches there are;
+            ``"hybrid_shard"`` shards over the ranks of a node as ``"full_shard"`` does, and keeps a copy on each node: between
+            nodes travel gradients alone, `shard_size` times fewer bytes than under ``"no_shard"``;
+            ``"hybrid_shard_zero2"`` does the same with parameters as under ``"shard_grad_op"``;
+            ``"no_shard"`` replicates everything and all-reduces gradients.
+        units: which parameters are gathered together. ``None`` plans automatically: the repeated
+            blocks, else runs of about `unit_bytes`. Otherwise one of
+            module classes and patterns of module names, mixed as wanted: each matching module is
+            a unit (a pattern is a glob such as ``"layers.*"``, in which ``*`` also matches dots,
+            or with the prefix ``"re:"`` a regular expression for the whole name);
+            explicit groups, a sequence of sequences of parameter names; or
+            a callable ``(module name, module) -> bool``, true where a unit begins.
+        unit_bytes: target size of an automatic unit, bytes of parameters.
+        prefetch: units gathered ahead of compute, in forward and in backward; 0 for none.
+        sync_module_states: send rank 0's parameters and buffers to all ranks in ``shard``.
+        broadcast_buffers: send rank 0's buffers to all ranks before each training forward, as
+            ``DistributedDataParallel`` does.
+        reshard_after_forward: under the strategies that release parameters between forward and backward, keep each unit cut
+            among so many consecutive ranks meanwhile, those of a node as a rule, so that backward's gather stays among them.
+            More memory (a unit's size over this number, for all units) for less traffic between nodes. ``None``: cut among
+            all ranks that share a copy.
+        shard_size: under the hybrid strategies, how many consecutive ranks share a copy. ``None``: those of a node
+            (``LOCAL_WORLD_SIZE``, else the number of GPUs), or as the mesh of two dimensions has them.
+        mesh_dims: names of the dimensions of the `DeviceMesh` given to ``shard`` that this model is sharded over: one, or
+            for the hybrid strategies two, copies and slices. ``None``: those that it has.
+        precision: in which dtypes parameters are kept, gathered and reduced; see
+            :class:`~torch_shard.config.precision.Precision`. A dtype, say ``torch.bfloat16``, stands for
+            ``Precision(param_dtype=...)``. ``None`` leaves every dtype as it is.
+        quantized: which parameters and gradients are sent as 8-bit codes; see
+            :class:`~torch_shard.config.quantization.Quantized`. ``None`` sends every value as it is. Not with ``"no_shard"``.
+        offload: what lies in host memory, where a model is too large for its device: ``"cpu"`` for parameters and optimizer
+            state, or an :class:`~torch_shard.offload.Offload`. ``None``: nothing.
+        ignore: modules, parameters, and globs of parameter names that are not sharded, nor
+            synchronised, nor reduced.
+        init_fn: called with each module that directly holds parameters or buffers on the meta
+            device, after they got memory; it must fill them. ``None`` calls the module's own
+            ``reset_parameters()``.
+        timeout: seconds that a rank waits for a missing partner before it raises
+            :class:`~torch_shard.errors.MissingRankError`.
+        debug: compare each gathered unit with its shard before releasing it, in every iteration.
+            Finds edits of ``.data`` inside forward; slow.
+        single_communicator: use one communicator for gathers and reductions. They no longer
+            overlap each other; for systems on which two NCCL communicators misbehave.
+
+    Raises:
+        ConfigError: a value is unknown or of the wrong type; the message starts with the field.
+
+    Not collective.
+    """
+
+    strategy: Strategy = "full_shard"
+    units: Units = None
+    unit_bytes: int = 32 << 20
+    prefetch: int = 1
+    sync_module_states: bool = True
+    broadcast_buffers: bool = True
+    reshard_after_forward: int | None = None
+    shard_size: int | None = None
+    mesh_dims: str | Sequence[str] | None = None
+    precision: Precision | torch.dtype | None = None
+    quantized: Quantized | None = None
+    offload: Offload | str | None = None
+    ignore: Ignored = ()
+    init_fn: Callable[[nn.Module], None] | None = None
+    timeout: float = 30.0
+    debug: bool = False
+    single_communicator: bool = False
+
+    def __post_init__(self) -> None:
+        if self.strategy not in get_args(Strategy):
+            choices = ", ".join(map(repr, get_args(Strategy)))
+            raise ConfigError(f"strategy must be one of {choices}, not {self.strategy!r}.")
+        _check_int("unit_bytes", self.unit_bytes, least=1)
+        _check_int("prefetch", self.prefetch, least=0)
+        if self.shard_size is not None:
+            _check_int("shard_size", self.shard_size, least=1)
+            if not self.is_hybrid:
+                raise ConfigError(f"shard_size is for the hybrid strategies; strategy is {self.strategy!r}.")
+        if self.reshard_after_forward is not None:
+            _check_int("reshard_after_forward", self.reshard_after_forward, least=2)
+            if not self.reshards:
+                raise ConfigError(
+                    "reshard_after_forward is for strategies that release parameters between forward and backward, full_shard "
+                    f"and hybrid_shard; strategy is {self.strategy!r}."
+                )
+        object.__setattr__(self, "mesh_dims", _checked_dims(self.mesh_dims))
+        for field in ("sync_module_states", "broadcast_buffers", "debug", "single_communicator"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(f"{field} must be True or False, not {getattr(self, field)!r}.")
+        self._check_timeout()
+        if self.init_fn is not None and not callable(self.init_fn):
+            raise ConfigError(
+                f"init_fn must be None or a function that takes a module, not {type(self.init_fn).__name__}."
+            )
+        if isinstance(self.precision, torch.dtype):
+            object.__setattr__(self, "precision", precision_of(self.precision))
+        elif self.precision is not None and not isinstance(self.precision, Precision):
+            raise ConfigError(
+                f"precision must be a torch_shard.Precision, a torch.dtype or None, not {self.precision!r}."
+            )
+        self._check_quantized()
+        object.__setattr__(self, "offload", offload_of(self.offload))
+        # Frozen also in depth: a list that the caller edits later must not change the plan.
+        object.__setattr__(self, "units", _checked_units(self.units))
+        object.__setattr__(self, "ignore", _checked_ignore(self.ignore))
+
+    def _check_timeout(self) -> None:
+        if not _is_number(self.timeout) or not math.isfinite(self.timeout) or self.timeout <= 0:
+            raise ConfigError(f"timeout must be a positive, finite number of seconds, not {self.timeout!r}.")
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether there are several copies of sharded parameters."""
+        return self.strategy in ("hybrid_shard", "hybrid_shard_zero2")
+
+    @property
+    def reshards(self) -> bool:
+        """Whether units are released between forward and backward."""
+        return self.strategy in ("full_shard", "hybrid_shard")
+
+    def _check_quantized(self) -> None:
+        quantized = self.quantized
+        if quantized is None:
+            return
+        if not isinstance(quantized, Quantized):
+            raise ConfigError(f"quantized must be a torch_shard.Quantized or None, not {quantized!r}.")
+        if self.strategy == "no_shard":
+            field, why = "gradients", "all-reduces them, which would round each sum once more"
+            if quantized.parameters is not None:
+                field, why = "parameters", "gathers none"
+            raise ConfigError(
+                f"quantized.{field}: strategy 'no_shard' {why}. Leave `quantized` out, or shard: 'shard_optim' sends as much."
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_int(field: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{field} must be an integer of at least {least}, not {value!r}.")
+
+
+def _checked_dims(names: Any) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    found = (names,) if isinstance(names, str) else names
+    if (
+        not isinstance(found, (tuple, list))
+        or len(found) not in (1, 2)
+        or not all(isinstance(n, str) for n in found)
+        or len(set(found)) != len(found)
+    ):
+        raise ConfigError(
+            f"mesh_dims must be the name of a dimension, two of them (copies, slices) or None, not {names!r}."
+        )
+    return tuple(found)
+
+
+def _entries(field: str, value: Any, wanted: str) -> tuple[Any, ...]:
+    # A str is a sequence of one-letter strings, and a Module may be iterable: both by mistake only.
+    # Sets of names have another order on every rank.
+    if isinstance(value, (str, Set, Mapping, nn.Module, nn.Parameter)) or not isinstance(value, Iterable):
+        shown = repr(value) if isinstance(value, str) else type(value).__name__
+        raise ConfigError(f"{field} must be {wanted}, not {shown}.")
+    return tuple(value)
+
+
+def _checked_units(units: Any) -> Units:
+    if units is None or (callable(units) and not isinstance(units, (type, nn.Module))):
+        return units  # type: ignore[no-any-return]
+    wanted = (
+        "None, a sequence of module classes and patterns of module names, a sequence of sequences "
+        "of parameter names, or a callable (module name, module) -> bool"
+    )
+    entries = _entries("units", units, wanted)
+    if not entries:
+        raise ConfigError("units must not be empty; None plans automatically.")
+    groups = [entry for entry in entries if not isinstance(entry, (str, type))]
+    if groups:
+        if len(groups) != len(entries):
+            raise ConfigError("units must not mix groups of names with classes and patterns.")
+        return tuple(_checked_group(index, group) for index, group in enumerate(groups))
+    for index, entry in enumerate(entries):
+        if isinstance(entry, type) and not issubclass(entry, nn.Module):
+            raise ConfigError(f"units[{index}] must be a module class, not {entry.__name__}.")
+        if isinstance(entry, str):
+            check_pattern(f"units[{index}]", entry)
+    return entries
+
+
+def _checked_group(index: int, group: Any) -> tuple[str, ...]:
+    names = _entries(f"units[{index}]", group, "a sequence of parameter names")
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f"units[{index}] must hold parameter names only, and at least one.")
+    if len(set(names)) != len(names):
+        raise ConfigError(f"units[{index}] names a parameter twice: {list(names)}.")
+    return names
+
+
+def _checked_ignore(ignore: Any) -> Ignored:
+    entries = _entries("ignore", ignore, "a sequence of modules, parameters and parameter names")
+    for index, entry in enumerate(entries):
+        if isinstance(entry, str):
+            check_pattern(f"ignore[{index}]", entry)
+        elif not isinstance(entry, (nn.Module, nn.Parameter)):
+            raise ConfigError(
+                f"ignore[{index}] must be a module, a parameter or a glob of parameter names, "
+                f"not {type(entry).__name__}."
+            )
+    return entries

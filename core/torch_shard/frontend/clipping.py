@@ -1,0 +1,96 @@
+"""Clipping parameters of any number of sharded models by one norm, as ``torch.nn.utils`` clips those of plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import ConfigError, NonFiniteError
+from ..grad_clip.checks import refuse_unfinished
+from ..unshard.full_values import reduced_grad_of
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+__all__ = ["clip_norm", "engines_over", "limit_values"]
+
+
+def clip_norm(
+    engines: Iterable[Engine],
+    parameters: Sequence[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale gradients so that their common norm is at most `max_norm`. Collective where one of them is sharded.
+
+    Args:
+        engines: those that may shard them, in one order on all ranks.
+        parameters: of any of these engines' models, or of none.
+        max_norm: the limit.
+        norm_type: any p, ``inf`` and 0 included.
+        error_if_nonfinite: wait for the norm and raise where it is NaN or infinite.
+
+    Returns:
+        The norm before, 0-d, equal on all ranks.
+
+    Raises:
+        NonFiniteError: on all ranks, before anything has changed.
+        ShardError: gradients are not reduced yet (``no_sync``).
+        ConfigError: parameters of several models, with some that ``ignore`` leaves out of sharding.
+    """
+    found = engines_over(engines, parameters)
+    if len(found) == 1:
+        # Parameters that are not sharded go along: they count with rank 0's gradients, so that all ranks scale alike.
+        return found[0].clip_grad_norm_(max_norm, norm_type, parameters, error_if_nonfinite)
+    if any(id(p) in ids for ids in map(_ignored, found) for p in parameters):
+        raise ConfigError(
+            "clipping by norm: parameters of several models, of which some are left out of sharding (ShardConfig.ignore, "
+            "ShardPlugin.ignore). Their gradients differ between the ranks, which would scale by different factors; clip each "
+            "model on its own."
+        )
+    _refuse_unreduced(found, parameters)
+    try:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+    except RuntimeError as error:
+        if error_if_nonfinite and found and "non-finite" in str(error):
+            raise NonFiniteError(
+                f"the gradients' norm of order {norm_type}, over {len(found)} models, is not finite, so they can't be clipped; "
+                "no gradient was changed. Skip the step, or pass error_if_nonfinite=False to scale by it anyway."
+            ) from None
+        raise
+
+
+def limit_values(engines: Iterable[Engine], parameters: Sequence[torch.Tensor], value: float) -> None:
+    """Limit each element of the gradients to ``[-value, value]``. Not collective; raises as :func:`clip_norm` does."""
+    found = engines_over(engines, parameters)
+    if len(found) == 1:
+        found[0].clip_grad_value_(value, parameters)
+        return
+    _refuse_unreduced(found, parameters)
+    torch.nn.utils.clip_grad_value_(parameters, value)
+
+
+def engines_over(engines: Iterable[Engine], parameters: Iterable[torch.Tensor]) -> list[Engine]:
+    """Those of the engines that shard at least one of `parameters`, each once. Not collective."""
+    held = set(map(id, parameters))
+    once = {id(engine): engine for engine in engines}
+    return [
+        engine
+        for engine in once.values()
+        if any(id(p) in held for unit in engine.units for flat in unit.flats for p in flat.params)
+    ]
+
+
+def _refuse_unreduced(engines: Iterable[Engine], parameters: Sequence[torch.Tensor]) -> None:
+    for engine in engines:
+        refuse_unfinished(engine._runtime, parameters, "clipping")
+        for p in parameters:
+            reduced_grad_of(p)  # raises where it waits for its reduction
+
+
+def _ignored(engine: Engine) -> set[int]:
+    names = set(engine.plan.ignored)
+    return {id(p) for name, p in engine.model.named_parameters() if name in names} if names else set()

@@ -1,0 +1,414 @@
+"""Wrapped modules, and when the model around them is sharded.
+
+``FSDP(layer)`` and ``fully_shard(layer)`` can't know whether something larger will be wrapped later. So they leave a mark on
+the module, and the outermost wrapped module is sharded when something needs it: its first forward, or that of a wrapped module
+inside; a state dict; a method that communicates. Until then parameters are plain and whole. All ranks come there at the same
+point of the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..engine import Engine, engine_of, shard
+from ..errors import ConfigError, SetupError, ShardError
+from ..runtime.forward_hooks import uncompiled
+from ..runtime.mixed_precision_hooks import CastOutputs
+from ..shard_tensor.tensor import ShardTensor
+from ..unit.unit import Unit
+from ..unshard.gathered import units_of
+from . import dcp_patch
+from .translate_settings import Request, config_of, unused
+
+__all__ = [
+    "Mark",
+    "engine_around",
+    "is_closed",
+    "is_pending",
+    "leave_mark",
+    "mark_of",
+    "marks_in",
+    "nested_name",
+    "own_params",
+    "own_units",
+    "root_of",
+    "roots_in",
+]
+
+_KEY = "_torch_shard_fsdp"
+
+
+class Mark:
+    """What was asked for a module, and what its methods have set since."""
+
+    def __init__(self, module: nn.Module, request: Request) -> None:
+        self.module = weakref.ref(module)
+        self.request = request
+        self.outer: weakref.ref[nn.Module] | None = None  # the nearest wrapped module around it
+        self.sync = True  # reduces gradients
+        self.divisor: float | None = None  # of the sum of gradients, in place of the number of ranks
+        self.prefetch = 0  # units, where a method has asked for more
+        self.had_grads = any(p.grad is not None for p in module.parameters())
+        self.opened: contextlib.ExitStack | None = None  # by FSDPModule.unshard
+        self.was_sharded = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
+        module = self.module()
+        assert module is not None
+        other = copy.copy(self)
+        memo[id(self)] = other
+        other.module = weakref.ref(copy.deepcopy(module, memo))
+        # A copy of a part of a model is a model by itself.
+        outer = self.outer() if self.outer is not None else None
+        other.outer = weakref.ref(memo[id(outer)]) if outer is not None and id(outer) in memo else None
+        ignored = tuple(copy.deepcopy(entry, memo) for entry in self.request.ignored)
+        other.request = _with(self.request, ignored)
+        other.opened = None
+        if other.outer is None and engine_of(module) is None:
+            _pending.add(other.module())  # type: ignore[arg-type]
+        return other
+
+
+def _with(request: Request, ignored: tuple[Any, ...]) -> Request:
+    other = copy.copy(request)  # not deep: process groups and functions are shared
+    object.__setattr__(other, "ignored", ignored)
+    return other
+
+
+def mark_of(module: nn.Module) -> Mark | None:
+    """The mark of a wrapped module."""
+    found = module.__dict__.get(_KEY)
+    return found if isinstance(found, Mark) else None
+
+
+def leave_mark(module: nn.Module, request: Request) -> Mark:
+    """Mark `module`, which is sharded later; what is wrapped inside it becomes a part of the same model. Not collective.
+
+    Raises:
+        ConfigError: something inside is sharded already, or the module is a part of a model that is; it is inside several wrapped
+            modules, none of them around the others.
+    """
+    inside = marks_in(module)
+    for name, part in inside:
+        if engine_of(part) is not None:
+            raise ConfigError(
+                f"{request.api}: {name or 'the module'} inside is sharded already, so nothing can be wrapped around it any more. "
+                "Wrap the outer module before the first forward, and give auto_wrap_policy to the outermost one only."
+            )
+    for name, p in module.named_parameters():
+        if isinstance(p, ShardTensor) and p._unit_ref is not None:
+            raise ConfigError(
+                f"{request.api}: {name} is a parameter of a model that is sharded already. Wrap all modules before the first "
+                "forward."
+            )
+    around = _around(module, request)
+    mark = Mark(module, request)
+    # In __dict__, past nn.Module's __setattr__: it is neither a submodule nor in the state dict.
+    module.__dict__[_KEY] = mark
+    for _, part in inside:
+        nested = mark_of(part)
+        if nested is not None and (nested.outer is None or nested.outer() is around):
+            nested.outer = weakref.ref(module)
+            _pending.discard(_plain(part))
+    module.register_forward_pre_hook(ShardFirst(), prepend=True, with_kwargs=True)
+    if around is None:
+        _pending.add(module)
+    else:  # wrapped before what is inside it
+        mark.outer = weakref.ref(around)
+    _watch_steps()
+    dcp_patch.install()  # what asks for a state dict may be the first use
+    return mark
+
+
+def _around(module: nn.Module, request: Request) -> nn.Module | None:
+    """The nearest wrapped module around `module`, of a model that is not sharded yet."""
+    roots = [root for root in _pending if _holds(root, module)]
+    if len(roots) > 1:
+        raise ConfigError(
+            f"{request.api}: this {type(module).__name__} is a part of {len(roots)} modules that were wrapped one by one. Wrap a "
+            "module that contains all of them, or give each a layer of its own."
+        )
+    if not roots:
+        return None
+    # Inner ones come later.
+    return [*roots, *(_plain(part) for _, part in marks_in(roots[0]) if _holds(part, module))][-1]
+
+
+def _holds(root: nn.Module, module: nn.Module) -> bool:
+    """Whether `module`, or its FullyShardedDataParallel, is inside `root`. Asked for all pairs: faster than ``modules()``."""
+    left, seen = [root], {id(root)}
+    while left:
+        for child in left.pop()._modules.values():
+            if child is not None and id(child) not in seen:
+                if child.__dict__ is module.__dict__:
+                    return True
+                seen.add(id(child))
+                left.append(child)
+    return False
+
+
+def marks_in(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The wrapped modules inside `module`, without itself, outer ones first."""
+    return [
+        (name, m) for name, m in module.named_modules() if m.__dict__ is not module.__dict__ and mark_of(m) is not None
+    ]
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    """The module itself, where `module` is a FullyShardedDataParallel over it."""
+    mark = mark_of(module)
+    found = None if mark is None else mark.module()
+    return module if found is None else found
+
+
+def root_of(module: nn.Module) -> nn.Module:
+    """The outermost wrapped module around a wrapped one, as far as is known now."""
+    module = _plain(module)
+    mark = mark_of(module)
+    while mark is not None and mark.outer is not None:
+        outer = mark.outer()
+        if outer is None:  # nothing holds it any more
+            break
+        module, mark = outer, mark_of(outer)
+    return module
+
+
+def roots_in(module: nn.Module) -> list[nn.Module]:
+    """The outermost wrapped modules of any module: itself, the one around it, or those inside it."""
+    if mark_of(module) is not None:
+        return [root_of(module)]
+    found: dict[int, nn.Module] = {}
+    for _, part in marks_in(module):
+        root = root_of(part)
+        found[id(root)] = root
+    return list(found.values())
+
+
+def nested_name(module: nn.Module) -> str:
+    """The name of a wrapped module within its root, for messages."""
+    root = root_of(module)
+    return next((name for name, m in root.named_modules() if m.__dict__ is module.__dict__), "")
+
+
+def own_params(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that belong to a wrapped module, and to none of those inside it."""
+    inner = {id(p) for _, part in marks_in(module) for p in part.parameters()}
+    return [p for p in module.parameters() if id(p) not in inner]
+
+
+def own_units(engine: Engine, module: nn.Module) -> list[Unit]:
+    """The units of :func:`own_params`."""
+    return units_of(engine._runtime, own_params(module))
+
+
+# -- sharding -----------------------------------------------------------------------------------------------------------
+
+
+def is_pending(module: nn.Module) -> bool:
+    """Whether a wrapped module is not sharded yet."""
+    return engine_of(root_of(module)) is None and not is_closed(module)
+
+
+def is_closed(module: nn.Module) -> bool:
+    """Whether it was sharded, and is a plain one since ``engine.close()``."""
+    root = root_of(module)
+    mark = mark_of(root)
+    return mark is not None and mark.was_sharded and engine_of(root) is None
+
+
+def engine_around(module: nn.Module) -> Engine:
+    """The engine of a wrapped module's root, which is sharded now if it is not yet. Then collective.
+
+    Raises:
+        ConfigError: the engine was closed.
+    """
+    root = root_of(module)
+    engine = engine_of(root)
+    if engine is None and is_closed(module):
+        raise ConfigError("engine.close() has made this model a plain one; torch_shard.shard() shards it again.")
+    return _shard(root) if engine is None else engine
+
+
+def _shard(root: nn.Module) -> Engine:
+    mark = mark_of(root)
+    assert mark is not None
+    request = mark.request
+    _register_wrappers(root)
+    inside = [(name, part, nested) for name, part in marks_in(root) if (nested := mark_of(part)) is not None]
+    _check(root, request, inside)
+    settings, outputs = config_of(root, request, {name: (part, nested.request) for name, part, nested in inside})
+    everywhere = [mark, *(nested for *_, nested in inside)]
+    settings["prefetch"] = max([settings["prefetch"], *(m.prefetch for m in everywhere)])
+    handles = [root.get_submodule(n).register_forward_hook(CastOutputs(dtype)) for n, dtype in outputs.items()]
+    device = request.device
+    try:
+        # Whichever context the first forward runs in: its buffers must be ordinary tensors.
+        with torch.inference_mode(False), _on(device):
+            engine = shard(root, mesh=request.mesh, **settings)
+    except BaseException:
+        for handle in handles:
+            handle.remove()
+        raise
+    if device is not None and engine.device != device:
+        unused(request.api, device_id=f"the model and its process group are on {engine.device}")
+    for module in root.modules():
+        for key in [k for k, hook in module._forward_pre_hooks.items() if isinstance(hook, ShardFirst)]:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    _pending.discard(root)
+    mark.was_sharded = True
+    apply_sync(root, engine)
+    for module, each in [(root, mark), *((part, nested) for _, part, nested in inside)]:
+        if each.divisor is not None:
+            divide_by(engine, module, each.divisor)
+    if request.strategy is not None:  # FullyShardedDataParallel's own default
+        from ..state_dict_type import StateDictType, set_state_dict_type
+
+        set_state_dict_type(root, StateDictType.FULL_STATE_DICT)
+    return engine
+
+
+def _register_wrappers(root: nn.Module) -> None:
+    """A layer at several places may have been replaced by its FullyShardedDataParallel at some of them only. They have one
+    ``__dict__``, and with two objects over it its parameters would be installed twice."""
+    modules = list(root.modules())
+    wrappers = {id(m.__dict__): m for m in modules if _plain(m) is not m}
+    for module in modules:
+        for name, child in module._modules.items():
+            if child is not None and id(child.__dict__) in wrappers:
+                module._modules[name] = wrappers[id(child.__dict__)]
+
+
+def _on(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if device is None or device.type != "cuda" else torch.cuda.device(device)
+
+
+def _check(root: nn.Module, request: Request, inside: list[tuple[str, nn.Module, Mark]]) -> None:
+    for name, part, _ in inside:
+        if engine_of(part) is not None:
+            raise ConfigError(
+                f"{request.api}: {name} was sharded by itself, because it was used before the module around it was wrapped. Wrap "
+                "all modules first."
+            )
+    mark = mark_of(root)
+    grads = [name for name, p in root.named_parameters() if p.grad is not None and _is_not_zero(p.grad)]
+    if mark is not None and not mark.had_grads and grads:
+        raise SetupError(
+            f"{request.api}: {grads[0]} got a gradient between the call that wrapped the model and its first forward; it is this "
+            "rank's alone. Compute through the wrapped module, or clear gradients before its first forward."
+        )
+
+
+def _is_not_zero(grad: torch.Tensor) -> bool:
+    return grad.device.type != "meta" and bool(grad.count_nonzero())
+
+
+class ShardFirst:
+    """Before the first forward of a wrapped module."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        before = set(module._forward_pre_hooks)
+        uncompiled(engine_around, module)
+        # The call that is running has its list of hooks already.
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if key in before:
+                continue
+            if key in module._forward_pre_hooks_with_kwargs:
+                given: Any = hook(module, args, kwargs)  # type: ignore[call-arg]
+                args, kwargs = (args, kwargs) if given is None else given
+            else:
+                given = hook(module, args)  # type: ignore[call-arg]
+                if given is not None:
+                    args = given if isinstance(given, tuple) else (given,)
+        return args, kwargs
+
+
+# -- a step before the first forward ------------------------------------------------------------------------------------
+
+_pending: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_step_hook: Any = None
+
+
+def _watch_steps() -> None:
+    global _step_hook
+    if _step_hook is None:
+        _step_hook = register_optimizer_step_pre_hook(_refuse_step)
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Gradients that came past every forward of a wrapped model were never reduced.
+
+    Raises:
+        ShardError: the optimizer holds such a gradient.
+    """
+    if not _pending:
+        return
+    held = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+    for module in list(_pending) if held else ():
+        for name, p in module.named_parameters():
+            if id(p) in held and not isinstance(p, ShardTensor) and _is_not_zero(p.grad):  # type: ignore[arg-type]
+                raise ShardError(
+                    f"optimizer.step() before the first forward of the wrapped {type(module).__name__}: the gradient of "
+                    f"{name} is this rank's alone. Compute through the wrapped module, or make another method count as its "
+                    "forward with register_fsdp_forward_method."
+                )
+
+
+# -- what methods set ---------------------------------------------------------------------------------------------------
+
+
+def set_sync(engine: Engine, value: bool) -> None:
+    """Whether the next backward reduces. As in torch's FSDP that is decided when backward runs, not by its forward."""
+    runtime = engine._runtime
+    runtime.require_sync = runtime.forward_sync = value
+
+
+@contextlib.contextmanager
+def without_sync(engine: Engine) -> Iterator[None]:
+    """``no_sync``."""
+    before = engine.require_backward_grad_sync
+    set_sync(engine, False)
+    try:
+        yield
+    finally:
+        set_sync(engine, before)
+
+
+def apply_sync(root: nn.Module, engine: Engine) -> None:
+    """Hold gradients back while some wrapped module is told to: held ones are summed and reduced later, which is the same
+    number, and a step in between is refused."""
+    marks = [mark_of(root), *(mark_of(part) for _, part in marks_in(root))]
+    set_sync(engine, all(mark.sync for mark in marks if mark is not None))
+
+
+def copy_sync(copied: nn.Module) -> None:
+    """:func:`apply_sync` to a copy of a model, whose runtime is new."""
+    engine = engine_of(copied)
+    if engine is not None and mark_of(copied) is not None:
+        apply_sync(copied, engine)
+
+
+def divide_by(engine: Engine, module: nn.Module, divisor: float) -> None:
+    """The sum of the gradients of a wrapped module's own parameters is divided by this.
+
+    Raises:
+        ShardError: gradients wait for their reduction, divided already, or a hook reduces them.
+    """
+    gradients = [flat.gradients for unit in own_units(engine, module) for flat in unit.flats]
+    if any(g.hook is not None for g in gradients):
+        raise ConfigError("set_gradient_divide_factor: a communication hook is registered, and divides by itself.")
+    if any(g.flat is not None for g in gradients):
+        raise ShardError(
+            f"rank {engine.rank}: set_gradient_divide_factor while gradients wait for their reduction, divided already; set it "
+            "before the first backward, or after one that reduces."
+        )
+    for g in gradients:
+        g.divide_by(divisor)

@@ -1,0 +1,127 @@
+"""What FullyShardedDataParallel and fully_shard have in common: methods of ``nn.Module`` that shard the model first."""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import StateDictType
+
+from .. import state_dict_type
+from ..engine import engine_of
+from ..errors import SetupError
+from ..shard_tensor.tensor import ShardTensor
+from ..state import model_state, sharded_state
+from . import deferred_wrap
+
+__all__ = ["WrappedModule", "class_over"]
+
+
+# Whether the state dict of a wrapped module is being made in this context.
+_running: contextvars.ContextVar[bool] = contextvars.ContextVar("state_dict of a wrapped module", default=False)
+
+
+class WrappedModule:
+    """Goes in front of the module's own class."""
+
+    _wrapped_class: type[nn.Module]  # of the classes that class_over makes
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, of the type that is set for the model. Shards the model if it is not yet; collective then, and
+        where whole tensors are asked for."""
+        # Inside a call for something larger the root alone decides: else half of the result would be from before sharding.
+        inside = bool(args) or kwargs.get("destination") is not None
+        module: Any = self
+        root = deferred_wrap.root_of(module)
+        is_root = root.__dict__ is module.__dict__
+        if deferred_wrap.is_pending(module) and (not inside or is_root):
+            deferred_wrap.engine_around(module)
+        outermost = not _running.get()
+        token = _running.set(True)
+        try:
+            found = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            _running.reset(token)
+        engine = engine_of(root)
+        if outermost and not is_root and engine is not None:  # the root's own is converted by its hook
+            state_dict_type.convert(engine, found, args[1] if len(args) > 1 else kwargs.get("prefix", ""))
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """The module's own, with whole tensors or ShardTensors; local slices where that form is set. Collective where whole
+        tensors are loaded into a sharded model."""
+        module: Any = self
+        if deferred_wrap.is_pending(module):
+            if strict and any(p.device.type == "meta" for p in module.parameters()):
+                _shard_zeros(module)  # every value is about to be loaded
+            elif any(isinstance(value, ShardTensor) for value in state_dict.values()) or any(
+                t.device.type == "meta" for t in (*module.parameters(), *module.buffers())
+            ):
+                deferred_wrap.engine_around(module)
+            if assign and not deferred_wrap.is_pending(module):  # what had no memory has some now, and is copied to
+                assign = any(
+                    isinstance(given := state_dict.get(name), torch.Tensor) and given.dtype != own.dtype
+                    for name, own in (*module.named_parameters(), *module.named_buffers())
+                )
+        engine = engine_of(deferred_wrap.root_of(module))
+        if engine is not None and not assign:
+            settings = state_dict_type.in_force(engine)
+            if settings is not None and settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+                with state_dict_type.as_shards():
+                    found = sharded_state.from_local(module, engine._runtime, state_dict)
+                    return model_state.load_state_dict(module, engine._runtime, found, strict)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        """Memory for parameters on the meta device, this rank's slices only; zero until something fills it. Collective where it
+        shards the model."""
+        module: Any = self
+        root = deferred_wrap.root_of(module)
+        if deferred_wrap.is_pending(module) and any(p.device.type == "meta" for p in root.parameters()):
+            _shard_zeros(root)
+            return self
+        return super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
+
+
+def _zeros(module: nn.Module) -> None:
+    """``ShardConfig.init_fn`` for a model that is filled later."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            tensor.zero_()
+
+
+def _shard_zeros(module: nn.Module) -> None:
+    mark = deferred_wrap.mark_of(deferred_wrap.root_of(module))
+    assert mark is not None
+    request = mark.request
+    mark.request = dataclasses.replace(request, init_fn=_zeros)
+    try:
+        deferred_wrap.engine_around(module)
+    finally:
+        mark.request = request
+
+
+_classes: dict[tuple[type, type], type] = {}
+
+
+def class_over(wrapper: type, wrapped: type[nn.Module], name: str, namespace: dict[str, Any]) -> type:
+    """The class of wrapped modules: `wrapper` in front of the module's own. One for each pair.
+
+    Raises:
+        SetupError: a class that can't be extended.
+    """
+    if (wrapper, wrapped) not in _classes:
+        body = {"_wrapped_class": wrapped, "__module__": wrapper.__module__, **namespace}
+        try:
+            made = types.new_class(name, (wrapper, wrapped), {}, lambda space: space.update(body))
+        except TypeError as error:
+            raise SetupError(
+                f"{wrapper.__name__}: modules of class {wrapped.__name__} can't be wrapped: {error}"
+            ) from error
+        _classes[wrapper, wrapped] = made
+    return _classes[wrapper, wrapped]

@@ -1,0 +1,1 @@
+"""Gradient norms and clipping."""

@@ -1,0 +1,36 @@
+"""Refusals of what would do something to gradients that is not linear in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from ..errors import ShardError
+from ..runtime.runtime import Runtime
+
+__all__ = ["refuse_unfinished"]
+
+
+def refuse_unfinished(runtime: Runtime, parameters: Iterable[torch.Tensor] | None, what: str) -> None:
+    """Raise where `what` would do something to gradients that is not linear in them. Not collective.
+
+    Args:
+        runtime: of the engine.
+        parameters: whose gradients, of any models; None for all.
+        what: for the message.
+
+    Raises:
+        ShardError: on all ranks; every backward of one of them since zero_grad() ran under no_sync().
+    """
+    flats = [flat for unit in runtime.units for flat in unit.flats if flat.gradients.unfinished]
+    chosen = set(map(id, parameters)) if flats and parameters is not None else None
+    with torch._C.DisableTorchFunctionSubclass():
+        for flat in flats:
+            for i, p in enumerate(flat.params):
+                if (chosen is None or id(p) in chosen) and flat.gradients.unfinished.has(i):
+                    raise ShardError(
+                        f"rank {p._spec.world_rank}: {what} with a gradient of {p._spec.name} to which only backwards under "
+                        "no_sync() have added since zero_grad(). It is the mean over the ranks already, where each rank of "
+                        "DistributedDataParallel would have its own. Run the last backward, with its forward, outside."
+                    )

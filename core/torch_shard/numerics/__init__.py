@@ -1,0 +1,1 @@
+"""Dtypes of a parameter, the block quantizer, stochastic rounding."""

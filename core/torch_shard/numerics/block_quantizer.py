@@ -1,0 +1,123 @@
+"""Block-wise symmetric quantization: the arithmetic, without any communication.
+
+A row of values becomes one *payload* of bytes::
+
+    [ scale of block 0 | scale of block 1 | ... | code 0 | code 1 | ... | padding to 16 bytes ]
+
+A block's scale is its largest absolute value by the largest code, a value's code is value / scale, rounded to nearest, and
+code * scale the decoded value. A block with a NaN or an infinity has a scale that is one, and comes out without any finite
+value: at the receiver what is not finite shows, as it would have unquantized. Blocks whose scale is below the smallest normal
+number come out as zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..layout.flat_layout import ALIGNMENT
+
+__all__ = ["BlockCode"]
+
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+# Elements that are worked on at a time: on a CPU so many that intermediate values stay in a core's cache; on a GPU few passes
+# over much, with a bound for their memory.
+_PIECE = {"cpu": 1 << 18}
+_PIECE_ELSEWHERE = 1 << 24
+
+
+@dataclass(frozen=True)
+class BlockCode:
+    """How a row of `numel` values travels.
+
+    Attributes:
+        dtype: of the codes, int8 or float8_e4m3fn.
+        numel: values in a row. The last block may be shorter.
+        block: values that share a scale.
+        wide: dtype of the scales, and of all arithmetic: float32 or float64.
+    """
+
+    dtype: torch.dtype
+    numel: int
+    block: int
+    wide: torch.dtype
+
+    @property
+    def blocks(self) -> int:
+        """Scales of a row."""
+        return -(-self.numel // self.block)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a payload."""
+        return -(-(self.blocks * self.wide.itemsize + self.numel) // ALIGNMENT) * ALIGNMENT
+
+    def encode(self, values: torch.Tensor, payloads: torch.Tensor, residual: torch.Tensor | None = None) -> None:
+        """Fill payloads.
+
+        Args:
+            values: (rows, `numel`), of any floating-point dtype.
+            payloads: (rows, `nbytes`), uint8; written.
+            residual: (rows, `numel`): added to `values` first, and then what the codes have lost of the sum; 0 in blocks with
+                a value that is not finite.
+        """
+        scales, codes = self._parts(payloads)
+        for start, stop, width in self._pieces(values):
+            part = values[:, start:stop].to(self.wide)
+            if residual is not None:
+                part = part + residual[:, start:stop]
+            part = part.unflatten(1, (-1, width))
+            scale = part.abs().amax(dim=2, keepdim=True).div_(_LARGEST[self.dtype])
+            # Else the quotient could be infinite, and the code anything.
+            scale.masked_fill_(scale < torch.finfo(self.wide).tiny, 0.0)
+            code = part / scale.masked_fill(scale == 0.0, 1.0)
+            if not self.dtype.is_floating_point:
+                code.round_()
+            codes[:, start:stop].unflatten(1, (-1, width)).copy_(code)
+            first = start // self.block
+            scales[:, first : first + scale.shape[1]].copy_(scale.squeeze(2))
+            if residual is not None:
+                torch.sub(part, self._decoded(codes[:, start:stop], scale), out=code)
+                residual[:, start:stop].copy_(code.nan_to_num_(0.0, 0.0, 0.0).flatten(1))
+
+    def decode(self, payloads: torch.Tensor, into: torch.Tensor) -> None:
+        """Fill `into` (rows, `numel`; any floating-point dtype, to which values are rounded once) from as many payloads."""
+        scales, codes = self._parts(payloads)
+        for start, stop, width in self._pieces(into):
+            scale = self._scale(scales, start, stop, width)
+            into[:, start:stop].unflatten(1, (-1, width)).copy_(self._decoded(codes[:, start:stop], scale))
+
+    def decode_sum(self, payloads: torch.Tensor, into: torch.Tensor) -> None:
+        """Fill `into` (`numel`) with the sum of the rows that the payloads hold, in their order, rounded to its dtype once."""
+        scales, codes = self._parts(payloads)
+        for start, stop, width in self._pieces(codes):
+            scale = self._scale(scales, start, stop, width)
+            total, *rest = self._decoded(codes[:, start:stop], scale).unbind(0)
+            for row in rest:
+                total += row
+            into[start:stop].copy_(total.flatten())
+
+    def _parts(self, payloads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        end = self.blocks * self.wide.itemsize
+        codes = payloads[:, end : end + self.numel]
+        return payloads[:, :end].view(self.wide), codes.view(self.dtype)
+
+    def _pieces(self, rows: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+        """Parts of a row to work on: begin, end, and the size of their blocks."""
+        most = _PIECE.get(rows.device.type, _PIECE_ELSEWHERE) // max(1, rows.shape[0])
+        step = max(self.block, most // self.block * self.block)
+        whole = self.numel // self.block * self.block
+        for start in range(0, whole, step):
+            yield start, min(whole, start + step), self.block
+        if whole < self.numel:
+            yield whole, self.numel, self.numel - whole
+
+    def _scale(self, scales: torch.Tensor, start: int, stop: int, width: int) -> torch.Tensor:
+        first = start // self.block
+        return scales[:, first : first + (stop - start) // width].unsqueeze(2)
+
+    def _decoded(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return codes.to(self.wide).unflatten(1, (scale.shape[1], -1)).mul_(scale)

@@ -1,0 +1,165 @@
+"""Stochastic rounding: steps of parameters that are stored in bf16.
+
+bf16 has 8 bits of precision, so an update below about 1/500 of a value is lost when the result is rounded to nearest. Rounded up
+or down at random, with probabilities in proportion to the distances, the result is right on average, and small updates add up
+without a copy of the parameters in fp32 ("Revisiting BFloat16 Training", Zamirai et al., arXiv 2010.06192).
+
+The random numbers are a function of the seed, the unit, the count of its steps, and the element's place in the unit's flat
+buffer; no generator is involved, the user's least of all. So they do not depend on how a step is divided into tensors, nor on
+the number of ranks; ranks that hold different slices draw different ones, and replicas of a slice draw the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["EXACT", "Rounding", "is_loading", "noise", "round_to", "state_dtype", "widen"]
+
+EXACT = torch.float32
+"""What a step computes in."""
+
+_LARGEST = torch.finfo(torch.bfloat16).max
+_WORD = 4  # elements that share a hash of 64 bits
+_CHUNK = {"cpu": 1 << 16}  # elements worked on at once; on the CPU temporaries then stay in its cache
+_CHUNK_ELSEWHERE = 1 << 22
+
+
+def _signed(value: int) -> int:
+    """The 64-bit integer with these bits that torch takes."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
+
+
+# SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014): a counter times an odd constant,
+# then Stafford's variant 13 of MurmurHash3's finalizer.
+_STRIDE = 0x9E3779B97F4A7C15
+_ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)))
+_LAST = 31
+
+
+class Rounding:
+    """Of one flat buffer."""
+
+    __slots__ = ("_key", "_place", "_seed", "count")
+
+    def __init__(self, seed: int, place: tuple[int, int]) -> None:
+        """`place`: the unit's number, and the flat buffer's in it."""
+        self._seed, self._place = seed, place
+        self.count = -1
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins: from here on the random numbers are others."""
+        self.count += 1
+        text = repr((self._seed, self._place, self.count)).encode()
+        self._key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+    def at(self, start: int) -> tuple[int, int]:
+        """The key, and an element's place: see :func:`noise`."""
+        return self._key, start
+
+    def copy(self) -> Rounding:
+        other = Rounding(self._seed, self._place)
+        other.count = self.count - 1
+        other.begin()
+        return other
+
+
+def noise(parts: Sequence[tuple[tuple[int, int], int]], device: torch.device) -> torch.Tensor:
+    """Random numbers for runs of elements, one after the other.
+
+    Args:
+        parts: of each run, the key and the first element's place (:meth:`Rounding.at`), and how many elements there are.
+
+    Returns:
+        1-D, int16, uniform over all 65536 values, and a function of key and place alone.
+    """
+    starts, counts, cuts = [], [], []
+    position = 0
+    for (key, start), length in parts:
+        first, lead = divmod(start, _WORD)
+        count = -(-(lead + length) // _WORD)
+        starts.append(_signed(key + _STRIDE * (first - position)))
+        counts.append(count)
+        cuts += [lead, length, count * _WORD - lead - length]
+        position += count
+    words = torch.arange(position, dtype=torch.int64, device=device).mul_(_signed(_STRIDE))
+    if len(parts) == 1:
+        words += starts[0]
+    else:
+        given = torch.tensor([starts, counts], dtype=torch.int64).to(device)
+        words += given[0].repeat_interleave(given[1], output_size=position)
+    for shift, factor in _ROUNDS:  # products wrap around, as intended
+        words ^= _shifted(words, shift)
+        words *= factor
+    words ^= _shifted(words, _LAST)
+    # On a big-endian machine the four numbers of a word would change places, no more.
+    found = words.view(torch.int16)
+    own = found.split_with_sizes(cuts)[1::3]
+    return own[0] if len(own) == 1 else torch.cat(own)
+
+
+def _shifted(words: torch.Tensor, by: int) -> torch.Tensor:
+    return (words >> by).bitwise_and_((1 << (64 - by)) - 1)  # torch's shift keeps the sign
+
+
+def round_to(values: Sequence[torch.Tensor], exact: torch.Tensor, places: Sequence[tuple[int, int]]) -> None:
+    """Write `exact` to `values`, rounded stochastically.
+
+    A value that bf16 has is kept, and any other becomes one of its two neighbours; the mean of that is the value itself. Beyond
+    the largest finite value, where there is no neighbour on one side, it is rounded to nearest, and so are infinities and NaN.
+
+    Args:
+        values: 1-D, bf16.
+        exact: 1-D, fp32, as long as `values` together.
+        places: :meth:`Rounding.at` of the first element of each.
+    """
+    if len(values) > 1:
+        lengths = [v.numel() for v in values]
+        rounded = _rounded(exact, noise(list(zip(places, lengths, strict=True)), exact.device))
+        torch._foreach_copy_(list(values), rounded.split_with_sizes(lengths))
+        return
+    (value,), ((key, start),) = values, places
+    chunk = _CHUNK.get(value.device.type, _CHUNK_ELSEWHERE)
+    for at in range(0, value.numel(), chunk):
+        part = exact[at : at + chunk]
+        value[at : at + chunk].copy_(_rounded(part, noise([((key, start + at), part.numel())], part.device)))
+
+
+def _rounded(exact: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """In fp32. The lower 16 bits of a float are its distance from the neighbour nearer to zero, in 65536ths of the way to the
+    other one: 16 random bits are added, and what has not been carried is cut off."""
+    bits = torch.add(exact.view(torch.int32), random).add_(1 << 15).bitwise_and_(-(1 << 16))
+    return torch.where(exact.abs() <= _LARGEST, bits.view(EXACT), exact)
+
+
+def widen(entries: Any, wrap: Any) -> None:
+    """Optimizer state of one parameter, from a step that was made in bf16: into fp32, which is exact. `wrap(value, local)`
+    makes a sharded tensor like `value` over `local`."""
+    for key, value in entries.items() if isinstance(entries, dict) else ():
+        if not isinstance(value, torch.Tensor) or value.dtype not in (torch.bfloat16, torch.float16):
+            continue
+        local = getattr(value, "_local", None)
+        entries[key] = value.to(EXACT) if local is None else wrap(value, local.to(EXACT))
+
+
+def state_dtype(param: Any) -> torch.dtype:
+    """Of optimizer state that has its parameter's dtype in plain torch."""
+    ref = getattr(param, "_unit_ref", None)
+    unit = ref() if ref is not None else None
+    rounds = unit is not None and unit.rounding and unit.find(param)[0].rounding is not None
+    return EXACT if rounds else param.dtype  # type: ignore[no-any-return]
+
+
+_LOADS: Any = torch.optim.Optimizer._process_value_according_to_param_policy.__code__
+
+
+def is_loading() -> bool:
+    """Whether a parameter's ``dtype`` is read by ``Optimizer.load_state_dict``, which converts state to it and would round it.
+    To be called from :func:`.shard_tensor.torch_function.computed_in`."""
+    return sys._getframe(3).f_code is _LOADS

@@ -1,0 +1,227 @@
+"""Sharded tensors whose memory is being written: nobody reads it before that has ended.
+
+While a copy is on its way, or the host thread steps on parameters, the sharded tensors over that memory *have* no slice: it is
+taken away from them, and the first who asks for it waits. So whoever reads one, by whatever way (an operation, a checkpoint,
+``to_local()``), finds what is there after the work, never before or in between. So do other sharded tensors over the same
+memory (``p.detach()``, ``p.data``, what ``model.state_dict()`` returns). Plain tensors can't wait: as long as the user has one
+over the memory, or a view of it, work on it has ended before whoever begins it returns.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+
+from .exported_tensors import HandedOut
+from .host_thread import Later
+
+__all__ = ["Moving", "Waits", "Work", "home_of", "slice_of", "whole_of"]
+
+
+class Work(Protocol):
+    """Something that is done to memory."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether it does more than to read."""
+
+    def has_ended(self) -> bool:
+        """Whether :meth:`wait` would return at once, without an error."""
+
+    def wait(self) -> None:
+        """Return when it has ended; raise what it has raised."""
+
+
+class Waits:
+    """How long was waited for an engine's works, in all."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
+class Moving:
+    """What is done to one flat buffer's memory in the background, and the tensors that wait for it."""
+
+    def __init__(self, waits: Waits | None = None) -> None:
+        """`waits`: where the time that is waited is added."""
+        self._waits = waits or Waits()
+        self._works: list[Work] = []
+        # By id; each has put its slice aside, with what that is a part of. Weak: a tensor refers to this, and autograd to
+        # gradients, so that the garbage collector could not free them.
+        self._taken: dict[int, weakref.ref[Any]] = {}
+        self._aliases: dict[int, weakref.ref[Any]] = {}  # by id: the user's sharded tensors over the memory
+        self._given: list[HandedOut] = []  # plain tensors over the memory that the user may still have
+        self.ended = 0  # how many of those are gone
+        # Whoever waits does so for all; backward and an asynchronous save have threads of their own.
+        self._lock = threading.RLock()
+
+    def __bool__(self) -> bool:
+        return bool(self._works)
+
+    def begin(self, work: Work, tensors: Iterable[Any] = ()) -> None:
+        """`work` writes to the memory, in which `tensors` lie, sharded tensors. Works end in the order in which they began."""
+        with self._lock:
+            self.hurry()
+            self._works.append(work)
+            self.hold(tensors)
+            self.hold([alias for alias in (ref() for ref in list(self._aliases.values())) if alias is not None])
+        if self.exposed:
+            self.settle()
+
+    def hurry(self) -> None:
+        """Have what waits to be asked for done now: before the host thread is given what must come behind it."""
+        with self._lock:
+            for work in self._works:
+                if isinstance(work, Later):
+                    work.begin()
+
+    @property
+    def works(self) -> tuple[Work, ...]:
+        """What was begun and perhaps not ended."""
+        with self._lock:
+            return tuple(self._works)
+
+    # -- for plain tensors ----------------------------------------------------------------------------------------
+    def hand_out(self, tensor: Any) -> torch.Tensor:
+        """The slice of a sharded tensor in the memory, for the user, who may edit it unseen as long as he has it."""
+        with self._lock:
+            local: torch.Tensor = tensor._local  # waits
+            if not local.numel():
+                return local
+            _ = self.exposed  # else those that are gone would add up where nothing is ever stepped on
+            given, result = HandedOut.of(local, tensor.__dict__.get("_flat"))
+            self._given.append(given)
+            return result
+
+    @property
+    def exposed(self) -> bool:
+        """Whether the user has a plain tensor over the memory. Where it tells that there is one no more, :attr:`ended` has
+        grown: what was noted of the memory before then may have been edited unseen."""
+        if not self._given:
+            return False
+        with self._lock:
+            for given in [one for one in self._given if not one.is_held()]:
+                given.forget()
+                self._given.remove(given)
+                self.ended += 1
+            return bool(self._given)
+
+    # -- for sharded tensors --------------------------------------------------------------------------------------
+    def follow(self, alias: Any) -> None:
+        """One more sharded tensor lies in the memory; kept by weak reference."""
+        number, own = id(alias), weakref.ref(self)
+
+        def gone(ref: Any) -> None:
+            moving = own()
+            if moving is not None and moving._aliases.get(number) is ref:
+                del moving._aliases[number]
+
+        self._aliases[number] = weakref.ref(alias, gone)
+        alias.__dict__["_home"] = self
+
+    def hold(self, tensors: Iterable[Any]) -> None:
+        """These lie in the memory, too: whoever reads one waits for the works that there are."""
+        with self._lock:
+            for tensor in tensors if self._works else ():
+                own = tensor.__dict__
+                if "_local" in own:
+                    self._taken[id(tensor)] = weakref.ref(tensor)
+                    own["_aside"] = own["_local"], own.get("_flat")
+                    # In this order: another thread finds the one or the other.
+                    own["_moving"] = self
+                    del own["_local"]
+                    own.pop("_flat", None)
+
+    def settle(self) -> None:
+        """Wait for all works.
+
+        Raises:
+            Exception: what the first that has failed has raised, once; all have ended, and the memory is as they have left it.
+        """
+        if not self._works and not self._taken:
+            return
+        begun = time.perf_counter()
+        try:
+            self._settle()
+        finally:
+            self._waits.seconds += time.perf_counter() - begun
+
+    def _settle(self) -> None:
+        error: Exception | None = None
+        with self._lock:
+            while self._works:
+                try:
+                    self._works[0].wait()
+                except Exception as failure:
+                    error = error or failure
+                del self._works[0]
+            self._give_back()
+        if error is not None:
+            raise error
+
+    def settle_writes(self) -> None:
+        """The same, unless all that is done is to read."""
+        if any(work.writes for work in list(self._works)):
+            self.settle()
+
+    def tidy(self) -> None:
+        """Let go of the tensors, if everything has ended."""
+        with self._lock:
+            if self._taken and all(work.has_ended() for work in self._works):
+                self.settle()
+
+    def _give_back(self) -> None:
+        for tensor in (ref() for ref in self._taken.values()):
+            own = {} if tensor is None else tensor.__dict__
+            local, flat = own.get("_aside", (None, None))
+            if local is not None and "_local" not in own:
+                if flat is not None:
+                    own["_flat"] = flat
+                own["_local"] = local
+            own.pop("_moving", None)
+            own.pop("_aside", None)
+        self._taken = {}
+
+    def aside(self, tensor: Any) -> tuple[Any, Any]:
+        """Its slice, and what that is a part of."""
+        with self._lock:
+            own = tensor.__dict__
+            found: tuple[Any, Any] = own["_aside"] if "_aside" in own else (own["_local"], own.get("_flat"))
+            return found
+
+
+def whole_of(tensor: Any) -> Any:
+    """What the slice of a sharded tensor is a part of: the tensor itself, without waiting for what is written to it. None where
+    it is a part of nothing."""
+    if tensor is None:
+        return None
+    own = tensor.__dict__
+    moving: Moving | None = own.get("_moving")
+    return own.get("_flat") if moving is None else moving.aside(tensor)[1]
+
+
+def slice_of(tensor: Any) -> Any:
+    """The slice of a sharded tensor, without waiting for what is written to it."""
+    own = tensor.__dict__
+    moving: Moving | None = own.get("_moving")
+    return own["_local"] if moving is None else moving.aside(tensor)[0]
+
+
+def home_of(tensor: Any) -> Moving | None:
+    """What is done to the memory of a sharded tensor, where that is host memory that is worked on in the background."""
+    own = tensor.__dict__
+    found: Moving | None = own.get("_moving")
+    if found is None:
+        found = own.get("_home")
+    if found is None:
+        found = getattr(own.get("_flat"), "_home", None)  # a gradient's or state's
+    if found is None and own.get("_unit_ref") is not None:
+        unit = own["_unit_ref"]()
+        host = None if unit is None or unit.host is None else unit.find(tensor)[0].host
+        found = None if host is None else host.moving
+    return found

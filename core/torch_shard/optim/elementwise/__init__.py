@@ -1,0 +1,1 @@
+"""Element-wise optimizers step on flat runs of this rank's shards."""

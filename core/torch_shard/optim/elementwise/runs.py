@@ -1,0 +1,495 @@
+"""Which flat tensors an element-wise optimizer steps on, for one parameter group.
+
+Neighbours in one unit's shard whose gradients come from one reduction and whose state agrees in keys and counters are a
+*segment*, one plain 1-D tensor for the optimizer::
+
+    shard      [ w0 w0 w0 w1 w1 . w2 | b0 b1 b2 ]      this rank's slot of a unit, parameters of two groups
+    segments   [ ----- segment ----- ][- segment]
+    state      [  exp_avg of the run ]                 ``optimizer.state[w1]["exp_avg"]`` is a ShardTensor over its part
+
+A *run* is one large segment, or all small ones together: those are copied into one tensor for the step, and back, which
+costs less than to call the kernels for each. What the optimizer is given are the run's *pieces*: one, except where kernels
+take several passes over their operands.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...errors import ShardError
+from ...offload.pending_writes import slice_of, whole_of
+from ...shard_tensor.tensor import ShardTensor
+from ...shard_tensor.unsharded_param import set_own_grad
+from ...unit.flat_buffer import FlatBuffer
+from ...unit.unit import OWN_COUNT, copy_attributes
+from .piece import Piece, RoundedPiece
+from .segments import Run, Segment, fit_fused, runs_of
+from .state_signature import signature
+from .step_counters import Counters
+
+__all__ = ["Runs", "grad_of"]
+
+_NONE, _HERE, _OTHER = 0, 1, 2  # a parameter's gradient: none; in its unit's reduced slice; the user's own
+_flat, _spec, _local = map(operator.attrgetter, ("_flat", "_spec", "_local"))
+grad_of: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+"""``.grad`` as autograd keeps it; to be called with ``__torch_function__`` disabled."""
+
+
+def _whole_of(grad: Any) -> torch.Tensor:
+    """Its ``_flat``, which may be on its way to host memory."""
+    found: torch.Tensor | None = whole_of(grad)
+    if found is None:
+        raise AttributeError("_flat")
+    return found
+
+
+class Runs:
+    """The sharded parameters of one group.
+
+    An *arrangement* is how they are divided into runs, with the pieces and their state. It is made from what follows, and
+    holds as long as none of it has changed, which is all that :meth:`is_as_left` looks at:
+
+    - the parameters and their order: others are another Runs (`FlatStep._same_parameters`);
+    - which gradients there are, and that they are parts of their units' reduced slices, of which the pieces then take the new
+      ones; with a gradient of the user's own nothing is kept for the next step;
+    - the dict of each parameter in the optimizer's state, and the values in it, by identity: keys, dtypes, and numbers with
+      them (`signature`);
+    - where the elements of those lie;
+    - the values of counters, since those of a run must agree;
+    - Python attributes of the parameters, where the optimizer may look at them;
+    - how large a piece may be.
+
+    Options of the group are not among it: they are read anew in each step.
+    """
+
+    def __init__(
+        self, listed: Sequence[Any], found: Sequence[tuple[FlatBuffer, Sequence[ShardTensor]]], attributes: bool = False
+    ) -> None:
+        """`listed`: the group's parameters in the user's order; `found`: the sharded ones by flat buffer; `attributes`: the
+        optimizer may look at Python attributes that the user has given to parameters, so those that have some are not
+        stepped together with others."""
+        self._attributes = attributes
+        self.flats = [flat for flat, _ in found]
+        self.params: list[ShardTensor] = []
+        self.shard_of: list[int] = []  # of each parameter: the number of its flat buffer
+        for number, (_, params) in enumerate(found):
+            self.params += sorted(params, key=lambda p: p._spec.index)
+            self.shard_of += [number] * len(params)
+        numbers = {id(p): i for i, p in enumerate(self.params)}
+        self._listed = [numbers[id(p)] for p in listed if id(p) in numbers]
+        self.specs = [p._spec for p in self.params]
+        self.ranges = [
+            self.flats[n].layout.local_range(spec.index, self.flats[n].collectives.rank)
+            for n, spec in zip(self.shard_of, self.specs, strict=True)
+        ]
+        # To look at gradients is not to wait for them.
+        offloaded = any(flat.host is not None for flat in self.flats)
+        self._whole_of: Any = _whole_of if offloaded else _flat
+        self._slice_of: Any = slice_of if offloaded else _local
+        self.pieces: list[Piece] = []
+        self.stepped: list[ShardTensor] = []
+        self.stepped_flats: list[FlatBuffer] = []
+        self.counters = Counters()
+        self.fits_fused = False
+        """Whether a fused kernel on the CPU takes all pieces with the state that they have."""
+        self._runs: list[Run] = []
+        # As the last step has left it. `regular`: all gradients came from reductions.
+        self._regular, self._split = False, -1
+        self._present: list[ShardTensor] = []
+        self._present_specs: list[Any] = []
+        self._firsts: list[int] = []  # of each present parameter: the position of the first one in its shard
+        self._absent: list[ShardTensor] = []
+        self._first_of: dict[int, int] = {}  # the same by shard
+        # What pieces' gradients are made of: parts of present parameters, by position; or of reduced slices: which of the
+        # piece's parts, by the position of a present parameter from which shard, where it begins, and its length.
+        self._gathered: list[tuple[Piece, list[int]]] = []
+        self._narrowed: list[tuple[Piece, int, int, int, int]] = []
+        self._entries: list[dict[str, Any] | None] = []
+        self._values: list[Any] = []
+        self._elements: list[Any] = []  # those of the values that have elements, and their memory
+        self._memory: list[torch.Tensor] = []
+        self._seen: list[Any] = []  # attributes
+        self._counting: list[
+            tuple[Piece, torch.Tensor]
+        ] = []  # pieces that count for themselves, and the user's counters
+
+    # -- before a step --------------------------------------------------------------------------------------------
+    def is_as_left(self, state: Any, split: int) -> bool:
+        """Whether nothing but the gradients is new; these are what :meth:`load` takes then. `split`: elements of a piece, 0 for
+        any number."""
+        if not self._regular or split != self._split:
+            return False
+        # In C as far as possible: this is done for each parameter in each step.
+        try:
+            grads = list(map(grad_of, self._present))
+            results = list(map(self._whole_of, grads))
+            specs = map(_spec, grads)
+        except AttributeError:  # None, or not the reduction's
+            return False
+        firsts = map(results.__getitem__, self._firsts)
+        if not (all(map(operator.is_, results, firsts)) and all(map(operator.is_, specs, self._present_specs))):
+            return False
+        if not all(map(operator.is_, map(grad_of, self._absent), itertools.repeat(None))):
+            return False
+        if not all(map(operator.is_, map(state.get, self.params), self._entries)):
+            return False
+        values = [value for own in self._entries if own for value in own.values()]
+        if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
+            return False
+        if not self.counters.are_as_left():
+            return False
+        if self._attributes:
+            seen = self._all_attributes()
+            if len(seen) != len(self._seen) or not all(map(operator.is_, seen, self._seen)):
+                return False
+        # Two optimizers may share state, by load_state_dict(), and the other one have laid it out anew.
+        if not all(map(operator.is_, map(_local, self._elements), self._memory)):
+            return False
+        self._point(grads)
+        return True
+
+    def _point(self, grads: Sequence[Any]) -> None:
+        parts = list(map(self._slice_of, grads))
+        for piece, numbers in self._gathered:
+            piece.grads = [parts[n] for n in numbers]
+        for piece, slot, first, start, length in self._narrowed:
+            piece.grads[slot] = self._whole_of(grads[first]).narrow(0, start, length)
+        self.counters.load()
+
+    def load(self) -> None:
+        """Give the pieces their values and gradients, which must be there."""
+        for piece in self.pieces:
+            piece.load()
+
+    def arrange(self, state: Any, split: int) -> None:
+        """Take everything as it is now, and divide it into runs anew."""
+        # First let go of what there was: state that was replaced since.
+        self._runs, self.pieces, self.stepped, self.stepped_flats = [], [], [], []
+        self._entries, self._values, self._elements, self._memory, self._seen = [], [], [], [], []
+        self._gathered, self._narrowed, self._regular = [], [], False
+        pattern = self._gradients()
+        kinds = {
+            i: (self._kind(i), signature(p, state.get(p)), i if self._stands_out(p) else None)
+            for i, p in enumerate(self.params)
+            if pattern[i]
+        }
+        segments, empty = self._segments(pattern, kinds)
+        self._runs = runs_of(segments, kinds)
+        for i in empty:  # their counters go with those of others, so that all ranks agree
+            run = next((run for run in self._runs if run.kind == kinds[i]), None)
+            if run is None:
+                segment = Segment(self.shard_of[i], 0, 0, None if pattern[i] == _HERE else self._shard(i)[0:0])
+                run = Run([segment], kinds[i])
+                self._runs.append(run)
+            run.members.append(i)
+        for run in self._runs:
+            self._cut(run, state, split)
+        self.pieces = [piece for run in self._runs for piece in run.pieces]
+        members = [i for run in self._runs for i in run.members]
+        self.stepped = [self.params[i] for i in members]
+        self.stepped_flats = [self.flats[n] for n in dict.fromkeys(self.shard_of[i] for i in members)]
+        self._regular, self._split = _OTHER not in pattern, split
+        present = [i for i, kind in enumerate(pattern) if kind == _HERE]
+        self._present = [self.params[i] for i in present]
+        self._present_specs = [self.specs[i] for i in present]
+        self._absent = [self.params[i] for i, kind in enumerate(pattern) if kind == _NONE]
+        self._first_of = {}
+        self._firsts = [self._first_of.setdefault(self.shard_of[i], n) for n, i in enumerate(present)]
+        self._find_gradients({i: n for n, i in enumerate(present)})
+        self._keep(state)
+        self._point(list(map(grad_of, self._present)))
+
+    def _kind(self, i: int) -> tuple[torch.dtype, bool, torch.device]:
+        flat = self.flats[self.shard_of[i]]
+        return flat.dtype, flat.rounding is not None, flat.memory.device  # of two models one may be in host memory
+
+    def _stands_out(self, p: ShardTensor) -> bool:
+        return self._attributes and len(p.__dict__) > OWN_COUNT
+
+    def _all_attributes(self) -> list[Any]:
+        """Names and values; what the user changes within a value is seen through it."""
+        found: list[Any] = []
+        for p in self.params:
+            own = p.__dict__
+            if len(own) > OWN_COUNT:
+                found += (p, *own, *own.values())
+        return found
+
+    def _shard(self, i: int) -> torch.Tensor:
+        return self.flats[self.shard_of[i]].memory
+
+    def _gradients(self) -> list[int]:
+        """Of what kind each parameter's gradient is."""
+        pattern: list[int] = []
+        results: dict[int, torch.Tensor] = {}
+        for p, spec, shard in zip(self.params, self.specs, self.shard_of, strict=True):
+            grad = grad_of(p)
+            if grad is None:
+                pattern.append(_NONE)
+                continue
+            own = grad.__dict__
+            found = own.get("_flat")
+            if found is not None and own["_spec"] is spec and results.setdefault(shard, found) is found:
+                pattern.append(_HERE)
+            else:
+                pattern.append(_OTHER)
+        return pattern
+
+    # -- runs -----------------------------------------------------------------------------------------------------
+    def elements(self) -> list[Any]:
+        """The sharded tensors of the state of what is stepped."""
+        return self._elements
+
+    def own_counters(self) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+        """Let pieces count for themselves, in place of the user's counters, until :meth:`give_counters_back`: those, and what
+        counts instead. None where state has something else without dimensions than a count of steps."""
+        held: list[tuple[Piece, torch.Tensor]] = []
+        for run in self._runs:
+            for number, piece in enumerate(run.pieces):
+                for key, value in piece.state.items():
+                    if isinstance(value, torch.Tensor) and value.dim():
+                        continue
+                    if key != "step" or not isinstance(value, torch.Tensor):
+                        if value is None:
+                            continue
+                        return None
+                    if number == 0:
+                        held.append((piece, value))
+        for piece, value in held:
+            piece.state["step"] = value.clone()
+        self._counting = held
+        return [value for _, value in held], [piece.state["step"] for piece, _ in held]
+
+    def give_counters_back(self) -> None:
+        """The pieces' counters are the user's again."""
+        for piece, value in self._counting:
+            piece.state["step"] = value
+        self._counting = []
+
+    def _segments(self, pattern: list[int], kinds: dict[int, Any]) -> tuple[list[Segment], list[int]]:
+        """Parameters with neighbours that may be stepped together; and those that this rank holds nothing of."""
+        segments: list[Segment] = []
+        empty: list[int] = []
+        last = -1  # the slot that the open segment ends with
+        for i, kind in kinds.items():
+            start, stop = self.ranges[i]
+            if start == stop:
+                empty.append(i)
+                continue
+            segment, slot, other = segments[-1] if segments else None, self.specs[i].index, pattern[i] == _OTHER
+            # Between neighbours in the layout lies nothing but padding.
+            if (
+                segment is None
+                or other
+                or segment.grad is not None
+                or segment.shard != self.shard_of[i]
+                or slot != last + 1
+                or kinds[segment.members[0]] != kind
+            ):
+                grad: Any = self.params[i].grad if other else None
+                segment = Segment(self.shard_of[i], start, stop, grad._local if other else None)
+                segments.append(segment)
+            segment.members.append(i)
+            segment.stop = stop
+            last = slot
+        return segments, empty
+
+    def _cut(self, run: Run, state: Any, split: int) -> None:
+        """Into pieces, with their state."""
+        entries = state.get(self.params[run.members[0]]) or {}
+        bases = self._bases(run, state) if entries else {}
+        shards = [self.flats[segment.shard].memory[segment.start : segment.stop] for segment in run.segments]
+        if len(shards) > 1 or not split or run.length <= split:
+            parts = [(0, run.length, shards)]
+        else:
+            ends = [min(start + split, run.length) for start in range(0, run.length, split)]
+            parts = [(a, b, [shards[0][a:b]]) for a, b in zip([0, *ends], ends, strict=False)]
+        for start, stop, values in parts:
+            piece = self._piece(run, values, start)
+            if self._attributes:
+                piece.param._is_param = True  # type: ignore[attr-defined]  # what isinstance(p, nn.Parameter) asks
+                if self._stands_out(self.params[run.members[0]]):
+                    copy_attributes(self.params[run.members[0]], piece.param)
+            if run.segments[0].grad is not None:
+                piece.grads = [run.segments[0].grad[start:stop]]
+            for key, value in entries.items():
+                if key in bases:
+                    piece.state[key] = bases[key][start:stop]
+                else:  # a kernel counts once for each tensor that it is given
+                    piece.state[key] = value.clone() if start and isinstance(value, torch.Tensor) else value
+            run.pieces.append(piece)
+
+    def _piece(self, run: Run, values: list[torch.Tensor], start: int) -> Piece:
+        """`values`: of all segments, or of a part of the only one that begins at `start` in it."""
+        sources = []
+        for segment in run.segments:
+            flat = self.flats[segment.shard]
+            if flat.rounding is None:  # all segments of a run are of one kind
+                return Piece(values)
+            first, _ = flat.layout.rank_range(flat.collectives.rank)
+            sources.append((flat.rounding, first + segment.start + start))
+        return RoundedPiece(values, sources)
+
+    def _find_gradients(self, numbers: dict[int, int]) -> None:
+        """Where the pieces' gradients come from; `numbers`: those of the parameters among the present."""
+        self._gathered, self._narrowed = [], []
+        for run in self._runs:
+            if run.segments[0].grad is not None:
+                continue
+            lengths = [sum(map(self._length, segment.members)) for segment in run.segments]
+            # Parts of the gradients are there already, so that there is nothing to cut; unless padding lies between them.
+            if lengths == [s.stop - s.start for s in run.segments] and (
+                len(run.segments) > 1 or (len(run.pieces) == 1 and len(run.segments[0].members) == 1)
+            ):
+                parts = [numbers[i] for segment in run.segments for i in segment.members]
+                self._gathered.append((run.pieces[0], parts))
+                continue
+            for n, segment in enumerate(run.segments):
+                first, start = self._first_of[segment.shard], segment.start
+                for piece in run.pieces:
+                    self._narrowed.append((piece, n, first, start, piece.sizes[n]))
+                    start += piece.sizes[n]
+
+    def _length(self, i: int) -> int:
+        start, stop = self.ranges[i]
+        return stop - start
+
+    # -- state ----------------------------------------------------------------------------------------------------
+    def _bases(self, run: Run, state: Any) -> dict[str, torch.Tensor]:
+        """The run's state as one tensor for each key; copied together where it is not."""
+        bases: dict[str, torch.Tensor] = {}
+        for key, value in state[self.params[run.members[0]]].items():
+            if not isinstance(value, ShardTensor):
+                continue
+            values = [state[self.params[i]][key] for i in run.members]
+            base = self._common(run, values)
+            if base is None:
+                base = torch.zeros(run.length, dtype=value.dtype, device=value.device)
+                for i, v in zip(run.members, values, strict=True):
+                    part = self._part(run, base, i)
+                    part.copy_(v._local)
+                    v._local, v._flat = part, base
+            bases[key] = base
+        return bases
+
+    def _common(self, run: Run, values: list[Any]) -> torch.Tensor | None:
+        """The memory of which the values are the parts that belong to the run, or None."""
+        base = values[0].__dict__.get("_flat")
+        if base is None:
+            return None
+        begin = None  # of the run in the base
+        for i, v in zip(run.members, values, strict=True):
+            if v.__dict__.get("_flat") is not base:
+                return None
+            start, stop = self.ranges[i]
+            if start < stop:
+                at = v._local.storage_offset() - base.storage_offset() - start - run.places[i]
+                if begin not in (None, at):
+                    return None
+                begin = at
+        begin = begin or 0
+        if begin < 0 or begin + run.length > base.numel():
+            return None
+        whole: torch.Tensor = base[begin : begin + run.length]
+        return whole
+
+    def _part(self, run: Run, base: torch.Tensor, i: int) -> torch.Tensor:
+        start, stop = self.ranges[i]
+        if start == stop:
+            return base[0:0]
+        place = run.places[i]
+        return base[start + place : stop + place]
+
+    def _keep(self, state: Any) -> None:
+        self._entries = [state.get(p) for p in self.params]
+        numbers = ([self._entries[i] for i in run.members] for run in self._runs)
+        self.counters.pair(
+            (members, [piece.state for piece in run.pieces]) for members, run in zip(numbers, self._runs, strict=True)
+        )
+        self._values = [value for own in self._entries if own for value in own.values()]
+        self._elements = [value for value in self._values if isinstance(value, ShardTensor)]
+        self._memory = list(map(_local, self._elements))
+        self._seen = self._all_attributes() if self._attributes else []
+        self.fits_fused = fit_fused(self.pieces)
+
+    # -- after a step ---------------------------------------------------------------------------------------------
+    def publish(self, state: Any) -> None:
+        """Put state that the optimizer has made, replaced or removed where the user finds it."""
+        # In the order in which torch makes it, and the same on all ranks: users go through it with collective operations.
+        made = {i for run in self._runs if run.pieces[0].state for i in run.members}
+        for i in self._listed:
+            if i in made:
+                state.setdefault(self.params[i], {})
+        for run in self._runs:
+            self._publish(run, state)
+        self._keep(state)
+
+    def store_gradients(self) -> None:
+        """Make what the step has done to gradients the user's; for pieces that are whole runs."""
+        for run in self._runs:
+            (piece,) = run.pieces
+            if not piece.take_gradient():
+                piece.store_gradient()
+                continue
+            grad = piece.given
+            if grad is not None and isinstance(piece, RoundedPiece):
+                grad = grad.to(self.flats[run.segments[0].shard].dtypes.grad)
+            for i in run.members:
+                # A new one: whoever holds the old one keeps it as it was.
+                part = None if grad is None else self._part(run, grad.detach(), i)
+                set_own_grad(self.params[i], None if part is None else ShardTensor._wrap(part, self.specs[i]))
+
+    def _publish(self, run: Run, state: Any) -> None:
+        first = run.pieces[0].state
+        if not first and not any(state.get(self.params[i]) for i in run.members):
+            return
+        if any(piece.state.keys() != first.keys() for piece in run.pieces):
+            return  # an exception while the state was made
+        entries = [state.setdefault(self.params[i], {}) for i in run.members]
+        for own in entries:
+            for key in [k for k in own if k not in first]:
+                del own[key]
+        for key, value in first.items():
+            if not isinstance(value, torch.Tensor):
+                for own in entries:
+                    own[key] = value
+            elif value.dim() == 0:
+                self._publish_counter(key, value, entries)
+            else:
+                self._publish_elements(run, key, entries)
+
+    @staticmethod
+    def _publish_counter(key: str, value: torch.Tensor, entries: list[dict[str, Any]]) -> None:
+        for n, own in enumerate(entries):
+            held = own.get(key)
+            if n == 0:
+                own[key] = value
+            elif isinstance(held, torch.Tensor) and held.dtype == value.dtype and not held.dim():
+                held.copy_(value)
+            else:
+                own[key] = value.clone()
+
+    def _publish_elements(self, run: Run, key: str, entries: list[dict[str, Any]]) -> None:
+        parts = [piece.state[key] for piece in run.pieces]
+        if any(part.shape != piece.param.shape for part, piece in zip(parts, run.pieces, strict=True)):
+            spec = self.specs[run.members[0]]
+            raise ShardError(
+                f"rank {spec.world_rank}: state {key!r} of {spec.name} is not shaped like the parameter, which the state of an "
+                "optimizer that steps element by element must be; register it with kind='matrix', if it needs whole parameters."
+            )
+        base = parts[0].detach() if len(parts) == 1 else torch.cat(parts)
+        if len(parts) > 1:
+            for piece, part in zip(run.pieces, base.split([part.numel() for part in parts]), strict=True):
+                piece.state[key] = part
+        for i, own in zip(run.members, entries, strict=True):
+            held, part = own.get(key), self._part(run, base, i)
+            if isinstance(held, ShardTensor) and held.dtype == part.dtype:
+                held._local = part  # whoever holds it still sees the state
+            else:
+                own[key] = held = ShardTensor._wrap(part, self.specs[i])
+            held._flat = base  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""Optimizer steps on shards that are in host memory."""

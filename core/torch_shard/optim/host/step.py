@@ -1,0 +1,156 @@
+"""An optimizer's step in host memory: unit by unit, beside what the training thread does next.
+
+``optimizer.step()`` looks at everything as any other step does, takes gradients and options as they are then, and hands the
+arithmetic to the host thread: one task for each flat buffer, in the order in which forward comes to them. Until a task has ended
+the sharded tensors over its memory wait (:mod:`.moving`); the user's counters are moved on at once. The next forward comes to
+the first unit when that one has been updated, and to the others as they are.
+
+Where the outcome could not be the same, all is done before ``step`` returns: the first step, which makes the state; gradients
+that the user has put there; what counts anything else than steps in scalars (NAdam, ASGD); a GradScaler that hands its scale to
+a fused step; options that are no numbers, for which it may fail; those that become zero, or other than zero, for which it may
+make state. Optimizers that are not torch's own step as they do without offload, in the training thread.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ShardError
+from ...unit.flat_buffer import FlatBuffer
+from ..checks import refuse_unreduced
+from ..elementwise.step import REST, FlatStep, is_step_of_torchs
+from ..elementwise.step_counters import part_shared
+from ..engines_of_optimizer import runtimes_of
+from ..group_options import Options
+from ..registry import Kind
+from .unit_step import HostUnits
+
+if TYPE_CHECKING:
+    from ...runtime.runtime import Runtime
+
+__all__ = ["HostStep", "refuse_disk", "steps_on_host"]
+
+
+def steps_on_host(optimizer: Any, runtimes: list[Runtime]) -> bool:
+    """Whether a step of kind ``"elementwise"`` is a :class:`HostStep`."""
+    # One over several engines is one step over all of them, in the training thread.
+    return len(runtimes) == 1 and runtimes[0].host is not None and is_step_of_torchs(optimizer)
+
+
+def refuse_disk(optimizer: Any, runtimes: list[Runtime], kind: Kind | None) -> None:
+    """State on disk is moved by :class:`HostStep`. `kind`: of the optimizer.
+
+    Raises:
+        ShardError: on all ranks; `optimizer` steps another way, with ``Offload(nvme=...)``. Nothing was changed.
+    """
+    if kind == "elementwise" and steps_on_host(optimizer, runtimes):
+        return
+    for runtime in runtimes:
+        if runtime.host is not None and runtime.host.disk is not None:
+            cls = type(optimizer)
+            raise ShardError(
+                f"rank {runtime.collectives.world_rank}: {cls.__module__}.{cls.__qualname__} would keep its state in memory, and "
+                "Offload(nvme=...) is to keep it on disk, which it can for the element-wise classes of torch.optim, each with "
+                "the parameters of one sharded model. Use one of those, or leave nvme out. Nothing was changed."
+            )
+
+
+class HostStep:
+    """Steps one optimizer on shards in host memory; see :class:`~torch_shard.optim.optimizer_proxy.Work`.
+
+    The optimizer's own loop gets only the parameters that are not sharded.
+    """
+
+    def __init__(self, optimizer: Any, runtime: Runtime) -> None:
+        self._optimizer: Any = weakref.ref(optimizer)
+        self.runtime = runtime
+        self._units = HostUnits(optimizer)
+        self._rest = FlatStep(optimizer, runtime, REST)
+        self._steps: dict[int, tuple[FlatBuffer, FlatStep]] = {}
+
+    @property
+    def state(self) -> Any:
+        return self._rest.state
+
+    def call(self, function: Callable[..., Any]) -> None:
+        """`function`: the class's step, plain."""
+        self._units.function = function
+
+    # -- one step -------------------------------------------------------------------------------------------------
+    def open(self) -> None:
+        optimizer = self._optimizer()
+        if runtimes_of(optimizer) != [self.runtime]:
+            raise ShardError(
+                f"rank {self.runtime.collectives.world_rank}: {type(optimizer).__qualname__} holds parameters of several sharded "
+                "models since its closure has run. Add them between two steps."
+            )
+        options = [Options(group) for group in optimizer.param_groups]
+        refuse_unreduced(optimizer, self.runtime)
+        self._units.begin(options)
+        held = len(optimizer.state)
+        part_shared(optimizer.state)  # of which each flat buffer's step sees its own part
+        # First look at all of it, so that a step which is refused has changed nothing.
+        all_looked = [self._units.look(flat, step) for flat, step in self._in_order(optimizer)]
+        looked = [found for found in all_looked if found is not None]
+        for number, found in enumerate(looked):
+            self._units.step(found, looked[number + 1].flat if number + 1 < len(looked) else None)
+        if len(optimizer.state) > held:
+            _sort_state(optimizer, held)
+        for own in options:
+            own.write_back()
+        self._rest.open()
+
+    def _in_order(self, optimizer: Any) -> list[tuple[FlatBuffer, FlatStep]]:
+        """As the next forward comes to them, as far as the last one tells."""
+        units = list(dict.fromkeys([*self.runtime.reductions.used, *self.runtime.units]))
+        flats = [flat for unit in units for flat in unit.flats]
+        if any(id(flat) not in self._steps for flat in flats):
+            fresh = self._units.fresh_groups
+            self._steps = {id(flat): (flat, FlatStep(optimizer, self.runtime, flat, fresh)) for flat in flats}
+        return [self._steps[id(flat)] for flat in flats]
+
+    # -- the rest -------------------------------------------------------------------------------------------------
+    def groups(self) -> list[dict[str, Any]]:
+        return self._rest.groups()
+
+    def before(self, number: int) -> None:
+        self._rest.before(number)
+
+    def after(self, number: int) -> None:
+        self._rest.after(number)
+
+    def leave(self, number: int) -> None:
+        self._rest.leave(number)
+
+    def through(self) -> None:
+        pass
+
+    def pause(self) -> None:
+        self._rest.pause()
+
+    def zero_grad(self, given: Callable[[], None], users: Callable[[], None]) -> None:
+        given()
+
+    def close(self) -> None:
+        self._rest.close()
+
+    def forget(self) -> None:
+        """Let go of everything that was kept for the next step."""
+        for flat, step in self._steps.values():
+            flat.settle()
+            step.count_as_before()
+            step.forget()
+        self._steps = {}
+        self._units.forget()
+        self._rest.forget()
+
+
+def _sort_state(optimizer: Any, held: int) -> None:
+    """What state has been made since there were `held` entries, in the order in which torch makes it, that of the groups, and not
+    of units: users go through it."""
+    state = optimizer.state
+    made = set(map(id, list(state)[held:]))
+    for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in made):
+        state[p] = state.pop(p)

@@ -1,0 +1,464 @@
+"""State of optimizers that step on whole matrices: plain whole tensors, on the owner of each parameter and nowhere else.
+
+State may also come from elsewhere: from before sharding or a plain ``load_state_dict`` (whole, on every rank), from an
+optimizer that stepped on slices before, or from this rank's own ``state_dict()`` (at the owner). One rule brings it in: a
+parameter's owner is a rank that has its state.
+"""
+
+from __future__ import annotations
+
+import pickle
+import statistics
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...comm.consensus import agree
+from ...comm.watchdog import blocking
+from ...errors import ShardError
+from ...layout.dtensor_placement import is_dtensor, is_whole, local_of
+from ...plan.matrix_owners import Item, assign, choose, loads_of, work_of
+from ...runtime.runtime import Runtime
+from ...shard_tensor.tensor import ShardTensor
+from ...shard_tensor.wrapper_subclasses import Taken, is_wrapper, take
+from ...unit.unit import unit_of
+from ..engines_of_optimizer import runtime_of, runtimes_of
+from ..registry import has_linear_work, kind_of, kind_of_step
+
+__all__ = [
+    "Sent",
+    "broadcast_object",
+    "collect",
+    "copied",
+    "descriptions",
+    "elsewhere",
+    "everyone",
+    "give_owners",
+    "is_matrix",
+    "local",
+    "mapped",
+    "sent",
+    "settle",
+    "stages_of",
+    "tensors_of",
+]
+
+_SMALL = 4 << 20  # bytes of parameters; units below are exchanged together, for a message has its price
+_NONE, _WHOLE, _SLICES, _PARTS = 0, 1, 2, 3  # what a rank has of a parameter's state; parts: of a DTensor
+
+
+def is_matrix(runtime: Runtime, optimizer: Any) -> bool:
+    """Whether the state of this optimizer belongs to the owners. Not collective."""
+    cls = type(optimizer)
+    kind = kind_of(cls) or kind_of_step(cls, getattr(cls, "step", None))
+    return kind == "matrix" or optimizer in runtime.owners
+
+
+def everyone(runtime: Runtime, mine: Sequence[int], what: str) -> list[list[int]]:
+    """What each rank says, by rank: as many numbers below 256 as every other. Collective."""
+    c = runtime.collectives
+    table = torch.zeros(c.world, len(mine), dtype=torch.uint8, device="cpu")
+    table[c.world_rank] = torch.tensor(list(mine), dtype=torch.uint8)
+    if c.world > 1 and len(mine):
+        blocking(c.watch, "control", what, dist.all_reduce, table, op=dist.ReduceOp.MAX)
+    found: list[list[int]] = table.tolist()
+    return found
+
+
+# -- owners -----------------------------------------------------------------------------------------------------------
+
+
+def give_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor]) -> dict[str, int]:
+    """Give those that have none an owner; the same on all ranks where `params` are. Returns all owners by name."""
+    c = runtime.collectives
+    owners = runtime.owners.of(optimizer)
+    new = [p for p in params if p._spec.name not in owners]
+    if not new:
+        return owners
+    linear = has_linear_work(type(optimizer))
+    work = {
+        p._spec.name: work_of(p._spec.shape, linear)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if runtime_of(p) is runtime  # names of several models may be the same
+    }
+    stages = stages_of(new, c.size)
+    items = []
+    for p in new:
+        spec = p._spec
+        held = [0] * c.size
+        for rank in spec.layout.owners(spec.index):
+            start, stop = spec.layout.owned(spec.index, rank)
+            held[rank] = stop - start
+        items.append(Item(work[spec.name], stages[id(p)], tuple(held)))
+    for p, rank in zip(new, assign(items, c.size, loads_of(work, owners, c.size)), strict=True):
+        owners[p._spec.name] = rank
+    return owners
+
+
+def elsewhere(runtime: Runtime, optimizer: Any, names: Mapping[int, str], state: Mapping[str, Any]) -> dict[int, bool]:
+    """Which parameters, of `runtime` or of another engine, have their state, `state` by name, whole at one rank, and whether that
+    is another one than this; by id. `names` by id. Gives them owners; the same on all ranks where `state` is."""
+    if not any(is_matrix(held, optimizer) for held in (runtime, *runtimes_of(optimizer))):
+        return {}
+    loaded: dict[int, ShardTensor] = {}
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        entries = state.get(names[id(p)])
+        if isinstance(p, ShardTensor) and entries and _kind(entries) == _WHOLE:
+            loaded[id(p)] = p
+    found: dict[int, bool] = {}
+    for held in runtimes_of(optimizer):
+        own = {i: p for i, p in loaded.items() if runtime_of(p) is held}
+        owners = give_owners(held, optimizer, list(own.values()))
+        found.update((i, owners[p._spec.name] != held.collectives.rank) for i, p in own.items())
+    return found
+
+
+def stages_of(params: Sequence[ShardTensor], ranks: int) -> dict[int, int]:
+    """Which parameters are exchanged together, by id: numbers of consecutive stages.
+
+    A step has three stages in memory at a time: messages both ways, values and gradients, eight times a rank's share of a
+    stage and more where owners differ. So with many units a stage is a sixteenth of everything, which is less than the
+    rank's gradients. With few units or many ranks that would leave ranks without work; there a stage is so many units that
+    the step takes about four units' memory, no more than forward and backward do at another time.
+    """
+    size = [p._spec.numel * p._local.element_size() for p in params]
+    units: dict[int, list[int]] = {}
+    for i, p in enumerate(params):
+        of = unit_of(p)
+        units.setdefault(-1 if of is None else of.index, []).append(i)
+    # The median, because one large embedding must not make all stages as large.
+    usual = statistics.median_high(sum(size[i] for i in members) for members in units.values()) if units else 0
+    limit = max(_SMALL, min(sum(size) // 16, usual * ranks // 2), usual * ranks // 4)
+    stage, filled = 0, 0
+    stage_of: dict[int, int] = {}
+    for _, members in sorted(units.items()):
+        # A unit is divided only where it is much too large, because its matrices are not equally so.
+        whole = sum(size[i] for i in members) <= max(limit, sum(size) // 12)
+        for run in [members] if whole else [[i] for i in members]:
+            more = sum(size[i] for i in run)
+            if filled and filled + more > limit:
+                stage, filled = stage + 1, 0
+            stage_of.update((id(params[i]), stage) for i in run)
+            filled += more
+    return stage_of
+
+
+def settle(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor], what: str) -> None:
+    """Bring state to the owners: they keep or get it whole, the others drop theirs. Collective.
+
+    Args:
+        runtime: of the parameters.
+        optimizer: whose ``state`` is changed.
+        params: all that it holds, in one order on all ranks.
+        what: for messages.
+
+    Raises:
+        ShardError: on all ranks, before anything has changed: some ranks have slices of a state that others don't have, or parts
+            of a DTensor.
+    """
+    c = runtime.collectives
+    state = optimizer.state
+    kinds_of = everyone(runtime, [_kind(state.get(p)) for p in params], what)
+    for i, p in enumerate(params):
+        _check_kinds(runtime, p, [kinds[i] for kinds in kinds_of], what)
+    for p in params:
+        own = state.get(p)
+        for key, value in own.items() if own else ():  # the key stays, so the dict may be gone through
+            if any(
+                map(is_dtensor, tensors_of(value))
+            ):  # from steps of tensor parallelism alone: here parameters are plain
+                own[key] = local(value)
+    _send_to_copies(runtime, state, params, kinds_of, what)
+    table = [kinds_of[rank] for rank in c.topology.row_of(c.world_rank)]
+    owners = runtime.owners.of(optimizer)
+    sliced: list[ShardTensor] = []
+    free: list[ShardTensor] = []
+    chosen: dict[str, int] = {}
+    for i, p in enumerate(params):
+        kinds = [row[i] for row in table]
+        if _SLICES in kinds:
+            sliced.append(p)
+        holders = [rank for rank, kind in enumerate(kinds) if kind != _NONE]
+        owner = choose(holders, owners.get(p._spec.name), c.size)
+        if owner is not None:
+            chosen[p._spec.name] = owner
+        elif holders:
+            free.append(p)
+    keys = [(p._spec.name, [str(k) for k, v in state[p].items() if isinstance(v, ShardTensor)]) for p in sliced]
+    agree(runtime, what, keys)
+    owners.update(chosen)
+    give_owners(runtime, optimizer, free)
+    for p in sliced:
+        own = state[p]
+        for key, value in own.items():  # the key stays, so the dict may be gone through
+            if isinstance(value, ShardTensor):
+                whole = ShardTensor.full_tensor(value)
+                if owners[p._spec.name] == c.rank:
+                    own[key] = whole
+    for p in params:
+        if p in state and owners.get(p._spec.name, c.rank) != c.rank:
+            del state[p]
+
+
+def _check_kinds(runtime: Runtime, p: ShardTensor, kinds: list[int], what: str) -> None:
+    """`kinds` by rank of the engine, so that all ranks raise."""
+    if _PARTS in kinds:
+        having = [rank for rank, kind in enumerate(kinds) if kind == _PARTS]
+        raise ShardError(
+            f"rank {runtime.collectives.world_rank}: {what}: ranks {having} have a part only of a DTensor in the state of "
+            f"{p._spec.name}, of which a whole matrix is needed. Put whole tensors in place of such DTensors, "
+            "tensor.full_tensor(), on every rank. Nothing was changed."
+        )
+    if _SLICES in kinds and min(kinds) != _SLICES:
+        having = [rank for rank, kind in enumerate(kinds) if kind == _SLICES]
+        raise ShardError(
+            f"rank {runtime.collectives.world_rank}: {what}: ranks {having} have slices of the state of {p._spec.name}, the "
+            "others have none. Load state on every rank, or drop it "
+            "(`optimizer.state.pop(parameter)`) on every rank. Nothing was changed."
+        )
+
+
+def _send_to_copies(
+    runtime: Runtime, state: Any, params: Sequence[ShardTensor], kinds_of: list[list[int]], what: str
+) -> None:
+    """State of which only some copies have anything: give it to the others, and note that in `kinds_of`, by rank. Where each rank
+    is a copy (``no_shard``) it is the user's affair, as with DDP. Collective."""
+    topology = runtime.collectives.topology
+    if not topology.is_hybrid:
+        return
+    rows, me = topology.rows, runtime.collectives.world_rank
+    lacking = {}  # by number of the parameter, the copies without any state of it
+    for i in range(len(params)):
+        without = [row for row in rows if not any(kinds_of[rank][i] for rank in row)]
+        if without and len(without) < len(rows):
+            lacking[i] = without
+    if not lacking:
+        return
+    own = {i: state.get(params[i]) for i in lacking}
+    for i, (source, description) in descriptions(runtime, own, len(params), what).items():
+        position = topology.positions()[source]
+        receivers = [row[position] for row in lacking[i]]
+        entries = sent(runtime, own, i, source, description, me in receivers, what)
+        if me in receivers:
+            state[params[i]] = copied(entries, str(runtime.collectives.device))
+        for rank in receivers:
+            kinds_of[rank][i] = _WHOLE
+
+
+def _kind(entries: Any) -> int:
+    if not entries:
+        return _NONE
+    values = entries.values() if isinstance(entries, Mapping) else ()
+    if not all(map(is_whole, tensors_of(entries))):
+        return _PARTS
+    return _SLICES if any(isinstance(value, ShardTensor) for value in values) else _WHOLE
+
+
+# -- saving -----------------------------------------------------------------------------------------------------------
+
+
+class Sent:
+    """Stands for a tensor in a description that is sent ahead of it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+        self.stride = tensor.stride()
+        self.nbytes = tensor.numel() * tensor.element_size()
+
+
+def collect(
+    runtime: Runtime,
+    state: MutableMapping[int, Any],
+    count: int,
+    wanted: bool,
+    what: str,
+    keep: Callable[[int, Any], Any] = lambda _, entries: entries,
+) -> MutableMapping[int, Any]:
+    """State of which only some ranks have entries, from the first of those to all. Collective.
+
+    Args:
+        runtime: whose ranks.
+        state: this rank's, by the number of the parameter, below `count`.
+        count: how many parameters there are.
+        wanted: whether this rank shall have the result, on the CPU; it takes part in any case, and holds one parameter's state
+            at a time.
+        what: for messages.
+        keep: called with the number and the entries of a parameter, returns what the result shall have of them.
+
+    Returns:
+        `state` itself where all ranks have entries for the same parameters; else a new dict in the order of the numbers.
+    """
+    described = descriptions(runtime, state, count, what)
+    if not described:
+        return state
+    complete = dict(state)
+    for number, (source, description) in described.items():
+        entries = sent(runtime, state, number, source, description, wanted, what)
+        complete[number] = keep(number, entries) if wanted else {}
+    return dict(sorted(complete.items(), key=lambda item: (not isinstance(item[0], int), str(item[0]).zfill(12))))
+
+
+def descriptions(runtime: Runtime, state: Mapping[int, Any], count: int, what: str) -> dict[int, tuple[int, Any]]:
+    """State of which only some ranks have entries: where it is, and what it looks like. Collective.
+
+    Args:
+        runtime, state, count, what: as for :func:`collect`.
+
+    Returns:
+        On all ranks, by number: the first rank that has it, and the entries with a :class:`Sent` for each tensor.
+    """
+    c = runtime.collectives
+    if c.world == 1 or c.backend == "fake":
+        return {}
+    table = everyone(runtime, [int(bool(state.get(number))) for number in range(count)], what)
+    source = {}
+    for number, kinds in enumerate(zip(*table, strict=True)):
+        if 0 < sum(kinds) < c.world:
+            source[number] = kinds.index(1)
+    if not source:
+        return {}
+    mine: dict[int, Any] = {}
+    error: Exception | None = None
+    try:
+        mine = {number: _described(state[number]) for number, owner in source.items() if owner == c.world_rank}
+        pickle.dumps(mine)  # values of the optimizer's own kind are among them
+    except Exception as problem:  # the other ranks must hear of it
+        error = ShardError(
+            f"rank {c.world_rank}: {what}: the optimizer's state has values that can't be sent to other ranks: {problem}"
+        )
+        error.__cause__ = problem
+    agree(runtime, what, None, error)
+    found: dict[int, tuple[int, Any]] = {}
+    for rank in sorted(set(source.values())):
+        described: dict[int, Any] = broadcast_object(runtime, mine, rank, what)
+        found.update((number, (rank, description)) for number, description in described.items())
+    return found
+
+
+def sent(
+    runtime: Runtime, state: Mapping[int, Any], number: int, source: int, description: Any, wanted: bool, what: str
+) -> Any:
+    """One parameter's entries, on the CPU, from the rank that :func:`descriptions` names. Collective.
+
+    Returns:
+        None where it is not `wanted`.
+    """
+    tensors = tensors_of(state[number]) if source == runtime.collectives.world_rank else []
+    received = _broadcast_tensors(runtime, tensors, _sent_in(description), source, wanted, what)
+    return _filled_in(description, iter(received)) if wanted else None
+
+
+def broadcast_object(runtime: Runtime, value: Any, source: int, what: str) -> Any:
+    """Its own ranks' objects, so unpickling them is safe. Collective."""
+    c = runtime.collectives
+    if c.world == 1 or c.backend == "fake":
+        return value
+    raw = bytearray(pickle.dumps(value)) if c.world_rank == source else bytearray(8)
+    size = torch.tensor([len(raw)], dtype=torch.int64, device="cpu")
+    blocking(c.watch, "control", what, dist.broadcast, size, src=c.watch.ranks[source])
+    data = torch.frombuffer(raw, dtype=torch.uint8) if c.world_rank == source else torch.empty(0)
+    if c.world_rank != source:
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+    blocking(c.watch, "control", what, dist.broadcast, data, src=c.watch.ranks[source])
+    return value if c.world_rank == source else pickle.loads(data.numpy().tobytes())
+
+
+def _broadcast_tensors(
+    runtime: Runtime, tensors: list[torch.Tensor], sent: list[Sent], source: int, wanted: bool, what: str
+) -> list[torch.Tensor]:
+    """One parameter's tensors in one message. Collective."""
+    c = runtime.collectives
+    total = sum(_aligned(s.nbytes) for s in sent)
+    if not total:
+        return [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="cpu") for s in sent]
+    message = torch.zeros(total, dtype=torch.uint8, device=c.device)
+    at = 0
+    for tensor, s in zip(tensors, sent, strict=False):  # none elsewhere than at the source
+        message[at : at + s.nbytes].copy_(_bytes(tensor))
+        at += _aligned(s.nbytes)
+    blocking(c.watch, "reduce", what, dist.broadcast, message, src=c.watch.ranks[source])
+    if c.world_rank == source:
+        c.bytes_sent += total * (c.world - 1)
+    if not wanted:
+        return []
+    message = message.cpu()
+    found, at = [], 0
+    for s in sent:
+        memory = message[at : at + s.nbytes].view(s.dtype)
+        found.append(memory.as_strided(s.shape, s.stride, memory.storage_offset()).clone())
+        at += _aligned(s.nbytes)
+    return found
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory without gaps, of the tensor's own strides where those have none."""
+    return tensor.detach().clone()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    dense = _dense(tensor)
+    return dense.as_strided((dense.numel(),), (1,), dense.storage_offset()).view(torch.uint8)
+
+
+# -- values that hold tensors -----------------------------------------------------------------------------------------
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The plain tensors in nested dicts, lists and tuples, and in tensors that hold others, in order: what an optimizer may keep
+    under one key."""
+    if is_wrapper(value):
+        value = take(value)
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Taken):
+        value = value.parts
+    children = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for child in children for tensor in tensors_of(child)]
+
+
+def mapped(value: Any, change: Any) -> Any:
+    """`value` with new containers, in which `change` was called with each plain tensor or :class:`Sent`."""
+    if is_wrapper(value):
+        value = take(value)
+    if isinstance(value, Taken):
+        return value.mapped(lambda part: mapped(part, change))
+    if isinstance(value, (torch.Tensor, Sent)):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: mapped(child, change) for key, child in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(child, change) for child in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(mapped(child, change) for child in value)
+    return value
+
+
+def local(value: Any) -> Any:
+    """With this rank's part, shared memory, of each DTensor."""
+    return mapped(value, local_of)
+
+
+def copied(value: Any, device: str | None = None) -> Any:
+    """With a copy of each plain tensor, on `device` or its own; ShardTensors stay."""
+    return mapped(value, lambda t: t if isinstance(t, ShardTensor) else t.detach().to(device or t.device, copy=True))
+
+
+def _described(value: Any) -> Any:
+    return mapped(value, lambda t: Sent(_dense(t)))
+
+
+def _sent_in(value: Any) -> list[Sent]:
+    found: list[Sent] = []
+    mapped(value, found.append)
+    return found
+
+
+def _filled_in(value: Any, tensors: Any) -> Any:
+    return mapped(value, lambda _: next(tensors))

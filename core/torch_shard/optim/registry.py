@@ -1,0 +1,128 @@
+"""Which optimizers step how on a sharded model.
+
+Three kinds, by the exact class (a subclass may do anything, so it is of no kind until it is registered):
+
+- ``"elementwise"``: every element of a parameter is updated from the same element of its gradient and state, and from
+  options of the group. Steps on flat plain tensors, one for each unit and parameter group or for several: torch.optim's
+  SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD, and Lion where torch has it.
+- ``"matrix"``: the update of a parameter needs all of it. Each parameter is updated whole, on the rank that owns it:
+  torch.optim's Muon and Adafactor, transformers' Adafactor, and torchao's Adam and AdamW with state in 8 or 4 bits, which
+  they quantise in blocks.
+- no kind: the optimizer is given the ShardTensors as they are. What it does element by element, and its norms, are right;
+  anything else is an error at its first step, before a parameter has changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal
+
+import torch
+
+from ..errors import ConfigError
+
+__all__ = ["Kind", "kind_of", "register"]
+
+Kind = Literal["elementwise", "matrix"]
+
+_ATTRIBUTE = "_torch_shard_kind"
+_ELEMENTWISE = (
+    "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Lion",
+)  # fmt: skip
+_MATRIX = ("Muon", "Adafactor")
+COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""0-dim state of torch.optim's classes, of whatever shape the parameter is."""
+# Classes of packages that need not be installed, by module and name.
+_BY_NAME: dict[tuple[str, str], Kind] = {
+    ("transformers.optimization", "Adafactor"): "matrix",
+    ("apex.optimizers.fused_adam", "FusedAdam"): "elementwise",
+    ("apex.optimizers.fused_sgd", "FusedSGD"): "elementwise",
+    ("apex.optimizers.fused_adagrad", "FusedAdagrad"): "elementwise",
+    # Whether they quantise a parameter's state, and in which blocks, depends on its number of elements. torchao 0.18.
+    **{
+        ("torchao.optim.adam", f"{name}{bits}"): "matrix"
+        for name in ("Adam", "AdamW")
+        for bits in ("8bit", "4bit", "Fp8")
+    },
+}
+
+
+def register(cls: type, kind: Kind) -> type:
+    """Declare how an optimizer class of your own steps. Not collective; do it on all ranks, before the first step.
+
+    ``step()`` then finds plain tensors in ``self.param_groups``, and theirs in ``self.state``: 1-D pieces of parameters
+    (``"elementwise"``), or the whole parameters that this rank owns (``"matrix"``). All else of the optimizer is its own,
+    and what it writes to a group's options or to its attributes is kept. It must
+
+    - update each parameter from its own ``.grad``, ``self.state[p]`` and the group's options alone: no sums over several;
+    - for ``"elementwise"``: keep tensors shaped like ``p``, 0-dim tensors and Python values in ``self.state[p]``, and look
+      neither at a parameter's shape nor at its number of elements;
+    - keep what belongs to a parameter in ``self.state`` only, not under the parameter elsewhere;
+    - read ``self.param_groups`` after its closure has run;
+    - for ``"matrix"``: go through them in one loop, and update a group's parameters within its body; the next group comes
+      when they have gone back. One of the user's groups may come in several parts, some of them without a parameter, each
+      with the options as they were before the step. Random numbers that it draws differ between the ranks.
+
+    What it may do besides, with ``"elementwise"``:
+
+    - go through ``self.param_groups`` several times, in nested loops too, and call the closure again behind a loop (SAM): the
+      closure finds what the loop has done. Parameters that were taken before a closure are out of date after it: go through
+      the groups anew. A closure behind ``self.param_groups[0]``, without a loop, does not find what was done.
+    - count in a group (``group["step"] += 1``) or in itself, once for each step, however many tensors its parameters are;
+    - change ``p.grad`` in place, replace it or set it to None, also with ``self.zero_grad()``: so it is after the step. All
+      parameters of a tensor get the same, so that it must not depend on the gradient's values which of these it does.
+    - read Python attributes that the user has given to a parameter (``p.lr_scale``), which is then stepped by itself: many
+      such parameters cost time. Attributes that it sets itself are not kept: use ``self.state[p]``.
+
+    With ``"matrix"`` state of any form is kept, at the rank that owns the parameter; ``optimizer.state_dict()`` is that rank's
+    part, and ``engine.optim_state_dict(optimizer)`` the whole. A rank sends about three times its share of the parameters'
+    bytes in a step.
+
+    Args:
+        cls: the class itself; its subclasses are not registered with it.
+        kind: ``"elementwise"`` or ``"matrix"``.
+
+    Returns:
+        `cls`, so that it can be used as a decorator with ``functools.partial``.
+
+    Raises:
+        ConfigError: not an optimizer class, or another `kind`.
+    """
+    if not isinstance(cls, type) or not callable(getattr(cls, "step", None)):
+        raise ConfigError(f"register: {cls!r} is not an optimizer class with a step() method.")
+    if kind not in ("elementwise", "matrix"):
+        raise ConfigError(f"register: kind must be 'elementwise' or 'matrix', not {kind!r}.")
+    setattr(cls, _ATTRIBUTE, kind)
+    return cls
+
+
+def kind_of(cls: type) -> Kind | None:
+    """The kind of an optimizer class, or None. Not collective."""
+    own: Any = cls.__dict__.get(_ATTRIBUTE)
+    if own is not None:
+        return own  # type: ignore[no-any-return]
+    if is_torchs(cls):
+        return "elementwise" if cls.__name__ in _ELEMENTWISE else "matrix" if cls.__name__ in _MATRIX else None
+    return _BY_NAME.get((cls.__module__, cls.__qualname__))
+
+
+def kind_of_step(cls: type, function: Any) -> Kind | None:
+    """The kind of a ``step`` function of torch's own, which `cls` has inherited or calls by ``super().step()``, or None."""
+    if function is None:
+        return None
+    plain = inspect.unwrap(function)
+    for base in cls.__mro__:
+        if is_torchs(base) and kind_of(base) is not None and inspect.unwrap(base.step) is plain:  # type: ignore[attr-defined]
+            same = getattr(cls, "_init_group", None) is getattr(base, "_init_group", None)
+            return kind_of(base) if same else None
+    return None
+
+
+def has_linear_work(cls: type) -> bool:
+    """Whether a step of kind ``"matrix"`` takes time in proportion to a parameter's elements: it makes no matrix products."""
+    return cls.__name__ == "Adafactor" and kind_of(cls) == "matrix"
+
+
+def is_torchs(cls: type) -> bool:
+    """Whether `cls` is one of torch.optim's own classes."""
+    return getattr(torch.optim, cls.__name__, None) is cls

@@ -1,0 +1,264 @@
+"""A model's modules and parameters, indexed for planning. Reads metadata only, never values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from ..config.precision import NONE, Precision
+from ..config.quantization import Quantized
+from ..errors import ConfigError, SetupError
+from .plan import BufferInfo, ParamInfo
+
+# Their forward (or a fused fast path of it) uses the parameters of their children directly, so the
+# children's own forwards never run.
+_ATOM_TYPES = (
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
+_CONTAINER_TYPES = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+class Node:
+    """One module object, at the place of its first registration."""
+
+    __slots__ = ("attr", "children", "module", "name", "nbytes", "numbers", "own", "parent")
+
+    def __init__(self, module: nn.Module, name: str, parent: Node | None):
+        self.module = module
+        self.name = name
+        self.parent = parent
+        self.attr = name.rpartition(".")[2]
+        self.children: list[Node] = []
+        self.own: list[int] = []  # numbers of the parameters first registered directly here
+        self.numbers: list[int] = []  # the same for the whole subtree
+        self.nbytes = 0  # of the whole subtree
+
+    def __repr__(self) -> str:
+        return f"Node({self.name or '(root)'}: {type(self.module).__name__})"
+
+    def walk(self) -> Iterator[Node]:
+        """This node and all below it, parents first, in registration order."""
+        pending = [self]
+        while pending:
+            node = pending.pop()
+            yield node
+            pending.extend(reversed(node.children))
+
+    @property
+    def has_forward(self) -> bool:
+        """Whether calling the module means anything: lists and dicts have no forward."""
+        # An instance attribute counts: a wrapper may have assigned module.forward.
+        return "forward" in self.module.__dict__ or type(self.module).forward is not nn.Module.forward
+
+    @property
+    def kind(self) -> type:
+        """The class, as it was before ``parametrize`` put a generated one in its place."""
+        return parametrize.type_before_parametrizations(self.module)
+
+    @property
+    def is_container(self) -> bool:
+        """A ModuleList, ModuleDict or Sequential, or a subclass of one."""
+        return isinstance(self.module, _CONTAINER_TYPES)
+
+    @property
+    def is_composite(self) -> bool:
+        """Whether some of its parameters belong to its children."""
+        return any(child.numbers for child in self.children)
+
+    @property
+    def is_atom(self) -> bool:
+        """Whether it must be gathered as a whole because it reaches into its children.
+
+        Old style ``weight_norm`` and ``spectral_norm`` keep their parameters in the module itself;
+        a module that carries them is one whole all the same.
+        """
+        module = self.module
+        return (
+            isinstance(module, _ATOM_TYPES)
+            or parametrize.is_parametrized(module)
+            or any(type(hook).__module__.startswith("torch.nn.utils.") for hook in module._forward_pre_hooks.values())
+        )
+
+    @property
+    def is_expert_list(self) -> bool:
+        """A list of experts: which of them run depends on the data.
+
+        The ranks would gather different units, so experts travel with the module that routes.
+        """
+        return self.is_container and not self.has_forward and "expert" in self.attr.lower()
+
+
+class ModuleTree:
+    """The module tree as a spanning tree over module objects, and every parameter object once.
+
+    Raises:
+        SetupError: for a lazy parameter without a shape yet.
+    """
+
+    def __init__(
+        self, model: nn.Module, precision: Precision = NONE, quantized: Quantized | None = None, world_size: int = 1
+    ):
+        kept = precision.kept_modules(model)
+        exact = set() if quantized is None else quantized.kept_modules(model)
+        self.params: list[nn.Parameter] = []
+        self.infos: list[ParamInfo] = []
+        self._number: dict[int, int] = {}
+        self._node: dict[int, Node] = {}
+        self._paths: list[list[tuple[Node, ...]]] = []  # of each parameter: every way to an owner
+        self.root = self._grow(model, "", None)
+        names: list[list[str]] = [[] for _ in self.params]
+        owners: list[dict[tuple[str, str], None]] = [{} for _ in self.params]
+        self._paths = [[] for _ in self.params]
+        for path, prefix in self._all_paths():
+            for attr, param in path[-1].module._parameters.items():
+                if param is None:
+                    continue
+                number = self._number[id(param)]
+                names[number].append(f"{prefix}.{attr}" if prefix else attr)
+                owners[number][path[-1].name, attr] = None
+                self._paths[number].append(path)
+        for number, param in enumerate(self.params):
+            if is_lazy(param):
+                raise SetupError(
+                    f"Parameter {names[number][0]!r} has no shape yet (a lazy module): run one forward before sharding."
+                )
+            inside = [any(node.module in kept for node in path) for path in self._paths[number]]
+            if any(inside) and not all(inside) and precision.param_dtype is not None and precision.cast_inputs:
+                here, there = (self._paths[number][inside.index(value)][-1].name for value in (True, False))
+                raise ConfigError(
+                    f"precision.keep: {names[number][0]} is tied between {here!r}, which is kept, and {there!r}, which is not, "
+                    "and a parameter has one dtype. Keep both or none, or cast inputs by autocast (cast_inputs=False)."
+                )
+            dtypes = precision.dtypes(param.dtype, param.requires_grad, any(inside))
+            if quantized is not None and world_size > 1:  # else nothing is sent
+                is_exact = any(node.module in exact for path in self._paths[number] for node in path)
+                dtypes = quantized.of(dtypes, param.shape, param.requires_grad, is_exact)
+            placed, ways = _placed(param)
+            self.infos.append(
+                ParamInfo(
+                    name=names[number][0],
+                    owners=tuple(owners[number]),
+                    shape=tuple(param.shape),
+                    stride=tuple(param.stride()),
+                    dtype=param.dtype,
+                    requires_grad=param.requires_grad,
+                    aliases=tuple(names[number][1:]),
+                    dtypes=dtypes,
+                    placed=placed,
+                    ways=ways,
+                )
+            )
+        self._sum_up()
+
+    def _grow(self, module: nn.Module, name: str, parent: Node | None) -> Node:
+        node = self._node[id(module)] = Node(module, name, parent)
+        for param in module._parameters.values():
+            if param is not None and id(param) not in self._number:
+                self._number[id(param)] = len(self.params)
+                node.own.append(len(self.params))
+                self.params.append(param)
+        for attr, child in module._modules.items():
+            if child is not None and id(child) not in self._node:
+                child_name = f"{name}.{attr}" if name else attr
+                node.children.append(self._grow(child, child_name, node))
+        return node
+
+    def _all_paths(self) -> Iterator[tuple[tuple[Node, ...], str]]:
+        """Every path of registrations from the root, shared modules once per path."""
+
+        def walk(path: tuple[Node, ...], prefix: str) -> Iterator[tuple[tuple[Node, ...], str]]:
+            yield path, prefix
+            for attr, child in path[-1].module._modules.items():
+                if child is None:
+                    continue
+                node = self._node[id(child)]
+                if node not in path:  # a module registered below itself would never end
+                    yield from walk((*path, node), f"{prefix}.{attr}" if prefix else attr)
+
+        yield from walk((self.root,), "")
+
+    def _sum_up(self) -> None:
+        for node in reversed(list(self.root.walk())):
+            node.numbers = list(node.own)
+            for child in node.children:
+                node.numbers.extend(child.numbers)
+            node.nbytes = sum(self.infos[number].gathered_nbytes for number in node.own)
+            node.nbytes += sum(child.nbytes for child in node.children)
+
+    def node_of(self, module: nn.Module) -> Node | None:
+        """The node of a module object, None if the model does not hold it."""
+        return self._node.get(id(module))
+
+    def number_of(self, param: torch.Tensor) -> int | None:
+        """The number of a parameter object, None if the model does not hold it."""
+        return self._number.get(id(param))
+
+    def by_name(self) -> dict[str, int]:
+        """Numbers by full name, all names of tied parameters included."""
+        return {name: number for number, info in enumerate(self.infos) for name in (info.name, *info.aliases)}
+
+    def is_tied(self, number: int) -> bool:
+        """Whether more than one place holds the parameter object."""
+        return len(self.infos[number].owners) > 1
+
+    def caller(self, path: Iterable[Node]) -> Node:
+        """The module on a path whose forward first uses the parameters at its end.
+
+        The outermost atom, else the innermost module that has a forward, else the root.
+        """
+        found = self.root
+        for node in path:
+            if node.is_atom:
+                return node
+            if node.has_forward:
+                found = node
+        return found
+
+    def path_of(self, node: Node) -> tuple[Node, ...]:
+        """The nodes from the root to this one, by first registration."""
+        path: list[Node] = []
+        current: Node | None = node
+        while current is not None:
+            path.append(current)
+            current = current.parent
+        return tuple(reversed(path))
+
+    def triggers(self, numbers: Iterable[int], roots: Iterable[Node] = ()) -> tuple[str, ...]:
+        """Names of the modules whose forward needs these parameters.
+
+        Args:
+            numbers: The unit's parameters.
+            roots: Modules that trigger the unit as wholes, so that modules below them need not.
+        """
+        covering = {self.caller(self.path_of(root)).name: root for root in roots}
+        found = dict.fromkeys(covering)
+        nodes = set(covering.values())
+        for number in numbers:
+            for path in self._paths[number]:
+                if not nodes.intersection(path):
+                    found[self.caller(path).name] = None
+        return tuple(found)
+
+
+def _placed(param: torch.Tensor) -> tuple[str, int]:
+    """How a DTensor is distributed, in words, and into how many parts it is cut; whether it can be sharded is asked later."""
+    placements = getattr(param, "placements", None)
+    if placements is None:
+        return "", 1
+    mesh = param.device_mesh  # type: ignore[attr-defined]
+    names = mesh.mesh_dim_names or ["?"] * mesh.ndim
+    ways = math.prod(mesh.size(dim) for dim, placement in enumerate(placements) if placement.is_shard())
+    return ", ".join(f"{p} over {name}" for p, name in zip(placements, names, strict=True)), ways
+
+
+def buffers_of(model: nn.Module) -> tuple[BufferInfo, ...]:
+    """All buffers, in registration order, each object once under its first name."""
+    return tuple(BufferInfo(name, tuple(buffer.shape), buffer.dtype) for name, buffer in model.named_buffers())

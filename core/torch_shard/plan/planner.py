@@ -1,0 +1,410 @@
+"""Makes a :class:`~torch_shard.plan.Plan` from a model: decides what is gathered together.
+
+The automatic plan, in one walk over the module tree in registration order:
+
+- *Blocks.* Children of one class in a ModuleList, ModuleDict or Sequential repeat: each is a unit
+  of its own, triggered by itself, whatever its size: never merged (every layer of a stack then
+  costs the same, and prefetch has something to hide behind) and never split. A block that is
+  itself a stage (Swin, ResNet: it directly holds most of its bytes as further blocks) is walked
+  instead, as is one far above the size target that contains a stack.
+- *Stacks.* A module with blocks somewhere below is walked. Its direct parameters are a small unit
+  that it triggers itself.
+- *Runs.* What remains between blocks is cut into consecutive runs of at most the size target, each
+  triggered by every module in it. A run ends at every stack, so that what comes before the blocks
+  never shares a unit with what comes after. Embeddings and tied parameters keep apart from other
+  layers: they are used far from where they are registered.
+- *Atoms* (attention, RNNs, parametrized modules) are never split.
+- *Experts* travel with the module that routes to them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ..config.offload import offload_of
+from ..config.precision import precision_of
+from ..errors import ConfigError
+from ..utils.patterns import matches
+from .module_tree import ModuleTree, Node, buffers_of
+from .plan import Plan, UnitPlan, flat_order
+
+if TYPE_CHECKING:
+    from ..config.shard_config import ShardConfig
+
+# A block this many times above the size target is walked if it contains a stack.
+_HUGE_BLOCK = 4
+# Parameters of which one module holds more than this share gain nothing from being split up.
+_DOMINANT = 0.75
+
+
+def make_plan(model: nn.Module, config: ShardConfig, world_size: int) -> Plan:
+    """Decide which parameters of a model are gathered together, and what triggers them.
+
+    Touches no data: the model may be on the meta device. Deterministic, not collective; ranks with
+    equal models and configs get plans of equal :meth:`~torch_shard.plan.Plan.digest`.
+
+    Args:
+        model: Any module; not changed.
+        config: Its ``units``, ``unit_bytes``, ``ignore``, ``precision``, ``quantized``, ``strategy``,
+            ``prefetch`` and ``offload`` count.
+        world_size: Ranks that share the parameters.
+
+    Returns:
+        A plan in which every parameter object is in exactly one unit or ignored.
+
+    Raises:
+        ConfigError: a pattern, class, callable or name in ``units`` or ``ignore`` that matches
+            nothing in the model, or a parameter in two groups.
+        SetupError: a lazy parameter without a shape.
+    """
+    tree = ModuleTree(model, precision_of(config.precision), config.quantized, world_size)
+    ignored = _ignored(tree, config.ignore)
+    planner = _Planner(tree, config.unit_bytes, ignored)
+    planner.place_user_units(config.units)
+    planner.walk_root()
+    return Plan(
+        units=planner.finished(),
+        world_size=world_size,
+        ignored=tuple(tree.infos[number].name for number in sorted(ignored)),
+        buffers=buffers_of(model),
+        strategy=config.strategy,
+        prefetch=config.prefetch,
+        offload=offload_of(config.offload),
+    )
+
+
+def _ignored(tree: ModuleTree, entries: Sequence[nn.Module | nn.Parameter | str]) -> set[int]:
+    ignored: set[int] = set()
+    by_name = tree.by_name()
+    for index, entry in enumerate(entries):
+        if isinstance(entry, nn.Module):
+            if tree.node_of(entry) is None:
+                raise ConfigError(f"ignore[{index}] is a {type(entry).__name__} that the model does not contain.")
+            found = {tree.number_of(param) for param in entry.parameters()}
+        elif isinstance(entry, str):
+            found = {number for name, number in by_name.items() if matches(name, entry)}
+            if not found:
+                raise ConfigError(f"ignore[{index}] matches no parameter name: {entry!r}.{_hint(entry, by_name)}")
+        else:
+            found = {tree.number_of(entry)}
+            if None in found:
+                raise ConfigError(
+                    f"ignore[{index}] is a parameter of shape {tuple(entry.shape)} that the model does not contain."
+                )
+        ignored.update(number for number in found if number is not None)
+    return ignored
+
+
+def _hint(name: str, known: dict[str, int]) -> str:
+    close = difflib.get_close_matches(name, known, n=3)
+    return f" Close to it: {', '.join(map(repr, close))}." if close else ""
+
+
+class _Planner:
+    """The state of one walk: what has been placed, and the run that is being filled."""
+
+    def __init__(self, tree: ModuleTree, unit_bytes: int, ignored: set[int]):
+        self.tree = tree
+        self.unit_bytes = unit_bytes
+        self.placed = set(ignored)
+        self.units: list[tuple[tuple[int, int], UnitPlan]] = []
+        self.user_units: set[Node] = set()
+        self.run: list[Node] = []
+        self.run_numbers: list[int] = []
+        self.run_bytes = 0
+        self.run_kind = ""
+        self._stacked: dict[Node, bool] = {}
+
+    # ---- what the walk produces
+
+    def finished(self) -> tuple[UnitPlan, ...]:
+        """All units in registration order, what encloses others before them.
+
+        Reductions run through the plan backwards, and the gradients of an enclosing module's own
+        parameters may be complete only when all below it are.
+        """
+        return tuple(unit for _, unit in sorted(self.units, key=lambda pair: pair[0]))
+
+    def add_unit(self, name: str, numbers: Sequence[int], roots: Sequence[Node] = ()) -> None:
+        """Close a unit over those parameters that are in none yet; `roots` are its modules."""
+        numbers = sorted(number for number in numbers if number not in self.placed)
+        if not numbers:
+            return
+        self.placed.update(numbers)
+        params = flat_order(self.tree.infos[number] for number in numbers)
+        unit = UnitPlan(name, params, self.tree.triggers(numbers, roots))
+        first = roots[0] if roots else None
+        place = (first.numbers[0], _depth(first)) if first else (numbers[0], 0)
+        self.units.append((place, unit))
+
+    def left_in(self, node: Node) -> list[int]:
+        """Parameters below a node that are in no unit yet."""
+        return [number for number in node.numbers if number not in self.placed]
+
+    def nbytes(self, numbers: Sequence[int]) -> int:
+        return sum(self.tree.infos[number].gathered_nbytes for number in numbers)
+
+    # ---- units chosen by the user
+
+    def place_user_units(self, units: object) -> None:
+        """Form the user's units first; the walk plans around them."""
+        if units is None:
+            return
+        if callable(units):
+            self._place_modules([n for n in self.tree.root.walk() if units(n.name, n.module)])
+            return
+        assert isinstance(units, (tuple, list))  # ShardConfig has checked it
+        if all(isinstance(entry, (str, type)) for entry in units):
+            chosen: dict[Node, None] = {}
+            for index, entry in enumerate(units):
+                matched = [n for n in self.tree.root.walk() if _chosen_by(entry, n)]
+                if not matched:
+                    shown = repr(entry) if isinstance(entry, str) else entry.__name__
+                    what = "module name" if isinstance(entry, str) else "module of that class"
+                    names = {n.name: 0 for n in self.tree.root.walk()}
+                    hint = _hint(entry, names) if isinstance(entry, str) else ""
+                    raise ConfigError(f"units[{index}] matches no {what}: {shown}.{hint}")
+                chosen.update(dict.fromkeys(matched))
+            self._place_modules([n for n in self.tree.root.walk() if n in chosen])
+        else:
+            self._place_groups(units)
+
+    def _place_modules(self, nodes: Sequence[Node]) -> None:
+        if not any(node.numbers for node in nodes):
+            raise ConfigError(
+                "units chooses no module with parameters"
+                + (f": {', '.join(repr(n.name) for n in nodes[:5])} have none." if nodes else ".")
+            )
+        self.user_units.update(nodes)
+        # Parents come first in the walk: reversed, an inner unit takes its own before an outer one.
+        for node in reversed(nodes):
+            callers = [node] if node.has_forward else list(self._callable_children(node))
+            self.add_unit(node.name or "(root)", node.numbers, callers)
+
+    def _callable_children(self, node: Node) -> Iterator[Node]:
+        """The topmost modules with a forward below one that has none."""
+        for child in node.children:
+            if child.has_forward:
+                if child.numbers:
+                    yield child
+            else:
+                yield from self._callable_children(child)
+
+    def _place_groups(self, groups: Sequence[Sequence[str]]) -> None:
+        by_name = self.tree.by_name()
+        group_of: dict[int, int] = {}
+        for index, group in enumerate(groups):
+            for name in group:
+                if name not in by_name:
+                    raise ConfigError(f"units[{index}] names an unknown parameter: {name!r}.{_hint(name, by_name)}")
+                number = by_name[name]
+                if number in self.placed:
+                    raise ConfigError(f"units[{index}] names an ignored parameter: {name!r}.")
+                first = group_of.setdefault(number, index)
+                if first != index:
+                    raise ConfigError(
+                        f"Parameter {self.tree.infos[number].name!r} is in two groups, "
+                        f"units[{first}] and units[{index}] (there as {name!r})."
+                    )
+        for index, group in enumerate(groups):
+            self.add_unit(f"group {index}", [by_name[name] for name in group])
+
+    # ---- the automatic walk
+
+    def walk_root(self) -> None:
+        self.walk(self.tree.root)
+        self.flush()
+
+    def walk(self, node: Node, *, stage: bool = False) -> None:
+        """Plan the children of a module one by one; its direct parameters are a unit.
+
+        Args:
+            node: The module, entered once.
+            stage: It is, or is in, a stage of a stack: what repeats are blocks, to be left whole.
+        """
+        self.flush()
+        self.add_unit(node.name or "(root)", list(self._direct(node)), [node])
+        for child, kind in self._members(node):
+            if kind == "border":
+                self.flush()
+            elif kind == "block":
+                self.place_block(child, in_stage=stage)
+            else:
+                self.place_item(child, kind, in_stage=stage)
+        # No flush: a final norm may share a unit with the head that its parent calls next.
+
+    def _direct(self, node: Node) -> Iterator[int]:
+        """Parameters that only this module's own forward can use: those of its lists too."""
+        yield from node.own
+        for child in node.children:
+            if child.is_expert_list:
+                yield from child.numbers
+            elif not child.has_forward:
+                yield from self._direct(child)
+
+    def _members(self, node: Node) -> Iterator[tuple[Node, str]]:
+        """The modules that this one's forward may call, each with its role, lists resolved.
+
+        The role ``border`` says only that no run crosses here.
+        """
+        blocks = _blocks(node)
+        for child in node.children:
+            if child.is_expert_list:
+                continue
+            if child in self.user_units:
+                yield child, "border"  # it took all it holds
+            elif not child.has_forward and not child.is_atom:
+                border = child in blocks or self._has_stack(child)
+                if border:
+                    yield child, "border"
+                yield from self._members(child)
+                if border:
+                    yield child, "border"
+            elif child in blocks:
+                yield child, "block"
+            # A list of one layer, or of layers of different classes, is a stack by intention.
+            elif child.is_composite and node.is_container and not node.has_forward:
+                yield child, "alone"
+            else:
+                yield child, self._role(child)
+
+    def _role(self, node: Node) -> str:
+        left = self.left_in(node)
+        if any(self.tree.is_tied(number) for number in left):
+            return "alone"
+        return "embedding" if _holds_embedding(node) else "layer"
+
+    def place_block(self, node: Node, *, in_stage: bool) -> None:
+        """A repeated module: one unit, unless it is a stage that holds the real blocks.
+
+        Stages do not nest: a bottleneck of a ResNet, inside a stage, is a block although it holds
+        a row of like convolution layers itself.
+        """
+        self.flush()
+        is_stage = not in_stage and _is_stage(node)
+        huge = node.nbytes > _HUGE_BLOCK * self.unit_bytes and any(map(_stage_blocks, node.walk()))
+        chosen_inside = any(n in self.user_units for n in node.walk())
+        if not node.is_atom and (is_stage or huge) and not chosen_inside:
+            self.walk(node, stage=True)
+        else:
+            self.add_unit(node.name, node.numbers, [node])
+
+    def place_item(self, node: Node, kind: str, *, in_stage: bool) -> None:
+        """A module between blocks: joins the current run, or is walked if it holds more."""
+        left = self.left_in(node)
+        if not left:
+            return
+        if not node.is_atom and self._must_walk(node, left):
+            self.walk(node, stage=in_stage)
+            return
+        size = self.nbytes(left)
+        too_much = self.run_bytes + size > self.unit_bytes
+        if self.run and (too_much or kind == "alone" or kind != self.run_kind):
+            self.flush()
+        self.run.append(node)
+        self.run_numbers.extend(left)
+        self.run_bytes += size
+        self.run_kind = kind
+
+    def _must_walk(self, node: Node, left: Sequence[int]) -> bool:
+        if not node.is_composite:
+            return False
+        if self._has_stack(node) or any(n in self.user_units for n in node.walk()):
+            return True
+        if _is_small_language_model(node):
+            return True
+        size = self.nbytes(left)
+        largest = max(self.nbytes(n.own) for n in node.walk())
+        return size > self.unit_bytes and largest <= _DOMINANT * size
+
+    def _has_stack(self, node: Node) -> bool:
+        """Whether blocks repeat somewhere in this module, outside of atoms and experts."""
+        if node not in self._stacked:
+            self._stacked[node] = bool(_blocks(node)) or any(
+                self._has_stack(child) for child in node.children if not child.is_atom and not child.is_expert_list
+            )
+        return self._stacked[node]
+
+    def flush(self) -> None:
+        """End the current run and make a unit of it."""
+        if self.run:
+            first, last = self.run[0].name, self.run[-1].name
+            name = first if len(self.run) == 1 else f"{first}..{last}"
+            self.add_unit(name, self.run_numbers, self.run)
+        self.run, self.run_numbers, self.run_bytes, self.run_kind = [], [], 0, ""
+
+
+def _chosen_by(entry: str | type, node: Node) -> bool:
+    if isinstance(entry, str):
+        return matches(node.name, entry)
+    return isinstance(node.module, entry)
+
+
+def _blocks(container: Node) -> set[Node]:
+    """The children of a container that repeat, empty if it is no stack.
+
+    All children of one class, plain layers included; or at least two with children of their own and
+    of one class, and then every child that has children: stacks mix classes (a dense first layer
+    among sparse ones), and a Sequential of convolutions and activations is no stack.
+    """
+    if not container.is_container or container.is_expert_list:
+        return set()
+    holders = [child for child in container.children if child.numbers]
+    if len(holders) < 2:
+        return set()
+    if len({child.kind for child in container.children}) == 1:
+        return set(holders)
+    composite = [child for child in holders if child.is_composite]
+    kinds = [child.kind for child in composite]
+    return set(composite) if len(set(kinds)) < len(kinds) else set()
+
+
+def _is_stage(node: Node) -> bool:
+    """Whether a block is a stage: it, or a list in it, holds blocks that are most of its bytes."""
+    return any(
+        2 * sum(block.nbytes for block in _stage_blocks(container)) >= node.nbytes > 0
+        for container in (node, *node.children)
+    )
+
+
+def _stage_blocks(container: Node) -> set[Node]:
+    """Like :func:`_blocks`, for a container inside a block.
+
+    Only modules with two weight matrices or more: a convolution with its norm is a layer, and a row
+    of these is one block.
+    """
+    blocks = _blocks(container)
+    return blocks if all(_matrices(block) >= 2 for block in blocks) else set()
+
+
+def _matrices(node: Node) -> int:
+    return sum(param is not None and param.ndim >= 2 for n in node.walk() for param in n.module._parameters.values())
+
+
+def _holds_embedding(node: Node) -> bool:
+    return any(isinstance(n.module, (nn.Embedding, nn.EmbeddingBag)) for n in node.walk())
+
+
+def _is_small_language_model(node: Node) -> bool:
+    """Whether a module that would fit one unit has both an embedding and layers that follow it.
+
+    Those must not share a unit. A group of embeddings with a norm, or a projection of patches
+    beside them, is one step of the forward and stays whole.
+    """
+    if "embed" in node.attr.lower() or "embed" in node.kind.__name__.lower():
+        return False
+    if not _holds_embedding(node):
+        return False
+    return any(
+        isinstance(n.module, (nn.Linear, nn.RNNBase, nn.MultiheadAttention, nn.Conv1d, nn.Conv2d))
+        for n in node.walk()
+        if n.own
+    )
+
+
+def _depth(node: Node) -> int:
+    return len(node.name.split(".")) if node.name else 0

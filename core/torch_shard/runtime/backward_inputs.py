@@ -1,0 +1,61 @@
+"""`backward(inputs=parameters)` for sharded parameters: the one function of torch's namespace that is wrapped.
+
+`loss.backward(inputs=[...])` hands plain Python objects to autograd's C++ engine, which would find that a sharded
+parameter is no leaf of the graph and do nothing, without a word. No hook of torch sees that call, so
+`torch.autograd.backward` is wrapped once, for the life of the process; without sharded inputs it passes straight through.
+`torch.autograd.grad` needs no wrapper: it honours `__torch_function__`. Tested on torch 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..shard_tensor.tensor import ShardTensor
+from ..unit.unit import unit_of
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+
+# Of all engines alive: their runtimes hear of each backward before it starts.
+_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def install(runtime: Runtime) -> None:
+    """Wrap `torch.autograd.backward`, once; `runtime` follows it from now on."""
+    _runtimes.add(runtime)
+    original = torch.autograd.backward
+    if getattr(original, "_torch_shard", False):
+        return
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        inputs = kwargs.get("inputs")
+        if inputs is not None:
+            if isinstance(inputs, torch.Tensor):
+                inputs = [inputs]
+            translated = []
+            for item in inputs:
+                translated.append(item)
+                if isinstance(item, ShardTensor):
+                    unit = unit_of(item)
+                    if unit is not None:
+                        translated.append(unit.differentiable(item))
+            kwargs["inputs"] = translated
+        if torch._C._current_graph_task_id() != -1:  # nested: the outer call has done the rest
+            return original(*args, **kwargs)
+        runtimes = list(_runtimes)
+        for runtime in runtimes:
+            runtime.before_backward()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            for runtime in runtimes:
+                runtime.after_backward()
+
+    backward._torch_shard = True  # type: ignore[attr-defined]
+    torch.autograd.backward = backward  # type: ignore[assignment]

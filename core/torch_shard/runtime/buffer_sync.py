@@ -1,0 +1,42 @@
+"""Buffers (running statistics and the like) follow rank 0, as under DDP: broadcast before a forward, coalesced."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm.broadcast_buffers import broadcast_coalesced
+from ..comm.collectives import Collectives
+
+
+class BufferSync:
+    """Broadcasts the buffers of `root` from rank 0 of the mesh, one collective per dtype. `ignored` are names in `root`."""
+
+    def __init__(self, root: nn.Module, collectives: Collectives, ignored: frozenset[str]) -> None:
+        self.collectives, self.ignored = collectives, ignored
+        self.due = True  # DDP's rule: before the first forward, and before each that follows one that reduces
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BufferSync:
+        other = copy.copy(self)
+        memo[id(self)] = other
+        return other
+
+    def synchronise(self, root: nn.Module) -> None:
+        """Right after the ranks have agreed to begin a forward. Collective."""
+        # Below tensor parallelism buffers may be those of a rank's own part, as parameters are.
+        what = "the broadcast of buffers"
+        broadcast_coalesced(self.collectives, self._buffers(root), what, met=True, within_plane=True)
+
+    def signature(self, root: nn.Module) -> tuple[int, str]:
+        """A number that differs where buffers have other sizes, and what an error says."""
+        sizes = [(b.numel(), b.dtype.itemsize) for b in self._buffers(root)]
+        return zlib.crc32(
+            str(sizes).encode()
+        ), f"broadcasts {len(sizes)} buffers of {sum(n for n, _ in sizes)} elements"
+
+    def _buffers(self, root: nn.Module) -> list[torch.Tensor]:
+        return [b for name, b in root.named_buffers() if name not in self.ignored]

@@ -1,0 +1,238 @@
+"""The forwards of a sharded model that are running, as its module hooks see them.
+
+A pre-hook on a unit's trigger modules gathers it and installs its leaves; the forward hook puts the sharded parameters back.
+A unit is released when *another* unit's forward begins: a unit with several triggers is not gathered twice, and the unit used
+last is still there when backward starts with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..unit.phases import BACKWARD
+from ..utils.autograd_private import graph_task, sequence_number
+from ..utils.pytree import own_memory, tensors_in
+from . import mixed_precision_hooks
+from .backward_hooks import Use
+from .interrupted_forwards import ended, forward_frame
+from .load_hooks import forget_loads
+from .registry import runtime_of
+
+if TYPE_CHECKING:
+    from ..unit.unit import Unit
+    from .runtime import Runtime
+
+
+class _Entered(NamedTuple):
+    """The forward of a unit's trigger module that is running."""
+
+    unit: Unit
+    use: Use
+    summoned: bool  # whole since before: inside gathered()
+    frame: FrameType | None
+
+
+class Forwards:
+    """Gathers units before their forwards and tells backward of what they made; one for each :class:`Runtime`."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.depth = 0  # those of trigger modules that need their unit gathered
+        self._entered: list[_Entered] = []
+        self._roots: list[FrameType | None] = []  # those of the root module run in these frames of Python's
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward of the model or of one of its units is running."""
+        return self.depth > 0 or bool(self._roots)
+
+    # -- of units -------------------------------------------------------------------------------------------------
+    def enter(self, unit: Unit) -> None:
+        """Before the forward of a module that triggers `unit`. Collective."""
+        if self._entered:
+            self.leave_interrupted()
+        runtime, use = self.runtime, Use(unit, sequence_number())
+        if unit.is_summoned:
+            self._entered.append(_Entered(unit, use, True, forward_frame()))
+            return
+        if runtime.registrations.changed:
+            runtime.check_registrations()
+        phase = runtime.phase()
+        runtime.demand(unit, phase)
+        if phase == BACKWARD and not unit.uses:
+            # Recomputation of a checkpointed region that spans several units: the nodes that will read these values are
+            # older than the ones being made now, so only this unit's own trigger may start the countdown to release.
+            unit.held = True
+        unit.install()
+        unit.running += 1
+        self.depth += 1
+        self._entered.append(_Entered(unit, use, False, forward_frame()))
+
+    def exit(self, unit: Unit, outputs: Any) -> Any:
+        """After that forward, also when it raised (`outputs` is None then). Returns what the module shall return."""
+        entered = self._entered
+        if not (entered and entered[-1].unit is unit) and not any(each.unit is unit for each in entered):
+            return outputs  # the pre-hook itself failed
+        while True:
+            last = entered.pop()
+            self._leave(last)
+            if last.unit is unit:  # those above it were left by an interrupt that skipped their hooks
+                break
+        runtime, recording = self.runtime, torch.is_grad_enabled()
+        tensors = [] if outputs is None else tensors_in(outputs)
+        if last.summoned:
+            if recording and outputs is not None and all(s.in_place for s in unit.summons):
+                runtime.watch_outputs(last.use, tensors)
+            return outputs
+        if unit.gathers and tensors:
+            outputs, tensors = own_memory(outputs, tensors, {f.storage for f in unit.flats})
+        if recording and outputs is not None:
+            runtime.watch_outputs(last.use, tensors)
+        runtime.on_demand.check_copies()
+        self.between(recording)
+        return outputs
+
+    def _leave(self, entered: _Entered) -> None:
+        if not entered.summoned:
+            self.depth -= 1
+            entered.unit.running -= 1
+            entered.unit.uninstall()
+
+    def between(self, recording: bool) -> None:
+        """An operation or a forward has ended, which recorded gradients or not."""
+        if self.running or graph_task() != -1:
+            return
+        runtime = self.runtime
+        if not recording:
+            runtime.schedule.release_whole()
+        if runtime.schedule.keeps_on:  # what changes before the next one must be seen there
+            runtime.session = False
+
+    # -- of the root module ---------------------------------------------------------------------------------------
+    def begin(self, root: nn.Module) -> None:
+        """Before the root module's forward. Collective, where buffers are to be synchronised."""
+        if self._roots:
+            self.leave_interrupted()
+        self._roots.append(forward_frame())
+        runtime = self.runtime
+        if runtime.registrations.changed or runtime.registrations.root is None:
+            runtime.registrations.root = weakref.ref(root)
+            runtime.check_registrations()
+        if self.depth == 0 and len(self._roots) == 1 and graph_task() == -1:
+            runtime.session = False
+            runtime.schedule.release_unused()
+            runtime.synchronise_buffers(root)
+
+    def finish(self) -> None:
+        """After the root module's forward."""
+        if self._roots:
+            self._roots.pop()
+        self._finished()
+
+    def _finished(self) -> None:
+        """A forward of the root module has ended, whether it was the last one that began or not."""
+        runtime = self.runtime
+        if runtime.buffers is not None and not runtime.solo:
+            runtime.buffers.due = torch.is_grad_enabled() and runtime.require_sync
+        if self.depth == 0 and graph_task() == -1:
+            runtime.session = False
+            if not torch.is_grad_enabled():
+                runtime.schedule.release_unused()
+
+    # -- that an interrupt has ended ------------------------------------------------------------------------------
+    def leave_interrupted(self) -> None:
+        """Do what the hooks of interrupted forwards would have done. Not collective."""
+        gone = ended([each.frame for each in self._entered], self._roots)
+        if not gone:
+            return
+        for entered in [each for each in self._entered if each.frame in gone]:
+            self._entered.remove(entered)
+            self._leave(entered)
+        for root in [frame for frame in self._roots if frame in gone]:
+            self._roots.remove(root)
+            self._finished()
+        self.runtime.on_demand.check_copies()
+
+
+# torch.compiler.disable without importing the compiler here (which is loaded by the first optimizer anyway). Private;
+# torch 2.13.
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def uncompiled(function: Callable[..., Any], *args: Any) -> Any:
+    """Call it past the compiler."""
+    return function(*args)
+
+
+# What torch.compile(fullgraph=True) gives as the reason why it can't; private, too.
+uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]
+uncompiled._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "torch_shard gathers and releases parameters here, which is done between graphs: each unit breaks the graph once. Leave out "
+    "fullgraph=True, or compile modules that are smaller than a unit"
+)
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    """Inside a compiled module, every function that a hook calls would be compiled, too."""
+    # The wrapper that forbids it costs several microseconds: only where a compiler is at work.
+    return uncompiled(function, *args) if torch.compiler.is_compiling() else function(*args)
+
+
+class EnterUnit:
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        _call(runtime_of(self.unit).forwards.enter, self.unit)
+
+
+class ExitUnit:
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return _call(runtime_of(self.unit).forwards.exit, self.unit, output)
+
+
+class BeginModel:
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        _call(self.runtime.forwards.begin, module)
+
+
+class FinishModel:
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        _call(self.runtime.forwards.finish)
+
+
+def register(root: nn.Module, runtime: Runtime, units: Iterable[Unit]) -> None:
+    """Hook the root and every trigger."""
+    runtime.registrations.root = weakref.ref(root)
+    runtime.registrations.changed = False
+    for unit in units:
+        for module in unit.triggers:
+            module.register_forward_pre_hook(EnterUnit(unit), prepend=True)
+            module.register_forward_hook(ExitUnit(unit), always_call=True)
+    root.register_forward_pre_hook(BeginModel(runtime), prepend=True)
+    root.register_forward_hook(FinishModel(runtime), always_call=True)
+
+
+def unregister(root: nn.Module, units: Iterable[Unit]) -> None:
+    """Remove the hooks of :func:`register`, also from a copied model, which has no handles to them."""
+    forget_loads(root)
+    mixed_precision_hooks.unregister(root)
+    modules = {id(m): m for m in [root, *(t for u in units for t in u.triggers)]}
+    for module in modules.values():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [k for k, h in hooks.items() if isinstance(h, (EnterUnit, ExitUnit, BeginModel, FinishModel))]:
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)

@@ -1,0 +1,178 @@
+"""Parameters used outside their modules' forward: gathered for one operation, by `ShardTensor.__torch_function__`."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..comm.work import caller_line
+from ..errors import UnitStateError
+from ..shard_tensor.spec import gather_error
+from ..shard_tensor.tensor import ShardTensor
+from ..shard_tensor.torch_function import creates, exposes_memory, initialises
+from ..unit.unit import State
+from ..utils.autograd_private import graph_task, sequence_number
+from ..utils.pytree import tensors_in
+from .backward_hooks import Use
+
+if TYPE_CHECKING:
+    from ..unit.flat_buffer import FlatBuffer
+    from ..unit.unit import Unit
+    from .runtime import Runtime
+
+
+@dataclass(eq=False)
+class _Stored:
+    """A parameter that was gathered as it is stored, for one operation."""
+
+    flat: FlatBuffer
+    index: int
+    full: torch.Tensor
+
+    def write_back(self) -> None:
+        """Keep what an in-place function wrote."""
+        start, stop = self.flat.layout.local_range(self.index, self.flat.collectives.rank)
+        before = self.flat.shard[start:stop]
+        now = self.flat.own_slot(self.full)[start:stop].to(before.device)
+        if not torch.equal(now.view(torch.uint8), before.view(torch.uint8)):
+            with torch.no_grad():
+                before.copy_(now)
+
+
+class OnDemand:
+    """Decides between the slice and the gathered parameter; one for each sharded model."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self._uses: list[Use | _Stored] = []  # of the operation that runs now
+        # Copies handed out for views, with their versions: an edit of one would be lost.
+        self._copies: list[tuple[torch.Tensor, int, str, str]] = []
+
+    def leaf(
+        self, unit: Unit, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype] = frozenset()
+    ) -> torch.Tensor | None:
+        """What to compute with in place of `param`, or None where the operation stays on the slices: the leaf, as a rule.
+        `dtypes` are those of the other operands. Collective where the unit is not gathered yet."""
+        self.check_copies()
+        if unit.is_summoned:
+            return unit.leaf_of(param)
+        runtime = self.runtime
+        if runtime.forwards.depth:
+            runtime.forwards.leave_interrupted()
+        inside, recording = runtime.forwards.running, torch.is_grad_enabled()
+        name = getattr(func, "__name__", "")
+        # Without gradients slices will do, except that what the unit's own forward computes with must be edited itself.
+        # Before and after a forward the gathered values go as soon as the function has returned.
+        exposed = not inside and exposes_memory(name)
+        if (local_ok or exposed) and not recording and not unit.installed:
+            return None
+        if exposed and not unit.installed:  # recording or not: the address of memory that goes away
+            return None
+        differentiable = recording and param.requires_grad and not creates(name) and not initialises(name)
+        # User hooks see a gradient once, whole: what reaches the leaf and what reaches the slice must not be two.
+        hooked = differentiable and bool(unit.leaf_of(param)._backward_hooks)
+        # What records a gradient of replicated parameters uses the leaf, whose gradient is averaged over the copies. Without
+        # slices most are at hand.
+        copies = unit.collectives.topology.replicas > 1
+        replicated = differentiable and (copies or not (unit.sharded or unit.gathers))
+        if local_ok and not (inside or hooked or replicated):
+            return None
+        if runtime.agreement is None:
+            # In set-up, which lets a model on meta initialise slices, and whole parameters where that raises this.
+            raise gather_error([param._spec], name)
+        flat, index = unit.find(param)
+        # Outside a forward a parameter shows the dtype that it is stored in. Only what is given a tensor of the computation's
+        # (`F.linear(features, model.head.weight)`) is part of that. Where both are one dtype, what records a gradient is.
+        as_stored = not flat.exact and not inside and graph_task() == -1
+        as_stored &= not flat.casts or flat.compute not in dtypes
+        if as_stored and not differentiable:
+            return self._stored(unit, flat, index)
+        start = sequence_number()
+        is_there = replicated and not unit.gathers
+        at_hand = local_ok and ((is_there and not inside) or (unit.installed and not recording))
+        if not (at_hand or (not inside and not recording and self._is_whole(unit, param))):
+            runtime.demand(unit, runtime.phase())
+        for each in unit.flats:
+            each.mirror()
+            if not unit.installed:
+                each.note_versions()
+        unit.running += 1
+        self._uses.append(Use(unit, start))
+        return flat.leaves[index].to(flat.dtype) if as_stored else flat.leaves[index]
+
+    def _stored(self, unit: Unit, flat: FlatBuffer, index: int) -> torch.Tensor:
+        """A whole parameter of a unit that is computed with in another dtype, with the values that are stored. Collective."""
+        agreement = self.runtime.agreement
+        if agreement is not None:
+            text = f"gathers the stored values of unit {unit.name!r}"
+            agreement.note(zlib.crc32(text.encode()), text)
+            agreement.check(text)
+        from ..unit.full_values import whole_flat  # which knows the runtime
+
+        full = whole_flat(flat, unit.gather_text)
+        if full is flat.shard:
+            full = full.clone()
+        self._uses.append(_Stored(flat, index, full))
+        return flat.parameter_over(full, index)
+
+    def _is_whole(self, unit: Unit, param: ShardTensor) -> bool:
+        """Whether an operation that records nothing, outside any forward, finds the unit gathered. Not collective.
+
+        In backward it is, for whoever computes with a weight in a hook of its module: an event of its own would only
+        disturb the order of gathers that the ranks share.
+        """
+        if not unit.gathers:
+            return True
+        if graph_task() == -1 or unit.state is State.SHARDED or unit.refill:  # with `refill`, others may have to gather
+            return False
+        unit.wait()
+        unit.note_stream()
+        if unit.is_stale():  # and may not be gathered anew: backward of the unit needs the values that forward had
+            raise UnitStateError(
+                f"rank {self.runtime.collectives.world_rank}: {param._spec.name} is computed with in backward, after unit "
+                f"{unit.name!r} was changed in it (by an optimizer in a hook, perhaps). Compute with it before the change, "
+                "or after backward."
+            )
+        return True
+
+    def done(self, unit: Unit, result: Any, copies: list[torch.Tensor], name: str) -> None:
+        """After the operation that :meth:`leaf` was asked for, also when it raised."""
+        self.watch_copies(copies, name)
+        if unit.is_summoned or not self._uses:
+            return
+        use = self._uses.pop()
+        if isinstance(use, _Stored):
+            use.write_back()
+            return
+        unit = use.unit
+        unit.running -= 1
+        if unit.gathers and not unit.installed:
+            unit.write_back_edits()  # an in-place function wrote to the gathered values
+        tensors = tensors_in(result)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            self.runtime.watch_outputs(use, tensors, forward=False)
+            self.runtime.forwards.between(True)
+        else:
+            self.runtime.forwards.between(False)
+
+    def watch_copies(self, copies: list[torch.Tensor], name: str) -> None:
+        """An edit of one of these, which stand in for views of `name`, shall be an error."""
+        if copies:
+            line = caller_line()
+            self._copies += [(c, c._version, name, line) for c in copies if not c.requires_grad]
+
+    def check_copies(self) -> None:
+        """Raise if a copy that stands in for a view was edited."""
+        if not self._copies:
+            return
+        copies, self._copies = self._copies, []
+        for copy, version, name, line in copies:
+            if copy._version != version:
+                raise UnitStateError(
+                    f"rank {self.runtime.collectives.world_rank}: a view of {name}, taken at {line}, was "
+                    "edited. It is a copy, because the gathered memory is released, so the edit would be lost. Edit the "
+                    "parameter itself (weight.mul_(mask)), or the view inside engine.gathered(write=True) between steps."
+                )

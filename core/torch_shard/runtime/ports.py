@@ -1,0 +1,67 @@
+"""What the runtime needs of optimizers' steps, which are above it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from ..unit.gradient_buffer import GradientBuffer
+    from ..unit.unit import Unit
+    from .backward_hooks import Use
+
+__all__ = ["StepInBackward"]
+
+
+class StepInBackward(Protocol):
+    """An optimizer that steps each unit during backward, as soon as its gradients are reduced."""
+
+    optimizer: Any
+
+    def begin(self, syncing: bool) -> None:
+        """Begin a backward, which reduces gradients if `syncing`."""
+
+    def end(self) -> None:
+        """End the backward: step what is left."""
+
+    def outermost(self, begins: bool) -> None:
+        """Note that a call of the user's to backward begins, or has ended."""
+
+    def expect(self, use: Use) -> None:
+        """Note that backward will come back to `use`."""
+
+    def reached(self, use: Use) -> None:
+        """Note that backward has come to `use`."""
+
+    def demanded(self, unit: Unit) -> None:
+        """Note that backward computes with `unit`."""
+
+    def gathered(self, unit: Unit) -> None:
+        """Note that `unit` is gathered."""
+
+    def postpones(self, unit: Unit) -> bool:
+        """Return True if `unit` may not be stepped before the end of backward."""
+
+    def marks(self) -> list[int]:
+        """Return this rank's bytes for the comparison at the end of backward."""
+
+    def check(self, marks: Sequence[int]) -> None:
+        """Raise where the ranks' reduced marks say that one of them has failed."""
+
+    def step(self, gradients: GradientBuffer) -> None:
+        """Step the parameters whose reduced gradients these are."""
+
+    def before_step(self, optimizer: Any) -> None:
+        """Prepare for a call of ``optimizer.step()`` outside backward."""
+
+    def after_step(self, optimizer: Any) -> None:
+        """Undo :meth:`before_step`."""
+
+    def check_reader(self) -> None:
+        """Raise where `.grad` is read that was consumed in backward."""
+
+    def refuse_clipping(self) -> None:
+        """Raise: gradients can't be clipped behind their step."""
+
+    def refuse_norms(self) -> None:
+        """Raise: norms of gradients can't be read behind their step."""

@@ -1,0 +1,1 @@
+"""From a plain model to a sharded one."""

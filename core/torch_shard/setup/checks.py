@@ -1,0 +1,222 @@
+"""What is looked at before anything is changed: the model, and whether all ranks have the same one and the same settings."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..comm.collectives import Collectives
+from ..comm.watchdog import blocking
+from ..config.shard_config import ShardConfig
+from ..errors import ConfigError, SetupError
+from ..layout.dtensor_placement import is_dtensor, local_of, placed_of
+from ..plan.plan import Plan
+from ..shard_tensor.tensor import ShardTensor
+from .lazy_param import Waiting
+from .lazy_values import described
+
+__all__ = ["SETUP", "agree", "by_name_of", "check_model"]
+
+_PARAMETER_TYPES = (nn.Parameter, torch.Tensor, Waiting)
+
+
+def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -> None:
+    """Everything that would make sharding fail half-way, before anything has changed."""
+    _drop_derived(model)
+    by_name = by_name_of(model)
+    ignored = {n: by_name[n] for n in plan.ignored}
+    for kind, found in (("buffer", dict(model.named_buffers())), ("ignored parameter", ignored)):
+        for name, tensor in found.items():
+            if is_dtensor(tensor):
+                raise SetupError(
+                    f"rank {rank}: {kind} {name} is a DTensor; of those only parameters that are sharded are supported. Leave it "
+                    "out of the parallelize plan."
+                )
+    rnn_refs = {
+        id(r) for m in model.modules() if isinstance(m, nn.RNNBase) for r in getattr(m, "_flat_weight_refs", []) if r
+    }
+    storages: dict[int, list[tuple[int, int, str]]] = {}
+    for info in plan.params:
+        name = info.name
+        given = by_name[name]
+        p: torch.Tensor = given
+        if isinstance(p, ShardTensor):
+            raise SetupError(
+                f"rank {rank}: {name} is already sharded; close() its engine before sharding it again. Where it "
+                "belongs to two models, put both into one nn.Module, and shard (prepare) that."
+            )
+        where = f"rank {rank}: parameter {name}"
+        if is_dtensor(p):
+            placed_of(p, name)
+            p = local_of(p)
+        elif type(p) not in _PARAMETER_TYPES:
+            raise SetupError(
+                f"{where} is a {type(p).__name__}, a class that can't be sharded; leave it out with ShardConfig(ignore=[...])."
+            )
+        if p.layout is not torch.strided:
+            raise SetupError(f"{where} has layout {p.layout}; only dense parameters can be sharded. Use ignore=.")
+        if p.device.type not in ("cpu", "meta") and p.device != device:
+            raise SetupError(f"{where} is on {p.device}, but this rank shards on {device}; move the model there first.")
+        if not given.is_leaf:
+            raise SetupError(f"{where} is the result of an operation, not a leaf; detach it before sharding.")
+        refs = [r for r in weakref.getweakrefs(given) if id(r) not in rnn_refs]
+        if refs:
+            raise SetupError(
+                f"{where} has weak references to it, which sharding would break; drop them or use ignore=."
+            )
+        if given._use_count() > 1:  # type: ignore[attr-defined]
+            raise SetupError(
+                f"{where} is still held by an autograd graph or by C++ code; drop old losses and outputs (del loss) "
+                "before sharding."
+            )
+        if p.device.type != "meta" and p.numel():
+            start = p.data_ptr()
+            span = sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True)) + 1
+            storages.setdefault(p.untyped_storage().data_ptr(), []).append(
+                (start, start + span * p.element_size(), name)
+            )
+    for pieces in storages.values():
+        pieces.sort()
+        for (_, stop, first), (start, _, second) in zip(pieces, pieces[1:], strict=False):
+            if start < stop:
+                raise SetupError(
+                    f"rank {rank}: parameters {first} and {second} are views of the same memory; tie them by assigning one "
+                    "nn.Parameter to both modules instead."
+                )
+    devices = {p.device.type for p in by_name.values() if p.device.type not in ("meta", "cpu")}
+    if devices and any(by_name[i.name].device.type == "cpu" for i in plan.params) and len(plan.params) > 0:
+        cpu = next(i.name for i in plan.params if by_name[i.name].device.type == "cpu")
+        raise SetupError(
+            f"rank {rank}: parameter {cpu} is on cpu while others are on {device}; put them on one device."
+        )
+
+
+def by_name_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by the names of the plan. A class of the user's may give others (torch's checkpoint wrapper does)."""
+    return dict(nn.Module.named_parameters(model))
+
+
+def _drop_derived(model: nn.Module) -> None:
+    """torch.nn.utils' weight_norm, spectral_norm and prune keep the weight of the last forward with its graph."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            name: Any = getattr(hook, "name", None) or getattr(hook, "_tensor_name", None)  # the latter of prune's
+            kept = module.__dict__.get(name) if isinstance(name, str) else None
+            if isinstance(kept, torch.Tensor) and kept.grad_fn is not None:
+                module.__dict__[name] = kept.detach()
+
+
+SETUP = "the set-up of a sharded model (shard)"  # the operation, for messages
+
+
+def agree(
+    c: Collectives, model: nn.Module, plan: Plan | None, error: Exception | None, config: ShardConfig | None = None
+) -> None:
+    """Collective. Every rank raises if one failed or if the models differ; the message names the first difference.
+
+    With `config` the settings must be equal, too.
+    """
+    if c.world == 1:
+        if error is not None:
+            raise error
+        return
+    equal = {} if config is None else {field: f"{field} is {getattr(config, field)!r}" for field in _EQUAL}
+    equal[_COPIES] = f"{c.topology}"
+    equal["the kind of device"] = f"the model is on {c.device.type}"
+    if config is not None:
+        equal[_FILES] = described(model)
+    digest = plan.digest() if plan is not None else 0
+    digest ^= zlib.crc32("\n".join(equal.values()).encode())
+    head = list(digest.to_bytes(8, "little"))
+    vector = torch.tensor([*head, *(255 - b for b in head), 1 if error is not None else 0], dtype=torch.uint8)
+    blocking(c.watch, "control", SETUP, dist.all_reduce, vector, op=dist.ReduceOp.MAX)
+    answer = vector.tolist()
+    failed = bool(answer[16])
+    differs = any(a + b != 255 for a, b in zip(answer[:8], answer[8:16], strict=True))
+    if not failed and not differs:
+        return
+    # In the model's own order first: what the plan makes of a difference may show at another place.
+    lines = [
+        f"parameter {name!r}: shape {tuple(p.shape)}, stride {p.stride()}, {p.dtype}, requires_grad {p.requires_grad}"
+        for name, p in model.named_parameters()
+        if not nn.parameter.is_lazy(p)
+    ]
+    if config is not None:
+        lines += [f"units={_shown(config.units, model)}", f"ignore={_shown(config.ignore, model)}"]
+    mine = (
+        None if error is None else f"{type(error).__name__}: {error}",
+        equal,
+        lines + (plan.lines() if plan is not None else []),
+    )
+    everyone = c.watch.exchange(SETUP, mine, listen=error is None)
+    if error is not None:
+        raise error
+    if failed:
+        said = "; ".join(f"rank {r}: {e}" for r, (e, *_) in enumerate(everyone) if e is not None)
+        raise SetupError(f"sharding failed on another rank: {said}")
+    for setting in equal:
+        values = [equal_there[setting] for _, equal_there, _ in everyone]
+        if len(set(values)) > 1:
+            said = f"{setting} differs between the ranks: " + "; ".join(
+                f"on rank {r} {v}" for r, v in enumerate(values)
+            )
+            if setting in _EQUAL or setting == _COPIES:
+                raise ConfigError(f"{said}. Pass equal settings to shard() on every rank.")
+            if setting == _FILES:
+                raise SetupError(f"{said}. Build the model in the same way, from equal files, on every rank.")
+            raise SetupError(f"{said}. Move the model to the same kind of device on every rank before shard().")
+    first = everyone[0][2]
+    for rank, (*_, lines) in enumerate(everyone):
+        if lines == first:
+            continue
+        for at in range(max(len(first), len(lines))):
+            a = first[at] if at < len(first) else "nothing"
+            b = lines[at] if at < len(lines) else "nothing"
+            if a != b:
+                field = next((f for f in ("units", "ignore") if a.startswith(f"{f}=") and b.startswith(f"{f}=")), None)
+                if field is not None:
+                    raise ConfigError(
+                        f"{field} differs between the ranks: rank 0 has {a}; rank {rank} has {b}. Pass equal settings to "
+                        "shard() on every rank."
+                    )
+                raise SetupError(
+                    f"the ranks hold different models; the first difference: rank 0 has {a}; rank {rank} has {b}. "
+                    "Build the same model on every rank."
+                )
+
+
+# Settings that decide which collectives a rank issues. `units` and `ignore` count by the plan that follows from them;
+# single_communicator is compared where the ranks meet; timeout, debug and init_fn are a rank's own affair. Of the mesh counts
+# what follows from it.
+_FILES = "what is read from files"
+_COPIES = "which ranks share a copy (shard_size, mesh)"
+_EQUAL = (
+    "strategy",
+    "shard_size",
+    "reshard_after_forward",
+    "unit_bytes",
+    "prefetch",
+    "precision",
+    "quantized",
+    "offload",
+    "sync_module_states",
+    "broadcast_buffers",
+)
+
+
+def _shown(setting: Any, model: nn.Module) -> str:
+    """`units` or `ignore` in words that are equal on ranks with equal settings: no addresses, no values."""
+    if setting is None or isinstance(setting, str):
+        return repr(setting)
+    if isinstance(setting, (tuple, list)):
+        return "[" + ", ".join(_shown(entry, model) for entry in setting) + "]"
+    if isinstance(setting, nn.Module):
+        return next((f"module {n!r}" for n, m in model.named_modules() if m is setting), "a module of another model")
+    if isinstance(setting, nn.Parameter):
+        return next((f"parameter {n!r}" for n, p in model.named_parameters() if p is setting), "an unknown parameter")
+    return str(getattr(setting, "__qualname__", type(setting).__qualname__))

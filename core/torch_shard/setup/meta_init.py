@@ -1,0 +1,218 @@
+"""Parameters on the meta device get memory and values, one unit at a time.
+
+The modules initialise themselves, through `reset_parameters` or the user's `init_fn`. First on the sharded parameters:
+constant fills then touch only this rank's slice, and random fills draw the values of the whole parameter and keep the
+slice, so that a seed gives the values it gives in plain torch. An initialisation that needs whole parameters (orthogonal,
+a zeroed padding row) is run again on them, from the same state of the random generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm.broadcast_buffers import broadcast_coalesced
+from ..comm.collectives import Collectives
+from ..config.shard_config import ShardConfig
+from ..errors import NeedsGatherError, SetupError
+from ..unit.flat_buffer import FlatBuffer
+from ..unit.unit import State, Unit
+
+
+class Materialiser:
+    """Initialises the meta parameters of one model during its set-up."""
+
+    def __init__(self, model: nn.Module, config: ShardConfig, collectives: Collectives) -> None:
+        self.config, self.collectives = config, collectives
+        self.order = {id(m): i for i, m in enumerate(model.modules())}
+        self.done: set[int] = set()
+        self.units: list[Unit] = []
+
+    @property
+    def sends(self) -> bool:
+        """Whether rank 0's values are sent: an init_fn may do anything, such as load a file on rank 0 only."""
+        return self.config.sync_module_states and self.config.init_fn is not None and self.collectives.world > 1
+
+    def initialise(self, unit: Unit, owners: Iterable[nn.Module]) -> None:
+        """Give a unit, whose shards have memory by now, its values. Collective where it needs a broadcast."""
+        modules = sorted(dict.fromkeys(owners), key=lambda m: self.order[id(m)])
+        self.units.append(unit)
+        sends = self.sends
+        distributed = unit.distributed
+        if (unit.sharded or distributed is not None) and not sends:
+            for flat in unit.flats:
+                for param in flat.params:
+                    _mark(param._local[:1])
+            before, done = _random_state(self.collectives.device), set(self.done)
+            try:
+                self._run(modules)
+                return
+            except NeedsGatherError as error:
+                if distributed is not None:
+                    raise SetupError(
+                        f"parameter {distributed} is a DTensor on the meta device, and its unit's initialisation needs whole "
+                        f"parameters; initialise the model before shard(). ({error})"
+                    ) from error
+                _set_random_state(self.collectives.device, before)
+                self.done = done
+        self._on_whole(unit, modules, sends or (self.config.sync_module_states and not unit.sharded))
+
+    def fill_plain(self, params: dict[str, nn.Parameter], owners: Iterable[nn.Module]) -> None:
+        """Initialise plain parameters that have memory and no values yet, beside others that keep theirs."""
+        firsts = {name: p.data.as_strided((min(p.numel(), 1),), (1,)) for name, p in params.items()}
+        for first in firsts.values():
+            _mark(first)
+        new = {id(p) for p in params.values()}
+        for module in sorted(dict.fromkeys(owners), key=lambda m: self.order[id(m)]):
+            held = [p for p in module._parameters.values() if p is not None and p.device.type != "meta"]
+            kept = [(p, p.detach().clone()) for p in held if id(p) not in new]
+            self.run_one(module)
+            with torch.no_grad():
+                for p, values in kept:
+                    p.copy_(values)
+        for name, first in firsts.items():
+            if _is_marked(first):
+                raise _uninitialised(self.collectives.world_rank, name)
+
+    def _on_whole(self, unit: Unit, modules: list[nn.Module], sends: bool) -> None:
+        for flat in unit.flats:
+            if unit.gathers:
+                flat.full.untyped_storage().resize_(flat.nbytes)
+            for start, stop in flat.layout.gaps():
+                flat.full[start:stop].zero_()
+            _mark_slices(flat)
+        unit.state = State.FULL
+        unit.is_summoned = True
+        try:
+            unit.install()
+            self._run(modules)
+            for flat in unit.flats:
+                if sends:
+                    broadcast_coalesced(
+                        self.collectives, [flat.full], f"the broadcast of unit {unit.name!r} from rank 0"
+                    )
+                if unit.gathers:
+                    flat.shard.copy_(flat.own)
+        finally:
+            unit.uninstall()
+            unit.is_summoned = False
+            unit.release()
+
+    def _run(self, modules: list[nn.Module]) -> None:
+        for module in modules:
+            self.run_one(module)
+
+    def run_one(self, module: nn.Module) -> None:
+        """Initialise what `module` holds directly, once all of it has memory."""
+        if id(module) in self.done:
+            return
+        if any(p is not None and p.device.type == "meta" for p in module._parameters.values()):
+            return
+        self.done.add(id(module))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type == "meta":
+                module._buffers[name] = torch.zeros_like(buffer, device=self.collectives.device)
+        with torch.no_grad():
+            if self.config.init_fn is not None:
+                self.config.init_fn(module)
+            elif hasattr(module, "reset_parameters"):
+                module.reset_parameters()  # type: ignore[operator]
+
+    def rest(self, model: nn.Module) -> None:
+        """Modules that hold meta buffers but no sharded parameters; an ignored meta parameter is an error."""
+        for name, module in model.named_modules():
+            for attribute, p in module._parameters.items():
+                if p is not None and p.device.type == "meta":
+                    raise SetupError(
+                        f"ignored parameter {name}.{attribute} is on the meta device; give it memory before shard()."
+                    )
+            if any(b is not None and b.device.type == "meta" for b in module._buffers.values()):
+                if self.config.init_fn is None and not hasattr(module, "reset_parameters"):
+                    raise SetupError(
+                        f"module {name} holds buffers on the meta device and has no reset_parameters(); pass init_fn=."
+                    )
+                # Its parameters have their values by now: rank 0's, where it is on meta on other ranks only.
+                kept = [(p, p.detach().clone()) for p in module._parameters.values() if p is not None]
+                self.run_one(module)
+                with torch.no_grad():
+                    for p, values in kept:
+                        p.copy_(values)
+
+    def check(self) -> None:
+        """Raise for a parameter that nothing has filled."""
+        for unit in self.units:
+            for module, attribute, flat, index in unit.places:
+                if _is_marked(flat.params[index]._local):
+                    name = flat.layout.slots[index].name
+                    raise _uninitialised(self.collectives.world_rank, name, type(module).__name__, attribute)
+
+
+def _uninitialised(rank: int, name: str, module: str = "its module", attribute: str = "it") -> SetupError:
+    return SetupError(
+        f"rank {rank}: parameter {name} was on the meta device and is still uninitialised: {module} has no "
+        f"reset_parameters() that fills {attribute!r}; pass ShardConfig(init_fn=...)."
+    )
+
+
+@contextmanager
+def one_random_state(c: Collectives, wanted: bool) -> Iterator[None]:
+    """Inside, all ranks draw rank 0's random numbers; afterwards a rank that had others goes on with its own."""
+    if not wanted or c.world == 1:
+        yield
+        return
+    own = _random_state(c.device)
+    shared = [s.clone().to(c.device) for s in own]
+    broadcast_coalesced(c, shared, "the broadcast of rank 0's random state")
+    shared = [s.cpu() for s in shared]
+    _set_random_state(c.device, shared)
+    try:
+        yield
+    finally:
+        if not all(torch.equal(a, b) for a, b in zip(own, shared, strict=True)):
+            _set_random_state(c.device, own)
+
+
+def _random_state(device: torch.device) -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def _set_random_state(device: torch.device, states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+
+
+def _sentinel(dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return False if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _mark(first: torch.Tensor) -> None:
+    """Leave a value that no initialisation writes (a bool has none to spare)."""
+    with torch.no_grad():
+        first.fill_(_sentinel(first.dtype))
+
+
+def _mark_slices(flat: FlatBuffer) -> None:
+    """Mark the first element of every rank's slice of every parameter: any of them may be the one that is looked at."""
+    for index, slot in enumerate(flat.layout.slots):
+        for rank in flat.layout.owners(index):
+            start, stop = flat.layout.owned(index, rank)
+            if stop > start:
+                _mark(flat.full[slot.offset + start : slot.offset + start + 1])
+
+
+def _is_marked(local: torch.Tensor) -> bool:
+    if not local.numel() or local.dtype is torch.bool:
+        return False
+    if local.is_floating_point() or local.is_complex():
+        return bool(local[0].isnan())
+    return bool(local[0] == torch.iinfo(local.dtype).min)

@@ -1,0 +1,1 @@
+"""The sharded parameter that users hold, its operations, and the unsharded parameter that modules compute with."""

@@ -1,0 +1,212 @@
+"""Which slice of which parameter a ShardTensor holds, and how to cut that slice out of a whole tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import NeedsGatherError
+from ..layout.flat_layout import Box, FlatLayout
+from ..layout.tensor_part import TensorPart
+
+__all__ = [
+    "ScalarComm",
+    "ShardSpec",
+    "broadcast_slice",
+    "gather_error",
+    "same_cut",
+    "slice_full",
+    "slice_part",
+]
+
+
+class ScalarComm(Protocol):
+    """Small blocking collectives over the ranks that share a parameter. ``what`` is for messages."""
+
+    size: int
+    rank: int
+
+    @property
+    def world_rank(self) -> int:
+        """This rank among all of the engine, for messages."""
+        ...
+
+    @property
+    def everyone(self) -> ScalarComm:
+        """The same over all ranks that train together, of which several may have the same slice."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:
+        """Reduce in place with `op`, one of ``"sum"``, ``"max"``, ``"min"``. Call on all ranks."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """Return the ranks' tensors stacked, shape ``[size, *tensor.shape]``. Call on all ranks."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class ShardSpec:
+    """What a ShardTensor's local slice is a slice of.
+
+    Attributes:
+        layout: the flat layout that places the parameter.
+        index: the parameter's position in ``layout.slots``.
+        rank: the rank whose slice this is, within ``layout``.
+        comm: the ranks that share the parameter.
+        part: where tensor parallelism cuts the parameter, the part of it that the layout places; else None, it places all.
+        name, shape, stride, numel: of the whole parameter.
+        start, stop: the elements held, in memory order, of what the layout places.
+        cut: equal for two specs exactly when shape, strides and every rank's slice are equal.
+    """
+
+    layout: FlatLayout
+    index: int
+    rank: int
+    comm: ScalarComm
+    part: TensorPart | None = None
+    name: str = field(init=False)
+    shape: torch.Size = field(init=False)
+    stride: tuple[int, ...] = field(init=False)
+    numel: int = field(init=False)
+    start: int = field(init=False)
+    stop: int = field(init=False)
+    length: int = field(init=False)
+    cut: tuple[object, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        slot = self.layout.slots[self.index]
+        start, stop = self.layout.owned(self.index, self.rank)
+        owners = self.layout.owners(self.index)
+        # All ranks' slices follow from the first boundary and the distance between boundaries.
+        first_stop = self.layout.owned(self.index, owners.start)[1] if owners else 0
+        step = self.layout.shard_numel if len(owners) > 2 else 0
+        cut: tuple[object, ...] = (slot.shape, slot.stride, owners, first_stop, step, self.rank)
+        shape, stride = slot.shape, slot.stride
+        if self.part is not None:
+            # Other ranks' parts may have other cuts; these, too, follow from the whole's shape and the number of parts.
+            shape, stride, cut = self.part.shape, self.part.stride, (*cut, self.part)
+        values = {
+            "name": slot.name,
+            "shape": torch.Size(shape),
+            "stride": stride,
+            "numel": math.prod(shape),
+            "start": start,
+            "stop": stop,
+            "length": stop - start,
+            "cut": cut,
+        }
+        for key, value in values.items():
+            object.__setattr__(self, key, value)
+
+    @property
+    def world_rank(self) -> int:
+        """This rank among all of the engine, for messages."""
+        return self.comm.world_rank
+
+    def boxes(self) -> tuple[Box, ...]:
+        """What this rank holds, in the whole parameter's coordinates; one after the other they give the slice's elements."""
+        found = self.layout.boxes(self.index, self.start, self.stop)
+        return found if self.part is None else tuple(map(self.part.moved, found))
+
+
+def gather_error(specs: Sequence[ShardSpec], what: str, why: str = "needs the whole parameter") -> NeedsGatherError:
+    """Make the error for an operation `what` on the parameters of `specs` that slices cannot answer."""
+    names = ", ".join(dict.fromkeys(spec.name for spec in specs)) or "tensor"
+    rank = specs[0].world_rank if specs else "?"
+    message = (
+        f"rank {rank}: {what} on the sharded {names} {why}. Use `with engine.gathered(parameter):` around it "
+        "(grads=True for its gradient, write=True to keep changes)."
+    )
+    step = getattr(specs[0].comm, "unknown_step", None) if specs else None
+    return NeedsGatherError(message if step is None else step.refuse(message))
+
+
+def same_cut(a: ShardSpec, b: ShardSpec) -> bool:
+    """Return whether elements at one position of two local slices belong together, on all ranks."""
+    return a is b or (a.cut == b.cut and _same_ranks(a.comm, b.comm))
+
+
+def _same_ranks(a: Any, b: Any) -> bool:
+    """Engines over one group have communicators of their own on the same process groups."""
+    if a is b or a == b:
+        return True
+    channel, other = getattr(a, "channel", None), getattr(b, "channel", None)
+    if channel is None or other is None:
+        return channel is other and a.size == b.size == 1
+    return channel.group is other.group
+
+
+def slice_full(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """Cut this rank's slice out of a whole tensor.
+
+    Args:
+        full: a plain tensor of shape ``spec.shape``, any strides and dtype; or a DTensor distributed as the parameter was.
+        spec: which slice.
+
+    Returns:
+        1-D tensor of ``spec.length`` elements in memory order; a view of `full` where its strides
+        allow one. Differentiable.
+
+    Not collective.
+    """
+    if full.shape != spec.shape:
+        raise ValueError(f"{spec.name} has shape {tuple(spec.shape)}, not {tuple(full.shape)}.")
+    if hasattr(full, "_local_tensor"):
+        from ..layout.dtensor_placement import part_given  # which imports this module
+
+        full = part_given(full, spec.part, spec.name)
+    elif spec.part is not None:
+        for dim, size in enumerate(spec.part.sizes):
+            if size != full.shape[dim]:
+                full = full.narrow(dim, spec.part.offsets[dim], size)
+    return slice_part(full, spec)
+
+
+def slice_part(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """The same, of what the layout places: a part of the parameter where tensor parallelism cuts it, else all of it."""
+    if spec.length == 0:
+        return full.new_empty(0) if not full.requires_grad else full.reshape(-1)[:0]
+    order = spec.layout.slots[spec.index].order
+    permuted = full.permute(order)
+    if permuted.is_contiguous():
+        return permuted.reshape(-1)[spec.start : spec.stop]
+    if not any(step and size > 1 for step, size in zip(full.stride(), full.shape, strict=True)):
+        return full[(0,) * full.dim()].expand(spec.length)  # one value everywhere: no memory needed
+    parts = []
+    # Never the whole tensor at once: an expanded operand may be far larger than its memory.
+    for box in spec.layout.boxes(spec.index, spec.start, spec.stop):
+        part = full
+        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            if size != full.shape[dim]:
+                part = part.narrow(dim, offset, size)
+        parts.append(part.permute(order).reshape(-1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def broadcast_slice(operand: torch.Tensor, spec: ShardSpec, what: str) -> torch.Tensor:
+    """Broadcast a plain operand to the parameter's global shape and cut out this rank's slice.
+
+    A 0-dim operand stays as it is where it takes part in type promotion as in plain torch.
+
+    Raises:
+        RuntimeError: plain torch would not broadcast the two shapes either.
+        NeedsGatherError: the result would be larger than the parameter.
+    """
+    if operand.dim() == 0 and len(spec.shape) > 0:
+        return operand
+    if operand.shape != spec.shape:
+        result = torch.broadcast_shapes(spec.shape, operand.shape)
+        if result != spec.shape:
+            raise gather_error(
+                [spec],
+                what,
+                f"of shape {tuple(spec.shape)} with a tensor of shape {tuple(operand.shape)} gives {tuple(result)}, "
+                "which needs the whole parameter",
+            )
+        operand = operand.expand(spec.shape)
+    return slice_full(operand, spec)

@@ -1,0 +1,258 @@
+"""What a parameter, its gradient and its optimizer state are between steps: this rank's slice.
+
+A ShardTensor has the global shape, strides and dtype, and holds ``_local``, a 1-D slice of the
+parameter in memory order, usually a view into its unit's flat shard. Elementwise arithmetic and
+reductions to a scalar work on it as on the whole tensor (:mod:`.dispatch`); within a training
+step the engine puts the gathered parameter in its place (:mod:`.torch_function`).
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import ShardPicklingError
+from ..layout.flat_layout import Box
+from ..offload.pending_writes import home_of
+from . import attributes, dispatch, torch_function
+from .full_tensor import full_tensors
+from .spec import ScalarComm, ShardSpec, broadcast_slice, same_cut, slice_full
+from .unsharded_param import own_grad, set_own_grad
+
+if TYPE_CHECKING:
+    from .ports import UnitPort
+
+__all__ = ["ScalarComm", "ShardSpec", "ShardTensor", "broadcast_slice", "same_cut", "slice_full"]
+
+
+class ShardTensor(torch.Tensor):
+    """One rank's slice of a tensor, with the shape of the whole.
+
+    Args:
+        local: 1-D tensor of ``spec.length`` elements, memory order; kept, not copied.
+        spec: which slice it is.
+        unit: the unit that gathers this parameter; kept by weak reference. None for gradients,
+            optimizer state and results.
+        requires_grad: as for any tensor.
+
+    Not collective.
+    """
+
+    _local: torch.Tensor
+    _spec: ShardSpec
+    _unit_ref: weakref.ref[UnitPort] | None
+    _converted: bool
+    _shard_class: type[ShardTensor]  # ShardTensor itself; the class of a parameter may be another (see dtensors)
+
+    @staticmethod
+    def __new__(
+        cls, local: torch.Tensor, spec: ShardSpec, *, unit: Any = None, requires_grad: bool = False
+    ) -> ShardTensor:
+        if local.dim() != 1 or local.numel() != spec.length:
+            raise ValueError(
+                f"rank {spec.world_rank} holds {spec.length} elements of {spec.name} in one dimension, "
+                f"not {tuple(local.shape)}."
+            )
+        unit_ref = weakref.ref(unit) if unit is not None else None
+        self = cls._wrap(local, spec, unit_ref)
+        if requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.requires_grad_(True)
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # torch.Tensor's own would look at the arguments.
+        pass
+
+    @classmethod
+    def _wrap(cls, local: torch.Tensor, spec: ShardSpec, unit_ref: weakref.ref[Any] | None = None) -> ShardTensor:
+        # By position (cls, size, strides, storage_offset, memory_format, dtype, layout, device): every gradient of every step
+        # is made here, and names cost a third of it.
+        self: ShardTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, spec.shape, spec.stride, None, None, local.dtype, local.layout, local.device
+        )
+        self._local = local
+        self._spec = spec
+        self._unit_ref = unit_ref
+        return self
+
+    @classmethod
+    def from_full(cls, full: torch.Tensor, spec: ShardSpec) -> ShardTensor:
+        """Return the slice of a plain tensor of the global shape, in memory of its own. Not collective."""
+        return cls._wrap(slice_full(full.detach(), spec).clone(), spec)
+
+    def __getattr__(self, name: str) -> Any:
+        # A slice whose memory is being written is not there to be read; see torch_shard.offload.pending_writes.
+        if name in ("_local", "_flat"):
+            own = self.__dict__
+            moving = own.get("_moving")
+            if moving is not None:
+                moving.settle()
+            if name in own:  # also where another thread has waited for it, just now
+                return own[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    # -- the gradient ---------------------------------------------------------------------------------------------
+    # Every step reads and clears it, and a property costs a fraction of `__torch_function__`.
+    @property
+    def grad(self) -> Any:  # type: ignore[override]
+        """The gradient: a ShardTensor, cut alike, or None."""
+        return attributes.get_grad(self)
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        attributes.set_grad(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        attributes.set_grad(self, None)
+
+    # -- the two dispatch mechanisms ------------------------------------------------------------------------------
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in torch_function.GETTERS:  # read many times a step, and hardly ever different
+            if func == torch_function.DTYPE:  # an object of its own at every read
+                dtype = torch_function.computed_in(args[0])
+                if dtype is not None:
+                    return dtype
+            elif func == torch_function.DEVICE:
+                device = torch_function.computed_on(args[0])
+                if device is not None:
+                    return device
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return torch_function.call(ShardTensor, func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return dispatch.dispatch(ShardTensor, func, args, kwargs or {})
+
+    # -- the slice and the whole ----------------------------------------------------------------------------------
+    def to_local(self) -> torch.Tensor:
+        """Return this rank's slice: 1-D, memory order, shared memory. Not collective, no gradient."""
+        unit = self._unit_ref() if self._unit_ref is not None else None
+        if unit is not None:
+            unit.exposed = True
+        home = home_of(self)
+        return self._local if home is None else home.hand_out(self)
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return the whole tensor: plain, original shape and strides, new memory, no gradient.
+
+        Collective: call on all ranks. Allocates the whole on every rank.
+        """
+        return full_tensors([self], f"full_tensor of {self._spec.name}")[0]
+
+    # -- copying, showing, saving ---------------------------------------------------------------------------------
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        unit = self._unit_ref() if self._unit_ref is not None else None
+        if unit is not None and getattr(self, "_is_param", False):
+            return unit.deepcopy_param(self, memo)
+        with torch._C.DisableTorchFunctionSubclass():
+            if not self.is_leaf:
+                raise RuntimeError(
+                    f"only leaf tensors can be deep-copied; this one was computed from {self._spec.name}."
+                )
+            result = ShardTensor(self._local.detach().clone(), self._spec, requires_grad=self.requires_grad)
+            memo[id(self)] = result
+            grad = own_grad(self)
+            if grad is not None:
+                set_own_grad(result, copy.deepcopy(grad, memo))
+        own = {"_local", "_spec", "_unit_ref", "_flat", "_in_slots", "_moving", "_home", "_aside"}
+        for key, value in self.__dict__.items():
+            if key not in own:
+                result.__dict__[key] = copy.deepcopy(value, memo)
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardPicklingError(
+            f"rank {self._spec.world_rank}: pickling (torch.save) the sharded {self._spec.name} would save one rank's slice. "
+            'Save engine.state_dict(form="full") (accelerator.get_state_dict(model)) instead, and for optimizers '
+            "engine.optim_state_dict(optimizer), called on all ranks; put a torch.distributed.barrier() behind what one rank "
+            "writes."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        spec, local = self._spec, self._local
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = ", requires_grad=True" if self.requires_grad else ""
+        of = spec.numel if spec.part is None else f"the part {spec.part.sizes} at {spec.part.offsets}"
+        return (
+            f"ShardTensor({spec.name}, shape={tuple(spec.shape)}, dtype={local.dtype}, device={str(local.device)!r}, "
+            f"rank {spec.world_rank} of {spec.comm.size} holds [{spec.start}, {spec.stop}) of {of}: "
+            f"{local.detach()!r}{grad})"
+        )
+
+    def __format__(self, format_spec: str) -> str:
+        # Without a format a 0-dim tensor would print its value, which is collective.
+        if not format_spec:
+            return repr(self)
+        return format(self.item(), format_spec) if self.dim() == 0 else super().__format__(format_spec)
+
+    # -- wrapper subclass protocol --------------------------------------------------------------------------------
+    @property
+    def __tensor_flatten__(self) -> Any:
+        # Absent for parameters and conversions of them: for classes that have it, module.half() and module.to()
+        # would swap new tensors into the parameters, past the unit, instead of assigning `.data`.
+        if self._unit_ref is not None or "_converted" in self.__dict__:
+            raise AttributeError("__tensor_flatten__")
+        return lambda: (["_local"], self._spec)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], spec: ShardSpec, size: Any, stride: Any) -> ShardTensor:
+        return ShardTensor._wrap(inner["_local"], spec)
+
+    # -- torch.distributed.checkpoint protocol --------------------------------------------------------------------
+    def _chunks(self) -> tuple[Box, ...]:
+        spec = self._spec
+        if spec.numel == 0 and spec.rank == 0:  # else a checkpoint would not know that it exists
+            return (Box((0,) * len(spec.shape), tuple(spec.shape)),)
+        return spec.boxes()
+
+    def _boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """What this rank holds, with the values in the parameter's dimensions, as views."""
+        spec = self._spec
+        order = spec.layout.slots[spec.index].order
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        position = 0
+        for box in self._chunks():
+            part = self._local.detach()[position : position + box.numel]
+            yield box, part.view([box.sizes[dim] for dim in order]).permute(inverse)
+            position += box.numel
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in self._chunks()]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self._local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets, i),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self._spec.shape),
+            )
+            for i, chunk in enumerate(self.__create_chunk_list__())
+        ]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        spec = self._spec
+        for box, values in self._boxes():
+            if index.offset is None or tuple(index.offset) == box.offsets:
+                return values
+        raise ValueError(f"rank {spec.world_rank} holds no part of {spec.name} at {tuple(index.offset)}.")
+
+
+ShardTensor._shard_class = ShardTensor

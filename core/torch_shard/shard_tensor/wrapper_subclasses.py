@@ -1,0 +1,55 @@
+"""Tensors of classes that hold other tensors (quantized optimizer state, for example), taken apart and put together.
+
+By torch's own protocol for such classes, ``__tensor_flatten__`` and ``__tensor_unflatten__``. ShardTensors and DTensors are not
+meant: what they hold is a part only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..layout.dtensor_placement import is_dtensor
+from .tensor import ShardTensor
+
+__all__ = ["Taken", "is_wrapper", "take"]
+
+
+def is_wrapper(value: Any) -> bool:
+    """Whether it is a whole tensor that holds others."""
+    return (
+        isinstance(value, torch.Tensor)
+        and type(value) is not torch.Tensor
+        and not isinstance(value, ShardTensor)
+        and not is_dtensor(value)
+        and is_traceable_wrapper_subclass(value)
+    )
+
+
+@dataclass
+class Taken:
+    """What such a tensor consists of; each of `parts` a tensor, another one of these, or what stands for a tensor."""
+
+    cls: Any
+    context: Any
+    parts: dict[str, Any]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def mapped(self, change: Callable[[Any], Any]) -> Any:
+        """With `change` called with each of its parts: a tensor again where that gives tensors."""
+        parts = {name: change(part) for name, part in self.parts.items()}
+        if all(isinstance(part, torch.Tensor) for part in parts.values()):
+            return self.cls.__tensor_unflatten__(parts, self.context, torch.Size(self.shape), self.stride)
+        return Taken(self.cls, self.context, parts, self.shape, self.stride)
+
+
+def take(value: Any) -> Taken:
+    """Take a tensor apart; the parts share its memory."""
+    names, context = value.__tensor_flatten__()
+    parts = {name: getattr(value, name) for name in names}
+    return Taken(type(value), context, parts, tuple(value.shape), tuple(value.stride()))

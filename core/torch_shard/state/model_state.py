@@ -1,0 +1,310 @@
+"""A model's state dict in plain torch form: whole tensors by name, gathered unit by unit, loaded all or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm.consensus import agree
+from ..errors import ShardError, StateDictError, UnitStateError
+from ..layout.dtensor_placement import is_dtensor, part_given
+from ..layout.tensor_part import TensorPart
+from ..runtime.load_hooks import NoteLoad
+from ..runtime.runtime import Runtime
+from ..shard_tensor.spec import ShardSpec, same_cut
+from ..shard_tensor.tensor import ShardTensor
+from ..unit.flat_buffer import FlatBuffer
+from ..unit.unit import Unit
+from ..unshard.full_values import gathered_values
+
+# -- the model --------------------------------------------------------------------------------------------------------
+
+
+def state_dict(
+    model: nn.Module, runtime: Runtime, rank0_only: bool = True, offload_to_cpu: bool = True
+) -> dict[str, Any]:
+    """What ``model.state_dict()`` of the unsharded model gives, as a snapshot. Collective.
+
+    Args:
+        model: the sharded model.
+        runtime: its runtime.
+        rank0_only: the other ranks return an empty dict.
+        offload_to_cpu: put all tensors on the CPU.
+
+    Returns:
+        The module's own state dict (its hooks, extra state and metadata included) with whole plain tensors in new
+        memory. Names of one tied parameter share one tensor.
+    """
+    what = "engine.state_dict"
+    error: Exception | None = None
+    found: dict[str, Any] = {}
+    try:
+        found = own_state_dict(model, runtime)
+    except Exception as problem:  # the other ranks must hear of it
+        error = problem
+    make_whole(runtime, found, rank0_only, offload_to_cpu, what, error)
+    return found
+
+
+def own_state_dict(model: nn.Module, runtime: Runtime) -> dict[str, Any]:
+    """``model.state_dict()`` with ShardTensors, whatever form is set for it. Not collective."""
+    kept, runtime.state_dict_settings = runtime.state_dict_settings, None
+    try:
+        found: dict[str, Any] = model.state_dict()
+    finally:
+        runtime.state_dict_settings = kept
+    return found
+
+
+def make_whole(
+    runtime: Runtime,
+    found: dict[str, Any],
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    what: str,
+    error: Exception | None = None,
+    prefix: str = "",
+) -> None:
+    """Put whole copies in place of ShardTensors and references, in a state dict. Collective.
+
+    Args:
+        runtime: of the sharded model.
+        found: changed; on ranks that shall have nothing it is empty afterwards, but for other modules' entries.
+        rank0_only: the other ranks shall have nothing.
+        offload_to_cpu: put all tensors on the CPU.
+        what: for messages.
+        error: why this rank cannot go on.
+        prefix: of the sharded module's names in the state dict.
+    """
+    try:
+        refuse_inside(runtime, what)
+    except Exception as problem:  # the other ranks must hear of it
+        error = error or problem
+    keys = [key for key in found if key.startswith(prefix)]
+    sharded = {k: found[k] for k in keys if isinstance(found[k], ShardTensor)}
+    agree(runtime, what, list(sharded), error)
+    wanted = not rank0_only or runtime.collectives.world_rank == 0
+    places: dict[int, tuple[Unit, FlatBuffer]] = {
+        id(flat.layout): (unit, flat) for unit in runtime.units for flat in unit.flats
+    }
+    by_unit: dict[int, list[tuple[str, FlatBuffer]]] = {}
+    rest: list[str] = []
+    for key, value in sharded.items():
+        place = places.get(id(value._spec.layout))
+        if place is not None and not place[1].split and is_parameter(value, place[1]):
+            by_unit.setdefault(place[0].index, []).append((key, place[1]))
+        else:
+            rest.append(key)  # tensor parallelism cuts it, too; or a hook of the module has made something else of it
+    copies: dict[tuple[int, int], torch.Tensor] = {}
+    for unit in runtime.units:
+        entries = by_unit.get(unit.index)
+        if not entries:
+            continue
+        with gathered_values(runtime, unit) as wholes:
+            for key, flat in entries if wanted else ():
+                index = sharded[key]._spec.index
+                same = (id(flat), index)
+                if same not in copies:
+                    copies[same] = copied(flat.view(wholes[unit.flats.index(flat)], index), offload_to_cpu)
+                found[key] = copies[same]
+    tied: dict[tuple[int, int], torch.Tensor] = {}
+    for key in rest:
+        value = sharded[key]
+        same = (id(value._spec), value._local.data_ptr()) if value._unit_ref is not None else (id(value), 0)
+        if same not in tied:
+            whole = value.full_tensor()
+            tied[same] = (whole.cpu() if offload_to_cpu else whole) if wanted else whole[:0]
+        found[key] = tied[same]
+    if not wanted:
+        for key in keys:
+            del found[key]
+        return
+    for key in keys:
+        if isinstance(found[key], torch.Tensor) and key not in sharded:
+            found[key] = copied(found[key], offload_to_cpu)
+
+
+def refuse_inside(runtime: Runtime, what: str) -> None:
+    runtime.forwards.leave_interrupted()
+    runtime.on_demand.check_copies()
+    for unit in runtime.units:
+        if unit.is_summoned or unit.summons or unit.running:
+            raise UnitStateError(
+                f"rank {runtime.collectives.world_rank}: {what} inside a forward or engine.gathered() of unit "
+                f"{unit.name!r}; call it outside."
+            )
+
+
+def is_parameter(value: ShardTensor, flat: FlatBuffer) -> bool:
+    own = flat.params[value._spec.index]._local
+    return (
+        value._local.data_ptr() == own.data_ptr()
+        and value._local.dtype == own.dtype
+        and own.numel() > 0
+        or (value._spec.length == 0 and value._local.dtype == own.dtype and value._unit_ref is not None)
+    )
+
+
+def copied(tensor: torch.Tensor, to_cpu: bool) -> torch.Tensor:
+    with torch.no_grad():
+        tensor = tensor.detach()
+        return tensor.to("cpu", copy=True) if to_cpu else tensor.clone()
+
+
+def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+    """Load whole plain tensors (or ShardTensors of this model) by name. Collective.
+
+    Every module's own loading (renaming hooks, versions, extra state) is first run without effect, on all ranks.
+
+    Returns:
+        torch's named tuple ``(missing_keys, unexpected_keys)``.
+
+    Raises:
+        StateDictError: on all ranks, with all missing, unexpected and wrongly shaped entries; nothing has been loaded.
+    """
+    what = "engine.load_state_dict"
+    error: Exception | None = None
+    try:
+        refuse_inside(runtime, what)
+        missing, unexpected, problems = rehearse(model, state_dict)
+        specs = {p._spec.name: p._spec for unit in runtime.units for p in unit.params}
+        for key, value in state_dict.items():
+            if key in specs and isinstance(value, torch.Tensor) and value.shape == specs[key].shape:
+                problems += misplaced(value, specs[key].part, key)
+        hint = " Pass strict=False to accept missing and unexpected entries."
+        error = describe(runtime, what, missing if strict else [], unexpected if strict else [], problems, hint)
+    except Exception as problem:  # the other ranks must hear of it
+        error = problem
+    kinds = [(k, isinstance(v, ShardTensor)) for k, v in state_dict.items()] if error is None else None
+    agree(runtime, what, kinds, error)
+    given = dict(state_dict)
+    specs = {p._spec.name: p._spec for unit in runtime.units for p in unit.params}
+    for key, value in given.items():
+        if isinstance(value, ShardTensor) and not _fits(specs, value):
+            given[key] = value.full_tensor()  # from another engine, or for another number of ranks
+    metadata = getattr(state_dict, "_metadata", None)
+    plain = WithMetadata(given)
+    if metadata is not None:
+        plain._metadata = metadata
+    error = None
+    result = None
+    try:
+        with runtime.agreement.unnoted() if runtime.agreement is not None else contextlib.nullcontext():
+            result = model.load_state_dict(plain, strict=strict)
+    except Exception as problem:  # a module's own hook, or what it keeps in get_extra_state
+        error = StateDictError(
+            f"rank {runtime.collectives.world_rank}: {what}: a module failed while its values were being loaded, and some have "
+            f"been overwritten; load again before training goes on: {type(problem).__name__}: {problem}"
+        )
+        error.__cause__ = problem
+    runtime.parameters_changed()
+    runtime.forget_residuals()
+    agree(runtime, what, None, error)
+    return result
+
+
+def misplaced(value: Any, part: TensorPart | None, name: str) -> list[str]:
+    """What is wrong with a DTensor that is not distributed as a parameter with this `part` is; nothing with any other value."""
+    try:
+        if is_dtensor(value):
+            part_given(value, part, name)
+    except ShardError as error:
+        return [str(error)]
+    return []
+
+
+class WithMetadata(dict):  # type: ignore[type-arg]
+    """A dict that takes torch's ``_metadata`` attribute."""
+
+    _metadata: Any
+
+
+def _fits(specs: Mapping[str, ShardSpec], value: ShardTensor) -> bool:
+    own = specs.get(value._spec.name)
+    return own is not None and same_cut(value._spec, own)
+
+
+def describe(
+    runtime: Runtime, what: str, missing: list[str], unexpected: list[str], problems: list[str], hint: str = ""
+) -> StateDictError | None:
+    lines = []
+    if missing:
+        lines.append(f"missing: {', '.join(missing)}")
+    if unexpected:
+        lines.append(f"unexpected: {', '.join(unexpected)}")
+    lines += problems
+    if not lines:
+        return None
+    hint = hint if missing or unexpected else ""
+    return StateDictError(
+        f"rank {runtime.collectives.world_rank}: {what}: the state dict does not fit, and nothing was loaded.{hint}\n  "
+        + "\n  ".join(lines)
+    )
+
+
+def rehearse(model: nn.Module, given: Mapping[str, Any]) -> tuple[list[str], list[str], list[str]]:
+    """Run the modules' loading on meta tensors, where copying has no effect: missing, unexpected, errors."""
+    if not isinstance(given, Mapping):
+        raise StateDictError(f"a state dict is a mapping from names to tensors, not {type(given).__name__}.")
+    trial = WithMetadata(
+        {k: _stand_in(v).data if isinstance(v, ShardTensor) or is_dtensor(v) else v for k, v in given.items()}
+    )
+    metadata = getattr(given, "_metadata", None)
+    if metadata is not None:
+        trial._metadata = metadata
+    missing: list[str] = []
+    unexpected: list[str] = []
+    problems: list[str] = []
+
+    def visit(module: nn.Module, entries: dict[str, Any], prefix: str) -> None:
+        local = {} if metadata is None else metadata.get(prefix[:-1], {})
+        module._load_from_state_dict(entries, prefix, local, True, missing, unexpected, problems)
+        below: dict[str, dict[str, Any]] = {}
+        for key, value in entries.items():
+            name, dot, _ = key[len(prefix) :].partition(".")
+            if dot and key.startswith(prefix):
+                below.setdefault(name, {})[key] = value
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(child, below.get(name, {}), f"{prefix}{name}.")
+        if missing or unexpected:
+            # Such hooks may forgive a missing key; they need not run where there is none.
+            keys = nn.modules.module._IncompatibleKeys(missing, unexpected)
+            for hook in module._load_state_dict_post_hooks.values():
+                if not isinstance(hook, NoteLoad):  # nothing is loaded
+                    hook(module, keys)
+
+    kept: list[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+    try:
+        for module in model.modules():
+            kept.append((module, dict(module._parameters), dict(module._buffers), dict(module.__dict__)))
+            for slots in (module._parameters, module._buffers):
+                for name, value in slots.items():
+                    if value is not None:
+                        slots[name] = _stand_in(value)  # type: ignore[assignment]
+            if type(module).set_extra_state is not nn.Module.set_extra_state:
+                module.__dict__["set_extra_state"] = lambda state: None
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # "copying to a meta parameter is a no-op": on purpose
+            visit(model, trial, "")
+    finally:
+        for module, parameters, buffers, attributes in kept:
+            for slots, before in ((module._parameters, parameters), (module._buffers, buffers)):
+                slots.clear()
+                slots.update(before)
+            module.__dict__.pop("set_extra_state", None)
+            if "set_extra_state" in attributes:
+                module.__dict__["set_extra_state"] = attributes["set_extra_state"]
+    return list(dict.fromkeys(missing)), list(dict.fromkeys(unexpected)), problems
+
+
+def _stand_in(value: torch.Tensor) -> torch.Tensor:
+    meta = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if isinstance(value, (nn.Parameter, ShardTensor)):
+        return nn.Parameter(meta, requires_grad=False)
+    return meta

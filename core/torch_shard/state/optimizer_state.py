@@ -1,0 +1,387 @@
+"""Optimizer state by the parameters' names: whole tensors, gathered unit by unit, loaded all or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm.consensus import agree
+from ..errors import StateDictError
+from ..layout.dtensor_placement import is_dtensor, local_of
+from ..log import logger
+from ..optim.engines_of_optimizer import runtime_of
+from ..optim.matrix import state as matrix_state
+from ..optim.registry import COUNTERS
+from ..runtime.runtime import Runtime
+from ..shard_tensor.spec import same_cut, slice_full
+from ..shard_tensor.tensor import ShardTensor
+from ..unit.flat_buffer import FlatBuffer
+from ..unit.full_values import whole_slices
+from ..utils.patterns import without_wrappers
+from .model_state import copied, describe, misplaced
+
+
+def names_of(
+    runtime: Runtime, optimizer: torch.optim.Optimizer, model: nn.Module | None, others: bool = False
+) -> dict[int, str]:
+    """The name of each of the optimizer's parameters, by id; with `others` a number for those that are not the model's.
+
+    Raises:
+        StateDictError: it holds some that are not the model's.
+    """
+    names = {id(p): without_wrappers(n) for unit in runtime.units for n, p in zip(unit.names, unit.params, strict=True)}
+    if model is not None:
+        for name, p in model.named_parameters():
+            names.setdefault(id(p), without_wrappers(name))
+    for number, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names")
+        for i, p in enumerate(group["params"]):
+            if id(p) not in names and given is not None:
+                names[id(p)] = given[i]
+            if id(p) not in names and others:
+                names[id(p)] = f"{number}.{i} (not the model's)"
+            if id(p) not in names and runtime_of(p) not in (None, runtime):
+                raise StateDictError(
+                    f"rank {runtime.collectives.world_rank}: the optimizer holds {p._spec.name} of another sharded model, and "
+                    "names of two models may be the same; save and load it with both: "
+                    "engine.save(path, optimizer, models={'other': other_engine}), and engine.load likewise."
+                )
+            if id(p) not in names:
+                raise StateDictError(
+                    f"rank {runtime.collectives.world_rank}: parameter {i} of the optimizer's group {number}, of shape "
+                    f"{tuple(p.shape)}, is not a parameter of this model; save that optimizer by itself."
+                )
+    return names
+
+
+def _slot(runtime: Runtime, param: torch.Tensor) -> tuple[FlatBuffer, int] | None:
+    if isinstance(param, ShardTensor):
+        for unit in runtime.units:
+            for flat in unit.flats:
+                if flat.layout is param._spec.layout:
+                    return flat, param._spec.index
+    return None
+
+
+def optim_state_dict(
+    runtime: Runtime,
+    optimizer: torch.optim.Optimizer,
+    rank0_only: bool = True,
+    model: nn.Module | None = None,
+    given: dict[str, Any] | None = None,
+    own: bool = False,
+) -> dict[str, Any]:
+    """Whole optimizer state by parameter name, on the CPU. Collective.
+
+    Args:
+        runtime: of the engine.
+        optimizer: any that holds parameters of the model.
+        rank0_only: the other ranks return an empty dict.
+        model: finds the names of ignored parameters.
+        given: state by number, in place of the optimizer's own.
+        own: the optimizer may hold parameters that are not the model's, whose state is left out.
+
+    Returns:
+        ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: torch's own optimizer state dict
+        with names in place of numbers. Where the optimizer has state of no parameter, ``"other_state"`` lists its keys.
+    """
+    what = "engine.optim_state_dict"
+    error: Exception | None = None
+    names: dict[int, str] = {}
+    taken: dict[str, Any] = {"state": {}, "param_groups": []}
+    try:
+        names = names_of(runtime, optimizer, model, others=own)
+        taken = optimizer.state_dict() if given is None else given
+    except Exception as problem:  # the other ranks must hear of it
+        error = problem
+    numbers = [p for group in optimizer.param_groups for p in group["params"]]  # torch counts like this
+    if own:
+        mine = {id(p) for p in (model.parameters() if model is not None else ())}
+        mine.update(id(p) for unit in runtime.units for p in unit.params)
+        others = {n for n, p in enumerate(numbers) if id(p) not in mine}
+        taken = {**taken, "state": {key: entries for key, entries in taken["state"].items() if key not in others}}
+    cut = sharded_entries(runtime, numbers, taken["state"])
+    agree(runtime, what, (len(numbers), cut.key), error)
+    wanted = not rank0_only or runtime.collectives.world_rank == 0
+    # In the order of the parameters, and with what other ranks own.
+    known = matrix_state.collect(runtime, taken["state"], len(numbers), wanted, what)
+    state: dict[Any, Any] = {
+        names[id(numbers[n])] if is_number(n, numbers) else n: dict(entries) if isinstance(entries, dict) else entries
+        for n, entries in known.items()
+    }
+    for flat, entry, slices in cut.jobs:
+        whole = whole_slices(flat, slices, what)
+        if wanted:
+            for i, value in enumerate(whole):
+                if value is not None:
+                    state[names[id(flat.params[i])]][entry] = copied(value, to_cpu=True)
+    for number, entry, value in cut.rest:
+        state[names[id(numbers[number])]][entry] = value.full_tensor().cpu()
+    for number, entry, container in cut.nested:
+        state[names[id(numbers[number])]][entry] = matrix_state.mapped(container, _whole)
+    if not wanted:
+        return {}
+    # A snapshot: the next step changes what is whole here.
+    state = {name: matrix_state.copied(entries, "cpu") for name, entries in state.items()}
+    groups = []
+    for group, live in zip(taken["param_groups"], optimizer.param_groups, strict=True):
+        groups.append({**group, "params": [names[id(p)] for p in live["params"]]})
+    parameters = set(names.values())
+    of_none = [key for key in state if key not in parameters]
+    return {"state": state, "param_groups": groups, **({OTHER: of_none} if of_none else {})}
+
+
+OTHER = "other_state"  # entry of our dicts: keys in "state" that are no parameter's
+
+
+@dataclass(frozen=True)
+class ShardedEntries:
+    """An optimizer's sharded state, in the order in which all ranks gather it.
+
+    Attributes:
+        jobs: what is gathered together: a flat, one kind of state, and this rank's slices by the flat's parameters.
+        rest: number, kind and value of what is cut in another way than its parameter, or by tensor parallelism, too; and of
+            DTensors, from steps before sharding.
+        nested: number, kind and value of containers with such tensors.
+        key: equal on ranks that gather the same.
+    """
+
+    jobs: tuple[tuple[FlatBuffer, str, tuple[torch.Tensor | None, ...]], ...]
+    rest: tuple[tuple[int, str, Any], ...]
+    nested: tuple[tuple[int, str, Any], ...]
+    key: object
+
+
+def sharded_entries(runtime: Runtime, params: list[Any], state: Mapping[Any, Any]) -> ShardedEntries:
+    """Find them. Not collective.
+
+    Args:
+        runtime: of the engine.
+        params: the optimizer's, as torch counts them.
+        state: by number, as ``optimizer.state_dict()["state"]``.
+    """
+    jobs: dict[tuple[int, str, str], dict[int, torch.Tensor]] = {}
+    flats = {id(flat): flat for unit in runtime.units for flat in unit.flats}
+    rest: list[tuple[int, str, Any]] = []
+    nested: list[tuple[int, str, Any]] = []
+    for number, entries in state.items():
+        if not is_number(number, params):
+            continue
+        for key, value in entries.items():
+            if isinstance(value, ShardTensor):
+                slot = _slot(runtime, params[number])
+                if slot is not None and not slot[0].split and same_cut(value._spec, params[number]._spec):
+                    jobs.setdefault((id(slot[0]), str(key), str(value.dtype)), {})[slot[1]] = value._local
+                else:
+                    rest.append((number, key, value))
+            elif is_dtensor(value):
+                rest.append((number, key, value))
+            elif any(
+                isinstance(tensor, ShardTensor) or is_dtensor(tensor) for tensor in matrix_state.tensors_of(value)
+            ):
+                nested.append((number, key, value))
+    order = {id(flat): n for n, flat in enumerate(flats.values())}
+    chosen = sorted(jobs, key=lambda j: (order[j[0]], j[1], j[2]))
+    return ShardedEntries(
+        tuple((flats[j[0]], j[1], tuple(jobs[j].get(i) for i in range(len(flats[j[0]].params)))) for j in chosen),
+        tuple(rest),
+        tuple(nested),
+        [(order[j[0]], j[1], j[2], sorted(jobs[j])) for j in chosen]
+        + [(n, k, str(v.placements) if is_dtensor(v) else "") for n, k, v in (*rest, *nested)],
+    )
+
+
+def _whole(tensor: Any) -> Any:
+    return tensor.full_tensor().cpu() if isinstance(tensor, ShardTensor) or is_dtensor(tensor) else tensor
+
+
+def is_number(key: Any, numbers: list[Any]) -> bool:
+    """Whether a key of torch's state dict stands for a parameter."""
+    return type(key) is int and 0 <= key < len(numbers)
+
+
+def load_optim_state_dict(
+    runtime: Runtime, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], model: nn.Module | None = None
+) -> None:
+    """Load what :func:`optim_state_dict` gave, on any number of ranks. Collective: every rank needs the dict.
+
+    Parameters are matched by name, groups by position; hyperparameters come from the dict. The optimizer's own
+    ``load_state_dict`` does the loading, with its hooks.
+
+    Raises:
+        StateDictError: on all ranks, with everything that does not fit; nothing has been loaded.
+    """
+    what = "engine.load_optim_state_dict"
+    given = optim_state_dict_to_load(runtime, optimizer, state_dict, model, what)
+    optimizer.load_state_dict(given)
+    keep_as_saved(optimizer, given["state"])
+
+
+def optim_state_dict_to_load(
+    runtime: Runtime,
+    optimizer: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    model: nn.Module | None,
+    what: str,
+) -> dict[str, Any]:
+    """From state by name, for the optimizer's ``load_state_dict``: by number, with this rank's slices. Collective.
+
+    Raises:
+        StateDictError: on all ranks, with everything that does not fit.
+    """
+    error: Exception | None = None
+    names: dict[int, str] = {}
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    try:
+        names = names_of(runtime, optimizer, model)
+        error = describe(runtime, what, *misfits(runtime, optimizer, names, state_dict))
+    except Exception as problem:  # the other ranks must hear of it
+        error = problem
+    # With the empty ones: they decide who owns what.
+    key = sorted((str(name), bool(entries)) for name, entries in state_dict["state"].items()) if error is None else None
+    agree(runtime, what, key, error)
+    elsewhere = matrix_state.elsewhere(runtime, optimizer, names, state_dict["state"])
+    # torch leaves a parameter that was never used out of the state, so this may be meant, and may be a loss.
+    bare = [n for i, n in names.items() if i in trained and n not in state_dict["state"]] if state_dict["state"] else []
+    if bare:
+        logger.warning("%s: no state for %s while others have some: they start anew", what, ", ".join(bare))
+    return by_number(optimizer, names, state_dict, elsewhere)
+
+
+def by_number(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    state_dict: Mapping[str, Any],
+    elsewhere: Mapping[int, bool] | None = None,
+    in_place: bool = False,
+) -> dict[str, Any]:
+    """A checked dict in torch's form: numbers for names, in the optimizer's own order, with this rank's slices. Not collective.
+
+    Args:
+        optimizer: whose parameters, groups and state these are.
+        names: by id of the parameters.
+        state_dict: by name.
+        elsewhere: by id of the parameters whose state is whole at one rank, whether that is another one.
+        in_place: copy slices into the optimizer's own state where it has some; the old values are lost.
+    """
+    elsewhere = elsewhere or {}
+    state: dict[Any, Any] = {key: matrix_state.copied(state_dict["state"][key]) for key in state_dict.get(OTHER, ())}
+    groups: list[dict[str, Any]] = []
+    number = 0
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        count = len(group["params"])
+        groups.append({**saved, "params": list(range(number, number + count))})
+        for p in group["params"]:
+            entries = state_dict["state"].get(names[id(p)])
+            if entries and id(p) in elsewhere:
+                if not elsewhere[id(p)]:
+                    state[number] = matrix_state.copied(matrix_state.local(entries))  # torch may keep what it is given
+            elif entries:
+                own = optimizer.state.get(p, {}) if in_place else {}
+                state[number] = {key: own_part(p, key, value, own.get(key)) for key, value in entries.items()}
+            number += 1
+        if "param_names" in saved:
+            groups[-1]["param_names"] = [names[id(p)] for p in group["params"]]
+    return {"state": state, "param_groups": groups}
+
+
+def own_part(param: torch.Tensor, key: str, value: Any, into: Any = None) -> Any:
+    """One entry of the state of `param`: this rank's slice where it has the parameter's shape, copied to `into` if it fits."""
+    if not isinstance(value, torch.Tensor):
+        return matrix_state.local(value) if isinstance(param, ShardTensor) else value
+    if isinstance(value, ShardTensor) or not is_cut(param, key, value.shape):
+        value = local_of(value) if isinstance(param, ShardTensor) else value
+        return value.clone()  # torch may keep what it is given
+    assert isinstance(param, ShardTensor)
+    part = slice_full(value.detach(), param._spec)
+    if isinstance(into, ShardTensor) and same_cut(into._spec, param._spec) and into.dtype == value.dtype:
+        with torch.no_grad():
+            into._local.copy_(part)
+        return into
+    local = part.to(param._local.device, copy=True)
+    return ShardTensor(local, param._spec)
+
+
+def is_cut(param: torch.Tensor, key: Any, shape: torch.Size) -> bool:
+    """Whether whole state of this shape is cut as its parameter is, and not a number of its own, which every rank has."""
+    return isinstance(param, ShardTensor) and is_elementwise(param, key, shape)
+
+
+def is_elementwise(param: torch.Tensor, key: Any, shape: torch.Size) -> bool:
+    """Whether whole state of this shape has one element for each of its parameter's."""
+    if key == "step" or shape != param.shape:
+        return False
+    return param.dim() > 0 or key not in COUNTERS  # of a 0-dim parameter both are 0-dim
+
+
+def keep_as_saved(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None:
+    """After loading: torch casts state to the parameter's dtype, and makes generators of strings in tuples; what was saved stays
+    what it was. `state` by number, as it was loaded."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, p in enumerate(params):
+        for key, value in state.get(number, {}).items():
+            live = optimizer.state.get(p, {}).get(key)
+            if not isinstance(value, torch.Tensor) or isinstance(live, torch.Tensor) and live.dtype != value.dtype:
+                optimizer.state[p][key] = value
+
+
+def misfits(
+    runtime: Runtime, optimizer: torch.optim.Optimizer, names: dict[int, str], given: Mapping[str, Any]
+) -> tuple[list[str], list[str], list[str]]:
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
+        return [], [], ['the dict has no "state" and "param_groups" (ranks other than 0 need the dict too)']
+    problems: list[str] = []
+    missing: list[str] = []
+    unexpected: list[str] = []
+    saved_groups = given["param_groups"]
+    if len(saved_groups) != len(optimizer.param_groups):
+        problems.append(f"{len(saved_groups)} parameter groups where the optimizer has {len(optimizer.param_groups)}")
+    else:
+        for number, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
+            live, held = {names[id(p)]: None for p in group["params"]}, set(saved["params"])
+            missing += [f"{n} (in group {number})" for n in live if n not in held]
+            unexpected += [f"{n} (in group {number})" for n in saved["params"] if n not in live]
+    by_name = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    listed = {n for saved in saved_groups for n in saved["params"]}
+    without = [n for n in by_name if n in listed and n not in given["state"]] if given["state"] else []
+    lost = [n for n in without if optimizer.state.get(by_name[n])]
+    missing += [f"{n} (state)" for n in lost]
+    if lost:
+        problems.append(
+            f"the optimizer has state for {lost[0]}, which would be dropped; where that is meant, give an empty entry: "
+            f'state_dict["state"][{lost[0]!r}] = {{}}'
+        )
+    for name, entries in given["state"].items():
+        param = by_name.get(name)
+        if param is None:
+            if name not in listed and name not in given.get(OTHER, ()):
+                unexpected.append(f"{name} (state)")
+            continue
+        for key, value in entries.items():
+            if isinstance(value, ShardTensor):
+                if not isinstance(param, ShardTensor) or not same_cut(value._spec, param._spec):
+                    problems.append(f"{name}: {key} is a sharded tensor of another cut")
+            elif isinstance(value, torch.Tensor) and not _shape_fits(runtime, optimizer, param, key, value):
+                problems.append(f"{name}: {key} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}")
+            elif isinstance(param, ShardTensor):
+                # What is not cut as the parameter is must be whole.
+                cut = isinstance(value, torch.Tensor) and is_cut(param, key, value.shape)
+                for tensor in matrix_state.tensors_of(value):
+                    problems += misplaced(tensor, param._spec.part if cut else None, f"{name}: {key}")
+    return missing, unexpected, problems
+
+
+def _shape_fits(
+    runtime: Runtime, optimizer: torch.optim.Optimizer, param: torch.Tensor, key: str, value: torch.Tensor
+) -> bool:
+    if value.shape == param.shape or value.numel() <= 1:
+        return True
+    existing = optimizer.state.get(param, {}).get(key)
+    if isinstance(existing, torch.Tensor):
+        return existing.shape == value.shape
+    # Factored state (Adafactor) has fewer dimensions than its parameter; that of other matrix optimizers has any shape.
+    return value.dim() < param.dim() or matrix_state.is_matrix(runtime, optimizer)

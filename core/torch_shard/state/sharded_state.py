@@ -1,0 +1,66 @@
+"""State dicts of a sharded model as this rank has them: in ShardTensors, and in plain slices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm.consensus import agree
+from ..errors import StateDictError
+from ..runtime.runtime import Runtime
+from ..shard_tensor.tensor import ShardTensor
+from . import model_state
+
+__all__ = ["from_local", "local", "sharded"]
+
+
+def sharded(model: nn.Module, runtime: Runtime, offload_to_cpu: bool) -> dict[str, Any]:
+    """``model.state_dict()`` with ShardTensors; with `offload_to_cpu` what is elsewhere is copied to the CPU. Not collective."""
+    found = model_state.own_state_dict(model, runtime)
+    if offload_to_cpu:
+        for key, value in found.items():
+            if isinstance(value, ShardTensor):
+                if value._local.device.type != "cpu":
+                    found[key] = ShardTensor(value._local.detach().cpu(), value._spec)
+            elif isinstance(value, torch.Tensor):
+                found[key] = value.cpu()
+    return found
+
+
+def local(model: nn.Module, runtime: Runtime, offload_to_cpu: bool) -> dict[str, Any]:
+    """The same with plain 1-D slices, which other cuts can't load. Not collective."""
+    found = sharded(model, runtime, offload_to_cpu)
+    return {k: v._local.detach() if isinstance(v, ShardTensor) else v for k, v in found.items()}
+
+
+def from_local(model: nn.Module, runtime: Runtime, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What :func:`local` gave, as ShardTensors. Collective.
+
+    Raises:
+        StateDictError: on all ranks; a slice is not of the length and dtype that this rank holds.
+    """
+    what = "engine.load_state_dict"
+    problems = []
+    result = model_state.WithMetadata(given)
+    result._metadata = getattr(given, "_metadata", None)
+    for key, held in model_state.own_state_dict(model, runtime).items():
+        value = given.get(key)
+        if not isinstance(held, ShardTensor) or not isinstance(value, torch.Tensor):
+            continue
+        own = held._local
+        if isinstance(value, ShardTensor) or value.shape != own.shape or value.dtype != own.dtype:
+            kind = "sharded" if isinstance(value, ShardTensor) else f"{value.dtype} of shape {tuple(value.shape)}"
+            problems.append(f"{key}: this rank's slice is {own.dtype} of shape {tuple(own.shape)}, the entry {kind}")
+        else:
+            result[key] = ShardTensor(value.detach(), held._spec)
+    error = None
+    if problems:
+        error = StateDictError(
+            f"rank {runtime.collectives.world_rank}: {what}: local slices fit the same number of ranks, strategy and units "
+            "only, and nothing was loaded.\n  " + "\n  ".join(problems)
+        )
+    agree(runtime, what, None, error)
+    return result

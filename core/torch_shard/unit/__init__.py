@@ -1,0 +1,1 @@
+"""The parameters that travel together: their flat buffers, gradient buffers and states."""

@@ -1,0 +1,78 @@
+"""Full values of one flat buffer from every rank's shard, in memory of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .flat_buffer import FlatBuffer
+
+# -- slices to whole --------------------------------------------------------------------------------------------------
+
+
+def whole_flat(flat: FlatBuffer, what: str, memory: torch.Tensor | None = None) -> torch.Tensor:
+    """The values of a flat buffer, in new memory (with one rank to a shard, the shard itself). Collective.
+
+    `memory` is used instead of new one where it is given: uint8, on the engine's device, and nobody reads it any more.
+    """
+    if not flat.sharded:
+        return flat.shard.to(flat.collectives.device)
+    return _gathered(flat, flat.shard.dtype, what, lambda own: own.copy_(flat.shard), memory)
+
+
+def whole_slices(
+    flat: FlatBuffer, slices: Sequence[torch.Tensor | None], what: str, memory: torch.Tensor | None = None
+) -> list[torch.Tensor | None]:
+    """Whole tensors from slices cut like the parameters of `flat`: gradients, one kind of optimizer state. Collective.
+
+    Args:
+        flat: gives shapes, strides and cut.
+        slices: for each parameter this rank's slice (1-D, any dtype), or None on all ranks.
+        what: for messages.
+        memory: as for :func:`whole_flat`, for slices of one dtype.
+
+    Returns:
+        Plain tensors of the parameters' shapes and strides in new memory, None for None.
+    """
+    dtypes = {s.dtype for s in slices if s is not None}
+    assert memory is None or len(dtypes) <= 1
+    result: list[torch.Tensor | None] = [None] * len(slices)
+    for dtype in sorted(dtypes, key=str):
+        chosen = [i for i, s in enumerate(slices) if s is not None and s.dtype == dtype]
+
+        def fill(own: torch.Tensor, chosen: list[int] = chosen) -> None:
+            own.zero_()
+            for i in chosen:
+                start, stop = flat.layout.local_range(i, flat.collectives.rank)
+                own[start:stop].copy_(slices[i])  # type: ignore[arg-type]
+
+        full = _gathered(flat, dtype, what, fill, memory)
+        for i in chosen:
+            result[i] = flat.view(full, i)
+    return result
+
+
+def _gathered(
+    flat: FlatBuffer,
+    dtype: torch.dtype,
+    what: str,
+    fill: Callable[[torch.Tensor], Any],
+    memory: torch.Tensor | None = None,
+) -> torch.Tensor:
+    c = flat.collectives
+    moves = flat.sharded and flat.layout.numel > 0
+    with torch.inference_mode(False), torch.no_grad():
+        with c.gathering() if moves else contextlib.nullcontext():
+            if memory is None:
+                full = torch.empty(flat.layout.numel, dtype=dtype, device=c.device)
+            else:
+                full = memory[: flat.layout.numel * dtype.itemsize].view(dtype)
+            own = flat.own_slot(full)
+            fill(own)
+            pending = c.all_gather(full, c.payload(own), what) if moves else None
+        if pending is not None:
+            pending.wait()
+    return full

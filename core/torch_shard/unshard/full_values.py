@@ -1,0 +1,153 @@
+"""Whole values outside compute: from slices to whole tensors and back, and failing together.
+
+What `engine.gathered`, full state dicts and `engine.close` share. Nothing here touches a module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..comm.broadcast_buffers import broadcast_coalesced
+from ..comm.watchdog import blocking
+from ..errors import ShardError
+from ..runtime.runtime import Runtime
+from ..shard_tensor.tensor import ShardTensor
+from ..shard_tensor.unsharded_param import own_grad, set_own_grad
+from ..unit.flat_buffer import FlatBuffer
+from ..unit.full_values import whole_flat
+from ..unit.unit import State, Unit
+
+
+@contextlib.contextmanager
+def gathered_values(runtime: Runtime, unit: Unit) -> Iterator[list[torch.Tensor]]:
+    """Inside, the whole current values of each flat of `unit`, as they are stored. Collective, for reading only."""
+    if not unit.exact:  # what modules compute with is less precise
+        yield [whole_flat(flat, f"the all-gather of unit {unit.name!r}") for flat in unit.flats]
+        return
+    if not unit.gathers or unit.is_summoned and unit.state is State.FULL:
+        yield [flat.full for flat in unit.flats]
+        return
+    keep = refill(runtime, unit)
+    unit.wait()
+    try:
+        yield [flat.full for flat in unit.flats]
+    finally:
+        if not keep:
+            unit.release()
+
+
+def refill(runtime: Runtime, unit: Unit) -> bool:
+    """Start a gather of the current values, prefetched or not; returns whether a running backward needs them after."""
+    keep = bool(unit.uses or unit.kept) and unit.state is not State.SHARDED
+    if unit.state is not State.SHARDED:
+        # It may have been gathered before an edit of the shards, or be on its way: ranks need not agree on that.
+        unit.wait()
+        unit.release()
+    unit.gather()
+    if not keep:
+        runtime.schedule.gathered.pop(unit.index, None)
+    return keep
+
+
+# -- whole to slices --------------------------------------------------------------------------------------------------
+
+
+def send_slices(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tensor, source: int, what: str) -> None:
+    """Cut `full` (on rank `source` only, any device) and give each rank its part in `into`. Collective."""
+    c = flat.collectives
+    if not into.numel():
+        return
+    if c.world == 1:
+        assert full is not None
+        into.copy_(flat.own_slot(full))
+        return
+    me = c.world_rank == source
+    with torch.no_grad():
+        raw = _bytes(into.to(c.device).contiguous())
+        whole = _bytes(full.to(c.device)) if me and full is not None else None
+        if c.size == 1:
+            if whole is not None:
+                raw.copy_(whole)
+            blocking(c.watch, "reduce", what, dist.broadcast, raw, src=c.watch.ranks[source])
+        else:
+            slots = None if whole is None else whole.view(c.size, -1)
+            parts = None if slots is None else [slots[position] for position in c.topology.positions()]
+            blocking(c.watch, "reduce", what, dist.scatter, raw, parts, src=c.watch.ranks[source])
+        if raw.data_ptr() != into.data_ptr():
+            into.copy_(raw.view(into.dtype))
+        if me:
+            c.bytes_sent += raw.numel() * (c.world - 1)
+
+
+def send_bytes(runtime: Runtime, values: torch.Tensor, source: int, what: str) -> torch.Tensor:
+    """Broadcast a small uint8 CPU tensor from rank `source`; returns it. Collective."""
+    c = runtime.collectives
+    if c.world == 1:
+        return values
+    blocking(c.watch, "control", what, dist.broadcast, values, src=c.watch.ranks[source])
+    return values
+
+
+def unify_replicas(flat: FlatBuffer, what: str, own: torch.Tensor | None = None) -> None:
+    """Where there are several copies, the first one's values count, since random edits may differ between ranks. Collective.
+    `own`: this rank's slice, or something of its size; the shard by default."""
+    c = flat.collectives
+    held = flat.shard if own is None else own
+    own = held.to(c.device)
+    # What tensor parallelism does not cut is the same in all planes.
+    channel = c.lane_channel if c.lane_channel is not None and not flat.split else c.across_channel
+    if not flat.sharded:
+        broadcast_coalesced(c, [own], what, within_plane=flat.split)
+    elif channel is not None:
+        c.send_waiting()
+        c.watch.meet(what)
+        if own.numel():
+            first = c.watch.ranks[min(channel.members)]
+            raw, ordered = _bytes(own), c.watch.polls
+            blocking(c.watch, channel.name, what, dist.broadcast, raw, src=first, ordered=ordered)
+    if own is not held:
+        held.copy_(own)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)  # every dtype a model may hold can travel as bytes
+
+
+def grad_of(param: torch.Tensor) -> ShardTensor | None:
+    """The sharded gradient of a sharded parameter, read past every interception."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return own_grad(param)  # type: ignore[return-value]
+
+
+def reduced_grad_of(param: torch.Tensor) -> Any:
+    """The gradient of a parameter, plain for a plain one; refused while no_sync() defers its reduction."""
+    grad = grad_of(param)
+    if getattr(grad, "_unreduced", False):
+        spec = param._spec  # type: ignore[attr-defined]
+        raise ShardError(
+            f"rank {spec.world_rank}: the gradient of {spec.name} is still this rank's own, because the last backward ran "
+            "under engine.no_sync(). Clip, gather or close after the backward that reduces."
+        )
+    return grad
+
+
+def local_grads(flat: FlatBuffer) -> list[torch.Tensor | None]:
+    """This rank's slices of the reduced gradients."""
+    return [None if g is None else g._local for g in map(reduced_grad_of, flat.params)]
+
+
+def set_grad(param: ShardTensor, local: torch.Tensor | None) -> None:
+    """Make `local` (a slice, kept) the gradient; an existing gradient of that dtype keeps its memory."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        existing: Any = own_grad(param)
+        if local is None:
+            set_own_grad(param, None)
+        elif existing is not None and existing._local.dtype == local.dtype:
+            existing._local.copy_(local)
+        else:
+            set_own_grad(param, ShardTensor(local, param._spec))

@@ -1,0 +1,1 @@
+"""Plain Python and autograd helpers that know nothing of ranks."""

@@ -1,0 +1,25 @@
+"""What torch has no public name for: the running graph task, sequence numbers of nodes, ``functional_call`` at work."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    pass
+
+
+def inside_functional_call() -> bool:
+    """Whether `torch.func.functional_call` runs, which puts the caller's own tensors into the modules for one call."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.nn.utils.stateless":
+            return True
+        frame = frame.f_back
+    return False
+
+
+graph_task = torch._C._current_graph_task_id  # -1 outside backward; no public accessor (torch 2.13)
+sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
