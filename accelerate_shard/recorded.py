@@ -108,7 +108,7 @@ def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def deferred_from(tensor: Recorded) -> Deferred:
-    """What :func:`torch_shard.setup.lazy_values.defer` takes. Not collective.
+    """What :func:`torch_shard.setup.lazy_param.defer` takes. Not collective.
 
     The last conversions are left to the shards of the ranks.
     """

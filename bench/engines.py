@@ -109,9 +109,8 @@ def wrap(
     """
     blocks = list(blocks)
     if name in ("ours", "offload", "autocast", "autocast_alone"):
-        from torch_shard.config.shard_config.precision import norms_in
-
         import torch_shard
+        from torch_shard import norms_in
 
         precision = None
         if low is not None and name in ("ours", "offload"):

@@ -201,7 +201,7 @@ def timed(runner: Runner, data: list[Tensor], device: torch.device, steps: int) 
 
 def saved_bytes(runner: Runner, data: list[Tensor]) -> int:
     """Bytes that autograd keeps between forward and backward, parameters left out: the step's activations."""
-    from torch_shard.shard_tensor.tensor.unsharded_param import is_of_unit
+    from torch_shard.shard_tensor.unsharded_param import is_of_unit
 
     leaves = {p.untyped_storage().data_ptr() for p in runner.model.parameters() if not hasattr(p, "to_local")}
     seen: dict[int, int] = {}

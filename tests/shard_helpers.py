@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
-from torch_shard.layout.flat_layout.flat_layout import FlatLayout, ParamMeta
-from torch_shard.shard_tensor.tensor.spec import ShardSpec
-from torch_shard.shard_tensor.tensor.tensor import ShardTensor
+
+from torch_shard.layout.flat_layout import FlatLayout, ParamMeta
+from torch_shard.shard_tensor.spec import ShardSpec
+from torch_shard.shard_tensor.tensor import ShardTensor
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch_shard.runtime.runtime.load_hooks import NoteLoad, forget_loads
 
 import torch_shard
 from tests.marks import quick
@@ -21,6 +20,7 @@ from tests.ranks import ranks, run
 from torch_shard.comm import process_groups
 from torch_shard.comm.work import caller_line, default_store
 from torch_shard.errors import ConfigError, DivergenceError, MissingRankError, SetupError, ShardError
+from torch_shard.runtime.load_hooks import NoteLoad, forget_loads
 
 SHORT = 3.0  # seconds that a rank waits for a partner in these tests
 small = {"units": [nn.Linear], "timeout": SHORT}

@@ -11,12 +11,12 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch_shard.config.shard_config.shard_config import ShardConfig
 
 import torch_shard
 from tests.bad_input_helpers import Net, all_ranks_agree_on, hasty, small, step
 from tests.marks import exhaustive
 from tests.ranks import ranks
+from torch_shard.config.shard_config import ShardConfig
 from torch_shard.errors import (
     ConfigError,
     NeedsGatherError,

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch_shard.runtime.runtime.forward_hooks import unregister
 
 import torch_shard
 from tests.odd_model import assert_grads, batch, build, reference_grads
 from tests.ranks import ranks
 from torch_shard.close import close_units
 from torch_shard.errors import UnitStateError
+from torch_shard.runtime.forward_hooks import unregister
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])

@@ -7,8 +7,8 @@ import math
 
 import pytest
 from torch import nn
-from torch_shard.config.shard_config.shard_config import ShardConfig
 
+from torch_shard.config.shard_config import ShardConfig
 from torch_shard.errors import ConfigError, ShardError
 from torch_shard.utils.patterns import matches
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch_shard.setup.build.lazy_param import Deferred, defer, deferred_of
 
 import torch_shard
 from tests.ranks import ranks
 from torch_shard import Precision
 from torch_shard.errors import CheckpointError, SetupError, StateDictError
+from torch_shard.setup.lazy_param import Deferred, defer, deferred_of
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch_shard.layout.flat_layout.rank_topology import Topology
 
 from tests.ranks import ranks
 from torch_shard import shard
 from torch_shard.comm.communicators import connect
 from torch_shard.errors import SetupError
+from torch_shard.layout.rank_topology import Topology
 
 
 def _connect(group):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch_shard.layout.flat_layout.flat_layout import ALIGNMENT, FlatLayout, ParamMeta, contiguous_stride
 
 from torch_shard.errors import LayoutError
+from torch_shard.layout.flat_layout import ALIGNMENT, FlatLayout, ParamMeta, contiguous_stride
 
 ITEMSIZES = (1, 2, 4, 8, 16)
 FEW = settings(max_examples=100, deadline=None)

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
-from torch_shard.config.shard_config.shard_config import ShardConfig
-from torch_shard.layout.flat_layout.flat_layout import FlatLayout, ParamMeta
 
+from torch_shard.config.shard_config import ShardConfig
 from torch_shard.errors import ConfigError, SetupError
+from torch_shard.layout.flat_layout import FlatLayout, ParamMeta
 from torch_shard.plan import Plan
 from torch_shard.plan.plan import flat_order, shard_nbytes
 from torch_shard.plan.planner import make_plan

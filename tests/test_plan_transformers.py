@@ -9,9 +9,8 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from torch_shard.config.shard_config.shard_config import ShardConfig
-
 from tests import hf_models
+from torch_shard.config.shard_config import ShardConfig
 from torch_shard.plan.planner import make_plan
 
 HEADS = r"(lm_head|classifier|proj_out|cls|decoder|head|\w+_projection)\.(?!.*(block|layers)\.)"

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch_shard.shard_tensor.tensor.tensor import ShardTensor
 
 import torch_shard
 from tests.compat.harness import MLP, batch, loss_of, plain_backward, same_params
@@ -19,6 +18,7 @@ from tests.marks import exhaustive, quick
 from tests.ranks import ranks
 from tests.test_traffic import Collectives
 from torch_shard.errors import ConfigError, SetupError
+from torch_shard.shard_tensor.tensor import ShardTensor
 
 STRATEGIES = ["full_shard", "shard_grad_op", "shard_optim", "no_shard"]
 

@@ -9,8 +9,9 @@ from torch import nn
 
 import torch_shard
 from tests.ranks import ranks
+from torch_shard.comm.process_group_ops import reduce_scatter_single
 from torch_shard.errors import NeedsGatherError
-from torch_shard.versions import at_least, reduce_scatter_single
+from torch_shard.versions import at_least
 
 
 def made():

@@ -5,12 +5,12 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch_shard.shard_tensor.tensor.tensor import ShardTensor
 
 from tests.shard_cases import NEEDS_WHOLE, REDUCTIONS, UNARY
 from tests.shard_helpers import sharded
 from torch_shard.comm.small_collectives import SingleComm
 from torch_shard.errors import NeedsGatherError
+from torch_shard.shard_tensor.tensor import ShardTensor
 
 F = nn.functional
 

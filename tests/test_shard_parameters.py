@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch_shard.shard_tensor.tensor.tensor import ShardTensor
 
 from tests.ranks import ranks
 from tests.shard_helpers import SHAPES, same, sharded, values
 from torch_shard.errors import NeedsGatherError
+from torch_shard.shard_tensor.tensor import ShardTensor
 
 F = nn.functional
 

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch_shard.layout.flat_layout.flat_layout import FlatLayout, ParamMeta
-from torch_shard.shard_tensor.tensor.spec import ShardSpec, broadcast_slice, same_cut, slice_full
-from torch_shard.shard_tensor.tensor.tensor import ShardTensor
 
 from tests.ranks import ranks
 from tests.shard_cases import NEEDS_WHOLE, UNARY
 from tests.shard_helpers import SHAPES, GroupComm, join, placed, same, sharded, values
 from torch_shard.errors import NeedsGatherError, ShardPicklingError
+from torch_shard.layout.flat_layout import FlatLayout, ParamMeta
+from torch_shard.shard_tensor.spec import ShardSpec, broadcast_slice, same_cut, slice_full
+from torch_shard.shard_tensor.tensor import ShardTensor
 
 # -- slicing, as properties over any number of ranks --------------------------------------------------------------
 

@@ -10,8 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch_shard.shard_tensor.tensor.spec import ShardSpec
-from torch_shard.shard_tensor.tensor.tensor import ShardTensor
 
 import torch_shard
 from tests.bad_input_helpers import Net, small, step
@@ -21,6 +19,8 @@ from tests.ranks import ranks
 from tests.shard_cases import GATHERED, REFUSED, VIEWED
 from tests.shard_helpers import GroupComm, join, placed, same, sharded, values
 from torch_shard.errors import DivergenceError, NeedsGatherError
+from torch_shard.shard_tensor.spec import ShardSpec
+from torch_shard.shard_tensor.tensor import ShardTensor
 
 # -- views, as properties over any number of ranks ------------------------------------------------------------------------
 

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from .comm.consensus import agree
+from .comm.process_groups import ranks_of
 from .engine import Engine, engine_of
 from .errors import ConfigError, StateDictError
 from .optim.matrix import state as matrix_state
@@ -379,9 +379,9 @@ def _engine(model: nn.Module, what: str, group: Any) -> Engine:
         )
     if group is not None:
         ranks = list(engine._runtime.collectives.watch.ranks)
-        if dist.get_process_group_ranks(group) != ranks:
+        if ranks_of(group) != ranks:
             raise ConfigError(
-                f"rank {engine.rank}: {what}: group has ranks {dist.get_process_group_ranks(group)}, the model is sharded over "
+                f"rank {engine.rank}: {what}: group has ranks {ranks_of(group)}, the model is sharded over "
                 f"{ranks}. Leave it out."
             )
     return engine

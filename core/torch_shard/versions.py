@@ -10,7 +10,6 @@ from importlib import metadata
 from types import MappingProxyType
 
 import torch
-import torch.distributed as dist
 from packaging.version import InvalidVersion, Version
 
 from .errors import UnavailableError
@@ -22,11 +21,9 @@ __all__ = [
     "TESTED",
     "TORCH_VERSION",
     "__version__",
-    "all_gather_single",
     "at_least",
     "check_torch",
     "installed",
-    "reduce_scatter_single",
 ]
 
 __version__ = "0.1.0"
@@ -102,8 +99,3 @@ def check_torch() -> None:
             f"torch {torch.__version__} is too old: sharding needs torch >= {MIN_TORCH}. "
             f"Upgrade it, for example with `pip install 'torch>={MIN_TORCH}'`."
         )
-
-
-# torch 2.13 renamed the single-tensor collectives and warns about the old names; 2.11 and 2.12 lack the new ones.
-all_gather_single = getattr(dist, "all_gather_single" if at_least("2.13") else "all_gather_into_tensor", None)
-reduce_scatter_single = getattr(dist, "reduce_scatter_single" if at_least("2.13") else "reduce_scatter_tensor", None)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch_shard.shard_tensor.tensor.tensor import ShardTensor
 
 import torch_shard
 from tests.compat.harness import MLP, batch, plain_backward
 from tests.ranks import ranks
 from torch_shard.checkpoint.sharded.read_tree import read_contents
 from torch_shard.errors import StateDictError
+from torch_shard.shard_tensor.tensor import ShardTensor
 
 
 def two(seed: int, rank: int) -> tuple[list[Any], list[torch_shard.Engine], torch.optim.Optimizer]:

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch_shard.shard_tensor.tensor.spec import slice_full
-from torch_shard.shard_tensor.tensor.tensor import ShardTensor
 
 import torch_shard
 from tests.compat.modes import COMPUTED, STORED, as_computed, mixed, sums_in_low_precision, tolerance
+from torch_shard.shard_tensor.spec import slice_full
+from torch_shard.shard_tensor.tensor import ShardTensor
 
 RTOL, ATOL = 1e-9, 1e-10
 

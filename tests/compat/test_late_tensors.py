@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_shard.unit.unit.unit import State
 
 from tests.compat.harness import train_both
 from tests.marks import exhaustive, seldom
 from tests.ranks import ranks
 from torch_shard.engine import engine_of
+from torch_shard.unit.unit import State
 
 WIDTH = 5
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch_shard.unit.unit.unit import State
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, average_grads, batch, loss_of, plain_backward, same, same_grads, train_both
 from tests.compat.modes import as_computed
 from tests.marks import exhaustive, seldom
 from tests.ranks import ranks
+from torch_shard.unit.unit import State
 from torch_shard.versions import at_least
 
 

@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch_shard.shard_tensor.tensor.tensor import ShardTensor
 
 import torch_shard
 from tests.compat.harness import (
@@ -27,6 +26,7 @@ from tests.compat.modes import as_computed
 from tests.marks import exhaustive, quick, seldom
 from tests.ranks import ranks
 from torch_shard.errors import NeedsGatherError
+from torch_shard.shard_tensor.tensor import ShardTensor
 
 O = torch.optim
 OPTIMIZERS = {

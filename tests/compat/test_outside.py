@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch_shard.shard_tensor.tensor.tensor import ShardTensor
 
 from tests.compat.harness import Pair, batch, loss_of, plain_backward, same, whole
 from tests.marks import exhaustive, quick, seldom
 from tests.ranks import ranks
 from torch_shard.errors import NeedsGatherError, ShardError
+from torch_shard.shard_tensor.tensor import ShardTensor
 
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "enable_grad": torch.enable_grad}
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch_shard.shard_tensor.tensor.tensor import ShardTensor
 
 from tests.compat.harness import MLP, Block, average_grads, batch
+from torch_shard.shard_tensor.tensor import ShardTensor
 
 Result = tuple[list[float], dict[str, torch.Tensor]]
 TORCH, OURS = "torch.distributed.fsdp", "torch_shard.fsdp"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch_shard.layout.flat_layout.rank_topology import Topology
 
 import torch_shard
 from tests.compat.harness import (
@@ -16,6 +15,7 @@ from tests.hybrid.harness import same_copies
 from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard.errors import ConfigError, ShardError
+from torch_shard.layout.rank_topology import Topology
 
 
 def _rows(engine: torch_shard.Engine) -> tuple[tuple[int, ...], ...]:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch_shard.config.shard_config.offload import IN_FLIGHT, STAGED
 
 import torch_shard
 from tests.marks import exhaustive, one_at_a_time
@@ -17,6 +16,7 @@ from tests.offload.beside_gpu import beside_gpu
 from tests.offload.models import WIDTH, Model, inputs, loss_of, same
 from tests.ranks import ranks
 from torch_shard import Precision, errors
+from torch_shard.config.offload import IN_FLIGHT, STAGED
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KINDS = {

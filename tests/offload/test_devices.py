@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch_shard.runtime.runtime.mixed_precision_hooks import moved
 
 import torch_shard
 from tests.offload.models import Model, inputs
 from tests.ranks import ranks
+from torch_shard.runtime.mixed_precision_hooks import moved
 
 
 @dataclass

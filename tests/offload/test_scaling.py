@@ -6,13 +6,13 @@ import threading
 
 import pytest
 import torch.distributed as dist
-from torch_shard.unit.unit.gradient_buffer import GradientBuffer
 
 from tests.marks import exhaustive
 from tests.offload.models import Training, inputs, loss_of, same
 from tests.ranks import ranks
 from torch_shard import errors
 from torch_shard.offload.host_thread import Later
+from torch_shard.unit.gradient_buffer import GradientBuffer
 
 
 def units(training):

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
-from torch_shard.shard_tensor.tensor.spec import slice_full
-from torch_shard.shard_tensor.tensor.tensor import ShardTensor
 
 from tests.compat.harness import ATOL, RTOL, Pair, average_grads, batch, plain_backward, whole
 from tests.marks import exhaustive
+from torch_shard.shard_tensor.spec import slice_full
+from torch_shard.shard_tensor.tensor import ShardTensor
 
 O = torch.optim
 COUNTERS = {"step", "mu_product", "eta", "mu"}

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch_shard.shard_tensor.tensor.tensor import ShardTensor
 
 import torch_shard.optim
 from tests.compat.harness import ATOL, RTOL, Pair, batch, plain_backward, same_params
 from tests.optim.helpers import O, copy_grads
+from torch_shard.shard_tensor.tensor import ShardTensor
 
 
 class Shampoo(torch.optim.Optimizer):

@@ -6,7 +6,6 @@ import ctypes
 
 import pytest
 import torch
-from torch_shard.shard_tensor.tensor.tensor import ShardTensor
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, batch, plain_backward
@@ -14,6 +13,7 @@ from tests.marks import exhaustive
 from tests.optim.helpers import Odd, by_ndim, same_optimizers, trainable
 from tests.ranks import ranks
 from torch_shard.errors import ConfigError, ShardError
+from torch_shard.shard_tensor.tensor import ShardTensor
 
 
 class Signed(torch.optim.Optimizer):

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch_shard.shard_tensor.tensor.spec import slice_full
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, average_grads, batch, plain_backward, same, same_params
@@ -15,6 +14,7 @@ from tests.marks import exhaustive
 from tests.optim.helpers import Odd, by_ndim, same_optimizers
 from tests.ranks import ranks
 from torch_shard.errors import ConfigError, ShardError
+from torch_shard.shard_tensor.spec import slice_full
 
 O = torch.optim
 OPTIMIZERS = {

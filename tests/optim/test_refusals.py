@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from torch_shard.shard_tensor.tensor.tensor import ShardTensor
 
 import torch_shard
 from tests.compat.harness import Pair, average_grads, batch, loss_of, plain_backward, same_params
@@ -25,6 +24,7 @@ from tests.optim.helpers import (
 )
 from tests.ranks import ranks
 from torch_shard.errors import NeedsGatherError, ShardError
+from torch_shard.shard_tensor.tensor import ShardTensor
 
 
 class Untouched:

@@ -10,7 +10,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch_shard.shard_tensor.tensor.tensor import ShardTensor
 
 import torch_shard
 import torch_shard.optim
@@ -20,6 +19,7 @@ from tests.optim.helpers import O, Odd, same_optimizers, trainable
 from tests.optim.matrix_optimizers import Shampoo
 from tests.ranks import ranks
 from torch_shard.errors import ConfigError, DivergenceError, ShardError, StateDictError, UnitStateError
+from torch_shard.shard_tensor.tensor import ShardTensor
 
 STRATEGIES = ["full_shard full_shard", "full_shard no_shard", "no_shard shard_grad_op"]
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch_shard.shard_tensor.tensor.tensor import ShardTensor
 
 import torch_shard
 from tests.compat.harness import Pair, batch, plain_backward, same, train_alike
@@ -19,6 +18,7 @@ from tests.marks import exhaustive, quick
 from tests.optim.helpers import same_optimizers
 from tests.ranks import ranks
 from torch_shard.errors import ConfigError, ShardError
+from torch_shard.shard_tensor.tensor import ShardTensor
 
 O = torch.optim
 

@@ -7,14 +7,14 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch_shard.shard_tensor.tensor.tensor import ShardTensor
-from torch_shard.shard_tensor.tensor.unsharded_param import own_grad
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, batch, plain_backward, same_grads
 from tests.marks import exhaustive, quick
 from tests.optim.helpers import Odd, backward_both, both, go, same_optimizers, trainable
 from tests.ranks import ranks
+from torch_shard.shard_tensor.tensor import ShardTensor
+from torch_shard.shard_tensor.unsharded_param import own_grad
 
 O = torch.optim
 

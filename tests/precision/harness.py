@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch_shard.shard_tensor.tensor.tensor import ShardTensor
 
 import torch_shard
 from tests.compat.harness import MLP, batch, loss_of, whole
+from torch_shard.shard_tensor.tensor import ShardTensor
 
 __all__ = ["MLP", "Mixed", "batch", "loss_of", "low_copy", "mean_over_ranks", "same_bits", "whole"]
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch_shard.unit.unit.gradient_buffer import _divided_before
 
 import torch_shard
 from tests.marks import exhaustive
 from tests.precision.harness import MLP, Mixed, batch, loss_of, same_bits
 from tests.ranks import ranks
 from torch_shard import Precision
+from torch_shard.unit.gradient_buffer import _divided_before
 
 FP16, FP32 = torch.float16, torch.float32
 LOW = Precision(param_dtype=FP16)

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch_shard.config.shard_config.precision import norms_in
 
 import torch_shard
 from tests.ranks import ranks
-from torch_shard import Precision
+from torch_shard import Precision, norms_in
 
 BF16 = torch.bfloat16
 STEPS, TAIL = 200, 50

@@ -123,7 +123,7 @@ except ConfigError as error:
 
 
 def test_topologies_of_planes():
-    from torch_shard.layout.flat_layout.rank_topology import Topology
+    from torch_shard.layout.rank_topology import Topology
 
     within = Topology.hybrid(4, 2)
     found = within.within([[0, 2, 4, 6], [1, 3, 5, 7]], range(8))

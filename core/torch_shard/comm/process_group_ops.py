@@ -18,9 +18,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..versions import all_gather_single, reduce_scatter_single
+from ..versions import at_least
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
+__all__ = [
+    "all_gather",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "reduce_scatter",
+    "reduce_scatter_single",
+]
+
+# torch 2.13 renamed the single-tensor collectives and warns about the old names; 2.11 and 2.12 lack the new ones.
+all_gather_single = getattr(dist, "all_gather_single" if at_least("2.13") else "all_gather_into_tensor", None)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single" if at_least("2.13") else "reduce_scatter_tensor", None)
 
 _group_class: Any = getattr(dist, "ProcessGroup", None)  # None: a torch built without torch.distributed
 _c10d: Any = getattr(dist, "distributed_c10d", None)

@@ -177,6 +177,16 @@ def _made_by_its_members(name: str) -> Iterator[None]:
             default.bound_device_id = bound
 
 
+def default_group() -> Any:
+    """Return torch's default process group; None where none is initialised."""
+    return dist.group.WORLD
+
+
+def ranks_of(group: Any = None) -> list[int]:
+    """Return the global ranks of a process group, the default one by default; ``[0]`` where none is initialised."""
+    return dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
+
+
 def backend_of(group: Any, device_type: str) -> str:
     """The backend that serves a type of device in `group`, "" if none does. `get_backend` names one of several."""
     entries = dist.get_backend_config(group).split(",")

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from ..config.param_dtypes import Dtypes
 from ..layout.flat_layout import FlatLayout, slot_view
 from ..numerics.block_quantizer import BlockCode
-from ..numerics.dtypes import Dtypes
 from .collectives import Collectives, join, outside_inference
 from .gradient_reduction import Reduction
 from .work import Pending

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ..versions import all_gather_single
+from .process_group_ops import all_gather_single
 from .watchdog import Watch, blocking
 from .work import Channel
 

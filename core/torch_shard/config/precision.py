@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..config.param_dtypes import Dtypes
 from ..errors import ConfigError, UnavailableError
 from ..log import logger
-from ..numerics.dtypes import FLOATS, Dtypes
+from ..numerics.dtypes import FLOATS
 from ..utils.patterns import check_pattern, matches
 
 if TYPE_CHECKING:

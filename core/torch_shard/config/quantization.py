@@ -15,9 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..config.param_dtypes import Dtypes
 from ..errors import ConfigError, UnavailableError
 from ..numerics.block_quantizer import BlockCode
-from ..numerics.dtypes import FLOATS, Dtypes
+from ..numerics.dtypes import FLOATS
 from .precision import checked_modules, modules_named
 
 __all__ = ["Quantized"]

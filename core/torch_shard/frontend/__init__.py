@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ..comm.broadcast_buffers import broadcast_coalesced
 from ..comm.consensus import agree, anywhere
+from ..comm.process_group_ops import reduce_scatter_single
 from ..comm.process_groups import group_timeout
 from ..comm.rendezvous import told_by
 from ..comm.traffic_statistics import Statistics
@@ -30,7 +31,6 @@ from ..state.model_state import make_whole, refuse_inside
 from ..state.optimizer_state import load_optim_state_dict
 from ..unshard.gathered import gathered
 from ..utils.weak_id_map import ByObject
-from ..versions import reduce_scatter_single
 from . import clipping as clip_together
 from .clipping import clip_norm, engines_over, limit_values
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
 from .. import optim_state as _optim_state
 from .. import state_dict_type as _state_dict_type
+from ..comm.process_groups import default_group
 from ..engine import Engine, engine_of
 from ..errors import ConfigError, ShardPicklingError
 from ..optim_state import OptimStateKeyType
@@ -471,7 +471,7 @@ def _request(wrapper: FullyShardedDataParallel, name: str) -> Any:
 
 def _group(wrapper: FullyShardedDataParallel) -> Any:
     given = _request(wrapper, "process_group")
-    return dist.group.WORLD if given is None else given
+    return default_group() if given is None else given
 
 
 _ATTRIBUTES: dict[str, Callable[[FullyShardedDataParallel], Any]] = {

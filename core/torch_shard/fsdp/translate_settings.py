@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -21,6 +20,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
+from ..comm.process_groups import ranks_of
 from ..config.offload import Offload
 from ..config.precision import NONE, Precision
 from ..errors import ConfigError
@@ -461,9 +461,9 @@ def _strategy(own: Request, nested: Mapping[str, tuple[nn.Module, Request]]) -> 
 def _ranks(mesh: Any) -> Any:
     """Equal for meshes over the same ranks, shared in the same way."""
     if mesh is None:
-        return tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
+        return tuple(ranks_of())
     if isinstance(mesh, (tuple, list)):
         return tuple(_ranks(group) for group in mesh)
     if hasattr(mesh, "get_group"):
         return tuple(mesh.mesh.flatten().tolist()) if mesh.ndim == 1 else tuple(map(tuple, mesh.mesh.tolist()))
-    return tuple(dist.get_process_group_ranks(mesh))
+    return tuple(ranks_of(mesh))

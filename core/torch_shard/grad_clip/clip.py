@@ -17,10 +17,10 @@ from ..comm.collectives import Collectives
 from ..errors import NonFiniteError
 from ..grad_clip.checks import refuse_unfinished
 from ..offload.pending_writes import whole_of
-from ..optim.elementwise.runs import grad_of
 from ..runtime.runtime import Runtime
 from ..shard_tensor.attributes import get_grad
 from ..shard_tensor.tensor import ShardTensor
+from ..shard_tensor.unsharded_param import own_grad
 from ..unit.flat_buffer import FlatBuffer
 from ..unshard.full_values import reduced_grad_of
 
@@ -154,7 +154,7 @@ def one_piece(flat: FlatBuffer, wait: bool = True) -> torch.Tensor | None:
     """The 1-D tensor that all gradients of `flat` are slices of, as the reduction left them. `wait` until it may be read, where
     it is on its way to host memory."""
     try:
-        grads = list(map(grad_of, flat.params))
+        grads = list(map(own_grad, flat.params))
         found = list(map(_flat if wait or flat.host is None else whole_of, grads))
         # A gradient of the reduction's has its parameter's own spec; one that was assigned by hand has another.
         own = all(map(operator.is_, map(_spec, grads), map(_spec, flat.params)))

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..errors import SetupError, ShardError, UnavailableError
@@ -213,7 +212,7 @@ def planes_of(mesh: Any, tensor_parallel: Any, name: str) -> list[list[int]]:
         )
     root = mesh._get_root_mesh().mesh
     at = dict(zip(root.flatten().tolist(), itertools.product(*map(range, root.shape)), strict=True))
-    here = dist.get_rank()
+    here = int(mesh.get_rank())
     if set(own) & set(others) != {here}:
         raise SetupError(
             f"parameter {name} is a DTensor over ranks {others}, and the mesh to shard over has ranks {own}: they must have only "

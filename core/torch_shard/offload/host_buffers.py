@@ -6,9 +6,9 @@ from collections import deque
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..errors import HostMemoryError
+from ..log import current_rank
 from .memory_limits import available, formatted
 from .pinned import allocate, can_pin
 
@@ -97,10 +97,9 @@ class HostBuffers:
         return HostBuffer(memory)
 
     def _message(self, size: int, why: str) -> str:
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         kind = "page-locked " if can_pin(self.device) else ""
         return (
-            f"rank {rank}: activation_offload: {formatted(size)} of {kind}host memory can't be had, beside "
+            f"rank {current_rank()}: activation_offload: {formatted(size)} of {kind}host memory can't be had, beside "
             f"{formatted(self.held)} that are held for it: {why}. Offload fewer layers, take smaller batches, or run fewer "
             "ranks on this host."
         )

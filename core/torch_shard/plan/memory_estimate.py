@@ -12,8 +12,8 @@ from ..layout.flat_layout import ALIGNMENT
 
 if TYPE_CHECKING:
     from ..config.offload import Offload
+    from ..config.param_dtypes import Dtypes
     from ..numerics.block_quantizer import BlockCode
-    from ..numerics.dtypes import Dtypes
     from .plan import Plan, UnitPlan
 
 __all__ = ["PredictedBytes", "mib", "predicted_bytes", "shard_nbytes"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..config.offload import Offload
-from ..numerics.dtypes import Dtypes
+from ..config.param_dtypes import Dtypes
 from .memory_estimate import PredictedBytes, mib, predicted_bytes, shard_nbytes
 
 __all__ = ["BufferInfo", "ParamInfo", "Plan", "PredictedBytes", "UnitPlan", "flat_order", "shard_nbytes"]

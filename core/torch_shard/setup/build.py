@@ -6,22 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from ..comm.blocking_collectives import all_reduce_max
 from ..comm.broadcast_buffers import broadcast_coalesced
 from ..comm.collectives import Collectives, outside_inference
 from ..comm.communicators import connect
 from ..comm.mesh import resolve_mesh
-from ..comm.watchdog import blocking
 from ..config.offload import Offload, offload_of
+from ..config.param_dtypes import Dtypes
 from ..config.precision import Precision, precision_of
 from ..config.shard_config import ShardConfig
 from ..errors import CheckpointError, ConfigError, HostMemoryError, SetupError
 from ..layout.dtensor_placement import Placed, is_dtensor, local_of, placed_of
 from ..layout.flat_layout import FlatLayout, ParamMeta
 from ..log import logger
-from ..numerics.dtypes import Dtypes
 from ..numerics.stochastic_rounding import Rounding
 from ..offload.host import Host
 from ..offload.memory_check import check_memory, open_host, take_shards
@@ -168,7 +167,7 @@ def _round_steps(runtime: Runtime, precision: Precision) -> None:
     c, seed = runtime.collectives, torch.initial_seed() & ((1 << 63) - 1)
     if c.world > 1:
         first = torch.tensor([seed if c.world_rank == 0 else -1], dtype=torch.int64, device="cpu")
-        blocking(c.watch, "control", SETUP, dist.all_reduce, first, op=dist.ReduceOp.MAX)
+        all_reduce_max(c, first, SETUP)
         seed = int(first)
     for unit in runtime.units:
         for number, flat in enumerate(unit.flats):
@@ -288,7 +287,7 @@ def _units_on_meta(
     here = [params[n].device.type != "meta" or deferred_of(params[n]) is not None for n in names]
     real = torch.tensor([*here, *(h and c.world_rank == 0 for h in here)], dtype=torch.uint8)
     if c.world > 1 and len(real):
-        blocking(c.watch, "control", SETUP, dist.all_reduce, real, op=dist.ReduceOp.MAX)
+        all_reduce_max(c, real, SETUP)
     answer = [bool(r) for r in real.tolist()]
     somewhere = dict(zip(names, answer[: len(names)], strict=True))
     on_first = dict(zip(names, answer[len(names) :], strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,11 +78,9 @@ class Leaf(InBuffer, nn.Parameter):
             _data.__set__(self, value)
 
 
-def own_grad(tensor: torch.Tensor) -> torch.Tensor | None:
-    """``tensor.grad`` as autograd keeps it, past the properties of :class:`Leaf` and of ShardTensor (for the latter with
-    ``__torch_function__`` disabled)."""
-    result: torch.Tensor | None = _grad.__get__(tensor)
-    return result
+own_grad: Callable[[Any], Any] = _grad.__get__
+"""Return ``.grad`` as autograd keeps it, past the properties of :class:`Leaf` and of ShardTensor; for the latter call it with
+``__torch_function__`` disabled."""
 
 
 def set_own_grad(tensor: torch.Tensor, value: torch.Tensor | None) -> None:

@@ -13,11 +13,11 @@ from torch import nn
 from ..comm.collectives import Collectives
 from ..comm.quantized_collectives import QuantizedGather
 from ..comm.work import Pending
+from ..config.param_dtypes import Dtypes
 from ..errors import UnitStateError
 from ..layout.dtensor_placement import Placed, is_dtensor
 from ..layout.flat_layout import FlatLayout, slot_view
 from ..numerics.block_quantizer import BlockCode
-from ..numerics.dtypes import Dtypes
 from ..numerics.stochastic_rounding import Rounding
 from ..offload.host_gradients import HostGradients
 from ..offload.host_shard import Crossing, HostShard

@@ -11,9 +11,10 @@ import torch
 from ..comm.collectives import Collectives, join
 from ..comm.gradient_reduction import Reduction, cast
 from ..comm.quantized_collectives import QuantizedGradients
+from ..config.param_dtypes import Dtypes
 from ..errors import ShardError
 from ..layout.flat_layout import FlatLayout, slot_view
-from ..numerics.dtypes import Dtypes, widens
+from ..numerics.dtypes import widens
 from ..offload.pending_writes import whole_of
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad, set_own_grad

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from ..comm.blocking_collectives import broadcast_from, broadcast_in, scatter_from
 from ..comm.broadcast_buffers import broadcast_coalesced
-from ..comm.watchdog import blocking
 from ..errors import ShardError
 from ..runtime.runtime import Runtime
 from ..shard_tensor.tensor import ShardTensor
@@ -73,11 +72,11 @@ def send_slices(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tensor,
         if c.size == 1:
             if whole is not None:
                 raw.copy_(whole)
-            blocking(c.watch, "reduce", what, dist.broadcast, raw, src=c.watch.ranks[source])
+            broadcast_from(c, source, raw, what, "reduce")
         else:
             slots = None if whole is None else whole.view(c.size, -1)
             parts = None if slots is None else [slots[position] for position in c.topology.positions()]
-            blocking(c.watch, "reduce", what, dist.scatter, raw, parts, src=c.watch.ranks[source])
+            scatter_from(c, source, raw, parts, what)
         if raw.data_ptr() != into.data_ptr():
             into.copy_(raw.view(into.dtype))
         if me:
@@ -89,7 +88,7 @@ def send_bytes(runtime: Runtime, values: torch.Tensor, source: int, what: str) -
     c = runtime.collectives
     if c.world == 1:
         return values
-    blocking(c.watch, "control", what, dist.broadcast, values, src=c.watch.ranks[source])
+    broadcast_from(c, source, values, what)
     return values
 
 
@@ -107,9 +106,7 @@ def unify_replicas(flat: FlatBuffer, what: str, own: torch.Tensor | None = None)
         c.send_waiting()
         c.watch.meet(what)
         if own.numel():
-            first = c.watch.ranks[min(channel.members)]
-            raw, ordered = _bytes(own), c.watch.polls
-            blocking(c.watch, channel.name, what, dist.broadcast, raw, src=first, ordered=ordered)
+            broadcast_in(c, channel, _bytes(own), what)
     if own is not held:
         held.copy_(own)
 

@@ -24,7 +24,7 @@ import torch
 from ...errors import ShardError
 from ...offload.pending_writes import slice_of, whole_of
 from ...shard_tensor.tensor import ShardTensor
-from ...shard_tensor.unsharded_param import set_own_grad
+from ...shard_tensor.unsharded_param import own_grad, set_own_grad
 from ...unit.flat_buffer import FlatBuffer
 from ...unit.unit import OWN_COUNT, copy_attributes
 from .piece import Piece, RoundedPiece
@@ -32,12 +32,10 @@ from .segments import Run, Segment, fit_fused, runs_of
 from .state_signature import signature
 from .step_counters import Counters
 
-__all__ = ["Runs", "grad_of"]
+__all__ = ["Runs"]
 
 _NONE, _HERE, _OTHER = 0, 1, 2  # a parameter's gradient: none; in its unit's reduced slice; the user's own
 _flat, _spec, _local = map(operator.attrgetter, ("_flat", "_spec", "_local"))
-grad_of: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
-"""``.grad`` as autograd keeps it; to be called with ``__torch_function__`` disabled."""
 
 
 def _whole_of(grad: Any) -> torch.Tensor:
@@ -126,7 +124,7 @@ class Runs:
             return False
         # In C as far as possible: this is done for each parameter in each step.
         try:
-            grads = list(map(grad_of, self._present))
+            grads = list(map(own_grad, self._present))
             results = list(map(self._whole_of, grads))
             specs = map(_spec, grads)
         except AttributeError:  # None, or not the reduction's
@@ -134,7 +132,7 @@ class Runs:
         firsts = map(results.__getitem__, self._firsts)
         if not (all(map(operator.is_, results, firsts)) and all(map(operator.is_, specs, self._present_specs))):
             return False
-        if not all(map(operator.is_, map(grad_of, self._absent), itertools.repeat(None))):
+        if not all(map(operator.is_, map(own_grad, self._absent), itertools.repeat(None))):
             return False
         if not all(map(operator.is_, map(state.get, self.params), self._entries)):
             return False
@@ -202,7 +200,7 @@ class Runs:
         self._firsts = [self._first_of.setdefault(self.shard_of[i], n) for n, i in enumerate(present)]
         self._find_gradients({i: n for n, i in enumerate(present)})
         self._keep(state)
-        self._point(list(map(grad_of, self._present)))
+        self._point(list(map(own_grad, self._present)))
 
     def _kind(self, i: int) -> tuple[torch.dtype, bool, torch.device]:
         flat = self.flats[self.shard_of[i]]
@@ -228,7 +226,7 @@ class Runs:
         pattern: list[int] = []
         results: dict[int, torch.Tensor] = {}
         for p, spec, shard in zip(self.params, self.specs, self.shard_of, strict=True):
-            grad = grad_of(p)
+            grad = own_grad(p)
             if grad is None:
                 pattern.append(_NONE)
                 continue

@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from ...comm.blocking_collectives import all_reduce_max, broadcast_from
 from ...comm.consensus import agree
-from ...comm.watchdog import blocking
 from ...errors import ShardError
 from ...layout.dtensor_placement import is_dtensor, is_whole, local_of
 from ...plan.matrix_owners import Item, assign, choose, loads_of, work_of
@@ -62,7 +61,7 @@ def everyone(runtime: Runtime, mine: Sequence[int], what: str) -> list[list[int]
     table = torch.zeros(c.world, len(mine), dtype=torch.uint8, device="cpu")
     table[c.world_rank] = torch.tensor(list(mine), dtype=torch.uint8)
     if c.world > 1 and len(mine):
-        blocking(c.watch, "control", what, dist.all_reduce, table, op=dist.ReduceOp.MAX)
+        all_reduce_max(c, table, what)
     found: list[list[int]] = table.tolist()
     return found
 
@@ -358,11 +357,11 @@ def broadcast_object(runtime: Runtime, value: Any, source: int, what: str) -> An
         return value
     raw = bytearray(pickle.dumps(value)) if c.world_rank == source else bytearray(8)
     size = torch.tensor([len(raw)], dtype=torch.int64, device="cpu")
-    blocking(c.watch, "control", what, dist.broadcast, size, src=c.watch.ranks[source])
+    broadcast_from(c, source, size, what)
     data = torch.frombuffer(raw, dtype=torch.uint8) if c.world_rank == source else torch.empty(0)
     if c.world_rank != source:
         data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-    blocking(c.watch, "control", what, dist.broadcast, data, src=c.watch.ranks[source])
+    broadcast_from(c, source, data, what)
     return value if c.world_rank == source else pickle.loads(data.numpy().tobytes())
 
 
@@ -379,7 +378,7 @@ def _broadcast_tensors(
     for tensor, s in zip(tensors, sent, strict=False):  # none elsewhere than at the source
         message[at : at + s.nbytes].copy_(_bytes(tensor))
         at += _aligned(s.nbytes)
-    blocking(c.watch, "reduce", what, dist.broadcast, message, src=c.watch.ranks[source])
+    broadcast_from(c, source, message, what, "reduce")
     if c.world_rank == source:
         c.bytes_sent += total * (c.world - 1)
     if not wanted:
