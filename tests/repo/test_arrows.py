@@ -1,0 +1,192 @@
+"""The structure of the code: rooms import downwards only, front ends see public names only, ``comm`` alone communicates.
+
+Read from the syntax trees, so that imports inside functions and under ``TYPE_CHECKING`` count as much as others.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CORE = ROOT / "core" / "torch_shard"
+
+# Each room of core/torch_shard may import those before it. "ground" and "engine" are files that lie flat.
+ORDER = (
+    "ground", "utils", "layout", "numerics", "config", "comm", "plan", "offload", "shard_tensor", "unit", "runtime",
+    "unshard", "setup", "grad_clip", "optim", "state", "checkpoint", "engine", "frontend", "fsdp", "cli",
+)  # fmt: skip
+GROUND = {"errors", "log", "versions"}
+ENGINE = {
+    "activation_checkpointing", "activation_offload", "close", "deferred_init", "engine", "engine_state",
+    "engine_statistics", "optim_state", "state_dict_type",
+}  # fmt: skip
+TOP = {"__init__", "__main__"}
+
+# What front ends may import of the engine: these, and names of `torch_shard` itself.
+PUBLIC = {
+    "activation_checkpointing", "activation_offload", "errors", "frontend", "log", "optim", "optim_state", "versions",
+}  # fmt: skip
+FRONT_ENDS = ("lightning_shard", "accelerate_shard")
+
+# Of torch.distributed, what rooms other than comm may import: types and file formats, no collectives.
+TYPES = (
+    "torch.distributed.tensor",
+    "torch.distributed.device_mesh",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+)
+# Maps the user's own calls of torch.distributed to what they mean for a sharded tensor; calls none itself.
+EXCEPTIONS = {"shard_tensor/c10d_functions.py"}
+
+
+class Import(NamedTuple):
+    """One imported name."""
+
+    file: Path
+    line: int
+    module: str  # absolute
+    name: str  # "" for `import module`
+
+    @property
+    def target(self) -> str:
+        """The module, with the name if that is a module, too."""
+        path = ROOT / ("core" if self.module.startswith("torch_shard") else "") / self.module.replace(".", "/")
+        is_module = self.name and ((path / self.name).is_dir() or (path / f"{self.name}.py").is_file())
+        return f"{self.module}.{self.name}" if is_module else self.module
+
+    def __str__(self) -> str:
+        return f"{self.file.relative_to(ROOT)}:{self.line} imports {self.name or 'it all'} of {self.module}"
+
+
+def imports_of(file: Path, source: str | None = None) -> Iterator[Import]:
+    """Yield every import of a file, wherever it stands in it."""
+    base = ROOT / "core" if file.is_relative_to(CORE) else ROOT
+    package = list(file.relative_to(base).parts[:-1])
+    for node in ast.walk(ast.parse(file.read_text() if source is None else source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(file, node.lineno, alias.name, "")
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield Import(file, node.lineno, module, alias.name)
+
+
+def room_of(module: str) -> str:
+    """Return the room of a module of torch_shard; "" for the package itself, which only hands names on."""
+    parts = module.split(".")
+    if len(parts) == 1 or parts[1] in TOP:
+        return ""
+    if parts[1] in GROUND:
+        return "ground"
+    return "engine" if parts[1] in ENGINE else parts[1]
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(ROOT / "core").with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def upward(file: Path, source: str | None = None) -> list[str]:
+    """Return the imports of a file of core that do not point down."""
+    own = room_of(module_of(file))
+    if not own:
+        return []
+    found = []
+    for each in imports_of(file, source):
+        if each.module.split(".")[0] == "torch_shard":
+            room = room_of(each.target)
+            if not room or ORDER.index(room) > ORDER.index(own):
+                found.append(str(each))
+    return found
+
+
+def beyond_public(file: Path, source: str | None = None) -> list[str]:
+    """Return the imports of a front end's file that reach into the engine."""
+    found = []
+    for each in imports_of(file, source):
+        parts = each.target.split(".")
+        if parts[0] == "torch_shard" and len(parts) > 1 and parts[1] not in PUBLIC:
+            found.append(str(each))
+    return found
+
+
+def communicates(file: Path, source: str | None = None) -> list[str]:
+    """Return the imports through which a file could call torch.distributed."""
+    found = []
+    for each in imports_of(file, source):
+        full = f"{each.module}.{each.name}" if each.name else each.module
+        if (full + ".").startswith("torch.distributed.") and not (full + ".").startswith(tuple(t + "." for t in TYPES)):
+            found.append(str(each))
+    return found
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+def test_every_file_of_core_is_in_a_known_room():
+    unknown = [str(file) for file in files_of(CORE) if (room := room_of(module_of(file))) and room not in ORDER]
+    assert unknown == []
+    flat = {file.stem for file in CORE.glob("*.py")}
+    assert flat == GROUND | ENGINE | TOP
+
+
+def test_rooms_import_downwards_only():
+    assert [line for file in files_of(CORE) for line in upward(file)] == []
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_front_ends_import_public_names_and_the_frontend_only(front_end):
+    assert [line for file in files_of(ROOT / front_end) for line in beyond_public(file)] == []
+
+
+def test_only_comm_can_call_torch_distributed():
+    outside = [
+        file
+        for file in files_of(CORE)
+        if room_of(module_of(file)) != "comm" and str(file.relative_to(CORE)) not in EXCEPTIONS
+    ]
+    assert [line for file in outside for line in communicates(file)] == []
+
+
+# -- that these tests can fail ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("layout/flat_layout.py", "from ..unit.unit import Unit"),
+        ("comm/collectives.py", "def f():\n    from ..runtime.runtime import Runtime"),
+        ("unit/unit.py", "if TYPE_CHECKING:\n    from ..runtime import runtime"),
+        ("errors.py", "import torch_shard.log\nfrom .utils import pytree"),
+        ("state/model_state.py", "from torch_shard import Engine"),
+        ("optim/matrix/step.py", "from ...engine import Engine"),
+    ],
+)
+def test_an_arrow_that_is_turned_round_is_found(file, source):
+    assert len(upward(CORE / file, source)) == 1
+
+
+def test_a_front_end_that_reaches_into_the_engine_is_found():
+    file = ROOT / "lightning_shard" / "__init__.py"
+    source = "from torch_shard.unit.unit import Unit\nfrom torch_shard import runtime, Engine\nimport torch_shard.comm"
+    assert len(beyond_public(file, source)) == 3
+
+
+def test_a_room_that_communicates_past_comm_is_found():
+    file = CORE / "unit" / "unit.py"
+    source = """
+import torch.distributed as dist
+from torch import distributed
+from torch.distributed import all_reduce
+from torch.distributed.tensor import DTensor
+"""
+    assert len(communicates(file, source)) == 3
