@@ -86,7 +86,7 @@ class Materialiser:
                 flat.full[start:stop].zero_()
             _mark_slices(flat)
         unit.state = State.FULL
-        unit.is_summoned = True
+        unit.summon()
         try:
             unit.install()
             self._run(modules)
@@ -99,7 +99,7 @@ class Materialiser:
                     flat.shard.copy_(flat.own)
         finally:
             unit.uninstall()
-            unit.is_summoned = False
+            unit.dismiss()
             unit.release()
 
     def _run(self, modules: list[nn.Module]) -> None:

@@ -78,7 +78,7 @@ class Leaf(InBuffer, nn.Parameter):
             _data.__set__(self, value)
 
 
-own_grad: Callable[[Any], Any] = _grad.__get__
+own_grad: Callable[[Any], torch.Tensor | None] = _grad.__get__
 """Return ``.grad`` as autograd keeps it, past the properties of :class:`Leaf` and of ShardTensor; for the latter call it with
 ``__torch_function__`` disabled."""
 

@@ -379,7 +379,7 @@ class GradientBuffer:
                 shown = self.shown[i]
                 if not held or shown is None:
                     continue
-                grad: Any = own_grad(self.params[i])
+                grad = own_grad(self.params[i])
                 if grad is None:
                     self.holds[i] = False
                 elif shown[0]() is not grad or shown[1] != grad._version:

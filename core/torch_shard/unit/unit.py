@@ -8,6 +8,7 @@ Life of a buffer (one per dtype and trainability)::
     grad    [ slot 0 | slot 1 | ... | slot W-1 ]      from the first gradient's arrival to the reduction
 
     SHARDED --gather()--> GATHERING --wait()--> FULL --release()--> SHARDED
+    SHARDED or FULL --summon()--> SUMMONED --dismiss()--> the state before
 
 With one rank to a shard group `full` *is* the shard: always FULL, nothing moves. Unless modules compute in another dtype than
 the shards have (:mod:`.config.precision`): then gathering is a cast, before the collective or without one. Or the shards are in
@@ -48,6 +49,7 @@ class State(enum.Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     FULL = "full"
+    SUMMONED = "summoned"  # the modules hold full parameters outside forwards: inside engine.gathered
 
 
 class Unit:
@@ -73,7 +75,7 @@ class Unit:
         self.pending: list[Pending | QuantizedGather | GatherAgain | Crossing] = []
         self.running = 0  # forwards inside this unit right now
         self.installed = 0
-        self.is_summoned = False  # inside engine.gathered
+        self._before_summons = self.state
         self.held = False  # recomputed in backward before its own trigger: see Runtime
         self.uses: list[Any] = []  # uses whose backward has begun
         # Uses that backward may come back to past any trigger. That is this rank's own affair: other ranks may have released
@@ -259,6 +261,19 @@ class Unit:
         finally:
             self.pending = []
         self.state = State.FULL
+
+    @property
+    def is_summoned(self) -> bool:
+        """Whether the modules hold full parameters that no forward has installed: inside ``engine.gathered``."""
+        return self.state is State.SUMMONED
+
+    def summon(self) -> None:
+        """SHARDED or FULL to SUMMONED: nothing is gathered, released or written back until :meth:`dismiss`."""
+        self._before_summons, self.state = self.state, State.SUMMONED
+
+    def dismiss(self) -> None:
+        """SUMMONED to the state before."""
+        self.state = self._before_summons
 
     def note_stream(self) -> None:
         """The current stream computes with the gathered values from here on."""

@@ -25,10 +25,11 @@ from ..unit.unit import State, Unit
 @contextlib.contextmanager
 def gathered_values(runtime: Runtime, unit: Unit) -> Iterator[list[torch.Tensor]]:
     """Inside, the whole current values of each flat of `unit`, as they are stored. Collective, for reading only."""
-    if not unit.exact:  # what modules compute with is less precise
+    in_place = any(summons.in_place for summons in unit.summons)
+    if not unit.exact or (unit.summons and not in_place):  # what modules compute with is less precise, or a copy
         yield [whole_flat(flat, f"the all-gather of unit {unit.name!r}") for flat in unit.flats]
         return
-    if not unit.gathers or unit.is_summoned and unit.state is State.FULL:
+    if in_place or not unit.gathers:
         yield [flat.full for flat in unit.flats]
         return
     keep = refill(runtime, unit)

@@ -278,8 +278,8 @@ def _copy(summons: Summons) -> None:
 
 def _install(summons: Summons) -> None:
     unit = summons.unit
-    was = unit.is_summoned
-    unit.is_summoned = True  # first: uninstall() must not take edits for edits of a forward
+    if not summons.overlay:
+        unit.summon()  # first: uninstall() must not take edits for edits of a forward
     if summons.overlay:
         unit.uninstall()
     for flat in unit.flats:
@@ -297,7 +297,7 @@ def _install(summons: Summons) -> None:
         else:
             for flat in unit.flats:
                 show_as_plain(flat.leaves, False)
-        unit.is_summoned = was
+            unit.dismiss()
         raise
     if not summons.overlay:
         unit.running += 1  # nothing may release it, and nothing copies it
@@ -368,7 +368,7 @@ def _leave(runtime: Runtime, summons: Summons) -> None:
             unit.install()
         else:
             unit.running -= 1
-            unit.is_summoned = False
+            unit.dismiss()
             for flat in unit.flats:
                 show_as_plain(flat.leaves, False)
         for flat in unit.flats:
