@@ -73,15 +73,7 @@ def pages() -> tuple[Page, ...]:
                 Entry(f"{core}/engine.py", "shard", "torch_shard.shard"),
                 Entry(f"{core}/engine.py", "engine_of", "torch_shard.engine_of"),
                 Entry(f"{core}/deferred_init.py", "from_files", "torch_shard.from_files"),
-                Entry(
-                    f"{core}/engine.py",
-                    "Engine",
-                    "torch_shard.Engine",
-                    bases=(
-                        (f"{core}/engine_state.py", "EngineState"),
-                        (f"{core}/engine_statistics.py", "EngineStatistics"),
-                    ),
-                ),
+                Entry(f"{core}/engine.py", "Engine", "torch_shard.Engine"),
                 Entry(f"{core}/comm/traffic_statistics.py", "Statistics", "torch_shard.Statistics"),
             ),
         ),

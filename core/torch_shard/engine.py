@@ -1,43 +1,53 @@
-"""The public handle of a sharded model."""
+"""``shard()`` and the handle that it returns."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .close import close_units
+from .comm.traffic_statistics import Statistics
 from .config.shard_config import ShardConfig
-from .engine_state import EngineState
-from .engine_statistics import EngineStatistics
-from .errors import ConfigError, ShardError
-from .grad_clip import clip
+from .errors import CheckpointError, ConfigError, ShardError
+from .grad_clip import clip, grad_norms
+from .optim.matrix.state import tensors_of
 from .optim.step_watch import StepWatch
 from .plan.plan import Plan
-from .runtime import backward_inputs, comm_hook, registry
+from .runtime import backward_inputs, comm_hook, registry, statistics
 from .runtime.forward_hooks import unregister
 from .runtime.runtime import Runtime
 from .setup import build
+from .state import model_state, optimizer_state, sharded_state
 from .unit.unit import Unit
 from .unshard import gathered as _gathered
 
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
+    from .checkpoint.sharded.async_save import PendingSave
+    from .checkpoint.sharded.host_snapshot import Staging
 
-class Engine(EngineState, EngineStatistics):
-    """What :func:`shard` returns: the model stays a plain module, everything else is reached from here.
 
-    Properties are not collective. A collective method must be called on all ranks of the mesh, in the same order; a
-    rank that does not come within ``ShardConfig.timeout`` seconds is a
-    :class:`~torch_shard.errors.MissingRankError` on those that wait.
+class Engine:
+    """The handle of a sharded model. The model stays a plain module; everything else is reached from here.
+
+    Properties are not collective. A method that is called collective must be called on all ranks of the mesh, in the same
+    order. If a rank does not come within ``ShardConfig.timeout`` seconds, the ranks that wait for it raise
+    :class:`~torch_shard.errors.MissingRankError`.
 
     Attributes:
         plan: the :class:`~torch_shard.plan.Plan` in use; ``print(engine.plan.table())``.
         config: the :class:`~torch_shard.config.shard_config.ShardConfig` in use.
     """
+
+    _pending: PendingSave | None = None  # the last asynchronous save
+    _staging: Staging | None = None  # the host memory that such saves copy to
 
     def __init__(self, model: nn.Module, runtime: Runtime, plan: Plan, config: ShardConfig) -> None:
         self._model = weakref.ref(model)
@@ -70,19 +80,21 @@ class Engine(EngineState, EngineStatistics):
 
     @property
     def world_size(self) -> int:
-        """Ranks of the mesh, of its tensor-parallel dimension too."""
+        """The number of ranks of the mesh, those of its tensor-parallel dimension included."""
         return self._runtime.collectives.world
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's shards live."""
+        """The device that the model computes on."""
         return self._runtime.collectives.device
 
     @property
     def shard_group(self) -> Any:
-        """The process group over the ranks that share this one's copy of the parameters, which reduces gradients: for the state
-        of a communication hook. None with one rank. Under ``no_shard``, and with ``shard_size=1``, it is the group over all
-        ranks, with tensor parallelism over the plane: the ranks that compute with the same parts of the parameters."""
+        """The process group that reduces this rank's gradients, for the state of a communication hook; None with one rank.
+
+        Its ranks share one replica of the parameters. Where each rank has all of them (``no_shard``, ``shard_size=1``) it is
+        the group over all ranks, and under tensor parallelism the data-parallel group.
+        """
         channel = self._runtime.collectives.reduce_channel
         return None if channel is None else channel.group
 
@@ -98,18 +110,18 @@ class Engine(EngineState, EngineStatistics):
 
     @contextlib.contextmanager
     def no_sync(self, hold: bool = True) -> Iterator[None]:
-        """Accumulate whole gradients on this rank; the first backward outside reduces their sum.
+        """Accumulate unsharded gradients on this rank; the first backward outside reduces their sum.
 
-        Saves the reductions of all micro-batches but one, at the price of one unsharded gradient (4 bytes a parameter
-        in fp32). Without it each backward reduces, and `.grad` accumulates the sharded results. Until that backward
-        `.grad` shows this rank's own slice of its own gradient: setting it to None or to zero drops what was
-        accumulated, clipping and :meth:`gathered` with `grads` refuse it.
+        This saves the reductions of all micro-batches but one, and costs the memory of one unsharded gradient (4 bytes a
+        parameter in fp32). Without it each backward reduces, and `.grad` accumulates sharded results. Until the backward that
+        reduces, `.grad` shows this rank's shard of its own gradient: setting it to None or to zero drops what was
+        accumulated, and clipping or :meth:`gathered` with `grads` is an error.
 
         Put forward and backward inside. Not collective, but all ranks must use it alike.
 
         Args:
-            hold: False reduces in each backward inside, too, and refuses no less than True what would come out otherwise than
-                with gradients that are held: clipping, and steps. For code that is written for DistributedDataParallel.
+            hold: False reduces in each backward inside as well, for code that is written for DistributedDataParallel. What
+                would come out otherwise than with deferred gradients, clipping and steps, is an error as with True.
 
         Raises:
             ShardError: by the next backward, where a gradient was edited in between.
@@ -124,8 +136,9 @@ class Engine(EngineState, EngineStatistics):
 
     @contextlib.contextmanager
     def sync_in_backward(self) -> Iterator[None]:
-        """The backward inside reduces gradients, and with them what was accumulated, though its forward ran under
-        :meth:`no_sync`. For several forwards with a backward each afterwards. Not collective, but all ranks must use it alike.
+        """Have the backward inside reduce gradients, and what was accumulated, though its forward ran under :meth:`no_sync`.
+
+        For several forwards with a backward each afterwards. Not collective, but all ranks must use it alike.
         """
         runtime = self._runtime
         before = runtime.require_sync, runtime.forward_sync
@@ -138,26 +151,29 @@ class Engine(EngineState, EngineStatistics):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Have `hook` reduce gradients in place of the engine, from the next backward on. Collective.
 
-        It is called during backward with each unit's gradients of this rank, in one order on all ranks (once for each dtype in
-        the unit): as ``hook(state, grad, output)`` where parameters are sharded, which must fill `output`, this rank's
-        slice of the mean; under ``no_shard``, and with ``shard_size=1``, as ``hook(state, grad)``, which must make `grad` the
-        mean. Both are 1-D, of the dtype of the reduction (``ShardConfig.precision``), and not divided by anything; gaps between
-        parameters are zero. The signatures are those of torch's FullyShardedDataParallel, whose hooks run unchanged (those that
-        compress need a GPU).
-        Every rank calls it for the same units, with zeros where it has no gradient. A hook brings its own process group and its
-        own timeouts; :attr:`bytes_sent` does not count what it sends. Under the hybrid strategies it reduces over
-        :attr:`shard_group`, and the engine then averages its results over the copies. With one rank it is not called. What it
-        raises is raised at the end of the backward on all ranks, provided that it does not leave the others waiting in a
-        collective of its own.
+        The signatures are those of torch's FullyShardedDataParallel, whose hooks run unchanged (those that compress need a
+        GPU). The hook is called during backward with each unit's gradients, once for each dtype in the unit, in one order on
+        all ranks, and with zeros where this rank has no gradient:
+
+        - ``hook(state, grad, output)`` where parameters are sharded. It must fill `output`, this rank's shard of the mean.
+        - ``hook(state, grad)`` where each rank has all parameters (``no_shard``, ``shard_size=1``). It must make `grad` the
+          mean.
+
+        Both tensors are 1-D, have the dtype of the reduction (``ShardConfig.precision``) and are not divided by anything; gaps
+        between parameters are zero. Under the hybrid strategies the hook reduces over :attr:`shard_group`, and the engine then
+        averages its results over the replicas. With one rank it is not called.
+
+        A hook brings its own process group and timeouts, and :attr:`bytes_sent` does not count what it sends. If it raises,
+        all ranks raise at the end of the backward, provided that it leaves no rank waiting in a collective of its own.
 
         Args:
-            state: given to each call: compression errors, a process group.
+            state: is given to each call: compression errors, a process group.
             hook: the function, the same on all ranks.
 
         Raises:
-            ConfigError: it can't be called, differs between the ranks, or there is one already.
+            ConfigError: the hook can't be called, differs between the ranks, or is not the first one.
             UnitStateError: gradients wait for their reduction (:meth:`no_sync`).
-            ShardError: by a backward in which it left a gradient of another size, or raised on another rank.
+            ShardError: by a backward in which the hook left a gradient of another size, or raised on another rank.
         """
         comm_hook.register(self._runtime, state, hook)
 
@@ -174,11 +190,11 @@ class Engine(EngineState, EngineStatistics):
             max_norm: the limit.
             norm_type: any p, ``inf`` and 0 included.
             parameters: a subset of the model's parameters, the same on all ranks; all by default.
-            error_if_nonfinite: wait for the norm and raise where it is NaN or infinite.
+            error_if_nonfinite: wait for the norm, and raise where it is NaN or infinite.
 
         Returns:
-            The norm before clipping, a 0-d tensor on the mesh's device, equal on all ranks, in the gradients'
-            (promoted) dtype. Parameters that are not sharded count with rank 0's gradients.
+            The norm before clipping: a 0-d tensor on the mesh's device, equal on all ranks, in the gradients' promoted
+            dtype. Parameters that are not sharded count with rank 0's gradients.
 
         Raises:
             NonFiniteError: on all ranks, before anything has changed.
@@ -196,55 +212,58 @@ class Engine(EngineState, EngineStatistics):
         clip.clip_grad_value_(self._runtime, _listed(parameters), clip_value, self._ignored())
 
     def _ignored(self) -> list[torch.Tensor]:
-        """The parameters that are not sharded, as far as they are still there."""
+        """Return the parameters that are not sharded, as far as the model still has them."""
         found: list[torch.Tensor] = []
         for name in self.plan.ignored:
             with contextlib.suppress(AttributeError):
                 found.append(self.model.get_parameter(name))
         return found
 
-    # -- optimizers -----------------------------------------------------------------------------------------------
+    # -- optimizers ---------------------------------------------------------------------------------------------
     def attach(self, optimizer: Any) -> None:
         """Have the engine see the steps of an optimizer that torch's step hooks don't see. Not collective.
 
-        They see every ``torch.optim.Optimizer`` whose ``__init__`` has run, so that only optimizers which skip that, or are of
-        another class altogether, need this. It replaces the object's ``step``.
+        Those hooks see every ``torch.optim.Optimizer`` whose ``__init__`` has run. Only an optimizer that skips it, or is of
+        another class altogether, needs this call, which replaces the object's ``step``.
 
         Args:
-            optimizer: an object with ``param_groups``, ``state`` and ``step``. Where it holds parameters of several sharded
+            optimizer: an object with ``param_groups``, ``state`` and ``step``. If it holds parameters of several sharded
                 models, one of their engines is enough.
 
         Raises:
-            ConfigError: it has none of those.
+            ConfigError: the object lacks one of those.
         """
         self._watch.attach(optimizer)
 
     def step_in_backward(self, optimizer: Any) -> None:
         """Have `optimizer` step during every backward from now on: each unit as soon as its gradients are reduced.
 
-        Gradients are freed at once, so that a rank holds those of two units at most; in exchange, every backward is a step.
-        A unit that backward needs once more behind its gradients (of a weight used detached, earlier) is stepped at the end.
-        ``optimizer.step()`` may stay where it is: it finds no gradients but those of parameters that are not the engine's.
-        The user's step hooks are not called; hooks on accumulated gradients are, before the step, but not at one moment on
-        all ranks, so that they must not communicate (`p.grad.norm()` does). Learning rates count as they are when backward
-        runs. If the ranks turn out to have done different things, some units have been updated already. With offload it is the
-        host thread that steps, and backward goes on: whoever reads parameters or state waits, and what fails there is raised then
-        (HostStepError). Call on all ranks; not collective.
+        Gradients are freed at once, so that a rank holds those of two units at most; in exchange, every backward is a step,
+        with the learning rates of that moment. ``optimizer.step()`` may stay where it is: it finds gradients only of
+        parameters that are not the engine's. A unit that backward needs again after its gradients (a weight that was used
+        detached, earlier) is stepped at the end.
+
+        The user's step hooks are not called. Hooks on accumulated gradients are called before the step, at different moments
+        on different ranks, so they must not communicate (`p.grad.norm()` does). With offload the host thread steps while
+        backward goes on: whoever reads parameters or state waits for it, and raises what failed there (HostStepError). If the
+        ranks turn out to have done different things, some units have been updated already.
+
+        Call on all ranks; not collective.
 
         Args:
             optimizer: of an element-wise class (:mod:`torch_shard.optim`); None ends it.
 
         Raises:
-            ConfigError: an optimizer of another kind, one that lists a parameter twice, or one that holds parameters of another
-                sharded model; the last of these by a backward, too, where they were added later.
-            ShardError: one that is not torch.optim's own, with ``Offload(nvme=...)``; by a backward that computes with a unit
-                once more after its step (a weight in two checkpoints with ``use_reentrant=True``), on all ranks, when some units
-                have been stepped; by the next backward, under :meth:`no_sync` or with ``torch.amp.GradScaler``; and by
-                :meth:`clip_grad_norm_`, :meth:`clip_grad_value_` and ``torch.nn.utils``' functions of these names.
+            ConfigError: the optimizer is of another kind, lists a parameter twice, or holds parameters of another sharded
+                model. A backward raises it where such parameters were added later.
+            ShardError: the optimizer is not torch.optim's own, with ``Offload(nvme=...)``. A backward raises it on all ranks
+                where a unit is computed with once more after its step (a weight in two checkpoints with
+                ``use_reentrant=True``; some units have been stepped then), under :meth:`no_sync`, and with
+                ``torch.amp.GradScaler``. Functions that clip gradients raise it, too.
         """
         self._watch.step_in_backward(optimizer)
 
-    # -- whole parameters ---------------------------------------------------------------------------------------
+    # -- full parameters ----------------------------------------------------------------------------------------
     def gathered(
         self,
         target: Any = None,
@@ -254,19 +273,19 @@ class Engine(EngineState, EngineStatistics):
         device: torch.device | str | None = None,
         grads: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
-        """Inside, the modules hold whole, plain parameters. Collective, on entering and on leaving.
+        """Have the modules hold full, plain parameters inside. Collective, on entering and on leaving.
+
+        A forward and backward inside reduce gradients as usual if all ranks have the values on the mesh's device (no `ranks`,
+        `device` or `grads`) and the units compute in the dtype that they are stored in. Under ``ShardConfig.precision`` the
+        values are those of storage, and a forward inside computes in that dtype, to which its inputs are cast.
 
         Args:
-            target: a module, a parameter, or several; everything by default. Whole units are gathered.
+            target: a module, a parameter, or several; everything by default. Units are gathered as a whole.
             write: keep what is changed inside. With `ranks`, the lowest of them decides for all. An exception inside
                 writes nothing, on any rank.
-            ranks: which ranks get the values (all by default); the others only take part.
-            device: put the values there, for example ``"cpu"``; the mesh's device by default.
-            grads: `.grad` of the whole parameters holds the whole gradients; with `write` they are kept too.
-
-        A backward inside is reduced as usual, but only without `ranks`, `device` and `grads`, and of units that are computed with
-        in the dtype that they are stored in: under ``ShardConfig.precision`` the values are those of storage, and a forward
-        inside computes in that dtype, to which its inputs are cast.
+            ranks: which ranks get the values, all by default; the others take part and keep their shards.
+            device: where the values are, for example ``"cpu"``; the mesh's device by default.
+            grads: `.grad` of the parameters holds the full gradients; with `write` they are kept, too.
 
         Raises:
             ConfigError: an argument is wrong.
@@ -278,19 +297,327 @@ class Engine(EngineState, EngineStatistics):
         return _gathered.gathered(self._runtime, target, write=write, ranks=ranks, device=device, grads=grads)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> None:
-        """``model.apply(fn)`` on gathered parameters; changes are kept. Collective.
+        """Call ``model.apply(fn)`` on full parameters, and keep what it changes. Collective.
 
-        `fn` runs on every rank, with the generators of that rank. Raises as :meth:`gathered` does.
+        `fn` runs on every rank, with that rank's random generators. Raises as :meth:`gathered` does.
         """
         _gathered.apply(self.model, self._runtime, fn)
 
+    # -- state --------------------------------------------------------------------------------------------------
+    def state_dict(self, *, form: str = "full", rank0_only: bool = True, offload_to_cpu: bool = True) -> dict[str, Any]:
+        """Return the model's state dict, under the names of the unsharded model. Collective if `form` is ``"full"``.
+
+        Args:
+            form: ``"full"``: plain tensors of full shape in new memory, as the unsharded model has them. ``torch.save`` them on
+                rank 0, and let all ranks wait in a ``torch.distributed.barrier()`` after it.
+                ``"sharded"``: ShardTensors of global shape that share memory with the parameters, for
+                torch.distributed.checkpoint.
+                ``"local"``: this rank's shards, plain and 1-D, which share that memory, too. They can be loaded with the same
+                number of ranks, strategy and units only.
+            rank0_only: the other ranks get an empty dict of the full form, and hold no more than two full units at a time.
+            offload_to_cpu: copy the tensors to the CPU if they are not there.
+
+        Returns:
+            The module's own dict. Names, strides and dtypes are those from before sharding.
+
+        Raises:
+            ConfigError: another `form`.
+            UnitStateError: the full form inside a forward or :meth:`gathered`.
+        """
+        if form == "sharded":
+            return sharded_state.sharded(self.model, self._runtime, offload_to_cpu)
+        if form == "local":
+            return sharded_state.local(self.model, self._runtime, offload_to_cpu)
+        if form != "full":
+            raise ConfigError(f"form must be 'full', 'sharded' or 'local', not {form!r}.")
+        return model_state.state_dict(self.model, self._runtime, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, *, form: str = "full") -> Any:
+        """Load tensors by name. Collective; nothing is changed unless everything fits.
+
+        Args:
+            state_dict: on every rank, on any device; each rank keeps its shards. It may come from any number of ranks
+                or from plain training.
+            strict: missing and unexpected entries are errors.
+            form: ``"full"`` or ``"sharded"``: full tensors, ShardTensors of any layout whose engine is still open, or some of
+                each. ``"local"``: what :meth:`state_dict` gave on this rank.
+
+        Returns:
+            What ``Module.load_state_dict`` returns: the missing and the unexpected keys.
+
+        Raises:
+            StateDictError: on all ranks, with every missing, unexpected and wrongly shaped entry.
+            UnitStateError: inside a forward or :meth:`gathered`.
+        """
+        if form not in ("full", "sharded", "local"):
+            raise ConfigError(f"form must be 'full', 'sharded' or 'local', not {form!r}.")
+        if form == "local":
+            state_dict = sharded_state.from_local(self.model, self._runtime, state_dict)
+        return model_state.load_state_dict(self.model, self._runtime, state_dict, strict)
+
+    def optim_state_dict(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = True) -> dict[str, Any]:
+        """Return full optimizer state by parameter name, on the CPU. Collective.
+
+        ``optimizer.state_dict()`` gives what this rank has: shards of the state, and of optimizers that step on whole matrices
+        (:mod:`torch_shard.optim`) the state of those that this rank owns.
+
+        Args:
+            optimizer: any that holds parameters of this model.
+            rank0_only: the other ranks get an empty dict.
+
+        Returns:
+            ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: the optimizer's own state dict
+            with names in place of numbers, and state of the parameters' global shapes.
+
+        Raises:
+            StateDictError: the optimizer holds a parameter that is not this model's. If it holds those of several sharded
+                models, use :meth:`save` with `models`.
+        """
+        return optimizer_state.optim_state_dict(self._runtime, optimizer, rank0_only, self.model)
+
+    def load_optim_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`optim_state_dict` gave, on any number of ranks. Collective: every rank needs the dict.
+
+        Parameters are matched by name, groups by position; hyperparameters come from the dict. A parameter without
+        state needs an empty entry if the optimizer holds state for it now.
+
+        Raises:
+            StateDictError: on all ranks, with everything that does not fit; nothing has been loaded.
+        """
+        optimizer_state.load_optim_state_dict(self._runtime, optimizer, state_dict, self.model)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        optimizer: Any = None,
+        *,
+        extra: Any = None,
+        models: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+        asynchronous: bool = False,
+    ) -> PendingSave | None:
+        """Write a checkpoint that any number of ranks can load. Collective.
+
+        Each rank writes its shards, in the parameters' shapes and under their names, in the format of
+        torch.distributed.checkpoint. The directory appears in one step when all of it is durable: if a process is killed, what
+        was at `path` before is still there. The whole directory belongs to the checkpoint, and the next save to it deletes
+        what else is in it.
+
+        Args:
+            path: the directory, the same on all ranks, on a file system that they share.
+            optimizer: one, several in a list (their parameters differ), or a dict of them by name.
+            extra: plain Python objects and tensors, which :meth:`load` returns; rank 0's are saved, and those of other ranks
+                are not looked at.
+            models: further sharded models by name: engines, or modules given to :func:`torch_shard.shard`. An optimizer may
+                hold the parameters of several of them.
+            keep: when this checkpoint is complete, delete the oldest ones beside it, so that this many remain with it. The
+                name needs a number, as in ``step-100``. Only directories with a manifest whose names differ in that number
+                alone count.
+            asynchronous: return when everything has been copied to host memory; threads write the files while training goes
+                on. The memory, as much as this rank holds of parameters and optimizer state, is kept for the next save until
+                :meth:`close`. The next :meth:`save`, :meth:`load`, :meth:`finish_saving` or :meth:`close`, and the end of the
+                program, wait for this save; the methods raise its failure on all ranks.
+
+        Returns:
+            Of an asynchronous save, an object with ``done()`` and ``wait()``; else None.
+
+        Raises:
+            CheckpointError: on all ranks: the path can't be written, the disk is full, the ranks don't share the path, or `extra`
+                or the optimizer's state holds objects that would not be loaded again. Nothing has changed. Or the
+                asynchronous save before this one has failed; then this one has not begun.
+            ConfigError: an argument is wrong.
+            DivergenceError: the ranks passed different arguments.
+            UnitStateError: inside a forward or ``engine.gathered()``.
+        """
+        from .checkpoint import save
+
+        return save(self, path, optimizer, extra=extra, models=models, keep=keep, asynchronous=asynchronous)
+
+    def finish_saving(self) -> None:
+        """Wait until the last asynchronous save is durable, if there was one. Not collective.
+
+        Raises:
+            CheckpointError: the save has failed; raised once, on every rank that asks.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        try:
+            pending.wait()
+        except CheckpointError:
+            self._pending = None
+            raise
+        self._pending = None  # not where the wait was interrupted
+
+    def save_full(
+        self,
+        path: str | os.PathLike[str],
+        optimizer: Any = None,
+        *,
+        extra: Any = None,
+        format: str | None = None,
+        dtype: torch.dtype | None = None,
+        max_shard_size: int | str = "5GB",
+    ) -> None:
+        """Write the full model as plain torch, or Hugging Face's tools, read it. Collective.
+
+        Parameters are gathered one unit at a time and written by rank 0. No rank holds more than two units beside its shards;
+        rank 0 holds one output file besides where it writes safetensors. Only rank 0 needs to see `path`. What was there is
+        replaced in one step, when everything is durable.
+
+        A torch file holds the model's state dict itself, for ``model.load_state_dict(torch.load(path))`` in plain torch. With an
+        optimizer or `extra` it is ``{"model": ..., "optimizer": ..., "extra": ...}``, where optimizer state is by number, as
+        ``optimizer.state_dict()`` of an unsharded model has it; several optimizers are a list, or a dict by name.
+
+        Safetensors hold tensors by name, and of tied weights one. A directory has ``model.safetensors``, or
+        ``model-00001-of-0000N.safetensors`` with ``model.safetensors.index.json``, as transformers' ``from_pretrained`` reads it;
+        its other files are kept.
+
+        Args:
+            path: of the torch file, of one safetensors file (``.safetensors``), or of the directory.
+            optimizer: one, several in a list, or a dict of them by name; torch files only.
+            extra: plain Python objects and tensors; rank 0's are saved; torch files only.
+            format: ``"torch"`` or ``"safetensors"``. By default the name decides: safetensors for ``.safetensors``, for a
+                directory that exists and for a name without a suffix of letters; else torch.
+            dtype: what the model's floating-point entries become in the file; None leaves them as they are.
+            max_shard_size: of safetensors files in a directory: bytes, or text such as ``"5GB"``. One tensor is never divided.
+
+        Raises:
+            CheckpointError: on all ranks: the path can't be written, the disk is full, what is at the path would be lost, or
+                there are objects that would not be loaded again, or not in this format. What was there is as it was.
+            ConfigError: an argument is wrong, or an optimizer or `extra` was given for safetensors.
+            DivergenceError: the ranks passed different arguments.
+            StateDictError: the optimizer holds a parameter that is not this model's.
+            UnavailableError: the safetensors library is not installed.
+            UnitStateError: inside a forward or :meth:`gathered`.
+        """
+        from .checkpoint import save_full
+
+        save_full(self, path, optimizer, extra=extra, format=format, dtype=dtype, max_shard_size=max_shard_size)
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        optimizer: Any = None,
+        *,
+        dtype: torch.dtype | None = None,
+        models: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Load a checkpoint of :meth:`save`, :meth:`save_full`, DCP, plain torch or Hugging Face's tools. Collective.
+
+        It may come from any number of ranks, any strategy and any units, from FSDP2, DDP or an unsharded model, and each rank
+        reads its shards only. Checkpoints of :meth:`save` are verified, all files of them, before anything is changed. What
+        torch.distributed.checkpoint has written has no checksums, and is read into new memory first.
+
+        Full checkpoints are torch files (a state dict by itself, in ``{"model": ...}`` or ``{"state_dict": ...}``, with optimizer
+        state by number or by name; Lightning's checkpoints, too) or safetensors. They are mapped and compared, and then each
+        rank copies its shards; the full model is never in memory. Damage within the values goes unnoticed there, as in plain
+        torch: the files have no checksums of parts.
+
+        Args:
+            path: a directory, or a file; every rank must see the same one.
+            optimizer: as for :meth:`save`; None leaves optimizers alone.
+            dtype: convert floating-point entries to this dtype where the model has it and the checkpoint another one. Without it
+                that is an error.
+            models: as for :meth:`save`.
+
+        Returns:
+            The `extra` that was saved, on every rank; None where there is none.
+
+        Raises:
+            CheckpointError: on all ranks: there is no checkpoint, files are missing or damaged, or it holds objects that are
+                not loaded because unpickling them could run code. Nothing has changed.
+            StateDictError: on all ranks, with everything that is missing, unexpected, or of another shape or dtype. Nothing has
+                changed.
+            UnitStateError: inside a forward or ``engine.gathered()``.
+        """
+        from .checkpoint import load
+
+        return load(self, path, optimizer, dtype=dtype, models=models)
+
+    # -- figures ------------------------------------------------------------------------------------------------
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent for parameters and gradients since set-up, those of deep copies of the model included."""
+        return self._runtime.collectives.bytes_sent
+
+    @property
+    def bytes_sent_across(self) -> int:
+        """The part of :attr:`bytes_sent` that went between replicas, under the hybrid strategies and ``no_shard``."""
+        return self._runtime.collectives.bytes_sent_across
+
+    def statistics(self) -> Statistics:
+        """Return this rank's figures up to now: bytes sent, seconds waited, bytes gathered. Not collective, and cheap.
+
+        ``after.since(before)`` gives the figures of some steps. On the CPU, waiting is the time that the training thread stood
+        still; for GPUs see :meth:`time_waiting`. What a communication hook sends and waits for is not counted. Bytes sent and
+        waiting include those of deep copies of the model.
+        """
+        return statistics.statistics(self._runtime)
+
+    def time_waiting(self, enabled: bool = True) -> None:
+        """Time from now on what the computing streams of a GPU wait for collectives; elsewhere do nothing. Not collective.
+
+        Without it :meth:`statistics` has no waiting for gathers and reductions on GPUs. Two events are recorded around each wait,
+        which takes the host some microseconds, and read when they have passed, so that nobody waits for the device. A wait
+        counts from the moment at which the stream comes to it; time in which the stream has nothing to do, because the host is
+        late, does not count. Waits for small messages (``other_wait``) are the host's time in any case.
+        """
+        statistics.time_waiting(self._runtime, enabled)
+
+    def reset_peak_gathered(self) -> None:
+        """Let ``statistics().peak_gathered`` begin anew, with what is gathered now. Not collective."""
+        gathered = self._runtime.gathered_bytes
+        gathered.peak = gathered.now
+
+    def memory_summary(
+        self, optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None
+    ) -> dict[str, int]:
+        """Return the bytes that this rank holds now. Not collective.
+
+        Args:
+            optimizer: one or several whose state is counted; without it ``optimizer`` is 0.
+
+        Returns:
+            Bytes under ``parameters`` (this rank's shards), ``gradients`` (with what error feedback keeps of quantized
+            ones), ``optimizer``, and ``gathered`` (full units, and what ``reshard_after_forward`` keeps of others).
+        """
+        several: Any = () if optimizer is None else optimizer if isinstance(optimizer, Iterable) else (optimizer,)
+        entries = [entry for each in several for entry in each.state.values()]
+        return {
+            "parameters": statistics.parameter_bytes(self._runtime),
+            "gradients": statistics.gradient_bytes(self._runtime),
+            "optimizer": sum(statistics.own_bytes(tensor) for entry in entries for tensor in tensors_of(entry)),
+            "gathered": self._runtime.gathered_bytes.now,
+        }
+
+    def grad_norms(
+        self, norm_type: float = 2.0, parameters: Iterable[torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return the norm of each unit's full gradients. Collective: one small message for all units.
+
+        Args:
+            norm_type: any p > 0, ``inf`` included.
+            parameters: count these alone, the same on all ranks; all that are sharded by default.
+
+        Returns:
+            For each unit's name a 0-d tensor of float64 on the engine's device, equal on all ranks; 0 without a gradient.
+
+        Raises:
+            ConfigError: another `norm_type`.
+            ShardError: the gradients are not reduced yet, because the last backward ran under :meth:`no_sync`; or there are
+                none to look at, because an optimizer steps in backward.
+        """
+        return grad_norms.grad_norms(self._runtime, norm_type, parameters)
+
     # -- the end ------------------------------------------------------------------------------------------------
     def close(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Give the plain model back: whole parameters in the same objects, no hooks of the engine. Collective.
+        """Give the plain model back: full parameters in the same objects, without the engine's hooks. Collective.
 
-        Gradients become whole too, and the state that the `optimizers` that are named have of this model; the user's own hooks
-        stay. The state of an optimizer that is not named stays cut, or with the ranks that own the parameters: it can go on on
-        another engine, but not on the plain model. Needs memory for the whole model on every rank.
+        Gradients become full, too, and so does the state that the given `optimizers` have of this model; the user's own hooks
+        stay. The state of an optimizer that is not given stays sharded, or with the ranks that own the parameters: it can go
+        on with another engine, but not with the plain model. Needs memory for the full model on every rank.
 
         Raises:
             UnitStateError: inside a forward or :meth:`gathered`, or where a graph or a weak reference still holds a
@@ -308,8 +635,9 @@ class Engine(EngineState, EngineStatistics):
         self._staging = None
 
     def _abandon(self) -> None:
-        """Leave the model as it is: its parameters stay this rank's slices, to which the engine does nothing any more, so that it
-        can't be computed with. For deep copies that only hold values, as averages of the weights do. Not collective.
+        """Leave the model with this rank's shards as parameters, with which nothing can be computed. Not collective.
+
+        For deep copies that only hold values, as averages of the weights do.
         """
         self._let_go(list(self.units))
 
@@ -321,8 +649,6 @@ class Engine(EngineState, EngineStatistics):
         registry.forget(self.model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        import copy
-
         model = copy.deepcopy(self.model, memo)
         runtime = copy.deepcopy(self._runtime, memo)
         other = Engine.__new__(Engine)

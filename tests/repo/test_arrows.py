@@ -22,8 +22,7 @@ ORDER = (
 )  # fmt: skip
 GROUND = {"errors", "log", "versions"}
 ENGINE = {
-    "activation_checkpointing", "activation_offload", "close", "deferred_init", "engine", "engine_state",
-    "engine_statistics", "optim_state", "state_dict_type",
+    "activation_checkpointing", "activation_offload", "close", "deferred_init", "engine", "optim_state", "state_dict_type",
 }  # fmt: skip
 TOP = {"__init__", "__main__"}
 

@@ -1,0 +1,59 @@
+"""Figures of one sharded model on this rank: traffic, waiting, memory."""
+
+from __future__ import annotations
+
+import torch
+
+from ..comm.traffic_statistics import Statistics, StreamWaits, waits
+from ..shard_tensor.tensor import ShardTensor
+from .runtime import Runtime
+
+__all__ = ["gradient_bytes", "own_bytes", "parameter_bytes", "statistics", "time_waiting"]
+
+
+def statistics(runtime: Runtime) -> Statistics:
+    """Return the figures up to now. Not collective."""
+    c, gathered, host = runtime.collectives, runtime.gathered_bytes, runtime.host
+    gathers, reductions, others = waits(c)
+    return Statistics(
+        c.bytes_sent,
+        c.bytes_sent_across,
+        gathers,
+        reductions,
+        others,
+        gathered.now,
+        gathered.peak,
+        0.0 if host is None else host.waited(),
+    )
+
+
+def time_waiting(runtime: Runtime, enabled: bool) -> None:
+    """Begin or end timing what streams of a GPU wait for; elsewhere do nothing. Not collective."""
+    watch, device = runtime.collectives.watch, runtime.collectives.device
+    if not enabled or device.type != "cuda":
+        watch.stream_waits = None
+    elif watch.stream_waits is None:
+        watch.stream_waits = StreamWaits(device)
+
+
+def parameter_bytes(runtime: Runtime) -> int:
+    """Return the bytes of this rank's shards."""
+    return sum(flat.memory.nbytes for unit in runtime.units for flat in unit.flats)
+
+
+def gradient_bytes(runtime: Runtime) -> int:
+    """Return the bytes of this rank's gradients, with those that wait for a reduction and what error feedback keeps."""
+    total = 0
+    for flat in (flat for unit in runtime.units for flat in unit.flats):
+        for held in (flat.gradients.flat, flat.gradients.quantized):
+            total += held.nbytes if held is not None else 0
+        with torch._C.DisableTorchFunctionSubclass():
+            total += sum(own_bytes(p.grad) for p in flat.params if p.grad is not None)
+    return total
+
+
+def own_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that this rank has of a tensor; a shard that is being written to is not waited for."""
+    count = tensor._spec.length if isinstance(tensor, ShardTensor) else tensor.numel()
+    with torch._C.DisableTorchFunctionSubclass():
+        return count * tensor.dtype.itemsize
