@@ -14,7 +14,6 @@ from ..comm.collectives import Collectives, outside_inference
 from ..comm.communicators import connect
 from ..comm.mesh import resolve_mesh
 from ..config.offload import Offload, offload_of
-from ..config.param_dtypes import Dtypes
 from ..config.precision import Precision, precision_of
 from ..config.shard_config import ShardConfig
 from ..errors import CheckpointError, ConfigError, HostMemoryError, SetupError
@@ -189,11 +188,8 @@ def _layouts(
             else ParamMeta(info.name, own.sizes, own.own_stride)
         )
 
-    groups: dict[tuple[bool, bool, torch.dtype, Dtypes], list[ParamInfo]] = {}
-    for info in unit.params:
-        groups.setdefault((info.ways > 1, info.requires_grad, info.dtype, info.dtypes), []).append(info)
     return [
-        (infos, FlatLayout.build(map(meta, infos), dtypes.smallest, size)) for (*_, dtypes), infos in groups.items()
+        (list(infos), FlatLayout.build(map(meta, infos), infos[0].dtypes.smallest, size)) for infos in unit.flat_buffers
     ]
 
 
