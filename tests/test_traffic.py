@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -214,6 +215,62 @@ def test_five_ranks_gather_by_an_all_gather_and_send_as_many_bytes(rank, world_s
     assert pair.engine.bytes_sent - before == expected
     assert sent(seen, world_size) == expected
     assert seen.named("_allgather_base_") and not seen.named("broadcast_")
+
+
+class Running(nn.Module):
+    """Buffers, which follow those of rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.mean
+
+
+def buffers_follow(model: nn.Module, engine: torch_shard.Engine) -> int:
+    model(torch.ones(2, 6))
+    return sum(b.nbytes for b in model.buffers())
+
+
+def one_rank_edits(model: nn.Module, engine: torch_shard.Engine) -> int:
+    with engine.gathered(model, write=True, ranks=[1]), torch.no_grad():
+        if dist.get_rank() == 1:
+            for p in model.parameters():
+                p.add_(1)
+    return sum(f.shard.nbytes for u in engine.units for f in u.flats)
+
+
+def every_rank_edits(model: nn.Module, engine: torch_shard.Engine) -> int:
+    with engine.gathered(model, write=True), torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    return sum(f.shard.nbytes for u in engine.units for f in u.flats)
+
+
+@pytest.mark.parametrize(("send", "source"), [(buffers_follow, 0), (one_rank_edits, 1), (every_rank_edits, 0)])
+@ranks(3)
+def test_a_broadcast_counts_where_it_comes_from_once_for_each_rank_that_receives_it(send, source, rank):
+    model = Running()
+    engine = torch_shard.shard(model, strategy="no_shard")
+    before = engine.statistics()
+    nbytes = send(model, engine)
+    counted = engine.statistics().since(before)
+    assert counted.bytes_sent == counted.bytes_sent_across == (2 * nbytes if rank == source else 0)
+
+
+@ranks(4)
+def test_a_broadcast_between_copies_counts_like_any_other(rank):
+    model = Running()
+    engine = torch_shard.shard(model, strategy="hybrid_shard", shard_size=2)
+    before = engine.statistics()
+    nbytes = every_rank_edits(model, engine)
+    counted = engine.statistics().since(before)
+    gathered = nbytes  # from the other rank of the copy
+    assert counted.bytes_sent_across == (nbytes if rank < 2 else 0)
+    assert counted.bytes_sent - counted.bytes_sent_across == gathered
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op")])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from .collectives import Collectives
-from .watchdog import blocking
 
 
 def broadcast_coalesced(
@@ -20,7 +18,6 @@ def broadcast_coalesced(
         return
     channel = c.plane_channel if within_plane and c.plane_channel is not None else c.watch.channels["reduce"]
     first = min(channel.members)
-    source = c.watch.ranks[first]
     if not met:
         c.watch.meet(what)
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -35,8 +32,7 @@ def broadcast_coalesced(
             flat = group[0].data.view(-1) if alone else torch.cat([t.data.reshape(-1).to(c.device) for t in group])
             # Bytes, so that every dtype a model may hold can travel.
             raw = flat.view(torch.uint8) if flat.dtype is not torch.bool else flat.to(torch.uint8)
-            blocking(c.watch, channel.name, what, dist.broadcast, raw, src=source, ordered=c.watch.polls)
-            c.bytes_sent += raw.numel() if c.world_rank == first else 0
+            c.broadcast(raw, first, what, channel, ordered=c.watch.polls)
             if flat.dtype is torch.bool:
                 flat, alone = raw.to(torch.bool), False
             if alone:  # received in place

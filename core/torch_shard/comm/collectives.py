@@ -18,7 +18,7 @@ from ..layout.rank_topology import Topology
 from . import process_group_ops
 from .gradient_reduction import Reduction
 from .small_collectives import ScalarComm, SingleComm
-from .watchdog import Watch
+from .watchdog import Watch, blocking
 from .work import Channel, Pending
 
 
@@ -97,6 +97,9 @@ class Collectives:
     plane_channel: Channel | None = None  # over this rank's plane, where there are several
     lane_channel: Channel | None = None  # over the ranks that have this slice of what is the same in all planes
     backend: str = ""
+    # Bytes that this rank sends of its own, whatever way the backend takes: its slot once for each other rank in a gather or an
+    # exchange, (n-1)/n of the buffer in a reduce-scatter over n ranks, twice that in an all-reduce, and in a broadcast or a
+    # scatter what every other rank receives, at the source alone. Summed over the ranks it is what the ranks receive.
     bytes_sent: int = 0
     bytes_sent_across: int = 0  # of these, between copies
     waiting: deque[Reduction] = field(default_factory=deque)  # see Parts
@@ -356,6 +359,38 @@ class Collectives:
             )
             channel.groups.written[work] = (sent, received)
             return self._track(channel, what, work, self.reduce_stream)
+
+    # -- from one rank to others --------------------------------------------------------------------------------
+    def broadcast(
+        self, tensor: torch.Tensor, source: int, what: str, channel: Channel | None = None, ordered: bool = False
+    ) -> None:
+        """Replace `tensor` on each rank of `channel` (all of the engine by default) by that of the engine's rank `source`.
+        Collective, and waited for. `ordered`: see :class:`.work.Pending`."""
+        everyone = self.watch.channels["reduce"]
+        channel = everyone if channel is None else channel
+        blocking(self.watch, channel.name, what, dist.broadcast, tensor, src=self.watch.ranks[source], ordered=ordered)
+        if self.world_rank == source:
+            sent = tensor.numel() * tensor.element_size() * (len(channel.members) - 1)
+            self.bytes_sent += sent
+            if self.size == 1 or channel in (self.across_channel, self.lane_channel):
+                self.bytes_sent_across += sent
+
+    def scatter(self, into: torch.Tensor, parts: Sequence[torch.Tensor] | None, source: int, what: str) -> None:
+        """Receive in `into` this rank's tensor of `parts`, which the engine's rank `source` gives for all ranks in their order.
+        Collective, and waited for."""
+        given = None if parts is None else list(parts)
+        blocking(self.watch, "reduce", what, dist.scatter, into, given, src=self.watch.ranks[source])
+        if self.world_rank == source:
+            self.bytes_sent += into.numel() * into.element_size() * (self.world - 1)
+
+    # -- messages: CPU tensors, which do not count as bytes sent --------------------------------------------------
+    def broadcast_message(self, message: torch.Tensor, source: int, what: str) -> None:
+        """Replace a CPU tensor on every rank by that of the engine's rank `source`. Collective, and waited for."""
+        blocking(self.watch, "control", what, dist.broadcast, message, src=self.watch.ranks[source])
+
+    def maximum(self, message: torch.Tensor, what: str) -> None:
+        """Replace a CPU tensor by the elements' maxima over all ranks. Collective, and waited for."""
+        blocking(self.watch, "control", what, dist.all_reduce, message, op=dist.ReduceOp.MAX)
 
     def close(self) -> None:
         self.drop_spares()

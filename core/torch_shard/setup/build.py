@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm.blocking_collectives import all_reduce_max
 from ..comm.broadcast_buffers import broadcast_coalesced
 from ..comm.collectives import Collectives, outside_inference
 from ..comm.communicators import connect
@@ -166,7 +165,7 @@ def _round_steps(runtime: Runtime, precision: Precision) -> None:
     c, seed = runtime.collectives, torch.initial_seed() & ((1 << 63) - 1)
     if c.world > 1:
         first = torch.tensor([seed if c.world_rank == 0 else -1], dtype=torch.int64, device="cpu")
-        all_reduce_max(c, first, SETUP)
+        c.maximum(first, SETUP)
         seed = int(first)
     for unit in runtime.units:
         for number, flat in enumerate(unit.flats):
@@ -283,7 +282,7 @@ def _units_on_meta(
     here = [params[n].device.type != "meta" or deferred_of(params[n]) is not None for n in names]
     real = torch.tensor([*here, *(h and c.world_rank == 0 for h in here)], dtype=torch.uint8)
     if c.world > 1 and len(real):
-        all_reduce_max(c, real, SETUP)
+        c.maximum(real, SETUP)
     answer = [bool(r) for r in real.tolist()]
     somewhere = dict(zip(names, answer[: len(names)], strict=True))
     on_first = dict(zip(names, answer[len(names) :], strict=True))

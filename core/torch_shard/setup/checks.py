@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm.blocking_collectives import all_reduce_max
 from ..comm.collectives import Collectives
 from ..config.shard_config import ShardConfig
 from ..errors import ConfigError, SetupError
@@ -133,7 +132,7 @@ def agree(
     digest ^= zlib.crc32("\n".join(equal.values()).encode())
     head = list(digest.to_bytes(8, "little"))
     vector = torch.tensor([*head, *(255 - b for b in head), 1 if error is not None else 0], dtype=torch.uint8)
-    all_reduce_max(c, vector, SETUP)
+    c.maximum(vector, SETUP)
     answer = vector.tolist()
     failed = bool(answer[16])
     differs = any(a + b != 255 for a, b in zip(answer[:8], answer[8:16], strict=True))

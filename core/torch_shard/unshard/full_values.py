@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ..comm.blocking_collectives import broadcast_from, broadcast_in, scatter_from
 from ..comm.broadcast_buffers import broadcast_coalesced
 from ..errors import ShardError
 from ..runtime.runtime import Runtime
@@ -73,15 +72,13 @@ def send_slices(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tensor,
         if c.size == 1:
             if whole is not None:
                 raw.copy_(whole)
-            broadcast_from(c, source, raw, what, "reduce")
+            c.broadcast(raw, source, what)
         else:
             slots = None if whole is None else whole.view(c.size, -1)
             parts = None if slots is None else [slots[position] for position in c.topology.positions()]
-            scatter_from(c, source, raw, parts, what)
+            c.scatter(raw, parts, source, what)
         if raw.data_ptr() != into.data_ptr():
             into.copy_(raw.view(into.dtype))
-        if me:
-            c.bytes_sent += raw.numel() * (c.world - 1)
 
 
 def send_bytes(runtime: Runtime, values: torch.Tensor, source: int, what: str) -> torch.Tensor:
@@ -89,7 +86,7 @@ def send_bytes(runtime: Runtime, values: torch.Tensor, source: int, what: str) -
     c = runtime.collectives
     if c.world == 1:
         return values
-    broadcast_from(c, source, values, what)
+    c.broadcast_message(values, source, what)
     return values
 
 
@@ -107,7 +104,7 @@ def unify_replicas(flat: FlatBuffer, what: str, own: torch.Tensor | None = None)
         c.send_waiting()
         c.watch.meet(what)
         if own.numel():
-            broadcast_in(c, channel, _bytes(own), what)
+            c.broadcast(_bytes(own), min(channel.members), what, channel, ordered=c.watch.polls)
     if own is not held:
         held.copy_(own)
 

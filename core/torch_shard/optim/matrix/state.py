@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ...comm.blocking_collectives import all_reduce_max, broadcast_from
 from ...comm.consensus import agree
 from ...errors import ShardError
 from ...layout.dtensor_placement import is_dtensor, is_whole, local_of
@@ -61,7 +60,7 @@ def everyone(runtime: Runtime, mine: Sequence[int], what: str) -> list[list[int]
     table = torch.zeros(c.world, len(mine), dtype=torch.uint8, device="cpu")
     table[c.world_rank] = torch.tensor(list(mine), dtype=torch.uint8)
     if c.world > 1 and len(mine):
-        all_reduce_max(c, table, what)
+        c.maximum(table, what)
     found: list[list[int]] = table.tolist()
     return found
 
@@ -357,11 +356,11 @@ def broadcast_object(runtime: Runtime, value: Any, source: int, what: str) -> An
         return value
     raw = bytearray(pickle.dumps(value)) if c.world_rank == source else bytearray(8)
     size = torch.tensor([len(raw)], dtype=torch.int64, device="cpu")
-    broadcast_from(c, source, size, what)
+    c.broadcast_message(size, source, what)
     data = torch.frombuffer(raw, dtype=torch.uint8) if c.world_rank == source else torch.empty(0)
     if c.world_rank != source:
         data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-    broadcast_from(c, source, data, what)
+    c.broadcast_message(data, source, what)
     return value if c.world_rank == source else pickle.loads(data.numpy().tobytes())
 
 
@@ -378,9 +377,7 @@ def _broadcast_tensors(
     for tensor, s in zip(tensors, sent, strict=False):  # none elsewhere than at the source
         message[at : at + s.nbytes].copy_(_bytes(tensor))
         at += _aligned(s.nbytes)
-    broadcast_from(c, source, message, what, "reduce")
-    if c.world_rank == source:
-        c.bytes_sent += total * (c.world - 1)
+    c.broadcast(message, source, what)
     if not wanted:
         return []
     message = message.cpu()
