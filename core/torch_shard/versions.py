@@ -5,6 +5,7 @@ The requirements in ``pyproject.toml`` repeat the floors; a test keeps the two e
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Mapping
 from importlib import metadata
 from types import MappingProxyType
@@ -23,6 +24,7 @@ __all__ = [
     "__version__",
     "at_least",
     "check_torch",
+    "counts_references",
     "installed",
 ]
 
@@ -99,3 +101,12 @@ def check_torch() -> None:
             f"torch {torch.__version__} is too old: sharding needs torch >= {MIN_TORCH}. "
             f"Upgrade it, for example with `pip install 'torch>={MIN_TORCH}'`."
         )
+
+
+def counts_references() -> bool:
+    """Return True if the number of references to an object says, at any moment and alike on all ranks, who holds it.
+
+    Not on builds of Python without the GIL, whether it runs or not: what another thread lets go of may live on for a while. A
+    count is then too high, and so is one that was taken to compare with later.
+    """
+    return not sysconfig.get_config_var("Py_GIL_DISABLED")

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..layout.rank_topology import Topology
+from ..versions import counts_references
 from . import process_group_ops
 from .gradient_reduction import Reduction
 from .small_collectives import ScalarComm, SingleComm
@@ -109,9 +110,12 @@ class Collectives:
     _expected: Counter[Any] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
+        self.counts_references = counts_references()
         # Whether use counts of gathered memory say who else holds it, at one moment and alike on all ranks: backends may
         # keep references to what they have sent, and let go of them when they like.
-        self.knows_references = self.device.type == "cpu" and self.backend in ("gloo", "fake")
+        self.knows_references = (
+            self.counts_references and self.device.type == "cpu" and self.backend in ("gloo", "fake")
+        )
         # Gloo does not know every dtype.
         self._sends_bytes = self.backend == "gloo" and self.device.type == "cpu"
         self._broadcasts = self._sends_bytes and 1 < self.size <= _BROADCASTS

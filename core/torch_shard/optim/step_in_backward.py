@@ -210,10 +210,16 @@ class InBackward:
             self._all_at_end
             or bool(unit.kept)
             or len(self._expected.get(unit.index, ())) > 0
-            or (not unit.gathers and any(_storage_uses(flat) > self._uses_of(flat) for flat in unit.flats))
+            or (not unit.gathers and self._may_be_saved(unit))
         )
         self._issued[unit.index] = postponed and self._issued.get(unit.index, True)
         return postponed
+
+    def _may_be_saved(self, unit: Unit) -> bool:
+        """Whether autograd may have saved values of a replicated unit."""
+        if not unit.collectives.counts_references:
+            return True
+        return any(_storage_uses(flat) > self._uses_of(flat) for flat in unit.flats)
 
     def _uses_of(self, flat: FlatBuffer) -> int:
         """How many tensors there are over a replicated unit's memory when autograd has saved none."""

@@ -151,7 +151,8 @@ class Unit:
     def references(self) -> tuple[bool, list[tuple[int, int, int]], bool]:
         """Who holds gathered values beside the engine: anyone; which parameters autograd has saved (flat, index, version);
         whether a Python object (`self.kept = self.weight`) holds a leaf."""
-        # All ranks must come to one answer: where use counts don't tell, it is always yes.
+        # All ranks must come to one answer: where use counts don't tell, it is always yes. The rest is this rank's own affair,
+        # and no count is ever too low: what it takes for held is gathered, or kept, in vain.
         anyone, by_python = not self.collectives.knows_references, False
         # DTensor's own collectives may keep references for a while.
         anyone |= any(flat.distributed for flat in self.flats)
