@@ -22,7 +22,7 @@ from torch_shard.versions import counts_references
 @contextmanager
 def without_counts() -> Iterator[None]:
     """Inside, engines are made as on a build of Python without the GIL."""
-    with mock.patch("torch_shard.collectives.counts_references", return_value=False):
+    with mock.patch("torch_shard.comm.collectives.counts_references", return_value=False):
         yield
 
 

@@ -23,7 +23,7 @@ from ..config.param_dtypes import Dtypes
 from ..errors import ConfigError, UnavailableError
 from ..log import logger
 from ..numerics.dtypes import FLOATS
-from ..utils.patterns import check_pattern, matches
+from ..utils.patterns import check_pattern, every_name, matches
 
 if TYPE_CHECKING:
     from .shard_config import ShardConfig
@@ -221,7 +221,7 @@ def modules_named(field: str, entries: Iterable[Any], model: nn.Module) -> set[n
         if isinstance(entry, type):
             own = {m for m in model.modules() if isinstance(m, entry)}
         else:
-            own = {m for name, m in model.named_modules(remove_duplicate=False) if matches(name, entry)}
+            own = {m for name, m in every_name(model) if matches(name, entry)}
             if not own:
                 raise ConfigError(f"{field}[{index}]: {entry!r} is the name of no module.")
         found |= own

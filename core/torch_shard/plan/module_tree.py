@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch.nn.utils import parametrize
 from ..config.precision import NONE, Precision
 from ..config.quantization import Quantized
 from ..errors import ConfigError, SetupError
+from ..utils.patterns import every_name
 from .plan import BufferInfo, ParamInfo
 
 # Their forward (or a fused fast path of it) uses the parameters of their children directly, so the
@@ -24,6 +26,8 @@ _ATOM_TYPES = (
     nn.TransformerDecoderLayer,
 )
 _CONTAINER_TYPES = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+_Found = TypeVar("_Found")
 
 
 class Node:
@@ -112,36 +116,43 @@ class ModuleTree:
         self.infos: list[ParamInfo] = []
         self._number: dict[int, int] = {}
         self._node: dict[int, Node] = {}
-        self._paths: list[list[tuple[Node, ...]]] = []  # of each parameter: every way to an owner
+        self._holders: dict[Node, list[Node]] = {}  # the modules that each one is registered in
         self.root = self._grow(model, "", None)
         names: list[list[str]] = [[] for _ in self.params]
         owners: list[dict[tuple[str, str], None]] = [{} for _ in self.params]
-        self._paths = [[] for _ in self.params]
-        for path, prefix in self._all_paths():
-            for attr, param in path[-1].module._parameters.items():
+        self._owners: list[dict[Node, None]] = [{} for _ in self.params]
+        for prefix, module in every_name(model):
+            node = self._node[id(module)]
+            for attr, param in module._parameters.items():
                 if param is None:
                     continue
                 number = self._number[id(param)]
                 names[number].append(f"{prefix}.{attr}" if prefix else attr)
-                owners[number][path[-1].name, attr] = None
-                self._paths[number].append(path)
+                owners[number][node.name, attr] = None
+                self._owners[number][node] = None
+
+        def within(found: tuple[bool, bool], node: Node) -> tuple[bool, bool]:
+            return found[0] or node.module in kept, found[1] or node.module in exact
+
+        withins = self._ways(self.root.walk(), (False, False), within)
         for number, param in enumerate(self.params):
             if is_lazy(param):
                 raise SetupError(
                     f"Parameter {names[number][0]!r} has no shape yet (a lazy module): run one forward before sharding."
                 )
-            inside = [any(node.module in kept for node in path) for path in self._paths[number]]
+            ways = _in_order(withins, self._owners[number])
+            inside = [is_kept for _, (is_kept, _) in ways]
             if any(inside) and not all(inside) and precision.param_dtype is not None and precision.cast_inputs:
-                here, there = (self._paths[number][inside.index(value)][-1].name for value in (True, False))
+                here, there = (ways[inside.index(value)][0].name for value in (True, False))
                 raise ConfigError(
                     f"precision.keep: {names[number][0]} is tied between {here!r}, which is kept, and {there!r}, which is not, "
                     "and a parameter has one dtype. Keep both or none, or cast inputs by autocast (cast_inputs=False)."
                 )
             dtypes = precision.dtypes(param.dtype, param.requires_grad, any(inside))
             if quantized is not None and world_size > 1:  # else nothing is sent
-                is_exact = any(node.module in exact for path in self._paths[number] for node in path)
+                is_exact = any(is_exact for _, (_, is_exact) in ways)
                 dtypes = quantized.of(dtypes, param.shape, param.requires_grad, is_exact)
-            placed, ways = _placed(param)
+            placed, cut_into = _placed(param)
             self.infos.append(
                 ParamInfo(
                     name=names[number][0],
@@ -153,7 +164,7 @@ class ModuleTree:
                     aliases=tuple(names[number][1:]),
                     dtypes=dtypes,
                     placed=placed,
-                    ways=ways,
+                    ways=cut_into,
                 )
             )
         self._sum_up()
@@ -169,21 +180,46 @@ class ModuleTree:
             if child is not None and id(child) not in self._node:
                 child_name = f"{name}.{attr}" if name else attr
                 node.children.append(self._grow(child, child_name, node))
+            if child is not None:
+                self._holders.setdefault(self._node[id(child)], []).append(node)
         return node
 
-    def _all_paths(self) -> Iterator[tuple[tuple[Node, ...], str]]:
-        """Every path of registrations from the root, shared modules once per path."""
+    def _ways(
+        self, ends: Iterable[Node], begin: _Found, step: Callable[[_Found, Node], _Found | None]
+    ) -> dict[Node, list[tuple[int, _Found]]]:
+        """Return what `step` makes of the modules on the ways of registrations from the root to each node above `ends`.
 
-        def walk(path: tuple[Node, ...], prefix: str) -> Iterator[tuple[tuple[Node, ...], str]]:
-            yield path, prefix
-            for attr, child in path[-1].module._modules.items():
-                if child is None:
-                    continue
-                node = self._node[id(child)]
-                if node not in path:  # a module registered below itself would never end
-                    yield from walk((*path, node), f"{prefix}.{attr}" if prefix else attr)
+        There may be more ways than can be counted, so ways on which `step` has found the same are one from there on: this takes
+        as many steps as there are registrations, times the different things that `step` finds.
 
-        yield from walk((self.root,), "")
+        Args:
+            ends: the last nodes of the ways.
+            begin: what is found before the root.
+            step: from what was found up to a node, and that node, to what is found with it; None: that way is of no interest.
+
+        Returns:
+            For each node what is found, each once, with a number that grows in the order of the first ways.
+        """
+        above: dict[Node, None] = dict.fromkeys(ends)
+        pending = list(above)
+        while pending:
+            for holder in self._holders.get(pending.pop(), ()):
+                if holder not in above:
+                    above[holder] = None
+                    pending.append(holder)
+        found: dict[Node, list[tuple[int, _Found]]] = {}
+        seen: set[tuple[Node, _Found]] = set()
+        ways = [(self.root, begin)]
+        while ways:
+            node, before = ways.pop()
+            now = step(before, node)
+            if now is None or (node, now) in seen:
+                continue
+            found.setdefault(node, []).append((len(seen), now))
+            seen.add((node, now))
+            children = [self._node[id(child)] for child in node.module._modules.values() if child is not None]
+            ways.extend((child, now) for child in reversed(children) if child in above)
+        return found
 
     def _sum_up(self) -> None:
         for node in reversed(list(self.root.walk())):
@@ -214,13 +250,10 @@ class ModuleTree:
 
         The outermost atom, else the innermost module that has a forward, else the root.
         """
-        found = self.root
+        found = self.root, False
         for node in path:
-            if node.is_atom:
-                return node
-            if node.has_forward:
-                found = node
-        return found
+            found = _called(found, node)
+        return found[0]
 
     def path_of(self, node: Node) -> tuple[Node, ...]:
         """The nodes from the root to this one, by first registration."""
@@ -241,11 +274,31 @@ class ModuleTree:
         covering = {self.caller(self.path_of(root)).name: root for root in roots}
         found = dict.fromkeys(covering)
         nodes = set(covering.values())
+
+        def called(before: tuple[Node, bool], node: Node) -> tuple[Node, bool] | None:
+            return None if node in nodes else _called(before, node)
+
+        numbers = list(numbers)
+        ends = dict.fromkeys(node for number in numbers for node in self._owners[number])
+        callers = self._ways(ends, (self.root, False), called)
         for number in numbers:
-            for path in self._paths[number]:
-                if not nodes.intersection(path):
-                    found[self.caller(path).name] = None
+            found.update(dict.fromkeys(caller.name for _, (caller, _) in _in_order(callers, self._owners[number])))
         return tuple(found)
+
+
+def _called(before: tuple[Node, bool], node: Node) -> tuple[Node, bool]:
+    """Which module calls what is in `node`, and whether it is an atom, from which on no other does; `before`: the same above."""
+    if before[1]:
+        return before
+    if node.is_atom:
+        return node, True
+    return (node, False) if node.has_forward else before
+
+
+def _in_order(ways: Mapping[Node, list[tuple[int, _Found]]], ends: Iterable[Node]) -> list[tuple[Node, _Found]]:
+    """What :meth:`ModuleTree._ways` has found for `ends`, in the order of the first ways."""
+    all_ways = [(place, node, found) for node in ends for place, found in ways.get(node, ())]
+    return [(node, found) for _, node, found in sorted(all_ways, key=lambda way: way[0])]
 
 
 def _placed(param: torch.Tensor) -> tuple[str, int]:

@@ -30,7 +30,7 @@ class ParamInfo:
         name: Full name of its first registration, as ``named_parameters()`` gives it.
         owners: Every ``(module name, attribute)`` that holds the object, the first registration
             first. A module registered under two names counts once, under its first name.
-        aliases: The other full names under which a ``state_dict()`` lists it.
+        aliases: The other full names under which a ``state_dict()`` lists it; the first thousand of each place.
         dtypes: How it is kept between steps, gathered and reduced.
         shape: Global shape.
         stride: Global strides, in elements.

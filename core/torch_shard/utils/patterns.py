@@ -1,13 +1,20 @@
-"""Patterns of dotted names, as settings have them."""
+"""Dotted names of modules and parameters, and patterns of them, as settings have them."""
 
 from __future__ import annotations
 
 import fnmatch
 import re
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
 
 from ..errors import ConfigError
 
-__all__ = ["check_pattern", "matches", "without_wrappers"]
+__all__ = ["MOST_NAMES", "check_pattern", "every_name", "matches", "without_wrappers"]
+
+MOST_NAMES = 1000
+"""As many names of a module that is registered in many places are looked at."""
 
 
 def check_pattern(field: str, pattern: str) -> None:
@@ -34,3 +41,26 @@ def matches(name: str, pattern: str) -> bool:
     if pattern.startswith("re:"):
         return re.fullmatch(pattern[3:], name) is not None
     return fnmatch.fnmatchcase(name, pattern)
+
+
+def every_name(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each name of each module below `root`, and the module, in the order of registration.
+
+    As ``root.named_modules(remove_duplicate=False)``, but the names of a module end at :data:`MOST_NAMES`: where each module
+    holds the next one twice, there are twice as many names at every step. A module below itself is not entered again.
+    """
+    seen: Counter[int] = Counter()
+    path: list[nn.Module] = []
+
+    def walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        seen[id(module)] += 1
+        yield name, module
+        path.append(module)
+        for attribute, child in module._modules.items():
+            # One that has so many names has given as many to all below it.
+            if child is None or seen[id(child)] == MOST_NAMES or any(child is above for above in path):
+                continue
+            yield from walk(child, f"{name}.{attribute}" if name else attribute)
+        path.pop()
+
+    return walk(root, "")
