@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch_shard.group_timeout import group_timeout
 
 from tests.ranks import ranks
 from torch_shard import shard
@@ -36,6 +38,14 @@ def test_groups_with_a_collective_that_lacks_its_partner_go_without_waiting_for_
     del others
     gc.collect()
     assert time.monotonic() - begin < 10
+
+
+def test_without_torch_distributed_a_group_would_wait_for_torchs_default(monkeypatch):
+    expected = group_timeout(torch.device("cpu"))
+    assert expected == dist.distributed_c10d.default_pg_timeout.total_seconds()
+    built_without = SimpleNamespace(is_available=lambda: False)  # as torch.distributed is there: it has little else
+    monkeypatch.setattr("torch_shard.group_timeout.dist", built_without)
+    assert group_timeout(torch.device("cpu")) == expected
 
 
 @ranks(2)

@@ -25,10 +25,15 @@ __all__ = [
 ]
 
 
+_DEFAULT_TIMEOUT = 1800.0  # seconds
+
+
 def group_timeout(device: torch.device) -> float:
     """Seconds that collectives on `device` wait in the default process group; torch's default where it does not say."""
+    if not dist.is_available():  # then torch has no word for its default either
+        return _DEFAULT_TIMEOUT
     c10d: Any = dist.distributed_c10d
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return float(c10d.default_pg_timeout.total_seconds())
     group: Any = dist.group.WORLD
     try:
