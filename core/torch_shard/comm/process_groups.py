@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..errors import SetupError
 from ..layout.rank_topology import Topology
 from .rendezvous import _meet, told_by
+from .store_messages import Messages
 from .work import default_store
 
 __all__ = [
@@ -116,8 +117,9 @@ class Groups:
         self.broken = str(error)
         if self.key:
             with contextlib.suppress(RuntimeError):  # the store may be gone with its rank
-                said = json.dumps([rank, type(error).__name__, str(error)])
-                default_store().compare_set(f"{self.key}/given_up", "", said)  # the first reason counts
+                store, said = default_store(), json.dumps([rank, type(error).__name__, str(error)])
+                store.compare_set(f"{self.key}/given_up", "", said)  # the first reason counts
+                Messages(store, self.key).announce()
 
     def given_up(self) -> GivenUp | None:
         """The first rank that gave up, and why."""

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from ..errors import DivergenceError, MissingRankError, ShardError
 from ..log import ANY_RANK, logger
-from .work import FIRST_TICK, SLOW, Pending, _bounded_wait, caller_line, default_store
+from .store_messages import Messages, longest_pause
+from .work import FIRST_TICK, SLOW, TICK, Pending, _bounded_wait, caller_line, default_store
 
 if TYPE_CHECKING:
     from .traffic_statistics import StreamWaits
@@ -32,12 +33,17 @@ class Watch:
     A rank that has waited for a second posts in the group's store what it waits for and how many collectives of each
     channel it has issued. Two ranks that each wait for something the other has not issued can never go on: that is
     reported at once. A partner that posts nothing is named in a warning at :data:`SLOW` seconds, and reported at ``timeout``.
+
+    All ranks may wait for one. As long as nothing new is posted a look at the store is one request, and then three more for the
+    posts of all ranks, however many there are.
     """
 
     def __init__(self, rank: int, size: int, ranks: list[int], timeout: float, key: str) -> None:
         self.rank, self.size, self.ranks, self.timeout, self.key = rank, size, ranks, timeout, key
         self.channels: dict[str, Channel] = {}  # by name
         self.first_tick = timedelta(seconds=min(FIRST_TICK, timeout))
+        self._tick = TICK + size / 1000
+        self._board: Messages | None = None  # what the ranks wait in
         self.polls = False  # NCCL: see _bounded_wait and meet
         self.stream_waits: StreamWaits | None = None  # NCCL: times what streams wait, where that was asked for
 
@@ -54,23 +60,22 @@ class Watch:
     def _post(self, channel: Channel, number: int, what: str) -> None:
         said = json.dumps([channel.name, number, what, caller_line(), channel.groups.issued])
         with contextlib.suppress(RuntimeError):  # the store is gone with its rank: the wait itself will say so
-            default_store().set(f"{self.key}/{self.rank}", said)
+            if self._board is None:
+                self._board = Messages(default_store(), self.key)
+            self._board.write(self.rank, said)
 
     def _withdraw(self) -> None:
         with contextlib.suppress(RuntimeError):
-            default_store().set(f"{self.key}/{self.rank}", "")
+            if self._board is not None:
+                self._board.write(self.rank, "")
 
-    def _read(self) -> dict[int, Any]:
-        posts = {}
+    def _news(self) -> dict[int, Any] | None:
+        """What the other ranks wait in, by rank, or None where nothing is new since the last look."""
         with contextlib.suppress(RuntimeError):
-            store = default_store()
-            for rank in range(self.size):
-                key = f"{self.key}/{rank}"
-                if rank != self.rank and store.check([key]):
-                    text = store.get(key).decode()
-                    if text:
-                        posts[rank] = json.loads(text)
-        return posts
+            if self._board is not None and self._board.changed():
+                said = self._board.read()
+                return {rank: json.loads(text) for rank, text in said.items() if text and rank != self.rank}
+        return None
 
     def wait(self, pending: Pending) -> None:
         """For a collective that has not ended in the first tick, or that failed."""
@@ -82,23 +87,25 @@ class Watch:
         begin = time.monotonic() - FIRST_TICK
         deadline = begin + self.timeout
         warned = self.timeout <= SLOW
-        self._post(pending.channel, pending.number, pending.what)
+        self._post(pending.channel, pending.number, pending.what)  # which is news, so that there is a first look
+        posts: dict[int, Any] = {}
         try:
             while True:
-                if _bounded_wait(work, 0.5, pending, self.rank):
+                if _bounded_wait(work, self._tick, pending, self.rank):
                     return
-                posts = self._read()
+                news = self._news()
+                posts = posts if news is None else news
                 stuck = self._deadlocked(pending, posts)
                 if stuck:
                     # Leave the others time to read this post before it is withdrawn.
-                    time.sleep(1.0)
+                    time.sleep(2 * self._tick)
                     raise DivergenceError(
                         f"rank {self.rank} waits in {pending.what} at {caller_line()}, while "
                         + "; ".join(f"rank {r} waits in {posts[r][2]} at {posts[r][3]}" for r in stuck)
                         + ". The ranks run different operations: every rank must run the same forwards, backwards, "
                         "norms, gathers and saves in the same order (look for code under `if rank == ...`)."
                     )
-                if (past := groups.given_up()) is not None:
+                if news is not None and (past := groups.given_up()) is not None:
                     kind = MissingRankError if past.kind == MissingRankError.__name__ else DivergenceError
                     raise kind(
                         f"rank {self.rank} waits in {pending.what} at {caller_line()}, and rank {past.rank} won't come: it "
@@ -147,19 +154,22 @@ class Watch:
             return said
         groups.exchanges += 1
         name = f"{groups.key}/said/{groups.exchanges}"
-        missing = [rank for rank in range(self.size) if rank != self.rank]
+        missing, pause = [rank for rank in range(self.size) if rank != self.rank], 0.005
         deadline = time.monotonic() + self.timeout
         self._post(channel, channel.issued + 1, f"the comparison of the ranks in {what}")
         try:
-            store = default_store()
-            store.set(f"{name}/{self.rank}", pickle.dumps(value))
+            messages = Messages(default_store(), name)
+            messages.write(self.rank, pickle.dumps(value))
             while listen and missing:
-                for rank in [r for r in missing if store.check([f"{name}/{r}"])]:
-                    said[rank] = pickle.loads(store.get(f"{name}/{rank}"))
-                    missing.remove(rank)
+                if messages.changed():
+                    came = messages.writers()
+                    missing = [rank for rank in missing if rank not in came]
                 if missing:
                     self._check_answers(what, missing, own, deadline)
-                    time.sleep(0.005)
+                    time.sleep(pause)
+                    pause = min(2 * pause, longest_pause(self.size))
+            for rank, answer in messages.read().items() if listen else ():
+                said[rank] = pickle.loads(answer)
         except ShardError as error:
             groups.give_up(self.rank, error)
             raise

@@ -24,6 +24,7 @@ FIRST_TICK = 1.0
 # Seconds after which a rank that may wait for longer logs what it waits for.
 SLOW = 30.0
 POLL = 0.0002  # seconds between looks at a collective of NCCL's
+TICK = 0.5  # seconds between looks at what the other ranks say; more with many ranks
 
 
 def default_store() -> Any:

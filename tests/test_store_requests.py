@@ -1,0 +1,142 @@
+"""Many ranks that wait for one: what each asks the store must not grow with their number, since one process answers all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from torch_shard.comm.process_groups import Groups
+from torch_shard.comm.rendezvous import told_by
+from torch_shard.comm.watchdog import Watch
+from torch_shard.comm.work import Channel, Pending
+from torch_shard.errors import DivergenceError, MissingRankError
+
+FEW, MANY = 4, 256
+AT_MOST = 40  # requests of a rank in some seconds
+WHILE = 300  # and while it asks, again and again, whether another one has come
+
+
+class Rank(threading.local):
+    """Which rank this thread stands for."""
+
+    number = -1
+
+
+class CountingStore:
+    """A store that counts the requests of each rank; one for several keys is one."""
+
+    def __init__(self, me: Rank) -> None:
+        self.store, self.me = dist.HashStore(), me
+        self.requests: Counter[int] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            self.requests[self.me.number] += 1
+            return getattr(self.store, name)(*args)
+
+        return call
+
+
+class NeverEnds:
+    """The work of a collective in which one rank is missing."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: timedelta) -> None:
+        time.sleep(timeout.total_seconds())
+        raise RuntimeError("timed out")
+
+
+def on_ranks(size: int, function: Any) -> tuple[list[Any], CountingStore]:
+    """Call ``function(rank)`` at the same time for as many ranks, in threads; what each returned or raised."""
+    me, begun = Rank(), threading.Barrier(size)
+    store = CountingStore(me)
+
+    def run(rank: int) -> Any:
+        me.number = rank
+        begun.wait()
+        try:
+            return function(rank)
+        except Exception as error:
+            return error
+
+    with ExitStack() as stack:
+        for place in ("torch_shard.comm.work.default_store", "torch_shard.comm.process_groups.default_store"):
+            stack.enter_context(mock.patch(place, return_value=store))
+        stack.enter_context(mock.patch.object(dist, "get_rank", side_effect=lambda *_: me.number))
+        pool = stack.enter_context(ThreadPoolExecutor(size))
+        return list(pool.map(run, range(size))), store
+
+
+def waits(size: int, rank: int, name: str = "reduce", timeout: float = 6.0) -> None:
+    """What a rank does whose partners don't all come to a collective in the channel `name`."""
+    groups = Groups(None, None, None, None, key="groups")
+    watch = Watch(rank, size, list(range(size)), timeout, groups.key)
+    for purpose in ("reduce", "gather"):
+        watch.channels[purpose] = Channel(purpose, groups, None, range(size))
+    channel = watch.channels[name]
+    watch.wait(Pending(watch, channel, channel.count(), f"the {name} of a test", NeverEnds()))
+
+
+@pytest.mark.parametrize("size", [FEW, MANY])
+def test_all_ranks_that_wait_for_one_ask_little_and_name_it(size: int) -> None:
+    missing = size // 2
+    ends, store = on_ranks(size, lambda rank: None if rank == missing else waits(size, rank))
+    for rank, error in enumerate(ends):
+        if rank == missing:
+            continue
+        assert isinstance(error, MissingRankError), error
+        text = str(error)
+        # The first whose time is up says it of all, and the others may hear of that one.
+        other = next(r for r in range(size) if r not in (rank, missing))
+        assert f"rank {missing} waits in no operation of the engine" in text, text
+        assert f"rank {other} waits in the reduce of a test at {__file__}" in text or "won't come" in text, text
+    assert max(store.requests.values()) <= AT_MOST, max(store.requests.values())
+
+
+@pytest.mark.parametrize("size", [FEW, MANY])
+def test_ranks_that_wait_for_each_other_find_it_out_with_few_requests(size: int) -> None:
+    names = ("reduce", "gather")
+    begin = time.monotonic()
+    ends, store = on_ranks(size, lambda rank: waits(size, rank, names[rank % 2], timeout=60.0))
+    assert all(isinstance(error, DivergenceError) for error in ends), ends
+    assert any("rank 1 waits in the gather of a test" in str(error) for error in ends)
+    assert time.monotonic() - begin < 30
+    assert max(store.requests.values()) <= AT_MOST, max(store.requests.values())
+
+
+@pytest.mark.parametrize("size", [FEW, MANY])
+def test_what_all_ranks_say_is_told_to_each_with_few_requests(size: int) -> None:
+    ranks = list(range(size))
+
+    def say(rank: int) -> dict[int, str]:
+        time.sleep(1.0 if rank == 0 else 0.0)  # the others wait for it
+        return told_by(ranks, "a question", f"answer {rank}", 30.0)
+
+    ends, store = on_ranks(size, say)
+    assert all(said == {rank: f"answer {rank}" for rank in ranks} for said in ends), ends
+    # A look now and then while the last one is on its way.
+    assert max(store.requests.values()) <= AT_MOST + WHILE, max(store.requests.values())
+
+
+@pytest.mark.parametrize("size", [FEW, MANY])
+def test_a_rank_that_says_nothing_is_named_on_all_others(size: int) -> None:
+    missing = size - 1
+
+    def say(rank: int) -> dict[int, str] | None:
+        return None if rank == missing else told_by(list(range(size)), "a question", "here", 5.0)
+
+    ends, store = on_ranks(size, say)
+    for error in ends[:missing]:
+        assert isinstance(error, MissingRankError) and f"for ranks [{missing}]" in str(error), error
+    assert max(store.requests.values()) <= AT_MOST + WHILE, max(store.requests.values())
