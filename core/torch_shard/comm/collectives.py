@@ -137,6 +137,12 @@ class Collectives:
     def __deepcopy__(self, memo: dict[int, Any]) -> Collectives:
         return self  # groups and streams belong to the process, not to a model
 
+    @property
+    def all_bytes_sent(self) -> int:
+        """Bytes that this rank has sent, what was gathered for the user's own code included."""
+        comms = {id(comm): comm for comm in (self.scalar, self.everyone, self.plane, self.whole)}
+        return self.bytes_sent + sum(comm.bytes_sent for comm in comms.values())
+
     # -- streams ------------------------------------------------------------------------------------------------
     def _on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         if stream is None:

@@ -35,6 +35,7 @@ class SingleComm:
     rank: int = 0
     world_rank: int = 0
     unknown_step: UnknownStep | None = None  # see ScalarComm
+    bytes_sent: int = 0
 
     @property
     def everyone(self) -> SingleComm:
@@ -45,6 +46,9 @@ class SingleComm:
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         return tensor.unsqueeze(0)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
+        pass
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN} if dist.is_available() else {}
@@ -62,6 +66,7 @@ class ScalarComm:
     over_copies: ScalarComm | None = None  # where other ranks have the same slices
     device: torch.device | None = None  # where tensors must be, if anywhere: slices in host memory travel by way of it
     unknown_step: UnknownStep | None = None  # that may be running
+    bytes_sent: int = 0  # of tensors that were gathered for the user; small messages don't count
 
     @property
     def world_rank(self) -> int:
@@ -89,3 +94,11 @@ class ScalarComm:
         self.watch.meet(what)
         blocking(self.watch, self.channel.name, what, all_gather_single, *parts, ordered=self.watch.polls)
         return out.to(tensor.device)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
+        sent = self._here(tensor)
+        self.watch.meet(what)
+        name, ordered = self.channel.name, self.watch.polls
+        blocking(self.watch, name, what, dist.broadcast, sent, group_src=source, ordered=ordered)
+        if sent is not tensor:
+            tensor.copy_(sent)

@@ -16,7 +16,7 @@ def statistics(runtime: Runtime) -> Statistics:
     c, gathered, host = runtime.collectives, runtime.gathered_bytes, runtime.host
     gathers, reductions, others = waits(c)
     return Statistics(
-        c.bytes_sent,
+        c.all_bytes_sent,
         c.bytes_sent_across,
         gathers,
         reductions,

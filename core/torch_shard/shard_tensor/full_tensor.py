@@ -7,14 +7,17 @@ copies where slices can't give it. Nobody keeps a copy: what would be a view of 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import DivergenceError
+from ..layout.flat_layout import FlatLayout, ParamMeta
+from ..layout.tensor_part import TensorPart, dense_stride
 from ..utils.pytree import tensors_in
-from .spec import gather_error
+from .spec import ScalarComm, ShardSpec, boxes_in, gather_error
 from .unsharded_param import memory_of
 from .views import stands_alone
 
@@ -23,11 +26,16 @@ if TYPE_CHECKING:
 
 __all__ = ["full_tensors", "on_copies", "substituted", "to_gather"]
 
+_KEY = 16  # bytes that say what a rank gathers
+_SMALL = 1 << 16  # bytes of a message whose size does not matter
+_BROADCASTS = 4  # as in collectives
+
 
 def full_tensors(tensors: Sequence[ShardTensor], what: str) -> list[torch.Tensor]:
     """Return the whole of each tensor: plain, original shape and strides, no gradient. `what` is for messages.
 
-    Collective, one message for all that share ranks and device. Tensors of one message share new memory.
+    Collective, one message for all that share ranks and device: each rank sends its slices, as bytes, whatever the dtypes are,
+    and they count as sent.
 
     Raises:
         DivergenceError: another rank gathers something else (on the CPU).
@@ -49,33 +57,130 @@ def full_tensors(tensors: Sequence[ShardTensor], what: str) -> list[torch.Tensor
 
 
 def _gathered(tensors: Sequence[ShardTensor], what: str) -> list[torch.Tensor]:
-    # A sum with zeros everywhere else, as integers: exact to the bit (also -0.0 and NaN), whatever the slices' lengths are, and
-    # no more memory than the result.
-    sizes = [-(-t._spec.numel * t._local.element_size() // 16) * 16 for t in tensors]
     comm, device = tensors[0]._spec.comm, tensors[0]._local.device
-    buffer = torch.zeros(sum(sizes) // 8 + 1, dtype=torch.int64, device=device)
-    places = buffer.view(torch.uint8)[:-8].split(sizes)
-    wholes = []
-    for t, place in zip(tensors, places, strict=True):
-        spec, local = t._spec, t._local.detach()
-        flat = place[: spec.numel * local.element_size()].view(local.dtype)
-        whole = flat.as_strided(tuple(spec.shape), spec.stride)
-        if spec.part is None:
-            flat[spec.start : spec.stop].copy_(local)
-        else:
-            for box, values in t._boxes():
-                whole[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))] = values
-        wholes.append(whole)
     # What each rank gathers, so that something else of the same size does not go unnoticed.
     key = zlib.crc32(repr([(what, t._spec.name, t._spec.shape, t._local.dtype) for t in tensors]).encode())
-    buffer[-1] = key
-    comm.all_reduce(buffer, "sum", what)
-    if device.type == "cpu" and buffer[-1].item() != key * comm.size:  # the host does not wait for a GPU
-        raise DivergenceError(
-            f"rank {comm.world_rank}: {what} met another operation of other ranks. It is collective: call it on all ranks, in "
-            "one order."
-        )
+    cuts = _cuts(tensors, key, what)
+    nbytes = [
+        [_padded(one.length * t._local.element_size()) for one in cut] for t, cut in zip(tensors, cuts, strict=True)
+    ]
+    sizes = [sum(of_rank) for of_rank in zip(*nbytes, strict=True)]
+    own = torch.empty(sizes[comm.rank], dtype=torch.uint8, device=device)
+    for t, place in zip(tensors, _places(own, cuts, tensors, comm.rank), strict=True):
+        place.copy_(t._local.detach())
+    wholes = [torch.empty_strided(t._spec.shape, t._spec.stride, dtype=t._local.dtype, device=device) for t in tensors]
+    for rank, row in enumerate(_rows(comm, own, sizes, key, what)):
+        for t, whole, cut, values in zip(tensors, wholes, cuts, _places(row, cuts, tensors, rank), strict=True):
+            cut[rank].fill(whole, values, t._spec)
     return wholes
+
+
+def _rows(comm: ScalarComm, own: torch.Tensor, sizes: Sequence[int], key: int, what: str) -> Iterator[torch.Tensor]:
+    """Yield the bytes of each rank, `own` of this one; `sizes` are those of all. Collective, also for a rank without any.
+
+    Raises:
+        DivergenceError: another rank gathers something else (on the CPU).
+    """
+    largest, senders = max(sizes), sum(map(bool, sizes))
+    marked = torch.empty(_KEY + largest, dtype=torch.uint8, device=own.device)
+    marked[:_KEY].view(torch.int64).fill_(key)
+    # An all-gather takes as much of each rank as of the one that has the most, and memory for that. So where it is few ranks that
+    # have something, or some have much more than others, each broadcasts what it has.
+    if comm.size * largest > _SMALL and (senders <= _BROADCASTS or comm.size * largest > 2 * sum(sizes)):
+        _check_keys(comm, comm.all_gather(marked[:_KEY], what) if own.device.type == "cpu" else None, key, what)
+        del marked
+        for rank, size in enumerate(sizes):
+            row = own if rank == comm.rank else torch.empty(size, dtype=torch.uint8, device=own.device)
+            if size and comm.size > 1:
+                comm.broadcast(row, rank, what)
+            yield row
+        comm.bytes_sent += (comm.size - 1) * own.numel()
+        return
+    marked[_KEY : _KEY + own.numel()] = own
+    gathered = comm.all_gather(marked, what)
+    comm.bytes_sent += (comm.size - 1) * marked.numel()
+    _check_keys(comm, gathered[:, :_KEY], key, what)
+    for row, size in zip(gathered, sizes, strict=True):
+        yield row[_KEY : _KEY + size]
+
+
+def _check_keys(comm: ScalarComm, keys: torch.Tensor | None, key: int, what: str) -> None:
+    # The host does not wait for a GPU.
+    if (
+        keys is None
+        or keys.device.type != "cpu"
+        or set(keys.contiguous().view(torch.int64).flatten().tolist()) == {key}
+    ):
+        return
+    raise DivergenceError(
+        f"rank {comm.world_rank}: {what} met another operation of other ranks. It is collective: call it on all ranks, in "
+        "one order."
+    )
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What one rank has of a tensor: elements in memory order of the tensor, or of the part of it that `dim`, `offset` and `size`
+    tell, where tensor parallelism cuts it."""
+
+    start: int
+    stop: int
+    dim: int | None = None
+    offset: int = 0
+    size: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    def fill(self, whole: torch.Tensor, values: torch.Tensor, spec: ShardSpec) -> None:
+        """Put the `values` that the rank has, 1-D, into the whole tensor."""
+        if self.dim is None:
+            whole.as_strided((spec.numel,), (1,))[self.start : self.stop] = values
+            return
+        part = whole.narrow(self.dim, self.offset, self.size)
+        meta = ParamMeta(spec.name, tuple(part.shape), dense_stride(tuple(part.shape), spec.stride))
+        layout = FlatLayout.build([meta], values.element_size(), 1)
+        for box, place in boxes_in(values, layout.slots[0].order, layout.boxes(0, self.start, self.stop)):
+            part[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))] = place
+
+
+def _cuts(tensors: Sequence[ShardTensor], key: int, what: str) -> list[list[_Cut]]:
+    """Who has what of each tensor, by rank. Collective where tensor parallelism cuts one: other ranks' slices do not follow from
+    this one's layout then."""
+    comm, device = tensors[0]._spec.comm, tensors[0]._local.device
+    split = [t for t in tensors if t._spec.part is not None]
+    told: Iterator[list[list[int]]] = iter(())
+    if split:
+        mine = [[t._spec.start, t._spec.stop, *_along(t._spec.part)] for t in split]
+        everyone = comm.all_gather(torch.tensor([[key] * 5, *mine], device=device), what)
+        _check_keys(comm, everyone[:, 0], key, what)
+        told = iter(everyone[:, 1:].transpose(0, 1).tolist())
+    return [
+        [_Cut(*values) for values in next(told)]
+        if t._spec.part is not None
+        else [_Cut(*t._spec.layout.owned(t._spec.index, rank)) for rank in range(comm.size)]
+        for t in tensors
+    ]
+
+
+def _along(part: TensorPart) -> tuple[int, int, int]:
+    """The dimension that is cut, and where the part lies in it."""
+    return part.dim, part.offsets[part.dim], part.sizes[part.dim]
+
+
+def _places(row: torch.Tensor, cuts: list[list[_Cut]], tensors: Sequence[ShardTensor], rank: int) -> list[torch.Tensor]:
+    """What a rank's bytes hold of each tensor, as 1-D tensors of its dtype."""
+    found, at = [], 0
+    for t, cut in zip(tensors, cuts, strict=True):
+        size = cut[rank].length * t._local.element_size()
+        found.append(row[at : at + size].view(t._local.dtype))
+        at += _padded(size)
+    return found
+
+
+def _padded(size: int) -> int:
+    return -(-size // _KEY) * _KEY  # every dtype may begin there
 
 
 def to_gather(cls: type[ShardTensor], name: str, tensors: Sequence[Any], target: Any) -> list[ShardTensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from ..layout.tensor_part import TensorPart
 __all__ = [
     "ScalarComm",
     "ShardSpec",
+    "boxes_in",
     "broadcast_slice",
     "gather_error",
     "same_cut",
@@ -29,6 +30,7 @@ class ScalarComm(Protocol):
 
     size: int
     rank: int
+    bytes_sent: int  # of tensors that were gathered for the user
 
     @property
     def world_rank(self) -> int:
@@ -46,6 +48,10 @@ class ScalarComm(Protocol):
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """Return the ranks' tensors stacked, shape ``[size, *tensor.shape]``. Call on all ranks."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
+        """Overwrite `tensor` with that of the rank `source` of these. Call on all ranks."""
         ...
 
 
@@ -112,6 +118,22 @@ class ShardSpec:
         """What this rank holds, in the whole parameter's coordinates; one after the other they give the slice's elements."""
         found = self.layout.boxes(self.index, self.start, self.stop)
         return found if self.part is None else tuple(map(self.part.moved, found))
+
+
+def boxes_in(values: torch.Tensor, order: Sequence[int], boxes: Iterable[Box]) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield what a slice holds in each of its `boxes`, in the parameter's dimensions, as views.
+
+    Args:
+        values: the slice's elements, 1-D.
+        order: the parameter's dimensions by descending stride.
+        boxes: those that :meth:`.layout.FlatLayout.boxes` cuts the slice into, moved or not.
+    """
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    position = 0
+    for box in boxes:
+        part = values[position : position + box.numel]
+        yield box, part.view([box.sizes[dim] for dim in order]).permute(inverse)
+        position += box.numel
 
 
 def gather_error(specs: Sequence[ShardSpec], what: str, why: str = "needs the whole parameter") -> NeedsGatherError:

@@ -20,7 +20,7 @@ from ..layout.flat_layout import Box
 from ..offload.pending_writes import home_of
 from . import attributes, dispatch, torch_function
 from .full_tensor import full_tensors
-from .spec import ScalarComm, ShardSpec, broadcast_slice, same_cut, slice_full
+from .spec import ScalarComm, ShardSpec, boxes_in, broadcast_slice, same_cut, slice_full
 from .unsharded_param import own_grad, set_own_grad
 
 if TYPE_CHECKING:
@@ -220,13 +220,7 @@ class ShardTensor(torch.Tensor):
     def _boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
         """What this rank holds, with the values in the parameter's dimensions, as views."""
         spec = self._spec
-        order = spec.layout.slots[spec.index].order
-        inverse = sorted(range(len(order)), key=order.__getitem__)
-        position = 0
-        for box in self._chunks():
-            part = self._local.detach()[position : position + box.numel]
-            yield box, part.view([box.sizes[dim] for dim in order]).permute(inverse)
-            position += box.numel
+        return boxes_in(self._local.detach(), spec.layout.slots[spec.index].order, self._chunks())
 
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
