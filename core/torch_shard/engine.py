@@ -541,9 +541,10 @@ class Engine:
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent for parameters and gradients since set-up, those of deep copies of the model included.
 
-        ``full_tensor()`` is included. What the ranks must send each other at least is counted, whatever way the backend takes: in a gather a rank's own slot
-        once for each other rank; in a reduce-scatter over n ranks (n-1)/n of the buffer, and twice that in an all-reduce; in a
-        broadcast the tensor once for each rank that receives it, on the rank that it comes from.
+        ``full_tensor()`` is included. What the ranks must send each other at least is counted, whatever way the backend takes:
+        in a gather a rank's own slot once for each other rank; in a reduce-scatter over n ranks (n-1)/n of the buffer, and
+        twice that in an all-reduce; in a broadcast the tensor once for each rank that receives it, on the rank that it comes
+        from.
         """
         return self._runtime.collectives.all_bytes_sent
 

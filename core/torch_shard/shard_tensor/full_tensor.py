@@ -149,10 +149,10 @@ def _cuts(tensors: Sequence[ShardTensor], key: int, what: str) -> list[list[_Cut
     """Who has what of each tensor, by rank. Collective where tensor parallelism cuts one: other ranks' slices do not follow from
     this one's layout then."""
     comm, device = tensors[0]._spec.comm, tensors[0]._local.device
-    split = [t for t in tensors if t._spec.part is not None]
+    split = [(t._spec, part) for t in tensors if (part := t._spec.part) is not None]
     told: Iterator[list[list[int]]] = iter(())
     if split:
-        mine = [[t._spec.start, t._spec.stop, *_along(t._spec.part)] for t in split]
+        mine = [[spec.start, spec.stop, *_along(part)] for spec, part in split]
         everyone = comm.all_gather(torch.tensor([[key] * 5, *mine], device=device), what)
         _check_keys(comm, everyone[:, 0], key, what)
         told = iter(everyone[:, 1:].transpose(0, 1).tolist())
