@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch_shard.group_timeout import group_timeout
+from torch_shard.comm.process_groups import group_timeout
 
 from tests.ranks import ranks
 from torch_shard import shard
@@ -44,7 +44,7 @@ def test_without_torch_distributed_a_group_would_wait_for_torchs_default(monkeyp
     expected = group_timeout(torch.device("cpu"))
     assert expected == dist.distributed_c10d.default_pg_timeout.total_seconds()
     built_without = SimpleNamespace(is_available=lambda: False)  # as torch.distributed is there: it has little else
-    monkeypatch.setattr("torch_shard.group_timeout.dist", built_without)
+    monkeypatch.setattr("torch_shard.comm.process_groups.dist", built_without)
     assert group_timeout(torch.device("cpu")) == expected
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
-from torch_shard.planner import make_plan
-from torch_shard.precision import Precision, precision_of
+from torch_shard.plan.planner import make_plan
+from torch_shard.config.precision import Precision, precision_of
 
 from torch_shard.config.shard_config import ShardConfig
 from torch_shard.errors import ConfigError
