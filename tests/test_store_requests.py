@@ -71,7 +71,9 @@ def on_ranks(size: int, function: Any) -> tuple[list[Any], CountingStore]:
             return error
 
     with ExitStack() as stack:
-        for place in ("torch_shard.comm.watchdog.default_store", "torch_shard.comm.rendezvous.default_store"):
+        for place in [
+            f"torch_shard.comm.{file}.default_store" for file in ("watchdog", "rendezvous", "process_groups")
+        ]:
             stack.enter_context(mock.patch(place, return_value=store))
         stack.enter_context(mock.patch.object(dist, "get_rank", side_effect=lambda *_: me.number))
         pool = stack.enter_context(ThreadPoolExecutor(size))
