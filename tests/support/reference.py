@@ -276,6 +276,16 @@ class ReferenceEngine:
                     found[name] = number, slice(start, start + names.count(name))
         return found
 
+    def same_parts(self, rank: int, parts: Mapping[str, torch.Tensor]) -> None:
+        """Assert that `parts`, what a rank of the real engine holds of each parameter, is what `rank` holds here."""
+        slices = self.slices(rank)
+        for name, part in parts.items():
+            number, own = slices.get(name, (0, slice(0)))
+            wanted, where = self.shards[number][rank][own], f"{name} on rank {rank}"
+            torch.testing.assert_close(
+                part, wanted, rtol=1e-12, atol=1e-12, msg=lambda text, where=where: f"{where}: {text}"
+            )
+
     def gather(self) -> None:
         """Fill the model's parameters with what the ranks hold."""
         with torch.no_grad():
