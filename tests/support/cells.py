@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from hypothesis import strategies as st
@@ -80,9 +81,9 @@ class Cells(nn.Module):
 
 
 @st.composite
-def cases(draw: st.DrawFn, ranks: int, **fixed: str) -> Case:
+def cases(draw: st.DrawFn, ranks: int, chosen: Sequence[str] = KINDS, **fixed: str) -> Case:
     """Draw cells, and passes over them: mostly one that comes again, since it is then that units are gathered ahead."""
-    kinds = tuple(draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=5)))
+    kinds = tuple(draw(st.lists(st.sampled_from(chosen), min_size=1, max_size=5)))
     everyone = tuple(range(ranks))
 
     def one_pass() -> Pass:
@@ -121,23 +122,31 @@ def branches(draw: st.DrawFn, ranks: int) -> Case:
     return Case(("trainable",) * count, (whole, whole, *passes, whole), draw(st.integers(0, 3)))
 
 
-def record(rank: int, world_size: int, case: Case, **settings: object) -> list[tuple[list[int], list[int]]]:
+def record(rank: int, world_size: int, case: Case) -> list[tuple[list[int], list[int]]]:
     """Run a case on a rank: for each pass the bytes of its gathers and those of its reductions, in order."""
-    model = Cells(case.kinds)
-    torch_shard.shard(
-        model, units=["cells.*"], prefetch=case.prefetch, strategy=case.strategy, timeout=10.0, **settings
-    )
     found = []
-    for run in case.passes:
-        # The input takes a gradient, so that backward needs the values of every cell that it reaches.
-        x = torch.ones(2, WIDTH, dtype=torch.float64, requires_grad=True)
-        with Collectives() as seen, torch.no_grad() if run.evaluates else contextlib.nullcontext():
-            loss = model(x, run, rank).sum()
-            if not run.evaluates:
-                loss.backward()
+    for seen in run_passes(rank, case, Collectives):
         gathers = [nbytes for _, nbytes, _, _ in seen.named("broadcast_")][::world_size]  # each rank's shard is one
         found.append((gathers, [nbytes for _, nbytes, _, _ in seen.named("alltoall_base_")]))
     return found
+
+
+Seen = TypeVar("Seen", bound=contextlib.AbstractContextManager[Any])
+
+
+def run_passes(rank: int, case: Case, watch: Callable[[], Seen], **settings: Any) -> Iterator[Seen]:
+    """Run a case on a rank, each pass within a context that `watch` makes, and yield these."""
+    model = Cells(case.kinds)
+    settings = {"prefetch": case.prefetch, "strategy": case.strategy, "timeout": 10.0, **settings}
+    torch_shard.shard(model, units=["cells.*"], **settings)
+    for run in case.passes:
+        # The input takes a gradient, so that backward needs the values of every cell that it reaches.
+        x = torch.ones(2, WIDTH, dtype=torch.float64, requires_grad=True)
+        with watch() as seen, torch.no_grad() if run.evaluates else contextlib.nullcontext():
+            loss = model(x, run, rank).sum()
+            if not run.evaluates:
+                loss.backward()
+        yield seen
 
 
 def predict(case: Case, ranks: int) -> list[tuple[list[int], list[int]]]:
