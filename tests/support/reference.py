@@ -2,16 +2,18 @@
 
 One process plays all ranks: a list has one entry for each rank, and what ranks send each other is an assignment. Nothing here
 is fast, nothing runs at the same time as anything else, and nothing is shared with ``torch_shard``. The tests named
-``test_against_reference`` hold the real engine to it, so this is the specification; read it first::
+``test_against_reference`` hold the real engine to it, so this is its specification in short. Read it from top to bottom:
 
-    parameters of a unit   ->  flat_buffers    which of them lie in one flat buffer, and in which order
-                           ->  lay_out         which element lies where; cut_evenly: what each rank holds
-    uses of units          ->  Order           which unit is gathered when, whose gradients are reduced when
-    a training step        ->  ReferenceEngine forward on whole parameters, mean of gradients, step on shards
-    whole matrices         ->  ReferenceEngine.step_on_matrices    to the owner of each matrix, and back
-    host memory            ->  Order.gathers and Order.reductions  also say what is copied to the device and to the host, and
-                               when: a rank's shard goes to the device for each gather, and its part of a reduced gradient
-                               to the host. The numbers are the same.
+===================================  ==================================================================================
+``flat_buffers``                     which parameters of a unit share a flat buffer, and in which order
+``lay_out``, ``cut_evenly``          where each element lies in it, and which part of it each rank holds
+``Order``                            which unit is gathered when, and whose gradients are reduced when
+``ReferenceEngine``                  a training step: forward on full parameters, mean of the gradients, step on shards
+``ReferenceEngine.step_on_matrices`` a step on whole matrices at their owners
+===================================  ==================================================================================
+
+Offload changes no number and no order: a rank copies its shard of a unit to the device for each gather, and its shard of a
+reduced gradient to host memory for each reduction.
 """
 
 from __future__ import annotations
@@ -111,9 +113,7 @@ class Order:
         self.past: list[Any] = [None, None]  # every (phase, unit, whether it began the phase) since the first step
         self.held: set[int] = set()  # units that are gathered now
         self.gathered: list[int] = []  # in the pass that runs
-        self.without_gradient: set[int] = (
-            set()
-        )  # units that lacked one, on all ranks, in the last backward that could have one
+        self.without_gradient: set[int] = set()  # units that no rank had a gradient of when they were used last
 
     def gathers_of_forward(self, units: Sequence[int], phase: str = "forward") -> list[int]:
         """Return the gathers of a forward that uses `units` in this order; `phase` is "evaluation" without gradients."""
@@ -241,13 +241,14 @@ class ReferenceEngine:
             for params in flat_buffers(map(self._param, names)):
                 self.layouts.append(lay_out(params, params[0].dtype.itemsize, self.size))
         self.shards = self._cut({name: p.detach() for name, p in self.parameters.items()})
-        self._forget_gradients()
+        self.zero_grad()
 
     def _param(self, name: str) -> Param:
         p = self.parameters[name]
         return Param(name, tuple(p.shape), p.stride(), p.dtype, p.requires_grad)
 
-    def _forget_gradients(self) -> None:
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
         self.gradients = self._cut({})
         self.has_gradient: set[str] = set()
 
@@ -255,43 +256,39 @@ class ReferenceEngine:
         """Return each rank's part of flat buffers with these values, zero where there are none."""
         found = []
         for layout in self.layouts:
-            values = [tensors[e[0]][e[1]].item() if e is not None and e[0] in tensors else 0.0 for e in layout]
+            values = [tensors[e[0]][e[1]].item() if e and e[0] in tensors else 0.0 for e in layout]
             parts = cut_evenly(torch.tensor(values, dtype=self._dtype(layout)), self.size)
             found.append([parts[rank % self.size].clone() for rank in range(self.ranks)])
         return found
 
     def _dtype(self, layout: list[Element]) -> torch.dtype:
-        names = [element[0] for element in layout if element is not None]
+        names = [element[0] for element in layout if element]
         return self.parameters[names[0]].dtype if names else torch.float64
 
-    def slices(self, rank: int) -> dict[str, tuple[int, slice]]:
-        """Return, for each parameter of which `rank` holds a part, the number of the flat buffer and where that part lies in the
-        rank's shard."""
+    def places(self, rank: int) -> dict[str, tuple[int, slice]]:
+        """Return, for each parameter of which `rank` holds something, the number of the flat buffer and where in the rank's shard
+        of it that lies."""
         found: dict[str, tuple[int, slice]] = {}
         for number, layout in enumerate(self.layouts):
-            names = [e[0] if e is not None else None for e in cut_evenly(layout, self.size)[rank % self.size]]
+            names = [element[0] if element else None for element in cut_evenly(layout, self.size)[rank % self.size]]
             for name in dict.fromkeys(names):
                 if name is not None:
                     start = names.index(name)
                     found[name] = number, slice(start, start + names.count(name))
         return found
 
-    def same_parts(self, rank: int, parts: Mapping[str, torch.Tensor]) -> None:
-        """Assert that `parts`, what a rank of the real engine holds of each parameter, is what `rank` holds here."""
-        slices = self.slices(rank)
-        for name, part in parts.items():
-            number, own = slices.get(name, (0, slice(0)))
-            wanted, where = self.shards[number][rank][own], f"{name} on rank {rank}"
-            torch.testing.assert_close(
-                part, wanted, rtol=1e-12, atol=1e-12, msg=lambda text, where=where: f"{where}: {text}"
-            )
+    def held_by(self, rank: int) -> dict[str, torch.Tensor]:
+        """Return what `rank` holds of each parameter: a 1-D tensor, which may be empty."""
+        places = self.places(rank)
+        empty = {name: p.detach().flatten()[:0] for name, p in self.parameters.items()}
+        return empty | {name: self.shards[number][rank][own] for name, (number, own) in places.items()}
 
     def gather(self) -> None:
         """Fill the model's parameters with what the ranks hold."""
         with torch.no_grad():
             for layout, shards in zip(self.layouts, self.shards, strict=True):
                 for element, value in zip(layout, torch.cat(shards[: self.size]).tolist(), strict=True):
-                    if element is not None:
+                    if element:
                         name, index = element
                         self.parameters[name][index] = value
 
@@ -309,20 +306,20 @@ class ReferenceEngine:
         mean = self._cut({name: grad / self.ranks for name, grad in total.items()})
         for held, new in zip(self.gradients, mean, strict=True):
             for own, more in zip(held, new, strict=True):
-                own += more
+                own.add_(more)
         self.has_gradient |= set(total)
 
     def clip(self, max_norm: float) -> float:
         """Scale all gradients so that their norm, taken over the ranks of one replica, is no larger; return what it was."""
         norm = math.sqrt(sum((part**2).sum().item() for held in self.gradients for part in held[: self.size]))
         for part in itertools.chain(*self.gradients):
-            part *= min(1.0, max_norm / (norm + 1e-6))
+            part.mul_(min(1.0, max_norm / (norm + 1e-6)))
         return norm
 
     def step(self, update: Update, names: Iterable[str] | None = None) -> None:
         """Have each rank update what it holds of the parameters `names` (all by default) that have a gradient."""
         for rank in range(self.ranks):
-            for name, (number, own) in self.slices(rank).items():
+            for name, (number, own) in self.places(rank).items():
                 if name in self.has_gradient and (names is None or name in names):
                     state = self.states.setdefault((name, rank), {})
                     update(self.shards[number][rank][own], self.gradients[number][rank][own], state)
@@ -330,41 +327,34 @@ class ReferenceEngine:
     def step_on_matrices(self, update: Update, owners: Mapping[str, int]) -> list[int]:
         """Have the owner of each parameter update all of it; return how many bytes each rank sends.
 
-        The other ranks send their parts of value and gradient to the owner, which sends them their parts of the new value. What
-        goes from one rank to another is one message each way, whose size is rounded up to 16 bytes; with the new values come 16
-        bytes that say how the owner's step has ended.
+        The other ranks send their parts of the value and of the gradient to the owner, which sends their parts of the new value
+        back. A rank sends each other rank one message each way, of a size rounded up to 16 bytes. The ones that go back end with
+        16 bytes that say how the owner's step has ended.
         """
-        there = [[0] * self.ranks for _ in range(self.ranks)]  # bytes by sender and receiver
-        back = [[0] * self.ranks for _ in range(self.ranks)]
+        there, back = torch.zeros(2, self.ranks, self.ranks, dtype=torch.int64)  # bytes by sender and receiver
         for name in [name for name in owners if name in self.has_gradient]:
             owner, p = owners[name], self.parameters[name]
-            parts = {rank: self.slices(rank)[name] for rank in range(self.ranks) if name in self.slices(rank)}
-            value = torch.cat([self.shards[number][rank][own] for rank, (number, own) in parts.items()])
-            grad = torch.cat([self.gradients[number][rank][own] for rank, (number, own) in parts.items()])
-            whole, whole_grad = (flat.as_strided(p.shape, p.stride()) for flat in (value, grad))
-            update(whole, whole_grad, self.states.setdefault((name, owner), {}))
-            start = 0
-            for rank, (number, own) in parts.items():
-                length = own.stop - own.start
-                self.shards[number][rank][own] = value[start : start + length]
-                start += length
-                if rank != owner:
-                    there[rank][owner] += 2 * length * p.element_size()
-                    back[owner][rank] += length * p.element_size()
-        others = [[other for other in range(self.ranks) if other != rank] for rank in range(self.ranks)]
-        return [
-            sum(-(-there[rank][other] // 16) * 16 + -(-back[rank][other] // 16) * 16 + 16 for other in others[rank])
-            for rank in range(self.ranks)
-        ]
+            parts = [(rank, *self.places(rank)[name]) for rank in range(self.ranks) if name in self.places(rank)]
+            value = torch.cat([self.shards[number][rank][own] for rank, number, own in parts])
+            grad = torch.cat([self.gradients[number][rank][own] for rank, number, own in parts])
+            state = self.states.setdefault((name, owner), {})
+            update(value.as_strided(p.shape, p.stride()), grad.as_strided(p.shape, p.stride()), state)
+            for rank, number, own in parts:
+                part = self.shards[number][rank][own]
+                part.copy_(value[: len(part)])
+                value = value[len(part) :]
+                there[rank, owner] += 2 * part.nbytes
+                back[owner, rank] += part.nbytes
+        sent = (there + 15) // 16 * 16 + (back + 15) // 16 * 16 + 16
+        return [sum(row) - row[rank] for rank, row in enumerate(sent.tolist())]  # nothing to itself
 
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
-        self._forget_gradients()
 
-    def full_parameters(self) -> dict[str, torch.Tensor]:
-        """Return all parameters, whole."""
-        self.gather()
-        return {name: p.detach().clone() for name, p in self.parameters.items()}
+def work_on_matrix(rows: int, columns: int) -> int:
+    """Return the cost of a step on a matrix: a product with its smaller side.
+
+    Any owners give the same numbers. They are chosen so that no rank has more work than the mean and one matrix.
+    """
+    return rows * columns * (min(rows, columns) + 1)
 
 
 # -- optimizers ---------------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def same(results: list[tuple[dict[str, torch.Tensor], list[float]]], case: Case)
     reference, norms = train_reference(case, len(results))
     for rank, (parts, found) in enumerate(results):
         assert all(math.isclose(norm, other, rel_tol=1e-12) for norm, other in zip(found, norms, strict=True)), rank
-        reference.same_parts(rank, parts)
+        torch.testing.assert_close(parts, reference.held_by(rank), rtol=1e-12, atol=1e-12)
 
 
 @st.composite
