@@ -116,7 +116,7 @@ def units(draw: st.DrawFn) -> list[Param]:
 
 
 @FEW
-@given(units(), st.integers(1, 9))
+@given(units(), st.integers(1, 70))
 def test_a_plan_has_the_flat_buffers_of_the_reference_and_predicts_their_bytes(unit: list[Param], ranks: int) -> None:
     hold_plan(unit, ranks)
 
