@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import many, quick
 from tests.support.reference import Param, cut_evenly, elements, flat_buffers, lay_out
 from torch_shard import ShardConfig
 from torch_shard.layout import FlatLayout, ParamMeta
 from torch_shard.planner import make_plan
 
 ITEMSIZES = (1, 2, 4, 8, 16)
-FEW = settings(max_examples=60, deadline=None, derandomize=True)
-MANY = settings(max_examples=3000, deadline=None)
 
 
 @st.composite
@@ -115,26 +113,25 @@ def units(draw: st.DrawFn) -> list[Param]:
     return [dataclasses.replace(p, dtype=draw(dtypes), trainable=draw(st.booleans())) for p in found]
 
 
-@FEW
+@quick(60)
 @given(units(), st.integers(1, 70))
 def test_a_plan_has_the_flat_buffers_of_the_reference_and_predicts_their_bytes(unit: list[Param], ranks: int) -> None:
     hold_plan(unit, ranks)
 
 
-@FEW
+@quick(60)
 @given(cases)
 def test_every_element_lies_where_the_reference_puts_it(case: tuple[list[Param], int, int]) -> None:
     hold(*case)
 
 
-@FEW
+@quick(60)
 @given(slices())
 def test_boxes_are_the_elements_of_the_slice_in_memory_order(case: tuple[Param, int, int]) -> None:
     hold_boxes(*case)
 
 
-@pytest.mark.exhaustive
-@MANY
+@many(3000)
 @given(cases, slices(), units())
 def test_many_layouts(case: tuple[list[Param], int, int], cut: tuple[Param, int, int], unit: list[Param]) -> None:
     hold(*case)

@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import run
 from tests.support import cells, training
+from tests.support.examples import many, quick
 from torch_shard import Offload
 
-FEW = settings(max_examples=6, deadline=None, derandomize=True)
-MANY = settings(max_examples=150, deadline=None)
 OFFLOADS = [Offload(), Offload(params=False)]
 KINDS = ("trainable", "frozen")  # no parameter of such a cell is as large as a shard
 strategies = st.sampled_from(["full_shard", "shard_grad_op", "shard_optim"])
@@ -57,7 +56,7 @@ def hold_step(ranks: int, offload: Offload, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@FEW
+@quick(6)
 @given(st.data())
 def test_shards_are_copied_to_the_device_in_the_order_of_the_references_gathers(
     ranks: int, data: st.DataObject
@@ -66,16 +65,15 @@ def test_shards_are_copied_to_the_device_in_the_order_of_the_references_gathers(
 
 
 @pytest.mark.parametrize("offload", OFFLOADS, ids=["all", "shards kept"])
-@FEW
+@quick(6)
 @given(st.data())
 def test_a_random_training_with_offload_is_that_of_the_reference(offload: Offload, data: st.DataObject) -> None:
     hold_step(2, offload, data)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("offload", OFFLOADS, ids=["all", "shards kept"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@MANY
+@many(100)
 @given(st.data())
 def test_many_random_trainings_with_offload(ranks: int, offload: Offload, data: st.DataObject) -> None:
     hold_order(data.draw(cells.cases(ranks, KINDS)), ranks, offload)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ranks import RankFailure, run
 from tests.support.cells import Case, Pass, branches, cases, predict, record
+from tests.support.examples import many, quick
 
 
 def hold(case: Case, ranks: int) -> None:
@@ -16,32 +17,26 @@ def hold(case: Case, ranks: int) -> None:
         assert recorded == predicted, f"rank {rank}"
 
 
-QUICK = settings(max_examples=25, deadline=None, derandomize=True)
-FEW = settings(max_examples=8, deadline=None, derandomize=True)
-MANY = settings(max_examples=300, deadline=None)
-
-
-@QUICK
+@quick(25)
 @given(cases(2))
 def test_collectives_come_in_the_order_of_the_reference(case: Case) -> None:
     hold(case, 2)
 
 
-@FEW
+@quick(8)
 @given(cases(2, strategy="shard_grad_op"))
 def test_parameters_that_stay_are_gathered_once(case: Case) -> None:
     hold(case, 2)
 
 
-@FEW
+@quick(8)
 @given(branches(2))
 def test_ranks_whose_loss_leaves_units_out_take_part_in_their_gathers(case: Case) -> None:
     hold(case, 2)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [2, 3])
-@MANY
+@many(300)
 @given(st.data())
 def test_collectives_of_many_models_come_in_the_order_of_the_reference(ranks: int, data: st.DataObject) -> None:
     strategy = data.draw(st.sampled_from(["full_shard", "shard_grad_op"]))

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import torch_shard
 from tests.ranks import run
+from tests.support.examples import many, quick
 from tests.support.reference import ReferenceEngine, muon, sgd, work_on_matrix
 
-QUICK = settings(max_examples=10, deadline=None, derandomize=True)
-MANY = settings(max_examples=200, deadline=None)
 RATES = (0.1, 0.02)  # of the two groups
 
 
@@ -162,15 +161,14 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@QUICK
+@quick(10)
 @given(cases())
 def test_steps_on_matrices_are_those_of_the_reference(ranks: int, case: Case) -> None:
     hold(case, ranks)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@MANY
+@many(200)
 @given(cases())
 def test_many_steps_on_matrices_are_those_of_the_reference(ranks: int, case: Case) -> None:
     hold(case, ranks)
