@@ -131,7 +131,7 @@ def test_boxes_are_the_elements_of_the_slice_in_memory_order(case: tuple[Param, 
     hold_boxes(*case)
 
 
-@many(3000)
+@many(1000)
 @given(cases, slices(), units())
 def test_many_layouts(case: tuple[list[Param], int, int], cut: tuple[Param, int, int], unit: list[Param]) -> None:
     hold(*case)
