@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch_shard.comm.process_groups import group_timeout
 
 from tests.ranks import ranks
 from torch_shard import shard
 from torch_shard.comm.communicators import connect
+from torch_shard.comm.process_groups import group_timeout
 from torch_shard.errors import SetupError
 from torch_shard.layout.rank_topology import Topology
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
-from torch_shard.plan.planner import make_plan
-from torch_shard.config.precision import Precision, precision_of
 
+from torch_shard.config.precision import Precision, precision_of
 from torch_shard.config.shard_config import ShardConfig
 from torch_shard.errors import ConfigError
 from torch_shard.plan.module_tree import ModuleTree, Node
+from torch_shard.plan.planner import make_plan
 from torch_shard.utils.patterns import MOST_NAMES, every_name
 
 

@@ -16,7 +16,7 @@ import torch_shard
 from tests.marks import exhaustive
 from tests.odd_model import batch, build, reference_grads
 from tests.ranks import ranks
-from tests.test_traffic import Collectives
+from tests.support.collectives import Collectives
 from torch_shard.comm.traffic_statistics import StreamWaits, waits
 from torch_shard.comm.watchdog import Watch
 from torch_shard.comm.work import Channel, Pending
