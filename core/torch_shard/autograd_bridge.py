@@ -3,11 +3,13 @@
 `loss.backward(inputs=[...])` hands plain Python objects to autograd's C++ engine, which would find that a sharded
 parameter is no leaf of the graph and do nothing, without a word. No hook of torch sees that call, so
 `torch.autograd.backward` is wrapped once, for the life of the process; without sharded inputs it passes straight through.
+The wrapper also tells every engine when a backward of the user's begins and ends.
 `torch.autograd.grad` needs no wrapper: it honours `__torch_function__`. Tested on torch 2.13.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -45,14 +47,10 @@ def install(runtime: Runtime) -> None:
             given.arguments["inputs"] = _with_leaves(given.arguments["inputs"])
         if torch._C._current_graph_task_id() != -1:  # nested: the outer call has done the rest
             return original(*given.args, **given.kwargs)
-        runtimes = list(_runtimes)
-        for runtime in runtimes:
-            runtime.before_backward()
-        try:
+        with contextlib.ExitStack() as stack:
+            for runtime in list(_runtimes):
+                stack.enter_context(runtime.outermost_backward())
             return original(*given.args, **given.kwargs)
-        finally:
-            for runtime in runtimes:
-                runtime.after_backward()
 
     backward._torch_shard = True  # type: ignore[attr-defined]
     torch.autograd.backward = backward  # type: ignore[assignment]
