@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,11 +44,40 @@ class BufferSync:
         return [b for name, b in root.named_buffers() if name not in self.ignored]
 
 
+Coalesced = list[tuple[list[torch.Tensor], torch.Tensor]]
+"""Tensors of one dtype, and a flat tensor that is sent for them: the only one's own memory, or a copy of all."""
+
+
+def coalesce(collectives: Collectives, tensors: Iterable[torch.Tensor]) -> Coalesced:
+    """Return `tensors` by dtype, for :func:`broadcast`, which takes hardly any memory then. Not collective."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() and tensor.device.type != "meta":
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    device, found = collectives.device, []
+    for group in by_dtype.values():
+        alone = len(group) == 1 and group[0].is_contiguous() and group[0].device == device
+        # Through `.data`, past the version counters: as under DDP a graph that has saved a buffer stays usable (the loss of two
+        # forwards through running statistics).
+        flat = group[0].data.view(-1) if alone else torch.cat([t.data.reshape(-1).to(device) for t in group])
+        found.append((group, flat))
+    return found
+
+
 def broadcast_coalesced(
     collectives: Collectives, tensors: list[torch.Tensor], what: str, met: bool = False, within_plane: bool = False
 ) -> None:
     """Collective. Overwrite `tensors` on all ranks with rank 0's values, one broadcast per dtype. `met`: every rank is
     known to be here. `within_plane`: with those of the first rank that computes with the same parts (:mod:`.topology`)."""
+    c = collectives
+    if (c.averaged if within_plane else c.world) > 1:
+        broadcast(c, coalesce(c, tensors), what, met, within_plane)
+
+
+def broadcast(
+    collectives: Collectives, coalesced: Coalesced, what: str, met: bool = False, within_plane: bool = False
+) -> None:
+    """Do :func:`broadcast_coalesced` with what :func:`coalesce` has returned. Collective."""
     c = collectives
     if (c.averaged if within_plane else c.world) == 1:
         return
@@ -56,23 +86,15 @@ def broadcast_coalesced(
     source = c.watch.ranks[first]
     if not met:
         c.watch.meet(what)
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel() and tensor.device.type != "meta":
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    # Through `.data`, past the version counters: as under DDP a graph that has saved a buffer stays usable (the loss of two
-    # forwards through running statistics).
     with torch.no_grad():
-        for group in by_dtype.values():
-            alone = len(group) == 1 and group[0].is_contiguous() and group[0].device == c.device
-            flat = group[0].data.view(-1) if alone else torch.cat([t.data.reshape(-1).to(c.device) for t in group])
+        for group, flat in coalesced:
             # Bytes, so that every dtype a model may hold can travel.
             raw = flat.view(torch.uint8) if flat.dtype is not torch.bool else flat.to(torch.uint8)
             blocking(c.watch, channel.name, what, dist.broadcast, raw, src=source, ordered=c.watch.polls)
             c.bytes_sent += raw.numel() if c.world_rank == first else 0
             if flat.dtype is torch.bool:
-                flat, alone = raw.to(torch.bool), False
-            if alone:  # received in place
+                flat.copy_(raw)
+            if flat.data_ptr() == group[0].data_ptr():  # received in place
                 continue
             at = 0
             for tensor in group:
