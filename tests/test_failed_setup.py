@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch_shard
 from tests.compat.harness import same_params
 from tests.marks import exhaustive
 from tests.ranks import ranks
+from tests.tensor_parallel import harness as tensor_parallel
 from torch_shard.deferred import Deferred, defer
 from torch_shard.errors import CheckpointError, SetupError
 
@@ -170,6 +173,9 @@ def test_an_init_fn_that_raises_on_one_rank_changes_nothing_on_any(rank, world_s
     model, failing = MODELS[kind](), world_size - 1
     settings = {"strategy": strategy, "sync_module_states": synchronise}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(rank)  # which rank 0's values would replace
 
     def init(module: nn.Module) -> None:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -286,6 +292,62 @@ def test_whatever_memory_is_missing_with_other_settings_nothing_changes(rank, wo
     if "shard_size" in settings and world_size == 2:
         settings = {"strategy": "hybrid_shard", "shard_size": 1}
     assert until_there_is_room(rank, 1, real, settings) > 2
+
+
+@pytest.mark.exhaustive
+@ranks(4, timeout=120)
+def test_whatever_memory_is_missing_parameters_of_tensor_parallelism_stay_what_they_are(rank, world_size):
+    mesh = tensor_parallel.mesh_of(2, 2)
+    model = tensor_parallel.parallel(mesh)
+    before = {
+        name: (type(p), p.to_local().clone() if hasattr(p, "to_local") else p.clone())
+        for name, p in model.named_parameters()
+    }
+    tokens, failures = tensor_parallel.batch(0, 0), 0
+    expected = model(tokens).detach()
+    for room in (5, 15, 30, 1_000_000):
+        with Memory(room if rank == 2 else 1_000_000):
+            try:
+                torch_shard.shard(model, mesh=mesh["dp"], unit_bytes=1000, timeout=20.0)
+                break
+            except (torch.OutOfMemoryError, SetupError):
+                failures += 1
+        for name, p in model.named_parameters():
+            kind, values = before[name]
+            assert type(p) is kind, name
+            assert torch.equal(p.to_local() if hasattr(p, "to_local") else p, values), name
+    assert failures > 0
+    torch.testing.assert_close(model(tokens).detach(), expected)
+
+
+@ranks(1)
+def test_an_interrupted_shard_changes_nothing(rank):
+    model, interrupts = mixed(), [True]
+    before = Snapshot(model)
+
+    def init(module: nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            nn.init.ones_(p)
+        if isinstance(module, nn.LayerNorm) and interrupts:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        torch_shard.shard(model, unit_bytes=300, init_fn=init)
+    before.check()
+
+
+@ranks(2)
+def test_a_model_that_was_sharded_is_all_that_is_left_of_its_set_up(rank):
+    """Whole gradients, and parameters that have moved, would stay in memory until the garbage collector comes."""
+    model = real()
+    grads = [weakref.ref(p.grad) for p in model.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        torch_shard.shard(model, unit_bytes=300, timeout=20.0)
+        assert [grad() for grad in grads] == [None] * len(grads)
+    finally:
+        gc.enable()
 
 
 @ranks(2)

@@ -60,7 +60,9 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
             _register(setup)
         except BaseException:
             setup.undo.run()
+            setup.error = None  # it refers to this, by its traceback
             raise
+        setup.undo.forget()
     return setup.runtime, setup.plan
 
 
@@ -123,9 +125,7 @@ def _agree(setup: Setup) -> None:
     here = [p.device.type != "meta" or deferred_of(p) is not None for p in params.values()]
     first = [h and c.world_rank == 0 for h in here]
     freed = [on_device and local_of(p).device == c.device for p in params.values()]
-    seed = (
-        torch.initial_seed().to_bytes(8, "little", signed=torch.initial_seed() < 0) if c.world_rank == 0 else bytes(8)
-    )
+    seed = (torch.initial_seed() & ((1 << 63) - 1) if c.world_rank == 0 else 0).to_bytes(8, "little")
     message = torch.tensor([*here, *first, *freed, *seed], dtype=torch.uint8, device="cpu")
     if c.world > 1:
         blocking(c.watch, "control", SETUP, dist.all_reduce, message, op=dist.ReduceOp.MAX)
@@ -133,7 +133,7 @@ def _agree(setup: Setup) -> None:
     setup.with_values, setup.sent, setup.freed = (
         {name for name, is_so in zip(params, answer[at : at + n], strict=True) if is_so} for at in (0, n, 2 * n)
     )
-    setup.seed = int.from_bytes(bytes(answer[3 * n :]), "little") & ((1 << 63) - 1)
+    setup.seed = int.from_bytes(bytes(answer[3 * n :]), "little")
     setup.on_meta = [setup.with_values.isdisjoint(i.name for i in unit.params) for unit in setup.plan.units]
 
 

@@ -133,6 +133,10 @@ class Undo:
                 logger.error("a failed shard() can't be undone: %s", error, extra=ANY_RANK)
         self.collectives.drop_spares()
 
+    def forget(self) -> None:
+        """Let go of what everything was: nothing has failed."""
+        self._steps.clear()
+
     def _restore(self, flat: FlatBuffer, swapped: list[Swapped], frees: bool) -> None:
         c = self.collectives
         if flat.host is not None:
