@@ -13,7 +13,7 @@ import torch_shard
 from tests.compat.harness import Block, average_grads, batch, same, same_grads
 from tests.marks import exhaustive
 from tests.ranks import ranks
-from torch_shard.errors import DivergenceError
+from torch_shard.errors import DivergenceError, ShardError
 
 WIDTH = 5
 
@@ -90,3 +90,53 @@ def test_ranks_that_wait_in_operations_of_different_models_hear_of_each_other_at
         else:
             second(batch(rank, 0))
     assert time.monotonic() - begin < 10.0  # the timeout is 20 s
+
+
+# -- a model that refuses its backward ------------------------------------------------------------------------------------
+
+
+def _edited_under_no_sync(rank: int) -> nn.Module:
+    """A model with a gradient that was edited while its reduction is deferred, which its next backward refuses."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH)).double()
+    engine = torch_shard.shard(model, timeout=20.0)
+    with engine.no_sync():
+        model(batch(rank, 0)).sum().backward()
+    _halve_gradients(model)
+    return model
+
+
+def _halve_gradients(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+
+
+@ranks(2)
+def test_a_gradient_that_one_model_refuses_stops_no_backward_of_another(rank):
+    other, refused = _twins("twin")[0], _edited_under_no_sync(rank)
+    plain = copy.deepcopy(nn.Sequential(Block(WIDTH), Block(WIDTH)).double())
+    for p, q in zip(plain.parameters(), other.parameters(), strict=True):
+        p.data.copy_(q.detach().full_tensor())
+    for _ in range(2):  # nor is the refusal forgotten by a backward that it does not concern
+        for model in (other, plain):
+            model.zero_grad()
+            model(batch(rank, 1)).sum().backward()
+        average_grads(plain)
+        same_grads(other, plain)
+        with pytest.raises(ShardError, match=r"0\.\w+ was edited"):
+            refused(batch(rank, 1)).sum().backward()
+
+
+@ranks(2)
+def test_a_backward_that_one_model_refuses_leaves_another_free_to_edit_its_gradients(rank):
+    """What an engine notes of a backward that runs ends with it, though another engine has raised."""
+    other, refused = _twins("twin")[0], _edited_under_no_sync(rank)
+    engine = torch_shard.engine_of(other)
+    with engine.no_sync():
+        other(batch(rank, 1)).sum().backward()
+    with pytest.raises(ShardError, match=r"0\.\w+ was edited"):
+        refused(batch(rank, 1)).sum().backward()
+    _halve_gradients(other)
+    with pytest.raises(ShardError, match="was edited"):
+        torch.autograd.grad(other(batch(rank, 2)).sum(), list(other.parameters()))

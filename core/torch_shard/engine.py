@@ -672,6 +672,11 @@ def _listed(parameters: torch.Tensor | Iterable[torch.Tensor] | None) -> list[to
 def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = None, **overrides: Any) -> Engine:
     """Shard a model in place over the ranks of a process group. Collective.
 
+    Where it fails on one rank, all ranks raise and nothing has changed: parameters are what they were, and the model can be
+    sharded again. If memory was missing half-way, values have come back from the shards: they are rank 0's under
+    `sync_module_states`, and rounded where ``Precision.master_dtype`` is narrower. Only if a rank is lost or interrupted
+    meanwhile, parameters that were sharded by then stay so, which is logged.
+
     Args:
         model: any module; on the CPU, on this rank's GPU, or on meta. Optimizers built earlier stay valid.
         config: every choice; ``overrides`` are fields of :class:`ShardConfig` changed on top.
@@ -688,10 +693,9 @@ def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = No
     Raises:
         ConfigError: an unknown setting, one that fits nothing in the model, or one that differs between the ranks.
         UnavailableError: no ``torch.distributed``, or no process group in a launched program.
-        SetupError: a parameter that can't be sharded, or ranks with different models. On all ranks; nothing has
-            changed then, unless a parameter on meta is left uninitialised.
-        CheckpointError: on a rank that can't read the files of :func:`from_files`, which leaves the model partly filled; on the
-            others a SetupError.
+        SetupError: a parameter that can't be sharded, ranks with different models, or a failure on another rank, which it names.
+        CheckpointError: this rank can't read the files of :func:`from_files`.
+        Exception: what ``ShardConfig.init_fn`` or ``reset_parameters`` has raised on this rank, or torch, for want of memory.
     """
     if config is None:
         config = ShardConfig()

@@ -181,11 +181,26 @@ def test_a_forward_whose_output_is_dropped_changes_nothing(rank, world_size):
     train_both(MLP, rank, world_size, run=run)
 
 
+def backward_of_older_torch(loss, inputs):
+    """torch 2.11 does not ask ``__torch_function__`` of the inputs of a backward."""
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.autograd.backward(loss, None, None, False, None, inputs)
+
+
+BACKWARDS = {
+    "keyword": lambda loss, inputs: loss.backward(inputs=inputs),
+    "positional": lambda loss, inputs: torch.autograd.backward(loss, None, None, False, None, inputs),
+    "older torch": backward_of_older_torch,
+    "iterator": lambda loss, inputs: torch.autograd.backward([loss], inputs=iter(inputs)),
+}
+
+
+@pytest.mark.parametrize("how", BACKWARDS)
 @ranks(2, exhaustive=(3,))
-def test_backward_with_inputs_gives_gradients_to_those_parameters_only(rank, world_size):
+def test_backward_with_inputs_gives_gradients_to_those_parameters_only(rank, world_size, how):
     def run(model, x):
         loss = loss_of(model(x))
-        loss.backward(inputs=[model.blocks[1].up.weight, model.inp.bias])
+        BACKWARDS[how](loss, [model.blocks[1].up.weight, model.inp.bias])
 
     train_both(MLP, rank, world_size, run=run)
 
@@ -199,11 +214,18 @@ def test_backward_with_all_parameters_as_inputs_trains_like_plain(rank, world_si
     train_both(MLP, rank, world_size, run=run)
 
 
+GRADS = {
+    "by_position": lambda loss, inputs: torch.autograd.grad(loss, inputs, None, False, False, True, False),
+    "by_name": lambda loss, inputs: torch.autograd.grad(inputs=inputs, outputs=loss, allow_unused=False),
+}
+
+
+@pytest.mark.parametrize("how", GRADS)
 @ranks(2, exhaustive=(3,))
-def test_autograd_grad_for_parameters_gives_the_plain_gradients(rank, world_size):
+def test_autograd_grad_for_parameters_gives_the_plain_gradients(rank, world_size, how):
     def run(model, x):
         loss = loss_of(model(x))
-        for p, g in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+        for p, g in zip(model.parameters(), GRADS[how](loss, list(model.parameters())), strict=True):
             p.grad = g
 
     train_both(MLP, rank, world_size, run=run)

@@ -3,19 +3,22 @@
 `loss.backward(inputs=[...])` hands plain Python objects to autograd's C++ engine, which would find that a sharded
 parameter is no leaf of the graph and do nothing, without a word. No hook of torch sees that call, so
 `torch.autograd.backward` is wrapped once, for the life of the process; without sharded inputs it passes straight through.
+The wrapper also tells every engine when a backward of the user's begins and ends.
 `torch.autograd.grad` needs no wrapper: it honours `__torch_function__`. Tested on torch 2.13.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import weakref
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..shard_tensor.tensor import ShardTensor
-from ..unit.unit import unit_of
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -32,30 +35,40 @@ def install(runtime: Runtime) -> None:
     if getattr(original, "_torch_shard", False):
         return
 
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> None:
-        inputs = kwargs.get("inputs")
-        if inputs is not None:
-            if isinstance(inputs, torch.Tensor):
-                inputs = [inputs]
-            translated = []
-            for item in inputs:
-                translated.append(item)
-                if isinstance(item, ShardTensor):
-                    unit = unit_of(item)
-                    if unit is not None:
-                        translated.append(unit.differentiable(item))
-            kwargs["inputs"] = translated
-        if torch._C._current_graph_task_id() != -1:  # nested: the outer call has done the rest
-            return original(*args, **kwargs)
-        runtimes = list(_runtimes)
-        for runtime in runtimes:
-            runtime.before_backward()
         try:
-            return original(*args, **kwargs)
-        finally:
-            for runtime in runtimes:
-                runtime.after_backward()
+            given = signature.bind(*args, **kwargs)
+        except TypeError:
+            return original(*args, **kwargs)  # it raises its own
+        if given.arguments.get("inputs") is not None:
+            given.arguments["inputs"] = _with_leaves(given.arguments["inputs"])
+        if torch._C._current_graph_task_id() != -1:  # nested: the outer call has done the rest
+            return original(*given.args, **given.kwargs)
+        with contextlib.ExitStack() as stack:
+            for runtime in list(_runtimes):
+                stack.enter_context(runtime.outermost_backward())
+            return original(*given.args, **given.kwargs)
 
     backward._torch_shard = True  # type: ignore[attr-defined]
     torch.autograd.backward = backward  # type: ignore[assignment]
+
+
+def _with_leaves(inputs: Any) -> Any:
+    """Return the `inputs` of a backward with, behind each sharded parameter, what modules compute with in its place."""
+    if isinstance(inputs, torch.Tensor):
+        inputs = [inputs]
+    elif isinstance(inputs, dict):
+        inputs = inputs.values()
+    elif not isinstance(inputs, Iterable) or isinstance(inputs, Mapping):
+        return inputs  # torch refuses it
+    translated = []
+    for item in inputs:
+        translated.append(item)
+        if isinstance(item, ShardTensor):
+            unit = item._unit_ref() if item._unit_ref is not None else None
+            if unit is not None:
+                translated.append(unit.differentiable(item))
+    return translated

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,6 +81,7 @@ class Runtime:
         self.number = 0  # among the engines over these groups; 0: a copy that has not run yet
         self.original = 0  # the number of the engine that this is a copy of
         self.checked = False  # held gradients were looked at before the running backward
+        self.refusal: ShardError | None = None  # what was found then, for a backward that comes to this engine
         self.creating = False  # the running backward makes a graph of gradients, which reads gathered values
         self.registrations = Registrations()
         self.owners = OwnerMaps()  # of optimizers that step on whole matrices
@@ -268,22 +270,37 @@ class Runtime:
             unit.note_stream()
             unit.wait()  # another use of the unit may have made a prefetch of it that nobody waits for
 
-    def before_backward(self) -> None:
-        """Before `torch.autograd.backward`: what changed in held gradients up to now was done by the user."""
-        for unit in self.units:
-            for flat in unit.flats:
-                flat.gradients.check_held()
-        self.checked = True
-        if self.in_backward is not None:
-            self.in_backward.outermost(True)
+    @contextlib.contextmanager
+    def outermost_backward(self) -> Iterator[None]:
+        """Surround a call of ``torch.autograd.backward`` by the user, of whichever model: what changed in held gradients up to
+        now was done by the user, what changes inside is done by the backward.
 
-    def after_backward(self) -> None:
-        self.checked = False
-        for unit in self.units:
-            for flat in unit.flats:
-                flat.gradients.keep_held()
-        if self.in_backward is not None:
-            self.in_backward.outermost(False)
+        A change by the user that is refused is raised by :meth:`arm`, once the backward comes to this engine: it is no affair
+        of other models.
+        """
+        if self.checked:  # with sharded `inputs`, torch calls itself once more, by way of ``__torch_function__``
+            yield
+            return
+        try:
+            try:
+                for unit in self.units:
+                    for flat in unit.flats:
+                        flat.gradients.check_held()
+            except ShardError as error:
+                self.refusal = error
+            self.checked = True
+            if self.in_backward is not None:
+                self.in_backward.outermost(True)
+            yield
+        finally:
+            refused, self.refusal = self.refusal is not None, None
+            self.checked = False
+            if self.in_backward is not None:
+                self.in_backward.outermost(False)
+            if not refused:  # else the next backward is to find the change again
+                for unit in self.units:
+                    for flat in unit.flats:
+                        flat.gradients.keep_held()
 
     def holds_gradients(self) -> bool:
         """Whether something waits for its reduction, or for the end of an accumulation, or was lost while it did."""
@@ -300,6 +317,8 @@ class Runtime:
                 self.tasks.add(task)
                 torch.autograd.Variable._execution_engine.queue_callback(EndOfNested(self, task))
             return
+        if self.refusal is not None:
+            raise self.refusal
         if self.refuses_scaled and grad_scaler.is_running():
             raise ConfigError(
                 f"rank {self.collectives.world_rank}: the loss was scaled by a GradScaler, and ShardConfig.precision computes in "

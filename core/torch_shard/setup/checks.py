@@ -1,4 +1,4 @@
-"""What is looked at before anything is changed: the model, and whether all ranks have the same one and the same settings."""
+"""The checks before anything is changed: of the model, and of whether all ranks have the same one and the same settings."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ..shard_tensor.tensor import ShardTensor
 from .lazy_param import Waiting
 from .lazy_values import described
 
-__all__ = ["SETUP", "agree", "by_name_of", "check_model"]
+__all__ = ["SETUP", "agree", "by_name_of", "check_model", "fail_together"]
 
 _PARAMETER_TYPES = (nn.Parameter, torch.Tensor, Waiting)
 
 
 def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -> None:
-    """Everything that would make sharding fail half-way, before anything has changed."""
+    """Raise for a parameter that would make sharding fail half-way. Not collective."""
     _drop_derived(model)
     by_name = by_name_of(model)
     ignored = {n: by_name[n] for n in plan.ignored}
@@ -95,12 +95,12 @@ def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -
 
 
 def by_name_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by the names of the plan. A class of the user's may give others (torch's checkpoint wrapper does)."""
+    """Return parameters by the names of the plan. A class of the user's may give others (torch's checkpoint wrapper does)."""
     return dict(nn.Module.named_parameters(model))
 
 
 def _drop_derived(model: nn.Module) -> None:
-    """torch.nn.utils' weight_norm, spectral_norm and prune keep the weight of the last forward with its graph."""
+    """Detach the weight of the last forward, which torch.nn.utils' weight_norm, spectral_norm and prune keep with its graph."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             name: Any = getattr(hook, "name", None) or getattr(hook, "_tensor_name", None)  # the latter of prune's
@@ -109,90 +109,61 @@ def _drop_derived(model: nn.Module) -> None:
                 module.__dict__[name] = kept.detach()
 
 
+# -- all ranks, or none -------------------------------------------------------------------------------------------------
+
 SETUP = "the set-up of a sharded model (shard)"  # the operation, for messages
 
 
-def agree(
-    c: Collectives, model: nn.Module, plan: Plan | None, error: Exception | None, config: ShardConfig | None = None
-) -> None:
-    """Collective. Every rank raises if one failed or if the models differ; the message names the first difference.
+def fail_together(c: Collectives, error: Exception | None) -> None:
+    """Raise on every rank if `error` is given on one: there that error, elsewhere one that names the rank. Collective."""
+    _compare(c, error, 0)
 
-    With `config` the settings must be equal, too.
+
+def agree(c: Collectives, model: nn.Module, plan: Plan | None, config: ShardConfig, error: Exception | None) -> None:
+    """Raise on every rank if `error` is given on one, or if models or settings differ between the ranks. Collective.
+
+    The message names the first difference. `plan` may be None where there is an `error`.
     """
+    if c.world == 1:
+        return fail_together(c, error)
+    settings = _settings(c, model, config)
+    digest = zlib.crc32("\n".join(settings.values()).encode()) ^ (plan.digest() if plan is not None else 0)
+    if _compare(c, error, digest):
+        return
+    # Parameters come in the model's own order first: what the plan makes of a difference may show at another place.
+    lines = dict.fromkeys(plan.lines() if plan is not None else [], "it")
+    everyone = c.watch.exchange(SETUP, [settings, _parameters(model), _selections(model, config), lines])
+    for section in zip(*everyone, strict=True):
+        for what in dict.fromkeys(what for said in section for what in said):
+            first, *others = (said.get(what, "nothing") for said in section)
+            for rank, other in enumerate(others, 1):
+                if other != first:
+                    raise _difference(what, first, rank, other)
+
+
+def _compare(c: Collectives, error: Exception | None, digest: int) -> bool:
+    """Return whether `digest`, of 63 bits, is the same on all ranks. Raise as :func:`fail_together` does. Collective."""
     if c.world == 1:
         if error is not None:
             raise error
-        return
-    equal = {} if config is None else {field: f"{field} is {getattr(config, field)!r}" for field in _EQUAL}
-    equal[_COPIES] = f"{c.topology}"
-    equal["the kind of device"] = f"the model is on {c.device.type}"
-    if config is not None:
-        equal[_FILES] = described(model)
-    digest = plan.digest() if plan is not None else 0
-    digest ^= zlib.crc32("\n".join(equal.values()).encode())
-    head = list(digest.to_bytes(8, "little"))
-    vector = torch.tensor([*head, *(255 - b for b in head), 1 if error is not None else 0], dtype=torch.uint8)
+        return True
+    own = list(digest.to_bytes(8, "little"))
+    vector = torch.tensor([*own, *(255 - b for b in own), error is not None], dtype=torch.uint8, device="cpu")
     c.maximum(vector, SETUP)
     answer = vector.tolist()
-    failed = bool(answer[16])
-    differs = any(a + b != 255 for a, b in zip(answer[:8], answer[8:16], strict=True))
-    if not failed and not differs:
-        return
-    # In the model's own order first: what the plan makes of a difference may show at another place.
-    lines = [
-        f"parameter {name!r}: shape {tuple(p.shape)}, stride {p.stride()}, {p.dtype}, requires_grad {p.requires_grad}"
-        for name, p in model.named_parameters()
-        if not nn.parameter.is_lazy(p)
-    ]
-    if config is not None:
-        lines += [f"units={_shown(config.units, model)}", f"ignore={_shown(config.ignore, model)}"]
-    mine = (
-        None if error is None else f"{type(error).__name__}: {error}",
-        equal,
-        lines + (plan.lines() if plan is not None else []),
-    )
-    everyone = c.watch.exchange(SETUP, mine, listen=error is None)
-    if error is not None:
-        raise error
-    if failed:
-        said = "; ".join(f"rank {r}: {e}" for r, (e, *_) in enumerate(everyone) if e is not None)
-        raise SetupError(f"sharding failed on another rank: {said}")
-    for setting in equal:
-        values = [equal_there[setting] for _, equal_there, _ in everyone]
-        if len(set(values)) > 1:
-            said = f"{setting} differs between the ranks: " + "; ".join(
-                f"on rank {r} {v}" for r, v in enumerate(values)
-            )
-            if setting in _EQUAL or setting == _COPIES:
-                raise ConfigError(f"{said}. Pass equal settings to shard() on every rank.")
-            if setting == _FILES:
-                raise SetupError(f"{said}. Build the model in the same way, from equal files, on every rank.")
-            raise SetupError(f"{said}. Move the model to the same kind of device on every rank before shard().")
-    first = everyone[0][2]
-    for rank, (*_, lines) in enumerate(everyone):
-        if lines == first:
-            continue
-        for at in range(max(len(first), len(lines))):
-            a = first[at] if at < len(first) else "nothing"
-            b = lines[at] if at < len(lines) else "nothing"
-            if a != b:
-                field = next((f for f in ("units", "ignore") if a.startswith(f"{f}=") and b.startswith(f"{f}=")), None)
-                if field is not None:
-                    raise ConfigError(
-                        f"{field} differs between the ranks: rank 0 has {a}; rank {rank} has {b}. Pass equal settings to "
-                        "shard() on every rank."
-                    )
-                raise SetupError(
-                    f"the ranks hold different models; the first difference: rank 0 has {a}; rank {rank} has {b}. "
-                    "Build the same model on every rank."
-                )
+    if answer[16]:
+        said = None if error is None else f"{type(error).__name__}: {error}"
+        everyone = c.watch.exchange(SETUP, said, listen=error is None)
+        if error is not None:
+            raise error
+        told = "; ".join(f"rank {r}: {e}" for r, e in enumerate(everyone) if e is not None)
+        raise SetupError(f"sharding failed on another rank: {told}")
+    return all(a + b == 255 for a, b in zip(answer[:8], answer[8:16], strict=True))
 
 
 # Settings that decide which collectives a rank issues. `units` and `ignore` count by the plan that follows from them;
 # single_communicator is compared where the ranks meet; timeout, debug and init_fn are a rank's own affair. Of the mesh counts
 # what follows from it.
-_FILES = "what is read from files"
-_COPIES = "which ranks share a copy (shard_size, mesh)"
 _EQUAL = (
     "strategy",
     "shard_size",
@@ -205,10 +176,46 @@ _EQUAL = (
     "sync_module_states",
     "broadcast_buffers",
 )
+_COPIES = "which ranks share a copy (shard_size, mesh)"
+_DEVICE = "the kind of device"
+_FILES = "what is read from files"
+
+
+def _settings(c: Collectives, model: nn.Module, config: ShardConfig) -> dict[str, str]:
+    """What must be equal on all ranks besides the plan, in words that are equal where it is."""
+    found = {field: f"{field} is {getattr(config, field)!r}" for field in _EQUAL}
+    return found | {_COPIES: f"{c.topology}", _DEVICE: f"the model is on {c.device.type}", _FILES: described(model)}
+
+
+def _parameters(model: nn.Module) -> dict[str, str]:
+    return {
+        f"parameter {name!r}": f"shape {tuple(p.shape)}, stride {p.stride()}, {p.dtype}, requires_grad {p.requires_grad}"
+        for name, p in model.named_parameters()
+        if not nn.parameter.is_lazy(p)
+    }
+
+
+def _selections(model: nn.Module, config: ShardConfig) -> dict[str, str]:
+    return {field: _shown(getattr(config, field), model) for field in ("units", "ignore")}
+
+
+def _difference(what: str, first: str, rank: int, other: str) -> Exception:
+    """Return the error for ranks 0 and `rank`, of which one has `first` and the other `other`."""
+    said = f"{what} differs between the ranks: on rank 0 {first}; on rank {rank} {other}"
+    if what in (*_EQUAL, _COPIES, "units", "ignore"):
+        return ConfigError(f"{said}. Pass equal settings to shard() on every rank.")
+    if what == _FILES:
+        return SetupError(f"{said}. Build the model in the same way, from equal files, on every rank.")
+    if what == _DEVICE:
+        return SetupError(f"{said}. Move the model to the same kind of device on every rank before shard().")
+    return SetupError(
+        f"the ranks hold different models; the first difference is {what}: rank 0 has {first}; rank {rank} has {other}. Build "
+        "the same model on every rank."
+    )
 
 
 def _shown(setting: Any, model: nn.Module) -> str:
-    """`units` or `ignore` in words that are equal on ranks with equal settings: no addresses, no values."""
+    """Return `units` or `ignore` in words that are equal on ranks with equal settings: no addresses, no values."""
     if setting is None or isinstance(setting, str):
         return repr(setting)
     if isinstance(setting, (tuple, list)):

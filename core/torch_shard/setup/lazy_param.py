@@ -18,7 +18,7 @@ from torch import nn
 
 from ..errors import SetupError, ShardPicklingError
 
-__all__ = ["Deferred", "Waiting", "defer", "deferred_of", "forget", "has_lost_values", "is_altered", "plain_class"]
+__all__ = ["Deferred", "Waiting", "attributes_of", "defer", "deferred_of", "forget", "has_lost_values", "is_altered"]
 
 _ATTRIBUTE = "_shard_deferred"
 
@@ -121,11 +121,9 @@ def is_altered(param: torch.Tensor) -> bool:
     return param.shape != note.shape or param._version != note.version
 
 
-def plain_class(param: torch.Tensor) -> None:
-    """Make `param` a parameter of torch's own class, which still waits for its values."""
-    if type(param) is Waiting:
-        param.__class__ = nn.Parameter  # type: ignore[assignment]
-        param.__dict__.pop("_is_param", None)
+def attributes_of(param: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes that the user has given to `param`, without what makes it wait."""
+    return {key: value for key, value in param.__dict__.items() if key not in (_ATTRIBUTE, "_is_param")}
 
 
 def forget(param: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -18,11 +18,9 @@ from torch import nn
 from ..errors import CheckpointError, SetupError
 from ..shard_tensor.spec import slice_full
 from ..shard_tensor.tensor import ShardTensor
-from .lazy_param import Deferred, deferred_of, forget, has_lost_values, is_altered, plain_class
+from .lazy_param import Deferred, attributes_of, defer, deferred_of, forget, has_lost_values, is_altered
 
-__all__ = [
-    "Filler",
-]
+__all__ = ["Deferred", "Filler", "defer", "deferred_of"]
 
 
 # -- what set-up asks -----------------------------------------------------------------------------------------------
@@ -68,22 +66,23 @@ class Filler:
 
     def __init__(self) -> None:
         self._waiting: list[tuple[nn.Parameter, torch.dtype, Deferred]] = []
+        self._told: dict[Callable[[], None], None] = {}
 
     def note(self, param: nn.Parameter) -> bool:
-        """Whether `param`, which is about to be sharded, waits for values; :meth:`fill` will read them."""
+        """Return True if `param`, which is about to be sharded, waits for values, which :meth:`fill` will read."""
         values = deferred_of(param)
         if values is not None:
-            plain_class(param)
             self._waiting.append((param, param.dtype, values))
         return values is not None
 
     def fill(self) -> None:
-        """Copy this rank's slices to the parameters that were noted, which are sharded by now.
+        """Copy this rank's slices to the parameters that were noted since the last call, which are sharded by now.
 
         Raises:
             CheckpointError: values can't be read, or have another shape.
         """
-        for param, dtype, values in self._waiting:
+        waiting, self._waiting = self._waiting, []
+        for param, dtype, values in waiting:
             assert isinstance(param, ShardTensor)
             spec, local = param._spec, param._local
             forget(param)
@@ -91,29 +90,30 @@ class Filler:
                 with torch.no_grad(), _reading(values):
                     # Through the parameter's dtype, where it is stored in a finer one.
                     local.copy_(values.rounded(slice_full(values.whole(), spec)).to(dtype))
-        for filled in dict.fromkeys(values.filled for _, _, values in self._waiting if values.filled is not None):
-            filled()
-        self._waiting.clear()
+            self._tell(values)
 
-    @staticmethod
-    def fill_ignored(params: Iterable[nn.Parameter], device: torch.device) -> None:
-        """Give memory and all values to those of `params`, which are not sharded, that wait for some.
+    def whole(self, param: nn.Parameter, values: Deferred, device: torch.device) -> nn.Parameter:
+        """Return what `param`, which is not to be sharded, becomes: a plain parameter with all of its values.
 
         Raises:
             CheckpointError: as :meth:`fill`.
         """
-        for param in params:
-            values = deferred_of(param)
-            if values is None:
-                continue
-            with torch.no_grad(), _reading(values):
-                whole = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
-                whole.copy_(values.rounded(values.whole()))
-            filled = nn.Parameter(whole, requires_grad=param.requires_grad)
-            plain_class(param)
-            forget(param)
-            filled.__dict__.update(param.__dict__)
-            torch.utils.swap_tensors(param, filled)
+        with torch.no_grad(), _reading(values):
+            whole = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
+            whole.copy_(values.rounded(values.whole()))
+        filled = nn.Parameter(whole, requires_grad=param.requires_grad)
+        filled.__dict__.update(attributes_of(param))
+        self._tell(values)
+        return filled
+
+    def _tell(self, values: Deferred) -> None:
+        if values.filled is not None:
+            self._told[values.filled] = None
+
+    def tell(self) -> None:
+        """Call what is to be called once the parameters have their values."""
+        for filled in self._told:
+            filled()
 
 
 @contextlib.contextmanager
@@ -123,6 +123,6 @@ def _reading(values: Deferred) -> Iterator[None]:
         yield
     except Exception as error:
         raise CheckpointError(
-            f"{values.origin} can't be read ({type(error).__name__}: {error}), and the model is partly filled. Build it again "
-            "from whole files."
+            f"{values.origin} can't be read ({type(error).__name__}: {error}). Nothing has changed; shard the model once the "
+            "files are there, or build it again from whole ones."
         ) from error

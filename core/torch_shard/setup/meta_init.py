@@ -21,13 +21,16 @@ from ..config.shard_config import ShardConfig
 from ..errors import NeedsGatherError, SetupError
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.unit import State, Unit
+from .undo import Undo
 
 
 class Materialiser:
     """Initialises the meta parameters of one model during its set-up."""
 
-    def __init__(self, model: nn.Module, config: ShardConfig, collectives: Collectives) -> None:
-        self.config, self.collectives = config, collectives
+    def __init__(self, model: nn.Module, config: ShardConfig, undo: Undo) -> None:
+        self.config, self.collectives, self.undo = config, undo.collectives, undo
+        # By id, the parameters that have values, which stay whatever an initialisation does to them.
+        self.filled = {id(p) for p in model.parameters() if p.device.type != "meta"}
         self.order = {id(m): i for i, m in enumerate(model.modules())}
         self.done: set[int] = set()
         self.units: list[Unit] = []
@@ -37,17 +40,20 @@ class Materialiser:
         """Whether rank 0's values are sent: an init_fn may do anything, such as load a file on rank 0 only."""
         return self.config.sync_module_states and self.config.init_fn is not None and self.collectives.world > 1
 
+    def sends_all_of(self, unit: Unit) -> bool:
+        """Return True if the values of a unit are rank 0's, which :meth:`keep` sends."""
+        return self.sends or (self.config.sync_module_states and not unit.sharded and unit.distributed is None)
+
     def initialise(self, unit: Unit, owners: Iterable[nn.Module]) -> None:
-        """Give a unit, whose shards have memory by now, its values. Collective where it needs a broadcast."""
+        """Give a unit, whose shards have memory by now, its values, which :meth:`keep` keeps. Not collective."""
         modules = sorted(dict.fromkeys(owners), key=lambda m: self.order[id(m)])
         self.units.append(unit)
-        sends = self.sends
         distributed = unit.distributed
-        if (unit.sharded or distributed is not None) and not sends:
+        if (unit.sharded or distributed is not None) and not self.sends:
             for flat in unit.flats:
                 for param in flat.params:
                     _mark(param._local[:1])
-            before, done = _random_state(self.collectives.device), set(self.done)
+            before, done = random_state(self.collectives.device), set(self.done)
             try:
                 self._run(modules)
                 return
@@ -57,28 +63,32 @@ class Materialiser:
                         f"parameter {distributed} is a DTensor on the meta device, and its unit's initialisation needs whole "
                         f"parameters; initialise the model before shard(). ({error})"
                     ) from error
-                _set_random_state(self.collectives.device, before)
+                set_random_state(self.collectives.device, before)
                 self.done = done
-        self._on_whole(unit, modules, sends or (self.config.sync_module_states and not unit.sharded))
+        self._on_whole(unit, modules)
+
+    def keep(self, unit: Unit) -> None:
+        """Keep of what was initialised whole this rank's part. Collective where it is rank 0's."""
+        if self.sends_all_of(unit):
+            for flat in unit.flats:
+                broadcast_coalesced(self.collectives, [flat.full], f"the broadcast of unit {unit.name!r} from rank 0")
+        if unit.gathers and unit.state is State.FULL:
+            for flat in unit.flats:
+                flat.shard.copy_(flat.own)
+            unit.release()
 
     def fill_plain(self, params: dict[str, nn.Parameter], owners: Iterable[nn.Module]) -> None:
         """Initialise plain parameters that have memory and no values yet, beside others that keep theirs."""
         firsts = {name: p.data.as_strided((min(p.numel(), 1),), (1,)) for name, p in params.items()}
         for first in firsts.values():
             _mark(first)
-        new = {id(p) for p in params.values()}
         for module in sorted(dict.fromkeys(owners), key=lambda m: self.order[id(m)]):
-            held = [p for p in module._parameters.values() if p is not None and p.device.type != "meta"]
-            kept = [(p, p.detach().clone()) for p in held if id(p) not in new]
             self.run_one(module)
-            with torch.no_grad():
-                for p, values in kept:
-                    p.copy_(values)
         for name, first in firsts.items():
             if _is_marked(first):
                 raise _uninitialised(self.collectives.world_rank, name)
 
-    def _on_whole(self, unit: Unit, modules: list[nn.Module], sends: bool) -> None:
+    def _on_whole(self, unit: Unit, modules: list[nn.Module]) -> None:
         for flat in unit.flats:
             if unit.gathers:
                 flat.full.untyped_storage().resize_(flat.nbytes)
@@ -87,60 +97,53 @@ class Materialiser:
             _mark_slices(flat)
         unit.state = State.FULL
         unit.summon()
+        unit.install()
         try:
-            unit.install()
             self._run(modules)
-            for flat in unit.flats:
-                if sends:
-                    broadcast_coalesced(
-                        self.collectives, [flat.full], f"the broadcast of unit {unit.name!r} from rank 0"
-                    )
-                if unit.gathers:
-                    flat.shard.copy_(flat.own)
         finally:
             unit.uninstall()
             unit.dismiss()
-            unit.release()
 
     def _run(self, modules: list[nn.Module]) -> None:
         for module in modules:
             self.run_one(module)
 
     def run_one(self, module: nn.Module) -> None:
-        """Initialise what `module` holds directly, once all of it has memory."""
+        """Initialise what `module` holds directly, once all of it has memory. Parameters that have values keep them."""
         if id(module) in self.done:
             return
-        if any(p is not None and p.device.type == "meta" for p in module._parameters.values()):
+        held = [p for p in module._parameters.values() if p is not None]
+        if any(p.device.type == "meta" and id(p) not in self.filled for p in held):
             return
         self.done.add(id(module))
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device.type == "meta":
+        buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+        self.undo.add_values(buffer for buffer in buffers.values() if buffer.device.type != "meta")
+        for name, buffer in buffers.items():
+            if buffer.device.type == "meta":
                 module._buffers[name] = torch.zeros_like(buffer, device=self.collectives.device)
+        kept = [(p, p.detach().clone()) for p in held if id(p) in self.filled]
         with torch.no_grad():
-            if self.config.init_fn is not None:
-                self.config.init_fn(module)
-            elif hasattr(module, "reset_parameters"):
-                module.reset_parameters()  # type: ignore[operator]
+            try:
+                if self.config.init_fn is not None:
+                    self.config.init_fn(module)
+                elif hasattr(module, "reset_parameters"):
+                    module.reset_parameters()  # type: ignore[operator]
+            finally:
+                for p, values in kept:
+                    p.copy_(values)
 
     def rest(self, model: nn.Module) -> None:
-        """Modules that hold meta buffers but no sharded parameters; an ignored meta parameter is an error."""
+        """Initialise modules that hold meta buffers but no parameters on meta: not those of which some wait for values still."""
         for name, module in model.named_modules():
-            for attribute, p in module._parameters.items():
-                if p is not None and p.device.type == "meta":
-                    raise SetupError(
-                        f"ignored parameter {name}.{attribute} is on the meta device; give it memory before shard()."
-                    )
+            if any(p is not None and p.device.type == "meta" for p in module._parameters.values()):
+                continue
             if any(b is not None and b.device.type == "meta" for b in module._buffers.values()):
                 if self.config.init_fn is None and not hasattr(module, "reset_parameters"):
                     raise SetupError(
                         f"module {name} holds buffers on the meta device and has no reset_parameters(); pass init_fn=."
                     )
-                # Its parameters have their values by now: rank 0's, where it is on meta on other ranks only.
-                kept = [(p, p.detach().clone()) for p in module._parameters.values() if p is not None]
+                self.filled |= {id(p) for p in module._parameters.values()}
                 self.run_one(module)
-                with torch.no_grad():
-                    for p, values in kept:
-                        p.copy_(values)
 
     def check(self) -> None:
         """Raise for a parameter that nothing has filled."""
@@ -164,26 +167,28 @@ def one_random_state(c: Collectives, wanted: bool) -> Iterator[None]:
     if not wanted or c.world == 1:
         yield
         return
-    own = _random_state(c.device)
+    own = random_state(c.device)
     shared = [s.clone().to(c.device) for s in own]
     broadcast_coalesced(c, shared, "the broadcast of rank 0's random state")
     shared = [s.cpu() for s in shared]
-    _set_random_state(c.device, shared)
+    set_random_state(c.device, shared)
     try:
         yield
     finally:
         if not all(torch.equal(a, b) for a, b in zip(own, shared, strict=True)):
-            _set_random_state(c.device, own)
+            set_random_state(c.device, own)
 
 
-def _random_state(device: torch.device) -> list[torch.Tensor]:
+def random_state(device: torch.device) -> list[torch.Tensor]:
+    """Return the state of the random generators that an initialisation draws from."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
     return states
 
 
-def _set_random_state(device: torch.device, states: list[torch.Tensor]) -> None:
+def set_random_state(device: torch.device, states: list[torch.Tensor]) -> None:
+    """Go back to what :func:`random_state` returned."""
     torch.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)

@@ -60,7 +60,6 @@ class Unfinished:
                 grad: Any = own_grad(self._params[i])
                 if self._is_as_left(i, grad):
                     continue
-                del self._left[i]
                 if grad is not None and getattr(grad, "_local", grad).count_nonzero():
                     spec = self._params[i]._spec
                     raise ShardError(
@@ -69,6 +68,7 @@ class Unfinished:
                         "rank of DistributedDataParallel would edit its own. Edit it after the last micro-batch: under "
                         "`if accelerator.sync_gradients:`, for example. Call zero_grad() before you go on."
                     )
+                del self._left[i]
 
     def has(self, index: int) -> bool:
         """Whether this gradient is one. Call without ``__torch_function__``."""

@@ -1,0 +1,161 @@
+"""Parameters become flat shards: which of them together, in which memory, and from which values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ..comm.broadcast_buffers import broadcast_coalesced
+from ..errors import SetupError
+from ..layout.dtensor_placement import Placed, local_of
+from ..layout.flat_layout import FlatLayout, ParamMeta
+from ..plan.plan import ParamInfo, UnitPlan
+from ..shard_tensor.spec import slice_part
+from ..shard_tensor.tensor import ShardTensor
+from ..unit.flat_buffer import FlatBuffer
+from ..unit.unit import Unit, adopt
+from .lazy_param import deferred_of
+from .shared import Group, Setup
+from .undo import Swapped
+
+__all__ = ["empty_flat", "flatten", "groups_of", "swap_in"]
+
+
+def groups_of(unit: UnitPlan, size: int, placed: Mapping[str, Placed | None]) -> list[Group]:
+    """Return which parameters of a unit are flattened together, and how.
+
+    The layouts are of this rank's parts, where tensor parallelism cuts parameters; those have flat buffers of their own, since
+    other ranks share them than share the rest.
+    """
+
+    def meta(info: ParamInfo) -> ParamMeta:
+        own = placed[info.name]
+        return (
+            ParamMeta(info.name, info.shape, info.stride)
+            if own is None
+            else ParamMeta(info.name, own.sizes, own.own_stride)
+        )
+
+    return [
+        (list(infos), FlatLayout.build(map(meta, infos), infos[0].dtypes.smallest, size)) for infos in unit.flat_buffers
+    ]
+
+
+def empty_flat(setup: Setup, unit: Unit, group: Group) -> FlatBuffer:
+    """Return a flat buffer of `unit` whose shard has memory, and zeros between the parameters. Not collective."""
+    infos, layout = group
+    c, dtypes = setup.collectives, infos[0].dtypes
+    shard = setup.shards.get(id(layout))
+    if shard is None:
+        shard = torch.empty(layout.shard_numel, dtype=dtypes.stored, device=c.device)
+    first, last = layout.rank_range(c.rank)
+    for start, stop in layout.gaps():
+        if start < last and stop > first:
+            shard[max(start, first) - first : min(stop, last) - first].zero_()
+    return FlatBuffer(layout, dtypes, shard, c, unit, [setup.placed[info.name] for info in infos], setup.host)
+
+
+def swap_in(setup: Setup, unit: Unit, flat: FlatBuffer, group: Group, swapped: list[Swapped]) -> None:
+    """Put the parameters of `flat` into the user's own objects, each of which is noted in `swapped`. Not collective."""
+    unit.flats.append(flat)
+    for index, info in enumerate(group[0]):
+        original = setup.params[info.name]
+        swapped.append(_swap(original, flat, index, unit))
+        for module, attribute in info.owners:
+            unit.places.append((setup.modules[module], attribute, flat, index))
+    flat.mirror(force=True)
+
+
+def flatten(setup: Setup, unit: Unit, group: Group) -> None:
+    """Shard parameters of `unit` that have values on some rank: these, or rank 0's. Collective.
+
+    The whole values are in one buffer for a while, which goes back before those of the next group come.
+    """
+    c, (infos, layout) = setup.collectives, group
+    frees = any(info.name in setup.freed for info in infos)
+    made = setup.attempt(_with_values, setup, unit, group)
+    if setup.config.sync_module_states or frees:
+        # A rank without memory would be missing in the broadcast, or where values that other ranks have freed are gathered again.
+        try:
+            setup.together()
+        except BaseException:
+            del made  # the traceback would keep its memory, and to undo what was done takes some
+            raise
+    if made is None:
+        return
+    flat, full = made
+    del made
+    if setup.config.sync_module_states:
+        what = f"the broadcast of unit {unit.name!r}'s parameters from rank 0"
+        broadcast_coalesced(c, [full], what, within_plane=infos[0].ways > 1)
+    if full is not flat.memory:
+        n = layout.shard_numel
+        flat.memory.copy_(full.narrow(0, c.rank * n, n))
+    del full
+    swapped = setup.undo.add_flat(flat, frees)
+    setup.attempt(swap_in, setup, unit, flat, group, swapped)
+    for info, each in zip(infos, swapped, strict=False):
+        if info.name in setup.given:
+            each.drop()
+        elif info.name in setup.freed and local_of(each.before).device == c.device:
+            each.free()
+
+
+def _with_values(setup: Setup, unit: Unit, group: Group) -> tuple[FlatBuffer, torch.Tensor]:
+    """Return a flat buffer with an empty shard, and a whole one of this rank's values; the shard itself where it is whole."""
+    infos, layout = group
+    dtype, flat = infos[0].dtype, empty_flat(setup, unit, group)
+    full = flat.memory
+    if flat.sharded or flat.host is not None or full.dtype != dtype:
+        full = torch.empty(layout.numel, dtype=dtype, device=setup.collectives.device)
+    for start, stop in layout.gaps():
+        full[start:stop].zero_()
+    for info, slot in zip(infos, layout.slots, strict=True):
+        place = torch.as_strided(full, slot.shape, slot.stride, slot.offset)
+        param = setup.params[info.name]
+        if deferred_of(param) is None:
+            place.copy_(local_of(param).data)
+        else:  # every rank reads its slice of it later
+            place.zero_()
+            setup.filler.note(param)
+    return flat, full
+
+
+def _swap(original: nn.Parameter, flat: FlatBuffer, index: int, unit: Unit) -> Swapped:
+    """Put the sharded parameter inside the user's own object: identity, attributes, hooks and `.grad` stay."""
+    sharded = flat.params[index]
+    name = flat.layout.slots[index].name
+    adopt(sharded, original)
+    grad = original.grad
+    hooks = original._backward_hooks
+    post = getattr(original, "_post_accumulate_grad_hooks", None)
+    own = None
+    if grad is not None:
+        spec = sharded._spec
+        own = slice_part(flat.part_of(grad, index), spec).clone().to(flat.memory.device, flat.dtypes.grad)
+        own = ShardTensor(own, spec)
+    if hooks:
+        unit.tensor_hooks[name] = hooks
+        original._backward_hooks = None  # type: ignore[assignment]
+    if post:
+        unit.post_hooks[name] = post
+        original._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    original.grad = None
+    try:
+        torch.utils.swap_tensors(original, sharded)
+    except RuntimeError as error:
+        original._backward_hooks, original.grad = hooks, grad
+        if post:
+            original._post_accumulate_grad_hooks = post
+        raise SetupError(
+            f"parameter {name} can't be swapped for its shard: {error}; use ShardConfig(ignore=...)."
+        ) from error
+    flat.params[index] = original  # type: ignore[call-overload]
+    with torch._C.DisableTorchFunctionSubclass():
+        if flat.dtypes.grad != flat.dtype:
+            original.grad_dtype = flat.dtypes.grad
+        if own is not None:
+            original.grad = own
+    return Swapped(original, sharded, hooks, post, grad)

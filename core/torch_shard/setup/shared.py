@@ -1,0 +1,93 @@
+"""What the five steps of one ``shard`` share, and how a failure on one rank becomes one of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm.broadcast_buffers import Coalesced
+from ..comm.collectives import Collectives
+from ..config.shard_config import ShardConfig
+from ..errors import SetupError
+from ..layout.dtensor_placement import Placed
+from ..layout.flat_layout import FlatLayout
+from ..offload.host import Host
+from ..plan.plan import ParamInfo, Plan
+from ..runtime.runtime import Runtime
+from .checks import fail_together
+from .lazy_values import Filler
+from .meta_init import Materialiser
+from .undo import Undo
+
+__all__ = ["Group", "Setup"]
+
+Group = tuple[list[ParamInfo], FlatLayout]
+"""Parameters of one unit that are flattened together, and how."""
+
+
+@dataclass(eq=False)
+class Setup:
+    """One call of ``shard`` on this rank.
+
+    What may fail on one rank alone is called by :meth:`attempt`, so that this rank still comes to the next collective. Before
+    that, :meth:`together` raises on all ranks if one has failed.
+    """
+
+    model: nn.Module
+    config: ShardConfig
+    collectives: Collectives
+    error: Exception | None = None  # why this rank can't go on
+
+    # plan
+    plan: Plan = field(init=False)
+    params: dict[str, nn.Parameter] = field(init=False)  # by the names of the plan
+    modules: dict[str, nn.Module] = field(init=False)  # by all of their names
+    placed: dict[str, Placed | None] = field(init=False)  # how DTensor has distributed the parameters
+    groups: list[list[Group]] = field(init=False)  # by unit
+
+    # agree
+    on_meta: list[bool] = field(init=False)  # by unit: no rank has values for any parameter, in memory or in files
+    with_values: set[str] = field(init=False)  # parameters for which some rank has
+    sent: set[str] = field(init=False)  # ... for which rank 0 has, which its broadcast sends
+    freed: set[str] = field(init=False)  # ... whose memory is given back on some rank when they are sharded
+    seed: int = field(init=False)  # of stochastic rounding
+
+    # allocate
+    undo: Undo = field(init=False)
+    host: Host | None = None
+    shards: dict[int, torch.Tensor] = field(default_factory=dict)  # memory in the host, by id of the layout
+    runtime: Runtime = field(init=False)
+    given: set[str] = field(default_factory=set)  # parameters on meta that got memory on this rank, for whole values
+    materialiser: Materialiser = field(init=False)
+    filler: Filler = field(default_factory=Filler)
+
+    # fill
+    buffers: list[tuple[nn.Module, str, torch.Tensor]] = field(default_factory=list)  # what modules are to hold
+    has_buffers: bool = False  # that are the same on all ranks
+    rank_own: frozenset[str] = frozenset()  # names of those that aren't
+    coalesced: Coalesced = field(default_factory=list)  # memory for rank 0's values of them
+
+    def attempt(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call `function`, unless something has failed on this rank already; keep what it raises for :meth:`together`."""
+        if self.error is None:
+            try:
+                return function(*args)
+            except Exception as error:
+                self.error = error
+        return None
+
+    def together(self) -> None:
+        """Raise on every rank if one has failed: there what it has raised, elsewhere an error that names it. Collective."""
+        try:
+            fail_together(self.collectives, self.error)
+        except SetupError:
+            self.undo.together = True
+            raise
+        except Exception as error:
+            # In a rank's absence the consensus raises another one, which no other rank need have.
+            self.undo.together = error is self.error
+            raise
