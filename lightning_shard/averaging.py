@@ -164,6 +164,6 @@ def _swap(p: Any, value: torch.Tensor, requires_grad: bool) -> None:
     """Put `value` in place of what a parameter is, the same object."""
     with torch.no_grad():
         other = nn.Parameter(value, requires_grad=requires_grad)
-    own = {"_local", "_spec", "_unit_ref", "_is_param"}
+    own = {"_shard_state", "_is_param"}
     other.__dict__.update({name: value for name, value in p.__dict__.items() if name not in own})
     torch.utils.swap_tensors(p, other)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch_shard.setup.lazy_param import Deferred, defer
 
 import torch_shard
 from tests.compat.harness import same_params
@@ -21,6 +20,7 @@ from tests.marks import exhaustive
 from tests.ranks import ranks
 from tests.tensor_parallel import harness as tensor_parallel
 from torch_shard.errors import CheckpointError, SetupError
+from torch_shard.setup.lazy_param import Deferred, defer
 
 # -- what a model is ------------------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ def unit():
 @pytest.fixture
 def p(unit):
     param = nn.Parameter(sharded({"w": unit.leaf.detach()}, 0, 1, SingleComm())["w"])
-    param._unit_ref = weakref.ref(unit)
+    param._shard_state.unit_ref = weakref.ref(unit)
     return param
 
 
@@ -204,7 +204,7 @@ def test_hooks_are_forwarded_to_the_unit(unit, p):
 
 
 def test_a_unit_that_is_gone_is_not_asked(unit, p):
-    p._unit_ref = weakref.ref(AskedUnit(torch.ones(1)))
+    p._shard_state.unit_ref = weakref.ref(AskedUnit(torch.ones(1)))
     assert (p * 2).shape == (5, 7)
     with pytest.raises(NeedsGatherError):
         p @ p

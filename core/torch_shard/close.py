@@ -20,7 +20,7 @@ from .shard_tensor.unsharded_param import set_own_grad
 from .state import optimizer_state
 from .unit.flat_buffer import FlatBuffer
 from .unit.full_values import whole_slices
-from .unit.unit import _OWN_ATTRIBUTES, Unit
+from .unit.unit import OWN_ATTRIBUTES, Unit
 from .unshard.full_values import gathered_values, local_grads
 
 
@@ -174,7 +174,7 @@ def _plain(unit: Unit, flat: FlatBuffer, full: torch.Tensor, index: int, grad: t
             whole.grad_dtype = grad.dtype
             whole.grad = flat.as_given(grad.clone(), index)
     for key, value in param.__dict__.items():
-        if key not in _OWN_ATTRIBUTES:
+        if key not in OWN_ATTRIBUTES:
             whole.__dict__[key] = value
     # The dicts themselves, so that the handles that users hold still remove their hooks.
     hooks: Any = leaf._backward_hooks

@@ -294,14 +294,14 @@ def test_what_is_kept_between_steps_keeps_neither_old_state_nor_gradients_nor_th
     for step in range(2):
         pair.step(plain_backward, batch(rank, step))
     state = pair.optimizer.state[pair.model.mid.weight]
-    memory = weakref.ref(state["exp_avg"]._flat)
+    memory = weakref.ref(state["exp_avg"]._shard_state.flat)
     copied = copy.deepcopy(pair.optimizer.state_dict())
     del state
     pair.optimizer.load_state_dict(copied)
     gc.collect()
     assert memory() is None
     plain_backward(pair.model, batch(rank, 2))
-    gradient = weakref.ref(pair.model.mid.weight.grad._flat)
+    gradient = weakref.ref(pair.model.mid.weight.grad._shard_state.flat)
     pair.optimizer.step()
     pair.optimizer.zero_grad()
     assert gradient() is None

@@ -54,9 +54,9 @@ def _verdict(group: Any, ranks: list[int], single: bool, usable: bool, timeout: 
         store.append(f"{here}/came", f"{rank},{single:d},{usable:d} ")
         late = False
         if store.add(f"{here}/here", 1) == len(ranks):
-            came = _came(store, here).values()
-            said = "keep" if all(is_usable for _, is_usable in came) else "renew"
-            verdict = _decide(store, here, said if len({is_single for is_single, _ in came}) == 1 else "differ")
+            answers = _came(store, here).values()
+            said = "keep" if all(is_usable for _, is_usable in answers) else "renew"
+            verdict = _decide(store, here, said if len({is_single for is_single, _ in answers}) == 1 else "differ")
             late = verdict == "apart"
         else:
             late = store.check([f"{here}/verdict"]) and store.get(f"{here}/verdict") == b"apart"

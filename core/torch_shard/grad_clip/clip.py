@@ -24,7 +24,7 @@ from ..shard_tensor.unsharded_param import own_grad
 from ..unit.flat_buffer import FlatBuffer
 from ..unshard.full_values import reduced_grad_of
 
-_flat, _spec = map(operator.attrgetter, ("_flat", "_spec"))
+_flat, _spec = map(operator.attrgetter, ("_shard_state.flat", "_shard_state.spec"))
 _PIECE = 1 << 16  # elements
 
 

@@ -94,7 +94,7 @@ class Moving:
             if not local.numel():
                 return local
             _ = self.exposed  # else those that are gone would add up where nothing is ever stepped on
-            given, result = HandedOut.of(local, tensor.__dict__.get("_flat"))
+            given, result = HandedOut.of(local, tensor._shard_state.flat)
             self._given.append(given)
             return result
 
@@ -122,20 +122,15 @@ class Moving:
                 del moving._aliases[number]
 
         self._aliases[number] = weakref.ref(alias, gone)
-        alias.__dict__["_home"] = self
+        alias._shard_state.home = self
 
     def hold(self, tensors: Iterable[Any]) -> None:
         """These lie in the memory, too: whoever reads one waits for the works that there are."""
         with self._lock:
             for tensor in tensors if self._works else ():
-                own = tensor.__dict__
-                if "_local" in own:
+                if tensor._shard_state.is_here:
                     self._taken[id(tensor)] = weakref.ref(tensor)
-                    own["_aside"] = own["_local"], own.get("_flat")
-                    # In this order: another thread finds the one or the other.
-                    own["_moving"] = self
-                    del own["_local"]
-                    own.pop("_flat", None)
+                    tensor._shard_state.take_away(self)
 
     def settle(self) -> None:
         """Wait for all works.
@@ -177,21 +172,16 @@ class Moving:
 
     def _give_back(self) -> None:
         for tensor in (ref() for ref in self._taken.values()):
-            own = {} if tensor is None else tensor.__dict__
-            local, flat = own.get("_aside", (None, None))
-            if local is not None and "_local" not in own:
-                if flat is not None:
-                    own["_flat"] = flat
-                own["_local"] = local
-            own.pop("_moving", None)
-            own.pop("_aside", None)
+            state = getattr(tensor, "_shard_state", None)
+            if state is not None:
+                state.give_back()
         self._taken = {}
 
     def aside(self, tensor: Any) -> tuple[Any, Any]:
         """Its slice, and what that is a part of."""
         with self._lock:
-            own = tensor.__dict__
-            found: tuple[Any, Any] = own["_aside"] if "_aside" in own else (own["_local"], own.get("_flat"))
+            state = tensor._shard_state
+            found: tuple[Any, Any] = (state.local, state.flat) if state.aside is None else state.aside
             return found
 
 
@@ -200,28 +190,26 @@ def whole_of(tensor: Any) -> Any:
     it is a part of nothing."""
     if tensor is None:
         return None
-    own = tensor.__dict__
-    moving: Moving | None = own.get("_moving")
-    return own.get("_flat") if moving is None else moving.aside(tensor)[1]
+    state = tensor._shard_state
+    return state.flat if state.moving is None else state.moving.aside(tensor)[1]
 
 
 def slice_of(tensor: Any) -> Any:
     """The slice of a sharded tensor, without waiting for what is written to it."""
-    own = tensor.__dict__
-    moving: Moving | None = own.get("_moving")
-    return own["_local"] if moving is None else moving.aside(tensor)[0]
+    state = tensor._shard_state
+    return state.local if state.moving is None else state.moving.aside(tensor)[0]
 
 
 def home_of(tensor: Any) -> Moving | None:
     """What is done to the memory of a sharded tensor, where that is host memory that is worked on in the background."""
-    own = tensor.__dict__
-    found: Moving | None = own.get("_moving")
+    state = tensor._shard_state
+    found: Moving | None = state.moving
     if found is None:
-        found = own.get("_home")
+        found = state.home
     if found is None:
-        found = getattr(own.get("_flat"), "_home", None)  # a gradient's or state's
-    if found is None and own.get("_unit_ref") is not None:
-        unit = own["_unit_ref"]()
+        found = getattr(state.flat, "_home", None)  # a gradient's or state's
+    if found is None and state.unit_ref is not None:
+        unit = state.unit_ref()
         host = None if unit is None or unit.host is None else unit.find(tensor)[0].host
         found = None if host is None else host.moving
     return found

@@ -11,6 +11,7 @@ from ..errors import ConfigError, NeedsGatherError, ShardError, UnitStateError
 from ..grad_clip.checks import refuse_unfinished
 from ..layout.dtensor_placement import is_dtensor
 from ..shard_tensor.spec import slice_part
+from ..shard_tensor.state import is_unreduced
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad
 from ..unit.unit import unit_of
@@ -172,8 +173,7 @@ def refuse_unreduced(optimizer: Any, runtime: Runtime) -> None:
                 continue
             with torch._C.DisableTorchFunctionSubclass():
                 grad: Any = own_grad(p)
-            unreduced = getattr(grad, "_unreduced", False)
-            unit = unit_of(p) if unreduced else None
+            unit = unit_of(p) if is_unreduced(grad) else None
             if unit is not None and unit.runtime is runtime and grad._local.count_nonzero():
                 raise ShardError(
                     f"rank {p._spec.world_rank}: optimizer.step() with a gradient of {p._spec.name} that is not reduced, because "

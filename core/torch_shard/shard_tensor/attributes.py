@@ -24,7 +24,8 @@ _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 def _summoned_leaf(t: Any) -> Any:
     """The whole parameter, where ``engine.gathered`` holds it, else None."""
-    unit = t._unit_ref() if t._unit_ref is not None else None
+    unit_ref = t._shard_state.unit_ref
+    unit = unit_ref() if unit_ref is not None else None
     if unit is not None and unit.is_summoned:
         return unit.leaf_of(t)
     return None
@@ -103,7 +104,7 @@ def _may_assign_data(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) 
     """Asked by Module.to() and its like: yes, so that it assigns to `.data`, which knows what fits, instead of putting
     another parameter into the module; nor shall it swap the new tensor in."""
     if isinstance(args[1], cls) and args[1] is not args[0]:
-        args[1]._converted = True
+        args[1]._shard_state.converted = True
     return True
 
 

@@ -40,7 +40,7 @@ def _exchange(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: 
     """
     name = func.__name__
     sharded = list({id(t): t for t in tensors_in((args, kwargs)) if isinstance(t, cls)}.values())
-    if any("_unreduced" in t.__dict__ for t in sharded):
+    if any(t._shard_state.unreduced for t in sharded):
         raise gather_error([t._spec for t in sharded], name, "needs a gradient that is reduced: it is this rank's own")
     copies = full_tensors(sharded, f"{name} of the sharded {sharded[0]._spec.name}")
     found = {id(t): copy for t, copy in zip(sharded, copies, strict=True)}

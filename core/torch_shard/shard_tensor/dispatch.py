@@ -111,9 +111,10 @@ def _common_spec(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwarg
     spec: ShardSpec | None = None
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, cls):
+            own = value._shard_state.spec
             if spec is None:
-                spec = value._spec
-            elif value._spec is not spec and not same_cut(spec, value._spec):
+                spec = own
+            elif own is not spec and not same_cut(spec, own):
                 raise needs_gather(cls, func, args, kwargs, "needs both cut alike, and they are not")
     if spec is None:
         raise needs_gather(cls, func, args, kwargs)
@@ -143,19 +144,19 @@ def _elementwise(
         return target
     wrapped = cls._wrap(result, spec)
     if name == "_to_copy":
-        wrapped._converted = True  # see __tensor_flatten__
+        wrapped._shard_state.converted = True  # see __tensor_flatten__
     return wrapped
 
 
 def _count_edit(target: ShardTensor) -> None:
     """The slice's version counter tells the engine that gathered copies are out of date. Below autograd torch does not
     count, and an alias (`p.data`) has a counter of its own."""
-    torch.autograd.graph.increment_version(target._local)
+    torch.autograd.graph.increment_version(target._shard_state.local)
 
 
 def _local(cls: type[ShardTensor], value: Any, spec: ShardSpec, func: Any) -> Any:
     if isinstance(value, cls):
-        return value._local
+        return value._shard_state.local
     if isinstance(value, torch.Tensor):
         local = broadcast_slice(value, spec, str(func))
         # Next to a 0-dim plain operand a 0-dim parameter promotes as its equal; its 1-D slice must too.
@@ -169,8 +170,7 @@ def _local(cls: type[ShardTensor], value: Any, spec: ShardSpec, func: Any) -> An
 def alias(cls: type[ShardTensor], source: Any) -> ShardTensor:
     """Return another ShardTensor of the same slice: a parameter's may be gathered, too."""
     result = cls._wrap(source._local, source._spec, source._unit_ref)
-    if "_origin" in source.__dict__:  # see shard_functions
-        result._origin = source._origin  # type: ignore[attr-defined]
+    result._shard_state.origin = source._shard_state.origin  # see shard_functions
     return following(source, result)
 
 

@@ -45,10 +45,12 @@ def shard_class() -> type[ShardTensor]:
     class ShardDTensor(ShardTensor, _Slots):
         """A :class:`ShardTensor` in an object that was a DTensor."""
 
+        _spec: Any = _Slots.__dict__["_spec"]  # not a property: swap_tensors() exchanges what is in the slots
+
         @classmethod
         def _wrap(cls, local: torch.Tensor, spec: Any, unit_ref: Any = None) -> ShardTensor:
             made = super()._wrap(local, spec, unit_ref)
-            made.__dict__["_in_slots"] = "_spec"  # as many attributes as others have (OWN_COUNT)
+            made._spec = spec
             return made
 
     return ShardDTensor

@@ -1,7 +1,8 @@
 """What a parameter, its gradient and its optimizer state are between steps: this rank's slice.
 
 A ShardTensor has the global shape, strides and dtype, and holds ``_local``, a 1-D slice of the
-parameter in memory order, usually a view into its unit's flat shard. Elementwise arithmetic and
+parameter in memory order, usually a view into its unit's flat shard. That and all else that the engine knows of it is one
+object, a :class:`.state.ShardState`. Elementwise arithmetic and
 reductions to a scalar work on it as on the whole tensor (:mod:`.dispatch`); within a training
 step the engine puts the gathered parameter in its place (:mod:`.torch_function`).
 """
@@ -9,6 +10,7 @@ step the engine puts the gathered parameter in its place (:mod:`.torch_function`
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ from ..offload.pending_writes import home_of
 from . import attributes, dispatch, torch_function
 from .full_tensor import full_tensors
 from .spec import ScalarComm, ShardSpec, boxes_in, broadcast_slice, same_cut, slice_full
+from .state import STATE, ShardState
 from .unsharded_param import own_grad, set_own_grad
 
 if TYPE_CHECKING:
@@ -42,10 +45,13 @@ class ShardTensor(torch.Tensor):
     Not collective.
     """
 
-    _local: torch.Tensor
-    _spec: ShardSpec
-    _unit_ref: weakref.ref[UnitPort] | None
-    _converted: bool
+    _shard_state: ShardState
+    # Made in C: a property that calls Python would cost three times as much.
+    _local: torch.Tensor = property(operator.attrgetter("_shard_state.local"))  # type: ignore[assignment]
+    _spec: ShardSpec = property(operator.attrgetter("_shard_state.spec"))  # type: ignore[assignment]
+    _unit_ref: weakref.ref[UnitPort] | None = property(  # type: ignore[assignment]
+        operator.attrgetter("_shard_state.unit_ref")
+    )
     _shard_class: type[ShardTensor]  # ShardTensor itself; the class of a parameter may be another (see dtensors)
 
     @staticmethod
@@ -75,26 +81,13 @@ class ShardTensor(torch.Tensor):
         self: ShardTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, spec.shape, spec.stride, None, None, local.dtype, local.layout, local.device
         )
-        self._local = local
-        self._spec = spec
-        self._unit_ref = unit_ref
+        self._shard_state = ShardState(local, spec, unit_ref)
         return self
 
     @classmethod
     def from_full(cls, full: torch.Tensor, spec: ShardSpec) -> ShardTensor:
         """Return the slice of a plain tensor of the global shape, in memory of its own. Not collective."""
         return cls._wrap(slice_full(full.detach(), spec).clone(), spec)
-
-    def __getattr__(self, name: str) -> Any:
-        # A slice whose memory is being written is not there to be read; see torch_shard.offload.pending_writes.
-        if name in ("_local", "_flat"):
-            own = self.__dict__
-            moving = own.get("_moving")
-            if moving is not None:
-                moving.settle()
-            if name in own:  # also where another thread has waited for it, just now
-                return own[name]
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # -- the gradient ---------------------------------------------------------------------------------------------
     # Every step reads and clears it, and a property costs a fraction of `__torch_function__`.
@@ -166,9 +159,9 @@ class ShardTensor(torch.Tensor):
             grad = own_grad(self)
             if grad is not None:
                 set_own_grad(result, copy.deepcopy(grad, memo))
-        own = {"_local", "_spec", "_unit_ref", "_flat", "_in_slots", "_moving", "_home", "_aside"}
+        result._shard_state.marks_of(self._shard_state)
         for key, value in self.__dict__.items():
-            if key not in own:
+            if key != STATE:
                 result.__dict__[key] = copy.deepcopy(value, memo)
         return result
 
@@ -202,7 +195,7 @@ class ShardTensor(torch.Tensor):
     def __tensor_flatten__(self) -> Any:
         # Absent for parameters and conversions of them: for classes that have it, module.half() and module.to()
         # would swap new tensors into the parameters, past the unit, instead of assigning `.data`.
-        if self._unit_ref is not None or "_converted" in self.__dict__:
+        if self._unit_ref is not None or self._shard_state.converted:
             raise AttributeError("__tensor_flatten__")
         return lambda: (["_local"], self._spec)
 

@@ -199,7 +199,8 @@ def call(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[
     if kwargs:
         _collect(kwargs.values(), tensors)
     for t in tensors:
-        if isinstance(t, cls) and t._unit_ref is not None and t._unit_ref() is not None:
+        unit_ref = t._shard_state.unit_ref if isinstance(t, cls) else None
+        if unit_ref is not None and unit_ref() is not None:
             return _on_demand(cls, func, name, args, kwargs, tensors)
     return _run(cls, func, name, args, kwargs, tensors)
 
@@ -263,7 +264,7 @@ _SCALARS = NORMS | _EXTREMES | _DIMS_SECOND
 # them: they stay on slices. What an output may be computed with is remembered to come from a parameter.
 def _is_derived(t: Any) -> bool:
     """Computed from parameters: ``temp.exp()``, ``p * 2``, or a meta-learner's ``p - lr * grad``."""
-    if "_origin" in t.__dict__:
+    if t._shard_state.origin is not None:
         return True
     if not torch.is_grad_enabled():
         return False
@@ -278,10 +279,10 @@ def _descent(cls: type[ShardTensor], tensors: list[Any]) -> tuple[bool, bool]:
     recording = torch.is_grad_enabled()
     for t in tensors:
         if isinstance(t, cls):
-            attributes = t.__dict__
-            if "_origin" in attributes:
+            state = t._shard_state
+            if state.origin is not None:
                 return True, True
-            of_parameter = of_parameter or attributes["_unit_ref"] is not None
+            of_parameter = of_parameter or state.unit_ref is not None
             derived = derived or (recording and _is_derived(t))
     return derived, of_parameter
 
@@ -292,11 +293,10 @@ def _note_origin(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tens
     for new, operands in zip(results, _meeting(name, args, kwargs, tensors), strict=False):
         if not isinstance(new, cls) or new._unit_ref is not None or any(new is t for t in operands):
             continue
-        sharded = [t for t in operands if isinstance(t, cls)]
+        origins = [t._shard_state.unit_ref or t._shard_state.origin for t in operands if isinstance(t, cls)]
         # With a gradient or optimizer state among them, it is an update.
-        if sharded and all(t._unit_ref is not None or "_origin" in t.__dict__ for t in sharded):
-            first = sharded[0]
-            new.__dict__["_origin"] = first._unit_ref if first._unit_ref is not None else first.__dict__["_origin"]
+        if origins and None not in origins:
+            new._shard_state.origin = origins[0]
 
 
 def _on_wholes(
@@ -309,7 +309,8 @@ def _on_wholes(
         raise function_needs_gather(cls, name, tensors, "in place needs the whole of what was computed from it")
     with _NoTorchFunction():
         wholes = {id(t): Whole.apply(t) for t in tensors if isinstance(t, cls) and _is_derived(t)}
-    units = [t.__dict__["_origin"]() for t in tensors if isinstance(t, cls) and "_origin" in t.__dict__]
+    origins = [t._shard_state.origin for t in tensors if isinstance(t, cls)]
+    units = [origin() for origin in origins if origin is not None]
     args = tuple(substituted(value, wholes) for value in args)
     result = func(*args, **{key: substituted(value, wholes) for key, value in kwargs.items()})
     unit = next((unit for unit in units if unit is not None), None)

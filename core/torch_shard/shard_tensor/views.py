@@ -42,7 +42,8 @@ def stands_alone(tensor: Any) -> bool:
     """Whether views and copies of a ShardTensor are for the user to have: of gradients and optimizer state. For parameters the
     engine gathers, and what is recorded needs derivatives. Under no_sync() a gradient is not one tensor's slices but each
     rank's own; and an optimizer that the engine does not know is better declared than given copies on every rank."""
-    if tensor._unit_ref is not None or "_origin" in tensor.__dict__ or "_unreduced" in tensor.__dict__:
+    state = tensor._shard_state
+    if state.unit_ref is not None or state.origin is not None or state.unreduced:
         return False
     if torch.is_grad_enabled():
         with torch._C.DisableTorchFunctionSubclass():

@@ -16,6 +16,7 @@ from ..errors import ShardError
 from ..layout.flat_layout import FlatLayout, slot_view
 from ..numerics.dtypes import widens
 from ..offload.pending_writes import whole_of
+from ..shard_tensor.state import STATE, ShardState, is_unreduced
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad, set_own_grad
 from .flat_views import FlatViews, cut_of
@@ -281,7 +282,8 @@ class GradientBuffer:
                     continue
                 grad = own_grad(param)
                 # Asked of each parameter in each reduction: only what moves to host memory needs more than an attribute.
-                flat = getattr(grad, "_flat", None) if self.home is None else whole_of(grad)
+                state = getattr(grad, STATE, None)
+                flat = None if state is None else state.flat if self.home is None else whole_of(grad)
                 if flat is None or (base is not None and flat is not base) or flat.dtype != self.dtypes.grad:
                     return None
                 base = flat
@@ -317,8 +319,8 @@ class GradientBuffer:
     def _publish_one(param: Any, local: torch.Tensor, result: torch.Tensor, home: HostGradients | None = None) -> None:
         grad = ShardTensor._wrap(local, param._spec)
         existing: Any = own_grad(param)
-        if existing is None or getattr(existing, "_unreduced", False):
-            grad._flat = result  # type: ignore[attr-defined]
+        if existing is None or is_unreduced(existing):
+            grad._shard_state.flat = result
             set_own_grad(param, grad)
         else:
             if home is not None:
@@ -342,7 +344,7 @@ class GradientBuffer:
                 if shown is None:
                     own = own or self._own_part()
                     shown = ShardTensor._wrap(own[self._piece_of[i]], param._spec)
-                    shown._unreduced = True
+                    shown._shard_state.unreduced = True
                     set_own_grad(param, shown)
                 self.shown[i] = (weakref.ref(shown), shown._version)
         if self.home is not None and own:
@@ -395,8 +397,9 @@ class GradientBuffer:
         """Optimizer `name` has changed this gradient elsewhere: nothing can be added to it."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: Any = own_grad(self.params[index])
-            if grad is not None:
-                grad._outdated = name, grad._version
+            state: ShardState | None = getattr(grad, STATE, None)
+            if state is not None:
+                state.outdated = name, grad._version
                 self.lost = True
 
     # -- after a failure ----------------------------------------------------------------------------------------
@@ -406,14 +409,17 @@ class GradientBuffer:
         with torch._C.DisableTorchFunctionSubclass():
             for i, p in enumerate(self.params):
                 grad: Any = own_grad(p)
-                name, version = getattr(grad, "_outdated", ("", 0))
+                state = getattr(grad, STATE, None)
+                if state is None:
+                    continue
+                name, version = state.outdated or ("", 0)
                 if name and grad._version == version:
                     raise ShardError(
                         f"rank {self.collectives.world_rank}: {name}.step() has changed the gradient of "
                         f"{self.layout.slots[i].name} in place, on the rank that owns the parameter only, so the next one can't "
                         "be added to it; call zero_grad() after the step."
                     )
-                if getattr(grad, "_lost", False) and grad._local.count_nonzero():
+                if state.lost and state.local.count_nonzero():
                     raise ShardError(
                         f"rank {self.collectives.world_rank}: what was accumulated for {self.layout.slots[i].name} under "
                         "no_sync() was lost when a later backward failed; call zero_grad() and accumulate anew."
@@ -426,9 +432,9 @@ class GradientBuffer:
             self.quantized.forget()
         with torch._C.DisableTorchFunctionSubclass():
             for p, held in zip(self.params, self.held_before, strict=True):
-                grad: Any = own_grad(p)
-                if held and grad is not None:
-                    grad._lost = self.lost = True
+                state: ShardState | None = getattr(own_grad(p), STATE, None)
+                if held and state is not None:
+                    state.lost = self.lost = True
         if self.flat is not None:
             self.collectives.give(self.flat)
         self.flat, self._views, self._narrow, self.results = None, None, False, []

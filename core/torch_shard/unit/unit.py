@@ -34,6 +34,7 @@ from ..comm.quantized_collectives import QuantizedGather
 from ..comm.work import Pending
 from ..errors import ReplacedParameterError, ShardError, UnitStateError
 from ..offload.host_shard import Crossing
+from ..shard_tensor.state import OWN_COUNT, STATE
 from ..shard_tensor.tensor import ShardTensor
 from ..utils.autograd_private import inside_functional_call
 from ..utils.pytree import may_hold_tensors, tensors_in
@@ -522,11 +523,8 @@ def _first_attribute(module: nn.Module) -> int:
     return next((i for i, key in enumerate(module.__dict__) if key not in _MODULES_OWN), len(module.__dict__))
 
 
-OWN_COUNT = 4  # attributes that every sharded parameter has: `_local`, `_spec`, `_unit_ref`, `_is_param`
-_OWN_ATTRIBUTES = {
-    "_local", "_spec", "_unit_ref", "_flat", "_in_slots", "_unreduced", "_outdated", "_lost", "_origin", "_converted",
-    "_is_param", "_place", "_moving", "_home", "_aside", "data_taken",
-}  # fmt: skip
+OWN_ATTRIBUTES = frozenset({STATE, "_is_param", "_place", "data_taken"})
+"""Attributes of parameters and leaves that are not the user's."""
 
 
 def adopt(param: Any, original: Any) -> None:
@@ -537,14 +535,14 @@ def adopt(param: Any, original: Any) -> None:
         if isinstance(original, ShardTensor) and original.grad_dtype != original.dtype:
             param.grad_dtype = original.grad_dtype
     for key, value in original.__dict__.items():
-        if key not in _OWN_ATTRIBUTES:
+        if key not in OWN_ATTRIBUTES:
             param.__dict__[key] = value
 
 
 def copy_attributes(param: torch.Tensor, leaf: torch.Tensor) -> None:
     """Give `leaf` the Python attributes that the user has given to `param`."""
     for key, value in param.__dict__.items():
-        if key not in _OWN_ATTRIBUTES:
+        if key not in OWN_ATTRIBUTES:
             leaf.__dict__[key] = value
 
 

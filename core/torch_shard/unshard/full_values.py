@@ -14,6 +14,7 @@ import torch
 from ..comm.broadcast_buffers import broadcast_coalesced
 from ..errors import ShardError
 from ..runtime.runtime import Runtime
+from ..shard_tensor.state import is_unreduced
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad, set_own_grad
 from ..unit.flat_buffer import FlatBuffer
@@ -122,7 +123,7 @@ def grad_of(param: torch.Tensor) -> ShardTensor | None:
 def reduced_grad_of(param: torch.Tensor) -> Any:
     """The gradient of a parameter, plain for a plain one; refused while no_sync() defers its reduction."""
     grad = grad_of(param)
-    if getattr(grad, "_unreduced", False):
+    if is_unreduced(grad):
         spec = param._spec  # type: ignore[attr-defined]
         raise ShardError(
             f"rank {spec.world_rank}: the gradient of {spec.name} is still this rank's own, because the last backward ran "

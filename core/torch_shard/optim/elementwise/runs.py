@@ -23,10 +23,11 @@ import torch
 
 from ...errors import ShardError
 from ...offload.pending_writes import slice_of, whole_of
+from ...shard_tensor.state import OWN_COUNT, STATE
 from ...shard_tensor.tensor import ShardTensor
 from ...shard_tensor.unsharded_param import own_grad, set_own_grad
 from ...unit.flat_buffer import FlatBuffer
-from ...unit.unit import OWN_COUNT, copy_attributes
+from ...unit.unit import copy_attributes
 from .piece import Piece, RoundedPiece
 from .segments import Run, Segment, fit_fused, runs_of
 from .state_signature import signature
@@ -35,15 +36,7 @@ from .step_counters import Counters
 __all__ = ["Runs"]
 
 _NONE, _HERE, _OTHER = 0, 1, 2  # a parameter's gradient: none; in its unit's reduced slice; the user's own
-_flat, _spec, _local = map(operator.attrgetter, ("_flat", "_spec", "_local"))
-
-
-def _whole_of(grad: Any) -> torch.Tensor:
-    """Its ``_flat``, which may be on its way to host memory."""
-    found: torch.Tensor | None = whole_of(grad)
-    if found is None:
-        raise AttributeError("_flat")
-    return found
+_flat, _spec, _local = map(operator.attrgetter, (f"{STATE}.flat", f"{STATE}.spec", f"{STATE}.local"))
 
 
 class Runs:
@@ -87,7 +80,7 @@ class Runs:
         ]
         # To look at gradients is not to wait for them.
         offloaded = any(flat.host is not None for flat in self.flats)
-        self._whole_of: Any = _whole_of if offloaded else _flat
+        self._whole_of: Any = whole_of if offloaded else _flat
         self._slice_of: Any = slice_of if offloaded else _local
         self.pieces: list[Piece] = []
         self.stepped: list[ShardTensor] = []
@@ -127,10 +120,12 @@ class Runs:
             grads = list(map(own_grad, self._present))
             results = list(map(self._whole_of, grads))
             specs = map(_spec, grads)
-        except AttributeError:  # None, or not the reduction's
+        except AttributeError:  # None, or plain
             return False
         firsts = map(results.__getitem__, self._firsts)
         if not (all(map(operator.is_, results, firsts)) and all(map(operator.is_, specs, self._present_specs))):
+            return False
+        if any(map(operator.is_, results, itertools.repeat(None))):  # the user's own
             return False
         if not all(map(operator.is_, map(own_grad, self._absent), itertools.repeat(None))):
             return False
@@ -230,9 +225,8 @@ class Runs:
             if grad is None:
                 pattern.append(_NONE)
                 continue
-            own = grad.__dict__
-            found = own.get("_flat")
-            if found is not None and own["_spec"] is spec and results.setdefault(shard, found) is found:
+            found = whole_of(grad) if isinstance(grad, ShardTensor) else None
+            if found is not None and _spec(grad) is spec and results.setdefault(shard, found) is found:
                 pattern.append(_HERE)
             else:
                 pattern.append(_OTHER)
@@ -371,18 +365,18 @@ class Runs:
                 for i, v in zip(run.members, values, strict=True):
                     part = self._part(run, base, i)
                     part.copy_(v._local)
-                    v._local, v._flat = part, base
+                    v._shard_state.local, v._shard_state.flat = part, base
             bases[key] = base
         return bases
 
     def _common(self, run: Run, values: list[Any]) -> torch.Tensor | None:
         """The memory of which the values are the parts that belong to the run, or None."""
-        base = values[0].__dict__.get("_flat")
+        base = values[0]._shard_state.flat
         if base is None:
             return None
         begin = None  # of the run in the base
         for i, v in zip(run.members, values, strict=True):
-            if v.__dict__.get("_flat") is not base:
+            if v._shard_state.flat is not base:
                 return None
             start, stop = self.ranges[i]
             if start < stop:
@@ -487,7 +481,7 @@ class Runs:
         for i, own in zip(run.members, entries, strict=True):
             held, part = own.get(key), self._part(run, base, i)
             if isinstance(held, ShardTensor) and held.dtype == part.dtype:
-                held._local = part  # whoever holds it still sees the state
+                held._shard_state.local = part  # whoever holds it still sees the state
             else:
                 own[key] = held = ShardTensor._wrap(part, self.specs[i])
-            held._flat = base  # type: ignore[attr-defined]
+            held._shard_state.flat = base

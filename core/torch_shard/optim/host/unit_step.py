@@ -19,7 +19,7 @@ import torch
 from ...errors import DiskError
 from ...offload.host import Host
 from ...offload.host_thread import Together, finish
-from ...offload.pending_writes import Work
+from ...offload.pending_writes import Work, whole_of
 from ...shard_tensor.tensor import ShardTensor
 from ...shard_tensor.unsharded_param import own_grad
 from ...unit.flat_buffer import FlatBuffer
@@ -167,7 +167,8 @@ class HostUnits:
         kept: dict[int, torch.Tensor] = {}
         for value in (value for runs in step.all_runs for value in runs.elements()):
             local = value._local
-            base = value.__dict__.get("_flat", local)  # what was never stepped on here lies by itself
+            flat_of = value._shard_state.flat
+            base = local if flat_of is None else flat_of  # what was never stepped on here lies by itself
             if not any(base is one for one in known) and id(base) not in kept:
                 kept[id(base)] = disk.allocate(f"state {value._spec.name}", base.numel(), base.dtype).copy_(base)
             else:
@@ -175,7 +176,7 @@ class HostUnits:
             place = kept[id(base)]
             if place is not base:
                 at = local.storage_offset() - base.storage_offset()
-                value._local, value._flat = place[at : at + local.numel()], place
+                value._shard_state.local, value._shard_state.flat = place[at : at + local.numel()], place
         self._on_disk[id(flat)] = list(kept.values())
         disk.write_behind(kept.values())
 
@@ -237,6 +238,6 @@ def _gradients(flat: FlatBuffer) -> list[Any]:
 def _note_home(flat: FlatBuffer, step: FlatStep) -> None:
     """Of state: see :func:`.moving.home_of`."""
     assert flat.host is not None
-    for base in (value.__dict__.get("_flat") for runs in step.all_runs for value in runs.elements()):
+    for base in (whole_of(value) for runs in step.all_runs for value in runs.elements()):
         if base is not None and not hasattr(base, "_home"):
             base._home = flat.host.moving
