@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.ranks import RankFailure, run
@@ -17,7 +17,16 @@ def hold(case: Case, ranks: int) -> None:
         assert recorded == predicted, f"rank {rank}"
 
 
+EVERYWHERE, NOWHERE = (), (0, 1)
+TWICE = Pass((0, 1, 0, 2), (EVERYWHERE,) * 4)
+STRAIGHT, WITHOUT = Pass((0, 1, 2), (EVERYWHERE,) * 3), Pass((0, 1, 2), (EVERYWHERE, NOWHERE, EVERYWHERE))
+
+
 @quick(25)
+@example(Case(("trainable",) * 3, (TWICE,) * 3))  # what is gathered ahead is kept
+@example(
+    Case(("trainable",) * 3, (STRAIGHT, STRAIGHT, WITHOUT, WITHOUT))
+)  # what nobody needs is gathered once more, not twice
 @given(cases(2))
 def test_collectives_come_in_the_order_of_the_reference(case: Case) -> None:
     hold(case, 2)
@@ -41,9 +50,6 @@ def test_ranks_whose_loss_leaves_units_out_take_part_in_their_gathers(case: Case
 def test_collectives_of_many_models_come_in_the_order_of_the_reference(ranks: int, data: st.DataObject) -> None:
     strategy = data.draw(st.sampled_from(["full_shard", "shard_grad_op"]))
     hold(data.draw(st.one_of(cases(ranks, strategy=strategy), branches(ranks))), ranks)
-
-
-EVERYWHERE = ()
 
 
 def differs(kinds: tuple[str, ...], cells: tuple[int, ...], *detached: dict[int, tuple[int, ...]]) -> Case:

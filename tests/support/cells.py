@@ -86,8 +86,8 @@ def cases(draw: st.DrawFn, ranks: int, chosen: Sequence[str] = KINDS, **fixed: s
     kinds = tuple(draw(st.lists(st.sampled_from(chosen), min_size=1, max_size=5)))
     everyone = tuple(range(ranks))
 
-    def one_pass() -> Pass:
-        cells = tuple(draw(st.lists(st.integers(0, len(kinds) - 1), min_size=1, max_size=7)))
+    def one_pass(cells: tuple[int, ...] = ()) -> Pass:
+        cells = cells or tuple(draw(st.lists(st.integers(0, len(kinds) - 1), min_size=2, max_size=7)))
         detached = [draw(st.sampled_from([(), (), (), everyone])) for _ in cells]
         for n, cell in enumerate(cells):
             if kinds[cell] == "bias":  # which backward gathers nothing for, so that ranks may differ
@@ -102,9 +102,11 @@ def cases(draw: st.DrawFn, ranks: int, chosen: Sequence[str] = KINDS, **fixed: s
                 detached[n] = ()
         return Pass(cells, tuple(detached), draw(st.integers(0, 5)) == 0)
 
-    some = [one_pass() for _ in range(draw(st.integers(1, 3)))]
-    passes = draw(st.lists(st.sampled_from(some), min_size=2, max_size=5))
-    return Case(kinds, tuple(passes), draw(st.integers(0, 3)), **fixed)
+    some = [first := one_pass()]
+    if draw(st.booleans()):
+        some.append(one_pass(draw(st.sampled_from([(), first.cells]))))
+    passes = draw(st.lists(st.sampled_from(some), min_size=3, max_size=5))
+    return Case(kinds, tuple(passes), draw(st.integers(0, 2)), **fixed)
 
 
 @st.composite
