@@ -42,19 +42,19 @@ def chain(length: int) -> nn.Module:
 
 def test_a_chain_of_modules_that_are_each_registered_twice_is_planned_within_a_second() -> None:
     model = chain(30)
-    begin = time.monotonic()
+    begin = time.process_time()
     plan = make_plan(model, ShardConfig(units=[nn.Linear]), 2)
-    assert time.monotonic() - begin < 1
+    assert time.process_time() - begin < 1
     first = plan.unit_of(".".join(reversed([f"{'m' if n % 3 else ''}0" for n in range(30)])) + ".weight")
     assert [p.shape for p in first.params] == [(3, 3), (3,)]
     assert all(len(p.aliases) < MOST_NAMES for p in plan.params)
 
 
 def test_patterns_of_modules_end_at_once_for_such_a_chain() -> None:
-    begin = time.monotonic()
+    begin = time.process_time()
     precision = Precision(param_dtype=torch.bfloat16, keep=["*m1.m0"])
     assert make_plan(chain(30), ShardConfig(precision=precision), 2).params
-    assert time.monotonic() - begin < 1
+    assert time.process_time() - begin < 1
 
 
 # -- against the definition ---------------------------------------------------------------------------------------------
