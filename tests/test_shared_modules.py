@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import torch_shard
 from torch_shard.config.precision import Precision, precision_of
 from torch_shard.config.shard_config import ShardConfig
 from torch_shard.errors import ConfigError
@@ -48,6 +49,14 @@ def test_a_chain_of_modules_that_are_each_registered_twice_is_planned_within_a_s
     first = plan.unit_of(".".join(reversed([f"{'m' if n % 3 else ''}0" for n in range(30)])) + ".weight")
     assert [p.shape for p in first.params] == [(3, 3), (3,)]
     assert all(len(p.aliases) < MOST_NAMES for p in plan.params)
+
+
+def test_such_a_chain_is_sharded_within_a_second() -> None:
+    model = chain(30)
+    begin = time.process_time()
+    engine = torch_shard.shard(model)
+    assert time.process_time() - begin < 1
+    assert len(engine.plan.params) == sum(1 for _ in model.parameters())
 
 
 def test_patterns_of_modules_end_at_once_for_such_a_chain() -> None:

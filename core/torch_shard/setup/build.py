@@ -105,7 +105,7 @@ def _plan_units(setup: Setup) -> None:
                 "gathered, and gradients are all-reduced, which would round each sum once more. Leave it out."
             )
     setup.params = by_name_of(model)
-    setup.modules = dict(model.named_modules(remove_duplicate=False))
+    setup.modules = dict(model.named_modules())
     refuse_altered(setup.params, c.world_rank)
     setup.placed = {info.name: placed_of(setup.params[info.name], info.name) for info in plan.params}
     setup.groups = [groups_of(unit, c.size, setup.placed) for unit in plan.units]
@@ -334,7 +334,7 @@ def _prepare_buffers(setup: Setup) -> None:
                     new = new.to(dtype)
                 made[id(buffer)] = new = new.to(c.device) if new.device.type == "cpu" else new
             setup.buffers.append((module, name, new))
-    setup.rank_own = frozenset(name for name, b in model.named_buffers(remove_duplicate=False) if id(b) in ignored)
+    setup.rank_own = frozenset(name for name, b in model.named_buffers() if id(b) in ignored)
     setup.has_buffers = any(number not in ignored for number in made)
     if config.sync_module_states and c.world > 1:
         setup.coalesced = coalesce(c, [new for number, new in made.items() if number not in ignored])
