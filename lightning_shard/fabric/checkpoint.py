@@ -26,10 +26,10 @@ from torch_shard.frontend.checkpoint import (
 )
 from torch_shard.log import logger
 
-from .. import files as _files
-from .. import full_checkpoint as _full
-from .. import sharded_checkpoint as _sharded
-from ..saving import SavingMixin, StateDictType, existing
+from ..checkpoint import files as _files
+from ..checkpoint import full as _full
+from ..checkpoint import sharded as _sharded
+from ..checkpoint.save import SavingMixin, StateDictType, existing
 from .forward_module import inner
 
 __all__ = ["FabricCheckpointMixin"]

@@ -16,11 +16,11 @@ from torch_shard.activation_checkpointing import checkpointed_layers
 from torch_shard.errors import ConfigError
 from torch_shard.frontend import clip_norm, engines_over, limit_values
 
-from .. import precision as _precision
-from ..ranks import RanksMixin, StartMethod, mesh_on
-from ..saving import StateDictType
-from ..settings import LayersOrOne, SettingsMixin, same_config
-from ..signature import show_config_fields
+from ..checkpoint.save import StateDictType
+from ..strategy import precision as _precision
+from ..strategy.processes import RanksMixin, StartMethod, mesh_on
+from ..strategy.settings import LayersOrOne, SettingsMixin, same_config
+from ..strategy.signature import show_config_fields
 from .checkpoint import FabricCheckpointMixin
 from .forward_module import ForwardModule, inner, unwrapped
 

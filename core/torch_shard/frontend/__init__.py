@@ -16,6 +16,7 @@ from ..comm.traffic_statistics import Statistics
 from ..comm.work import default_store
 from ..config.precision import for_autocast, precision_of
 from ..config.shard_config import Strategy
+from ..offload.memory_limits import available as free_host_bytes
 from ..optim.checks import refusal_of
 from ..optim.matrix import state as owned_state
 from ..plan.layer_selection import classes_named
@@ -53,6 +54,7 @@ __all__ = [
     "deferred_of",
     "engines_over",
     "for_autocast",
+    "free_host_bytes",
     "full_state",
     "gathered",
     "group_timeout",

@@ -1,0 +1,297 @@
+"""The strategy's part in checkpoints: which form is written, which one is read, and what is done about older ones.
+
+The forms themselves are in ``full_checkpoint`` (one file) and ``sharded_checkpoint`` (a folder).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from torch_shard import Engine
+from torch_shard.errors import CheckpointError, ConfigError, StateDictError, UnitStateError
+from torch_shard.frontend import agree, refuse_inside
+from torch_shard.log import logger
+
+from .._private import Private
+from . import extra_shards as _slices
+from . import files as _files
+from . import full as _full
+from . import sharded as _sharded
+from .save import SavingMixin, StateDictType, existing
+
+__all__ = ["CheckpointMixin", "StateDictType"]
+
+
+class CheckpointMixin(SavingMixin):
+    """The part of a strategy that saves and loads."""
+
+    _private: Private
+    _state_dict_type: StateDictType
+    _async_save: bool
+    _weights_only: bool | None
+    _weights_only_asked: bool | None
+    _failed: bool
+    _prepared: bool  # the run's module is sharded
+    _pending: Any  # the save that runs in the background
+    _pending_occasion: tuple[Path, Any] | None  # its path, and the step that it is of
+    _shared: Counter[Path]  # how many more callbacks than one have saved there
+    _files_given: int  # single files that rank 0 has handed to the plugin
+    _shown_to: list[Any]  # callbacks that ask us which names are taken
+    _removals: list[tuple[Any, int]]  # on rank 0: older checkpoints, and how many files had been handed over
+
+    # -- a checkpoint is restored -------------------------------------------------------------------------------------
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """False: as with DDP hooks of modules and callbacks see a checkpoint before set-up, and optimizers are configured after
+        it. The module is sharded when its state is about to be loaded (:meth:`load_model_state_dict`)."""
+        return False
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """True: optimizer states go through :meth:`load_optimizer_state_dict`."""
+        return True
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of any form, with torch's safe loader unless the user asked otherwise. Collective.
+
+        Of a folder each rank reads its own slices into ShardTensors; a file is mapped, and its tensors are views of it.
+        Model and optimizer states are loaded later, from what is returned, so that edits in ``on_load_checkpoint`` count.
+
+        Raises:
+            CheckpointError: on all ranks: there is none, it is damaged, of an unknown form, or holds objects that are
+                refused.
+        """
+        for asked in (self._weights_only_asked, self._weights_only):
+            weights_only = asked if weights_only is None else weights_only
+        self._finish_save()
+        # Ranks must read the same one, also where the path holds a time or a version.
+        path = self._told(checkpoint_path, "loading a checkpoint")
+        path = self._together(lambda: existing(path))
+        if _files.is_local(path) and Path(path).is_dir():
+            self._shard_to_load()
+            engine = self.engine_or_none
+            if engine is None:
+                raise CheckpointError(
+                    f"{path} is a sharded checkpoint, which is read while a module is sharded: pass it as ckpt_path to "
+                    "fit, validate, test or predict, or consolidate it to one file."
+                )
+            fitting = self.lightning_module.trainer.state.fn == self._private.TrainerFn.FITTING
+            return _sharded.read_folder(engine, Path(path), fitting, weights_only, self._private.version)
+        io, maps = self.checkpoint_io, self._maps()
+        return self._together(lambda: _full.read_file(path, io, maps, weights_only))
+
+    def _shard_to_load(self) -> None:
+        """A run has come to its checkpoint: what is restored from here on goes into slices. Collective."""
+        module = self.lightning_module
+        if not self._prepared and module is not None and module._trainer is not None and dist.is_initialized():
+            self._prepare(module.trainer)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the model's state, of either form. Collective."""
+        self._shard_to_load()
+        engine = self.engine_or_none
+        if engine is None:
+            super().load_model_state_dict(checkpoint, strict=strict)
+        else:
+            _full.load_model(engine, checkpoint["state_dict"], strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer states of either form, written on any number of ranks. Collective."""
+        engine = self.engine_or_none
+        states = checkpoint["optimizer_states"]
+        if isinstance(states, _sharded.Unread):
+            assert engine is not None
+            states = states.read(engine, [self._unwrapped(optimizer) for optimizer in self.optimizers])
+        if states and len(states) != len(self.optimizers):
+            raise StateDictError(
+                f"rank {self.global_rank}: the checkpoint has {len(states)} optimizers, configure_optimizers gives "
+                f"{len(self.optimizers)}. Give those that were saved, or edit checkpoint['optimizer_states'] in "
+                "on_load_checkpoint; an empty list starts them anew."
+            )
+        for optimizer, state in zip(map(self._unwrapped, self.optimizers), states, strict=False):
+            if engine is None:
+                optimizer.load_state_dict(copy.deepcopy(state))
+            else:
+                _sharded.load_either(engine, optimizer, state)
+
+    # -- a checkpoint is written --------------------------------------------------------------------------------------
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The state dict: of the full form whole on rank 0, and on the others the same entries without memory (collective);
+        of the sharded form ShardTensors."""
+        engine = self.engine_or_none
+        if engine is None:
+            return super().lightning_module_state_dict()
+        try:
+            refuse_inside(engine._runtime, "saving a checkpoint")
+        except UnitStateError as error:
+            raise UnitStateError(
+                f"{error} In Lightning the steps are forwards: save in on_train_batch_end, on_validation_batch_end, "
+                "on_train_epoch_end or the like, not in training_step or validation_step."
+            ) from None
+        if self._state_dict_type == "sharded":
+            return _sharded.model_state(engine)
+        return _full.model_state(engine, self.lightning_module)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """State of one optimizer: of the full form whole on rank 0, in torch's own form (collective); of the sharded form by
+        parameter name, in ShardTensors."""
+        optimizer = self._unwrapped(optimizer)
+        engine = self.engine_or_none
+        if engine is None:
+            return super().optimizer_state(optimizer)
+        if self._state_dict_type == "sharded":
+            return _sharded.optimizer_state(engine, optimizer)
+        return _full.optimizer_state(engine, optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint: one file by rank 0, or a folder by all ranks. Collective: a failure is raised on all.
+
+        After a run that has given the plain module back there is nothing sharded to write: that is one file in any case.
+        """
+        engine = self.engine_or_none
+        state = checkpoint.get("state_dict")
+        names = list(state) if isinstance(state, Mapping) else []
+        if engine is not None and self._state_dict_type == "full":
+            checkpoint = _slices.whole(engine, checkpoint)
+        filepath, of_first = self._told((filepath, names), "trainer.save_checkpoint")
+        if self._state_dict_type == "sharded" and engine is not None:
+            if storage_options is not None:
+                raise ConfigError(
+                    "storage_options is for plugins, which write single files; this checkpoint is a folder."
+                )
+            self._together(lambda: _sharded.check_names(engine.rank, names, of_first))
+            agree(engine._runtime, "saving a checkpoint", _slices.names(checkpoint))
+            self._save_folder(engine, checkpoint, _sharded.local_path(filepath))
+        else:
+            self._finish_save()
+            if self._state_dict_type == "sharded":
+                logger.info("%s becomes one file: the module is plain and whole after the run", filepath)
+            self._on_first(
+                f"write the checkpoint {filepath}", lambda: self._save_file(checkpoint, filepath, storage_options)
+            )
+
+    def _save_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+        # Ours puts the file where a folder is by itself.
+        own = isinstance(self._base_io(), _files.FileMixin)
+        with contextlib.nullcontext() if own else _files.aside(path):
+            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        self._files_given += 1
+        self._keep(path)
+        self._remove_replaced()
+
+    def _save_folder(self, engine: Engine, checkpoint: dict[str, Any], target: Path) -> None:
+        occasion = (target, checkpoint.get("global_step"))
+        if self._pending is not None and occasion == self._pending_occasion:
+            # A second callback has chosen the same name: it was told not to count versions.
+            self._shared[target] += 1
+        self._finish_save()
+        contents = _sharded.contents_of(checkpoint)
+        self._pending = self._write_folder(engine, contents, target, self._async_save and not self._links())
+        self._pending_occasion = occasion
+        self._keep(target)
+
+    def _links(self) -> bool:
+        """Whether a callback links to each checkpoint at once: until it is whole, the link would lead nowhere."""
+        return any(getattr(callback, "save_last", None) == "link" for callback in self._of_trainer("callbacks"))
+
+    def _of_trainer(self, what: str) -> list[Any]:
+        """The Trainer's callbacks or loggers, where there is a Trainer."""
+        module = self.lightning_module
+        return [] if module is None or module._trainer is None else getattr(module.trainer, what)
+
+    # -- names that ModelCheckpoint may take --------------------------------------------------------------------------
+    def _show_pending(self, callbacks: list[Any]) -> None:
+        """Have each ModelCheckpoint choose the names that it would choose if no save were in the background."""
+        for callback in callbacks if self._async_save else ():
+            if isinstance(callback, self._private.ModelCheckpoint) and "file_exists" not in vars(callback):
+                callback.file_exists = functools.partial(self._will_exist, callback.file_exists)
+                self._shown_to.append(callback)
+
+    def _hide_pending(self) -> None:
+        while self._shown_to:
+            vars(self._shown_to.pop()).pop("file_exists", None)
+
+    def _will_exist(self, on_disk: Callable[[Any, Any], bool], filepath: Any, trainer: Any) -> bool:
+        """Whether there is a file, or will be when the save in the background is whole and what it replaces is gone.
+        Collective."""
+        found = on_disk(filepath, trainer)
+        if self._pending is None:
+            return found
+        target, removed = os.path.abspath(filepath), [os.path.abspath(path) for path, _ in self._removals]
+        if target in removed:
+            found = False
+        elif self._pending_occasion is not None and target == str(self._pending_occasion[0]):
+            found = True
+        return bool(self.broadcast(found))  # rank 0 knows what is deleted
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete a checkpoint; while a newer one is written in the background, only when that is whole."""
+        if not self.is_global_zero:
+            return
+        target = Path(filepath).absolute() if _files.is_local(filepath) else None
+        if target is not None and self._shared[target]:
+            self._shared[target] -= 1  # another callback's, too
+        else:
+            self._removals.append((filepath, self._files_given))
+            if self._pending is None:
+                self._remove_replaced()
+
+    # -- older saves --------------------------------------------------------------------------------------------------
+    def _finish_save(self) -> None:
+        """Wait for the save in the background, then delete what had to stay until then. Collective where there is one.
+
+        Raises:
+            CheckpointError: on all ranks: it has failed. The older checkpoints are kept.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            try:
+                pending.wait()
+            except CheckpointError:
+                self._removals = []
+                raise
+        self._remove_replaced()
+
+    def _remove_replaced(self) -> None:
+        """Delete what was to be deleted, but for what a plugin that writes in the background has not replaced yet."""
+        base, waiting = self._base_io(), []
+        for path, given in self._removals:
+            if isinstance(base, _files.FileMixin) and base.written < given:
+                waiting.append((path, given))
+                continue
+            try:
+                if _files.is_local(path) and (Path(path).is_dir() or Path(path).is_symlink()):
+                    _files.remove(Path(path).absolute())
+                else:
+                    self.checkpoint_io.remove_checkpoint(path)
+            except OSError as error:  # on this rank alone, and no reason to end a run
+                logger.warning("the older checkpoint %s could not be deleted: %s", path, error)
+        self._removals = waiting
+
+    def _keep(self, path: Any) -> None:
+        """Not to be deleted any more: it has been saved again."""
+        self._removals = [(other, given) for other, given in self._removals if str(other) != str(path)]
+
+    def _finish_saves_at_end(self) -> Exception | None:
+        """At the end of a run: wait for everything that is being written. What went wrong, on all ranks."""
+        error: Exception | None = None
+        for step in (self._finish_save, self.checkpoint_io.teardown, self._remove_replaced):
+            try:
+                step()
+            except Exception as problem:
+                error = error or problem
+        # A user's plugin may fail on rank 0 alone. After a failed run the other ranks may be anywhere.
+        if not self._failed and not isinstance(self.checkpoint_io, _files.FileMixin):
+            told = self.broadcast(None if error is None else f"{type(error).__name__}: {error}")
+            if told is not None and error is None:
+                error = CheckpointError(f"rank 0 could not write a checkpoint: {told}")
+        return error

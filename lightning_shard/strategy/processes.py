@@ -1,0 +1,142 @@
+"""The ranks of a run: how their processes are started, who each of them is, and how they talk to each other."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from .._private import Shared
+from .environment import check_devices, check_ranks, refuse_interactive
+
+if TYPE_CHECKING:
+    _Base: TypeAlias = Any
+else:
+    _Base = object
+
+__all__ = ["RanksMixin", "StartMethod", "mesh_on"]
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+class RanksMixin(_Base):  # type: ignore[misc]
+    """The part of a strategy that knows of processes and their group, and nothing of what they train."""
+
+    _private: Shared
+    _launchers: tuple[Any, Any]  # for popen; for the start methods of multiprocessing
+    _num_nodes: int
+    _process_group_backend: str | None
+    _timeout: timedelta | None
+    _start_method: StartMethod
+
+    # -- who this process is ------------------------------------------------------------------------------------------
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines that take part."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """True. The Trainer asks this of unknown strategies before it shards a sampler or reduces a log."""
+        return True
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """What the Trainer gives to its DistributedSampler."""
+        # The base class counts the devices of this machine only.
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """The backend of the process group: as given, else the device's own."""
+        return self._process_group_backend
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment, and Lightning's rank-zero functions, who this process is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        # The setters may be no-ops; the getter is right in any case.
+        for rank_zero_only in self._private.rank_zero_only:
+            rank_zero_only.rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        check_devices(self.parallel_devices, self._process_group_backend, self._private)
+        by_script, by_multiprocessing = self._launchers
+        if self._start_method == "popen":
+            refuse_interactive(type(self).__name__, self._private)
+            self._launcher = by_script(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = by_multiprocessing(self, start_method=self._start_method)
+
+    # -- the process group --------------------------------------------------------------------------------------------
+    def setup_environment(self) -> None:
+        """Choose the device and join the process group."""
+        self.set_world_ranks()  # a rank that multiprocessing started learns its number after Trainer() or Fabric()
+        check_ranks(self.cluster_environment, self.num_processes, self.num_nodes, self._private)
+        super().setup_environment()
+        self._join_group()
+
+    def _join_group(self) -> None:
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        device = self.root_device
+        self._process_group_backend = self._process_group_backend or self._private.default_backend_for_device(device)
+        self._private.init_dist_connection(
+            self.cluster_environment,
+            self._process_group_backend,
+            timeout=self._timeout,
+            device_id=device if device.type != "cpu" else None,
+        )
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send a picklable object from one rank to all. Collective."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src, group=dist.group.WORLD)
+        return objects[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks; anything else is returned as it is. Collective."""
+        if isinstance(tensor, torch.Tensor):
+            return self._private.sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return tensor
+
+
+def mesh_on(device: torch.device) -> Any:
+    """The mesh over all ranks for shards on this device; None where the engine's own choice is that."""
+    if device.type == "cpu":
+        return None
+    # Parameters that are still on the CPU move to this device unit by unit, whatever the backend is.
+    from torch.distributed.device_mesh import DeviceMesh
+
+    group: Any = dist.group.WORLD
+    return DeviceMesh.from_group(group, device.type)

@@ -1,0 +1,24 @@
+"""The launchers of the Trainer's strategy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from .._private import asked_weights_only
+
+if TYPE_CHECKING:
+    _Base: TypeAlias = Any
+else:
+    _Base = object
+
+__all__ = ["LauncherMixin"]
+
+
+class LauncherMixin(_Base):  # type: ignore[misc]
+    """Remembers the user's ``weights_only`` for checkpoints that the run reads without it, as the learning-rate finder does."""
+
+    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the ranks and run `function` on each."""
+        if trainer is not None:
+            trainer.strategy._weights_only_asked = asked_weights_only(function, args, kwargs)
+        return super().launch(function, *args, trainer=trainer, **kwargs)

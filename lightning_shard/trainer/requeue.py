@@ -1,0 +1,81 @@
+"""SLURM's requeue signal, answered by all ranks at the same step.
+
+Lightning saves a checkpoint within the signal's handler. With a sharded model that takes all ranks, but each gets the signal
+at another place: one in a forward, the next one waiting for it, some perhaps not at all. So the handler only takes
+note; between two steps, and once more when the run ends, the ranks agree whether one of them has, and then save together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from torch_shard.log import logger
+
+from .._private import (
+    Private,
+    call_requeue_handler,
+    requeue_signal_of,
+    restore_requeue_handler,
+    shadow_requeue_handler,
+)
+
+if TYPE_CHECKING:
+    _Base: TypeAlias = Any
+else:
+    _Base = object
+
+__all__ = ["RequeueMixin"]
+
+
+class RequeueMixin(_Base):  # type: ignore[misc]
+    """The part of a strategy that answers the signal before which SLURM ends a job (``SLURMEnvironment(auto_requeue=True)``)."""
+
+    _private: Private
+    _failed: bool
+    _async_save: bool
+    _requeue_of: Any = None  # the Trainer whose handler only takes note
+    _requeue_asked: int | None = None  # the signal that this rank has got
+
+    def _defer_requeue(self, trainer: Any) -> None:
+        if self._requeue_of is None and requeue_signal_of(self.cluster_environment) is not None:
+            self._requeue_of, self._requeue_asked = trainer, None
+            shadow_requeue_handler(trainer, self._take_note)
+
+    def _take_note(self, signum: int, frame: Any) -> None:
+        self._requeue_asked = signum
+
+    def _answer_requeue(self) -> None:
+        """Between steps: save and requeue if any rank was asked to. Collective where SLURM may ask."""
+        if self._requeue_of is None:
+            return
+        asked = torch.tensor(int(self._requeue_asked or 0), device=self.root_device)
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX)  # not self.reduce(), which waits in a barrier first, at every step
+        signum = int(asked)
+        if signum:
+            self._requeue_asked = None
+            logger.info("requeue: rank %d saves with the others", self.global_rank)
+            # It requeues the job right after the save, which ends this one: nothing may be written in the background by then.
+            asynchronous, self._async_save = self._async_save, False
+            try:
+                call_requeue_handler(self._requeue_of, signum)
+            finally:
+                self._async_save = asynchronous
+
+    def _end_requeue(self) -> None:
+        """When a run ends: answer what came in its last step, unless it failed, and give the Trainer its handler back. Collective
+        where SLURM may ask."""
+        try:
+            if not self._failed:
+                self._answer_requeue()
+        finally:
+            if self._requeue_of is not None:
+                restore_requeue_handler(self._requeue_of)
+                self._requeue_of = None
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Before a batch."""
+        self._answer_requeue()
+        super().on_train_batch_start(batch, batch_idx)

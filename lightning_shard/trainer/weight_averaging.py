@@ -1,0 +1,169 @@
+"""Averages of the weights: StochasticWeightAveraging, WeightAveraging, EMAWeightAveraging and what is derived from them.
+
+They keep a deep copy of the module, made in their ``setup`` hook, when the module is plain yet. In each update they go through
+the parameters of both side by side and compute with them element by element, and then copy or swap values. So the slices of an
+average are the averages of the slices: here each rank keeps, of the copy too, only its slices, in ShardTensors that are cut as
+the module's parameters are. Everything that the callbacks do works on those as it is, without communication.
+
+A forward of the copy without gradients gathers its weights one by one. The copy stays on the device on which the callback
+wants it, and keeps its dtype, which may be another than the module's. Where the module becomes plain again, so does the copy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_shard import Engine, ShardTensor, engine_of
+from torch_shard.frontend import broadcast_coalesced, same_cut, slice_full
+
+from .._private import Private, average_of
+from ..checkpoint.extra_shards import gathered
+
+__all__ = ["check", "explain_meta", "parameters", "shard", "unshard"]
+
+
+def copies(callbacks: Iterable[Any], private: Private) -> Iterator[tuple[Any, nn.Module]]:
+    """The callbacks that average, each with its copy of the module."""
+    for callback in callbacks:
+        copy = average_of(callback, private)
+        if copy is not None:
+            yield callback, copy
+
+
+def parameters(callbacks: Iterable[Any], private: Private) -> Iterator[torch.Tensor]:
+    """The averages themselves."""
+    for _, copy in copies(callbacks, private):
+        yield from copy.parameters()
+
+
+def explain_meta(callbacks: Iterable[Any], private: Private) -> None:
+    """Have the next ``setup`` of each WeightAveraging say what is wrong where the module has no memory yet. Not collective.
+
+    There it moves its copy to a device, which fails on meta with an error of torch that names neither the callback nor a
+    remedy; and what ``configure_model`` makes is not there before. So the hook is shadowed in the instance for one call.
+    """
+    for callback in callbacks:
+        if isinstance(callback, private.WeightAveraging) and "setup" not in vars(callback):
+            callback.setup = functools.partial(_setup, callback, callback.setup, private)
+
+
+def _setup(
+    callback: Any, setup: Callable[..., None], private: Private, trainer: Any, module: nn.Module, stage: str
+) -> None:
+    vars(callback).pop("setup", None)
+    try:
+        setup(trainer, module, stage)
+    except NotImplementedError as error:
+        names = [name for name, p in module.state_dict(keep_vars=True).items() if getattr(p, "is_meta", False)]
+        if not names:
+            raise
+        raise private.MisconfigurationException(
+            f"{type(callback).__name__} copies the module with its values in its setup hook, before it is sharded, and "
+            f"{names[0]} has none yet: it is on the meta device. Create the module on the CPU (without empty_init=True, and "
+            "without torch.device('meta') in configure_model). StochasticWeightAveraging works with empty_init=True."
+        ) from error
+
+
+def check(callbacks: Iterable[Any], module: nn.Module, private: Private) -> None:
+    """Refuse what can't be right, before anything changes. Not collective, with the same answer on all ranks.
+
+    Raises:
+        MisconfigurationException: the copy is not one of the module as it is now; one that prunes.
+    """
+    for callback in callbacks:
+        if isinstance(callback, private.ModelPruning):
+            raise private.MisconfigurationException(
+                f"{type(callback).__name__} does not work with ShardStrategy: it replaces parameters by others while they are "
+                "sharded (weight by weight_orig and a mask). Prune before fit(), with torch.nn.utils.prune on the module: "
+                "masks that are there before are trained with."
+            )
+    for callback, copy in copies(callbacks, private):
+        own, copied = _shapes(module), _shapes(copy)
+        if own != copied:
+            names = sorted({name for name, _ in set(own).symmetric_difference(copied)}) or ["their order"]
+            raise private.MisconfigurationException(
+                f"{type(callback).__name__} has averaged another module than the one that is run: they differ in "
+                f"{', '.join(names[:3])}. It copies the module in its setup hook, before configure_model(), and goes through "
+                "the parameters of both in order. Create all layers in __init__, and use a new callback for another module."
+            )
+
+
+def _shapes(module: nn.Module) -> list[tuple[str, torch.Size]]:
+    return [(name, p.shape) for name, p in module.named_parameters()]
+
+
+def shard(callbacks: Iterable[Any], engine: Engine, private: Private) -> None:
+    """Cut the copies as the module's parameters are: rank 0's values, in place. Collective.
+
+    A copy of a module that had no memory gets the module's values, buffers included.
+    """
+    for _, copy in copies(callbacks, private):
+        own = engine_of(copy)
+        if own is not None:  # the module had stayed sharded when it was copied
+            own._abandon()
+        for p, like in zip(copy.parameters(), engine.model.parameters(), strict=True):
+            if isinstance(like, ShardTensor) and not _is_average(p, like):
+                _swap(p, _cut(p, like, engine), False)  # else a transfer of weights would be recorded
+        _fill_buffers(copy, engine.model)
+
+
+def _fill_buffers(copy: nn.Module, module: nn.Module) -> None:
+    of = dict(module.named_modules(remove_duplicate=False))
+    for name, part in copy.named_modules(remove_duplicate=False):
+        for key, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                part._buffers[key] = of[name].get_buffer(key).detach().clone()
+
+
+def _is_average(p: torch.Tensor, like: ShardTensor) -> bool:
+    return isinstance(p, ShardTensor) and p._unit_ref is None and same_cut(p._spec, like._spec)
+
+
+def _copied(p: ShardTensor, like: ShardTensor) -> ShardTensor:
+    # The slice of a copy: to hand out that of a parameter means to the engine that somebody may edit it, unseen, from then on.
+    copied: Any = p.detach().clone()
+    return ShardTensor(copied.to_local(), like._spec)
+
+
+def _cut(p: torch.Tensor, like: ShardTensor, engine: Engine) -> ShardTensor:
+    """This rank's slice of one parameter of a copy, in memory of its own."""
+    if p.is_meta:  # the copy of a module that has got its memory since
+        return _copied(like, like)
+    if isinstance(p, ShardTensor):
+        if same_cut(p._spec, like._spec):
+            return _copied(p, like)
+        whole = gathered(p, engine.device)
+    else:
+        # Ranks may have initialised the module differently: slices of different averages would make none.
+        whole = p.detach().to(engine.device, copy=True, memory_format=torch.contiguous_format)
+        broadcast_coalesced(engine._runtime.collectives, [whole], "sharding an average of the weights")
+    return ShardTensor(slice_full(whole, like._spec).clone().to(p.device), like._spec)
+
+
+def unshard(callbacks: Iterable[Any], module: nn.Module, private: Private, device: torch.device) -> None:
+    """Make the copies whole and plain again, in place. Collective.
+
+    Args:
+        callbacks: all of the Trainer.
+        module: that was copied, and is plain again.
+        private: of its namespace.
+        device: over which slices are gathered.
+    """
+    for _, copy in copies(callbacks, private):
+        for p, like in zip(copy.parameters(), module.parameters(), strict=True):
+            if isinstance(p, ShardTensor):
+                _swap(p, gathered(p, device).to(p.device), like.requires_grad)
+
+
+def _swap(p: Any, value: torch.Tensor, requires_grad: bool) -> None:
+    """Put `value` in place of what a parameter is, the same object."""
+    with torch.no_grad():
+        other = nn.Parameter(value, requires_grad=requires_grad)
+    own = {"_shard_state", "_is_param"}
+    other.__dict__.update({name: value for name, value in p.__dict__.items() if name not in own})
+    torch.utils.swap_tensors(p, other)
