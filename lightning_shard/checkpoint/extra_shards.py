@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torch_shard import Engine, ShardTensor
-from torch_shard.frontend import agree
+from torch_shard.frontend import agree, param_name
 from torch_shard.frontend.checkpoint import mapped
 
 from .full import on_meta
@@ -25,7 +25,7 @@ def whole(engine: Engine, tree: Any) -> Any:
     Raises:
         DivergenceError: on all ranks: they have not put the same things into the checkpoint.
     """
-    agree(engine._runtime, "saving a checkpoint", names(tree))
+    agree(engine, "saving a checkpoint", names(tree))
     first = engine.rank == 0
 
     def gather(slices: ShardTensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ def names(tree: Any) -> list[str]:
     found: list[str] = []
 
     def note(slices: ShardTensor) -> ShardTensor:
-        found.append(slices._spec.name)
+        found.append(param_name(slices))
         return slices
 
     mapped(tree, note)

@@ -13,7 +13,7 @@ from torch import nn
 
 from torch_shard import Engine, ShardTensor
 from torch_shard.errors import CheckpointError, StateDictError
-from torch_shard.frontend import named_state
+from torch_shard.frontend import load_optim_state_dict, optim_state_dict, param_names_of
 from torch_shard.log import logger
 
 from .files import is_local
@@ -97,7 +97,7 @@ def optimizer_state(
     """
     if not is_sharded(optimizer):
         return optimizer.state_dict()
-    named = named_state.optim_state_dict(engine._runtime, optimizer, rank0_only, parameters or engine.model)
+    named = optim_state_dict(engine, optimizer, rank0_only, parameters or engine.model)
     names = names_of(engine, optimizer, parameters)
     numbers = _numbers(names)
     groups = [
@@ -141,7 +141,7 @@ def load_optimizer(
             for group in state["param_groups"]
         ],
     }
-    named_state.load_optim_state_dict(engine._runtime, optimizer, named, parameters or engine.model)
+    load_optim_state_dict(engine, optimizer, named, parameters or engine.model)
 
 
 def is_sharded(optimizer: Any) -> bool:
@@ -151,7 +151,7 @@ def is_sharded(optimizer: Any) -> bool:
 def names_of(engine: Engine, optimizer: Any, parameters: nn.Module | None = None) -> list[list[str]]:
     """The names of an optimizer's parameters, by group, as :mod:`torch_shard.state.optimizer_state` has them. Not collective."""
     try:
-        known = named_state.names_of(engine._runtime, optimizer, parameters or engine.model)
+        known = param_names_of(engine, optimizer, parameters or engine.model)
     except StateDictError:
         raise StateDictError(
             f"rank {engine.rank}: {type(optimizer).__name__} mixes parameters of the LightningModule with others, so "

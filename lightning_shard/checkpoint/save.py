@@ -111,9 +111,9 @@ class SavingMixin(_Base):  # type: ignore[misc]
         engine = self.engine_or_none
         if engine is None:
             return _on_all(function)
-        runtime, what = engine._runtime, "loading or saving a checkpoint"
-        nonce = broadcast(runtime, secrets.token_hex(8), what)  # with which it may take its time
-        return each(runtime, what, function, nonce=nonce)
+        what = "loading or saving a checkpoint"
+        nonce = broadcast(engine, secrets.token_hex(8), what)  # with which it may take its time
+        return each(engine, what, function, nonce=nonce)
 
     def _told(self, value: T, what: str) -> T:
         """Rank 0's value on every rank. Collective; a rank that is not there is an error on the others where a module is
@@ -122,8 +122,8 @@ class SavingMixin(_Base):  # type: ignore[misc]
         if engine is None:
             return self.broadcast(value)  # type: ignore[no-any-return]
         # A broadcast alone would let rank 0 go on without the others.
-        each(engine._runtime, what, lambda: None)
-        return broadcast(engine._runtime, value, what)
+        each(engine, what, lambda: None)
+        return broadcast(engine, value, what)
 
     def _on_first(self, what: str, function: Callable[[], None]) -> None:
         """Run it on rank 0; a failure is raised on all ranks. Collective."""

@@ -18,7 +18,7 @@ from torch import nn
 
 from torch_shard import Engine, ShardTensor
 from torch_shard.errors import CheckpointError, ConfigError, StateDictError
-from torch_shard.frontend import load_optim_state_dict as named_load
+from torch_shard.frontend import load_optim_state_dict, with_shard
 from torch_shard.frontend.checkpoint import (
     EXTRA,
     MODEL,
@@ -182,7 +182,7 @@ def read_parts(
             lambda safe: torch.load(meta, map_location="cpu", weights_only=safe), str(meta), weights_only
         )
 
-    meta = each(engine._runtime, "loading a checkpoint", beside)
+    meta = each(engine, "loading a checkpoint", beside)
     found = read_contents(engine, folder, optimizers, named_state=named_state, models=models, unpickle=unpickle)
     rest = meta if isinstance(meta, dict) else found.extra if isinstance(found.extra, dict) else {}
     rest = joined(rest, found.sliced)
@@ -217,7 +217,7 @@ def load_optimizer(
         name: {key: _on(value, devices[name]) for key, value in own.items()} if name in devices else own
         for name, own in state["state"].items()
     }
-    named_load(engine._runtime, optimizer, {**state, "state": placed}, parameters or engine.model)
+    load_optim_state_dict(engine, optimizer, {**state, "state": placed}, parameters or engine.model)
 
 
 def load_either(engine: Engine, optimizer: Any, state: Mapping[str, Any], parameters: nn.Module | None = None) -> None:
@@ -245,5 +245,5 @@ def renamed(
 def _on(value: Any, device: torch.device) -> Any:
     """Slices were read into the host's memory."""
     if isinstance(value, ShardTensor) and value.device != device:
-        return ShardTensor(value.to_local().to(device), value._spec)
+        return with_shard(value, value.to_local().to(device))
     return value

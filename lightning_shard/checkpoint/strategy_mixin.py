@@ -131,7 +131,7 @@ class CheckpointMixin(SavingMixin):
         if engine is None:
             return super().lightning_module_state_dict()
         try:
-            refuse_inside(engine._runtime, "saving a checkpoint")
+            refuse_inside(engine, "saving a checkpoint")
         except UnitStateError as error:
             raise UnitStateError(
                 f"{error} In Lightning the steps are forwards: save in on_train_batch_end, on_validation_batch_end, "
@@ -169,7 +169,7 @@ class CheckpointMixin(SavingMixin):
                     "storage_options is for plugins, which write single files; this checkpoint is a folder."
                 )
             self._together(lambda: _sharded.check_names(engine.rank, names, of_first))
-            agree(engine._runtime, "saving a checkpoint", _slices.names(checkpoint))
+            agree(engine, "saving a checkpoint", _slices.names(checkpoint))
             self._save_folder(engine, checkpoint, _sharded.local_path(filepath))
         else:
             self._finish_save()

@@ -20,8 +20,7 @@ from torch_shard.frontend.checkpoint import (
     MODELS,
     OPTIMIZER,
     Source,
-    all_parameters,
-    plain_source,
+    named_parameters_of,
     sources_of,
 )
 from torch_shard.log import logger
@@ -97,7 +96,7 @@ class FabricCheckpointMixin(SavingMixin):
         for key, obj in state.items():
             engine = engine_of(inner(obj)) if isinstance(obj, nn.Module) else None
             if engine is not None:
-                refuse_inside(engine._runtime, "fabric.save")
+                refuse_inside(engine, "fabric.save")
             elif isinstance(obj, torch.optim.Optimizer) and self._engines_of(obj):
                 if is_folder and key in filter:
                     raise ConfigError(
@@ -311,15 +310,7 @@ class FabricCheckpointMixin(SavingMixin):
 
     def _parameters(self, optimizer: Any) -> nn.Module:
         """Names for everything that an optimizer holds, of whichever modules, or of none."""
-        engines: list[Engine] = self._engines_of(optimizer)
-        sources = [Source((), "", engine.model, engine._runtime) for engine in engines]
-        known = {id(p) for source in sources for p in source.model.parameters()}
-        known.update(id(p) for source in sources for unit in source.runtime.units for p in unit.params)
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        others = {str(number): p for number, p in enumerate(held) if id(p) not in known}
-        if len(engines) == 1 and not others:
-            return engines[0].model
-        return all_parameters([*sources, plain_source("", others)])
+        return named_parameters_of(self._engines_of(optimizer), optimizer)
 
 
 def _is_sharded_module(obj: Any) -> bool:
@@ -347,7 +338,7 @@ def _sources_for(key: str, engines: Sequence[Engine], sources: list[Source]) -> 
     Raises:
         ConfigError: it has several modules, of which some are not in the state.
     """
-    if {id(engine._runtime) for engine in engines} <= {id(source.runtime) for source in sources}:
+    if {id(engine.model) for engine in engines} <= {id(source.model) for source in sources}:
         return sources
     if len(engines) > 1:
         raise ConfigError(

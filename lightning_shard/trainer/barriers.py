@@ -47,4 +47,4 @@ class MeetingMixin(_Base):  # type: ignore[misc]
     def _meet(self, what: str) -> None:
         engine = self.engine_or_none
         if engine is not None and engine.world_size > 1 and not self._failed:
-            meet(engine._runtime, group_timeout(self.root_device), what)
+            meet(engine, group_timeout(self.root_device), what)

@@ -62,7 +62,7 @@ class SigtermMixin(_Base):  # type: ignore[misc]
         if engine is None:
             return False
         # Only what all have heard counts: the handler may run while this waits.
-        told = anywhere(engine._runtime, "the start of a batch or loop", self._sigterm_noted)
+        told = anywhere(engine, "the start of a batch or loop", self._sigterm_noted)
         if told:
             self._sigterm_noted = True
             set_received_sigterm(self.lightning_module.trainer)

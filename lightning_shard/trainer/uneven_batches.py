@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import torch_shard
 from torch_shard import Engine
-from torch_shard.frontend import agree
+from torch_shard.frontend import agree, in_batch, is_solo
 from torch_shard.log import logger
 
 from .._private import is_last_to_evaluate
@@ -87,22 +87,18 @@ class EvaluationMixin(_Base):  # type: ignore[misc]
             self._begins = False
             self._told_to_end()
             self._hold_whole_if_uneven(engine, step)
-        last, agreement = is_last_to_evaluate(module.trainer), engine._runtime.agreement
-        assert agreement is not None
-        if self._whole is None:
-            agreement.batch = f"{'the last batch' if last else 'a batch before the last one'} of its {step} loop"
-        try:
+        last = is_last_to_evaluate(module.trainer)
+        which = "the last batch" if last else "a batch before the last one"
+        with in_batch(engine, "" if self._whole is not None else f"{which} of its {step} loop"):
             yield
-        finally:
-            agreement.batch = ""
         if last:
             self._leave_whole()
 
     def _hold_whole_if_uneven(self, engine: Engine, step: str) -> None:
         """Collective. A rank without any batch does something else now, which the engine says on all ranks."""
-        if engine._runtime.solo:  # the user has gathered on some ranks only
+        if is_solo(engine):  # the user has gathered on some ranks only
             return
-        agree(engine._runtime, f"the first batch of the {step} loop")
+        agree(engine, f"the first batch of the {step} loop")
         trainer = self.lightning_module.trainer
         # Of each dataloader: where one ends the Trainer reduces what was logged.
         numbers = [float(number) for number in _numbers_of_batches(trainer)]

@@ -19,7 +19,15 @@ import torch
 from torch import nn
 
 from torch_shard import Engine, ShardTensor, engine_of
-from torch_shard.frontend import broadcast_coalesced, same_cut, slice_full
+from torch_shard.frontend import (
+    abandon,
+    broadcast_tensors,
+    is_parameter,
+    shard_like,
+    sharded_alike,
+    swap_value,
+    with_shard,
+)
 
 from .._private import Private, average_of
 from ..checkpoint.extra_shards import gathered
@@ -105,10 +113,10 @@ def shard(callbacks: Iterable[Any], engine: Engine, private: Private) -> None:
     for _, copy in copies(callbacks, private):
         own = engine_of(copy)
         if own is not None:  # the module had stayed sharded when it was copied
-            own._abandon()
+            abandon(own)
         for p, like in zip(copy.parameters(), engine.model.parameters(), strict=True):
             if isinstance(like, ShardTensor) and not _is_average(p, like):
-                _swap(p, _cut(p, like, engine), False)  # else a transfer of weights would be recorded
+                swap_value(p, _cut(p, like, engine), False)  # else a transfer of weights would be recorded
         _fill_buffers(copy, engine.model)
 
 
@@ -121,13 +129,13 @@ def _fill_buffers(copy: nn.Module, module: nn.Module) -> None:
 
 
 def _is_average(p: torch.Tensor, like: ShardTensor) -> bool:
-    return isinstance(p, ShardTensor) and p._unit_ref is None and same_cut(p._spec, like._spec)
+    return isinstance(p, ShardTensor) and not is_parameter(p) and sharded_alike(p, like)
 
 
 def _copied(p: ShardTensor, like: ShardTensor) -> ShardTensor:
     # The slice of a copy: to hand out that of a parameter means to the engine that somebody may edit it, unseen, from then on.
     copied: Any = p.detach().clone()
-    return ShardTensor(copied.to_local(), like._spec)
+    return with_shard(like, copied.to_local())
 
 
 def _cut(p: torch.Tensor, like: ShardTensor, engine: Engine) -> ShardTensor:
@@ -135,14 +143,14 @@ def _cut(p: torch.Tensor, like: ShardTensor, engine: Engine) -> ShardTensor:
     if p.is_meta:  # the copy of a module that has got its memory since
         return _copied(like, like)
     if isinstance(p, ShardTensor):
-        if same_cut(p._spec, like._spec):
+        if sharded_alike(p, like):
             return _copied(p, like)
         whole = gathered(p, engine.device)
     else:
         # Ranks may have initialised the module differently: slices of different averages would make none.
         whole = p.detach().to(engine.device, copy=True, memory_format=torch.contiguous_format)
-        broadcast_coalesced(engine._runtime.collectives, [whole], "sharding an average of the weights")
-    return ShardTensor(slice_full(whole, like._spec).clone().to(p.device), like._spec)
+        broadcast_tensors(engine, [whole], "sharding an average of the weights")
+    return with_shard(like, shard_like(whole, like).to_local().to(p.device))
 
 
 def unshard(callbacks: Iterable[Any], module: nn.Module, private: Private, device: torch.device) -> None:
@@ -157,13 +165,4 @@ def unshard(callbacks: Iterable[Any], module: nn.Module, private: Private, devic
     for _, copy in copies(callbacks, private):
         for p, like in zip(copy.parameters(), module.parameters(), strict=True):
             if isinstance(p, ShardTensor):
-                _swap(p, gathered(p, device).to(p.device), like.requires_grad)
-
-
-def _swap(p: Any, value: torch.Tensor, requires_grad: bool) -> None:
-    """Put `value` in place of what a parameter is, the same object."""
-    with torch.no_grad():
-        other = nn.Parameter(value, requires_grad=requires_grad)
-    own = {"_shard_state", "_is_param"}
-    other.__dict__.update({name: value for name, value in p.__dict__.items() if name not in own})
-    torch.utils.swap_tensors(p, other)
+                swap_value(p, gathered(p, device).to(p.device), like.requires_grad)

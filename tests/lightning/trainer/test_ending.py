@@ -22,7 +22,7 @@ from tests.marks import exhaustive
 from tests.ranks import ranks
 from tests.run_python import run_python
 from torch_shard import ShardConfig, ShardError
-from torch_shard.comm.consensus import anywhere
+from torch_shard.frontend import anywhere
 
 
 def same_batches(world_size):
