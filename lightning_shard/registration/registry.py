@@ -53,9 +53,6 @@ def register(namespace: str, registry: Any) -> None:
         # override: a reload of Lightning's module must not fail on its second registration.
         factory = functools.partial(_make, namespace, **arguments)
         registry.register(name, factory, description=description, override=True)
-    from .unknown_names import answer  # here: it imports this module
-
-    answer(namespace, registry)
 
 
 def _make(namespace: str, **arguments: Any) -> Any:

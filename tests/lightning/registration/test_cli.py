@@ -119,10 +119,3 @@ def test_a_setting_that_there_is_not_is_refused(capsys):
     with pytest.raises(SystemExit):
         cli("--trainer.strategy", CLASS, "--trainer.strategy.prefetsch", 2, run=False)
     assert "'prefetsch' is not accepted" in capsys.readouterr().err
-
-
-def test_a_class_path_by_itself_is_a_name_to_the_command_line_and_is_told_how_to_be_a_class():
-    with pytest.raises(ValueError, match=r"--trainer\.strategy\.class_path"):
-        cli("--trainer.strategy", CLASS, run=False)
-    made = cli("--trainer.strategy.class_path", CLASS, run=False).trainer.strategy
-    assert type(made).__module__ == "lightning_shard.for_lightning"
