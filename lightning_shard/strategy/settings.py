@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -16,7 +17,6 @@ from torch_shard.frontend import group_timeout
 
 from .._private import Shared
 from ..checkpoint.save import StateDictType, check_form
-from ..registration.refused_arguments import advice
 from . import precision as _precision
 from .environment import check_start_settings
 from .processes import StartMethod
@@ -109,8 +109,11 @@ def with_overrides(config: ShardConfig | None, overrides: Mapping[str, Any], str
     known = [field.name for field in dataclasses.fields(ShardConfig)]
     unknown = [name for name in overrides if name not in known]
     if unknown:
+        close = difflib.get_close_matches(unknown[0], known, 1)
         raise ConfigError(
-            f"{unknown[0]}: no such setting; {strategy} and ShardConfig have none of that name.{advice(unknown[0], known)}"
+            f"{unknown[0]}: no such setting; {strategy} and ShardConfig have none of that name. "
+            + (f"Did you mean {close[0]}? " if close else "")
+            + "docs/lightning.md (Switching over) says what stands for the arguments of Lightning's other strategies."
         )
     chosen = {name: value for name, value in overrides.items() if value is not None}
     return dataclasses.replace(config or ShardConfig(), **chosen)

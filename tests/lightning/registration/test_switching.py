@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -16,24 +15,15 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-import lightning_shard.for_lightning
-from lightning_shard.registration.refused_arguments import REMEDIES
 from tests.lightning.support import assert_same_state, loader, net_class, trainer
 from tests.lightning.support import lightning_shard as package
 from tests.ranks import ranks
-from torch_shard import Offload, ShardConfig
 from torch_shard.errors import ConfigError
 from torch_shard.versions import at_least
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "lightning.md").read_text(encoding="utf-8")
 STRATEGIES = {"ddp": "DDPStrategy", "fsdp": "FSDPStrategy", "deepspeed": "DeepSpeedStrategy"}
 WRAPPERS = {"ddp": DistributedDataParallel, "fsdp": FullyShardedDataParallel}
-OURS = {*inspect.signature(lightning_shard.for_lightning.ShardStrategy).parameters} | {
-    field.name for field in dataclasses.fields(ShardConfig)
-}
-
-OFFLOAD = {field.name for field in dataclasses.fields(Offload)}
-
 # Arguments that the oldest torch that is supported has not.
 NEWER = set() if at_least("2.13") else {"batched_grad_copy", "forward_sync_buffers"}
 
@@ -66,29 +56,6 @@ def test_every_argument_is_in_the_documentation_and_none_that_there_is_not(name)
     assert len(found) == 2, "arguments, and what goes through **kwargs or the configuration"
 
 
-@pytest.mark.parametrize("kind", ["Trainer", "Fabric"])
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_every_argument_is_taken_or_answered_with_what_to_do(name, kind):
-    module = lightning.pytorch.strategies if kind == "Trainer" else lightning.fabric.strategies
-    namespace = "lightning" if kind == "Trainer" else "lightning.fabric"
-    made = package.registration.registry.strategy_class(namespace)
-    given = arguments_of(getattr(module, STRATEGIES[name])) | (
-        arguments_of(WRAPPERS[name]) if name in WRAPPERS else set()
-    )
-    taken = {*inspect.signature(made).parameters} | {field.name for field in dataclasses.fields(ShardConfig)}
-    for argument in given - taken:
-        with pytest.raises(ConfigError, match=rf"^{argument}: .*Another strategy has it; here: \w"):
-            made(**{argument: True})
-    assert given - taken <= set(REMEDIES)
-
-
-def test_what_is_answered_is_not_taken_and_names_settings_that_there_are():
-    assert not OURS & set(REMEDIES)
-    for text in REMEDIES.values():
-        for name in re.findall(r"(\w+)=", text):
-            assert name in OURS | OFFLOAD | {"devices", "empty_init", "strict_loading"} | {"precision", "config"}, text
-
-
 def _mean(seen: list[int], grad: torch.Tensor, output: torch.Tensor) -> None:
     seen.append(grad.numel())
     dist.all_reduce(grad)
@@ -112,6 +79,9 @@ def test_a_communication_hook_that_is_registered_when_training_starts_reduces(wo
     assert_same_state(*results)
 
 
-def test_a_misspelt_setting_is_answered_with_the_right_one():
+@pytest.mark.parametrize("made", [package.ShardStrategy, package.ShardFabricStrategy])
+def test_a_setting_that_there_is_not_is_named(made):
     with pytest.raises(ConfigError, match=r"^prefech: .*Did you mean prefetch\?"):
-        package.ShardStrategy(prefech=2)
+        made(prefech=2)
+    with pytest.raises(ConfigError, match=r"^find_unused_parameters: .*docs/lightning\.md"):
+        made(find_unused_parameters=True)
