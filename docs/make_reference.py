@@ -255,6 +255,13 @@ def pages() -> tuple[Page, ...]:
                     bases=(("lightning_shard/strategy/settings.py", "SettingsMixin"),),
                 ),
                 Entry(
+                    "lightning_shard/strategy/settings.py",
+                    "StrategySettings",
+                    "lightning_shard.strategy.settings.StrategySettings",
+                    members=(),
+                    constructor=True,
+                ),
+                Entry(
                     "lightning_shard/monitor/callback.py",
                     "MonitorMixin",
                     "lightning_shard.ShardMonitor",

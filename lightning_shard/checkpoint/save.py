@@ -6,16 +6,17 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from torch_shard import Engine
-from torch_shard.errors import CheckpointError, ConfigError
+from torch_shard.errors import CheckpointError
 from torch_shard.frontend.checkpoint import Source, broadcast, each, find, save_contents
 
 from .._private import Shared
+from ..strategy.settings import StrategySettings
 from . import files as _files
 from .safe_load import classes_to_allow
 
@@ -24,27 +25,16 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["SavingMixin", "StateDictType", "check_form", "existing"]
+__all__ = ["SavingMixin", "existing"]
 
-StateDictType = Literal["full", "sharded"]
 T = TypeVar("T")
-
-
-def check_form(state_dict_type: str, async_save: bool) -> None:
-    """Raise ConfigError where there is no such form of checkpoints, or it is not written in the background."""
-    if state_dict_type not in ("full", "sharded"):
-        raise ConfigError(f"state_dict_type must be 'full' or 'sharded', not {state_dict_type!r}.")
-    if async_save and state_dict_type == "full":
-        raise ConfigError(
-            "async_save=True is for state_dict_type='sharded'. Under the Trainer one file is written in the background with "
-            "Lightning's plugin: Trainer(plugins=[AsyncCheckpointIO()])."
-        )
 
 
 class SavingMixin(_Base):  # type: ignore[misc]
     """A strategy with a plugin for single files, and an engine (``engine_or_none``) whose ranks act together."""
 
     _private: Shared
+    _settings: StrategySettings
     _checkpoint_io: Any
     _file_io: Any  # the class of CheckpointIO that is used where the user has given none
 

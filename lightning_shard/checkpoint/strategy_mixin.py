@@ -26,18 +26,15 @@ from . import extra_shards as _slices
 from . import files as _files
 from . import full as _full
 from . import sharded as _sharded
-from .save import SavingMixin, StateDictType, existing
+from .save import SavingMixin, existing
 
-__all__ = ["CheckpointMixin", "StateDictType"]
+__all__ = ["CheckpointMixin"]
 
 
 class CheckpointMixin(SavingMixin):
     """The part of a strategy that saves and loads."""
 
     _private: Private
-    _state_dict_type: StateDictType
-    _async_save: bool
-    _weights_only: bool | None
     _weights_only_asked: bool | None
     _failed: bool
     _prepared: bool  # the run's module is sharded
@@ -70,7 +67,7 @@ class CheckpointMixin(SavingMixin):
             CheckpointError: on all ranks: there is none, it is damaged, of an unknown form, or holds objects that are
                 refused.
         """
-        for asked in (self._weights_only_asked, self._weights_only):
+        for asked in (self._weights_only_asked, self._settings.weights_only):
             weights_only = asked if weights_only is None else weights_only
         self._finish_save()
         # Ranks must read the same one, also where the path holds a time or a version.
@@ -137,7 +134,7 @@ class CheckpointMixin(SavingMixin):
                 f"{error} In Lightning the steps are forwards: save in on_train_batch_end, on_validation_batch_end, "
                 "on_train_epoch_end or the like, not in training_step or validation_step."
             ) from None
-        if self._state_dict_type == "sharded":
+        if self._settings.state_dict_type == "sharded":
             return _sharded.model_state(engine)
         return _full.model_state(engine, self.lightning_module)
 
@@ -148,7 +145,7 @@ class CheckpointMixin(SavingMixin):
         engine = self.engine_or_none
         if engine is None:
             return super().optimizer_state(optimizer)
-        if self._state_dict_type == "sharded":
+        if self._settings.state_dict_type == "sharded":
             return _sharded.optimizer_state(engine, optimizer)
         return _full.optimizer_state(engine, optimizer)
 
@@ -160,10 +157,10 @@ class CheckpointMixin(SavingMixin):
         engine = self.engine_or_none
         state = checkpoint.get("state_dict")
         names = list(state) if isinstance(state, Mapping) else []
-        if engine is not None and self._state_dict_type == "full":
+        if engine is not None and self._settings.state_dict_type == "full":
             checkpoint = _slices.whole(engine, checkpoint)
         filepath, of_first = self._told((filepath, names), "trainer.save_checkpoint")
-        if self._state_dict_type == "sharded" and engine is not None:
+        if self._settings.state_dict_type == "sharded" and engine is not None:
             if storage_options is not None:
                 raise ConfigError(
                     "storage_options is for plugins, which write single files; this checkpoint is a folder."
@@ -173,7 +170,7 @@ class CheckpointMixin(SavingMixin):
             self._save_folder(engine, checkpoint, _sharded.local_path(filepath))
         else:
             self._finish_save()
-            if self._state_dict_type == "sharded":
+            if self._settings.state_dict_type == "sharded":
                 logger.info("%s becomes one file: the module is plain and whole after the run", filepath)
             self._on_first(
                 f"write the checkpoint {filepath}", lambda: self._save_file(checkpoint, filepath, storage_options)
@@ -195,7 +192,7 @@ class CheckpointMixin(SavingMixin):
             self._shared[target] += 1
         self._finish_save()
         contents = _sharded.contents_of(checkpoint)
-        self._pending = self._write_folder(engine, contents, target, self._async_save and not self._links())
+        self._pending = self._write_folder(engine, contents, target, self._settings.async_save and not self._links())
         self._pending_occasion = occasion
         self._keep(target)
 
@@ -211,7 +208,7 @@ class CheckpointMixin(SavingMixin):
     # -- names that ModelCheckpoint may take --------------------------------------------------------------------------
     def _show_pending(self, callbacks: list[Any]) -> None:
         """Have each ModelCheckpoint choose the names that it would choose if no save were in the background."""
-        for callback in callbacks if self._async_save else ():
+        for callback in callbacks if self._settings.async_save else ():
             if isinstance(callback, self._private.ModelCheckpoint) and "file_exists" not in vars(callback):
                 callback.file_exists = functools.partial(self._will_exist, callback.file_exists)
                 self._shown_to.append(callback)

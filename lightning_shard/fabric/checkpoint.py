@@ -28,7 +28,7 @@ from torch_shard.log import logger
 from ..checkpoint import files as _files
 from ..checkpoint import full as _full
 from ..checkpoint import sharded as _sharded
-from ..checkpoint.save import SavingMixin, StateDictType, existing
+from ..checkpoint.save import SavingMixin, existing
 from .forward_module import inner
 
 __all__ = ["FabricCheckpointMixin"]
@@ -42,9 +42,6 @@ Filter = Mapping[str, Callable[[str, Any], bool]]
 class FabricCheckpointMixin(SavingMixin):
     """The part of Fabric's strategy that saves and loads."""
 
-    _state_dict_type: StateDictType
-    _async_save: bool
-    _weights_only: bool | None
     _speaker: Engine | None = None  # of what is being saved or loaded
 
     @contextlib.contextmanager
@@ -80,10 +77,10 @@ class FabricCheckpointMixin(SavingMixin):
     def _save(self, path: Any, state: dict[str, Any], storage_options: Any, filter: Filter) -> None:
         path, keys = self._told((path, list(state)), "fabric.save")
         plain = self._together(lambda: self._prepared(state, keys, storage_options, filter))
-        if self._state_dict_type == "sharded" and self._speaker is not None:
+        if self._settings.state_dict_type == "sharded" and self._speaker is not None:
             self._save_folder(self._speaker, path, state, plain, filter)
         else:
-            if self._state_dict_type == "sharded":
+            if self._settings.state_dict_type == "sharded":
                 logger.info("%s becomes one file: it holds no sharded module", path)
             self._save_file(path, state, plain, storage_options, filter)
 
@@ -91,7 +88,7 @@ class FabricCheckpointMixin(SavingMixin):
         """Everything that is not sharded, as it will be saved; refuse what can't be. Not collective."""
         if list(state) != keys:
             raise ConfigError(f"fabric.save: the state has other keys here ({list(state)}) than on rank 0 ({keys}).")
-        is_folder = self._state_dict_type == "sharded" and any(map(_is_sharded_module, state.values()))
+        is_folder = self._settings.state_dict_type == "sharded" and any(map(_is_sharded_module, state.values()))
         plain = {}
         for key, obj in state.items():
             engine = engine_of(inner(obj)) if isinstance(obj, nn.Module) else None
@@ -168,7 +165,7 @@ class FabricCheckpointMixin(SavingMixin):
         names = [*contents[MODEL], *(f"{m}: {n}" for m, own in contents.get(MODELS, {}).items() for n in own)]
         of_first = self._told(names, "fabric.save")
         self._together(lambda: _sharded.check_names(engine.rank, names, of_first))
-        self._write_folder(engine, contents, target, self._async_save, sources)
+        self._write_folder(engine, contents, target, self._settings.async_save, sources)
 
     # -- loading ------------------------------------------------------------------------------------------------------
     def load_checkpoint(
@@ -193,7 +190,7 @@ class FabricCheckpointMixin(SavingMixin):
             KeyError: a key is missing, with `strict`. Nothing has changed.
             StateDictError: on all ranks: an object and its state don't fit.
         """
-        weights_only = self._weights_only if weights_only is None else weights_only
+        weights_only = self._settings.weights_only if weights_only is None else weights_only
         wanted = state if isinstance(state, dict) else {} if state is None else {"": state}
         with self._speaking_for(wanted.values()):
             return self._load(path, wanted, not isinstance(state, dict), strict, weights_only)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,11 +15,10 @@ from torch_shard.activation_checkpointing import checkpointed_layers
 from torch_shard.errors import ConfigError
 from torch_shard.frontend import clip_norm, engines_over, limit_values
 
-from ..checkpoint.save import StateDictType
 from ..strategy import precision as _precision
-from ..strategy.processes import RanksMixin, StartMethod, mesh_on
-from ..strategy.settings import LayersOrOne, SettingsMixin, same_config
-from ..strategy.signature import show_config_fields
+from ..strategy.processes import RanksMixin, mesh_on
+from ..strategy.settings import SettingsMixin, same_config
+from ..strategy.signature import show_settings
 from .checkpoint import FabricCheckpointMixin
 from .forward_module import ForwardModule, inner, unwrapped
 
@@ -39,23 +37,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
         checkpoint_io: likewise.
         precision: likewise a plugin. With ``bf16-mixed`` and ``16-mixed`` parameters are gathered in that dtype, norms excepted,
             and autocast is on, unless `config` has a ``precision`` of its own (``Precision()``: autocast alone).
-        process_group_backend: ``"nccl"`` or ``"gloo"``; by default the device's own.
-        timeout: of the process group, and so how long a rank waits for a missing partner before it raises
-            :class:`~torch_shard.errors.MissingRankError`; after half a minute a warning says what is waited for. `config` with a
-            ``timeout`` of its own, not the default, fails sooner.
-        start_method: ``"popen"`` runs the script once per rank; ``"spawn"`` and ``"fork"`` are for notebooks and tests.
-        defer_gradient_sync: ``no_backward_sync`` sends nothing, and holds whole gradients on every rank, as DDP does. With
-            False it has no effect: each backward reduces, and gradients accumulate in slices.
-        activation_checkpointing: layers that keep their inputs alone and compute the rest again in backward: a class or the name
-            of one, or several. True: of the modules that are units by `config`, else of those that repeat. Names in state
-            dicts stay.
-        activation_offload: layers that compute activations again, too, and whose inputs wait for backward in host memory,
-            chosen in the same way. True: all that `activation_checkpointing` chooses; where it chooses none, as True is there.
-        state_dict_type: ``"full"`` checkpoints are one file each, gathered and written by rank 0, as ``ddp`` writes them;
-            ``"sharded"`` ones a folder each, to which every rank writes its slices. Both are loaded whatever this is.
-        async_save: write sharded checkpoints while training goes on. The next save or load waits, and raises a failure.
-        weights_only: load checkpoints with torch's safe loader or without it, where ``fabric.load`` is not told. By default
-            the safe one, which accepts usual hyper-parameters too.
+        **settings: the fields of :class:`~lightning_shard.strategy.settings.StrategySettings` and of ``ShardConfig``.
 
     Raises:
         ConfigError: a setting is unknown or has a bad value.
@@ -70,30 +52,9 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
         cluster_environment: Any = None,
         checkpoint_io: Any = None,
         precision: Any = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = None,
-        start_method: StartMethod = "popen",
-        defer_gradient_sync: bool = True,
-        activation_checkpointing: LayersOrOne = None,
-        activation_offload: LayersOrOne = None,
-        state_dict_type: StateDictType = "full",
-        async_save: bool = False,
-        weights_only: bool | None = None,
-        **overrides: Any,
+        **settings: Any,
     ) -> None:
-        self._keep_settings(
-            config,
-            overrides,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            defer_gradient_sync=defer_gradient_sync,
-            activation_checkpointing=activation_checkpointing,
-            activation_offload=activation_offload,
-            state_dict_type=state_dict_type,
-            async_save=async_save,
-            weights_only=weights_only,
-        )
+        self._keep_settings(config, {"defer_gradient_sync": True, **settings})
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -101,7 +62,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
             checkpoint_io=checkpoint_io,
             precision=precision,
         )
-        self._backward_sync_control = _BackwardSync(defer_gradient_sync)
+        self._backward_sync_control = _BackwardSync(self._settings.defer_gradient_sync)
         self._modules: list[weakref.ref[nn.Module]] = []  # that this strategy has sharded, in that order
 
     # -- Fabric(): what the connector sets ----------------------------------------------------------------------------
@@ -232,7 +193,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
         return engines_over(self._engines(), held) if held else []
 
 
-show_config_fields(FabricStrategyMixin)
+show_settings(FabricStrategyMixin, defer_gradient_sync=True)
 
 
 class _BackwardSync:

@@ -4,36 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
-
-from torch_shard.errors import ConfigError
 
 from .._private import Shared
 
-__all__ = ["check_devices", "check_ranks", "check_start_settings", "refuse_interactive"]
+__all__ = ["check_devices", "check_ranks", "refuse_interactive"]
 
 _DEVICES = ("cpu", "cuda")  # that the engine shards on
-
-
-def check_start_settings(start_method: Any, timeout: Any, process_group_backend: Any) -> None:
-    """Raise ConfigError for settings of a strategy that no run could start with."""
-    methods = ("popen", *torch.multiprocessing.get_all_start_methods())
-    if start_method not in methods:
-        raise ConfigError(
-            f"start_method must be one of {', '.join(map(repr, methods))} on this platform, not {start_method!r}."
-        )
-    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
-        raise ConfigError(
-            f"timeout must be a positive datetime.timedelta, as in timedelta(minutes=10), not {timeout!r}. (The engine's own "
-            "time limit, in seconds, is set in a config: ShardConfig(timeout=...).)"
-        )
-    if process_group_backend is not None and not isinstance(process_group_backend, str):
-        raise ConfigError(f"process_group_backend must be a name, such as 'nccl', not {process_group_backend!r}.")
 
 
 def check_devices(devices: Sequence[torch.device] | None, backend: str | None, private: Shared) -> None:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from .._private import Shared
 from .environment import check_devices, check_ranks, refuse_interactive
+from .settings import StrategySettings
 
 if TYPE_CHECKING:
     _Base: TypeAlias = Any
 else:
     _Base = object
 
-__all__ = ["RanksMixin", "StartMethod", "mesh_on"]
-
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+__all__ = ["RanksMixin", "mesh_on"]
 
 
 class RanksMixin(_Base):  # type: ignore[misc]
@@ -28,8 +26,7 @@ class RanksMixin(_Base):  # type: ignore[misc]
     _launchers: tuple[Any, Any]  # for popen; for the start methods of multiprocessing
     _num_nodes: int
     _process_group_backend: str | None
-    _timeout: timedelta | None
-    _start_method: StartMethod
+    _settings: StrategySettings
 
     # -- who this process is ------------------------------------------------------------------------------------------
     @property
@@ -81,11 +78,11 @@ class RanksMixin(_Base):  # type: ignore[misc]
         assert self.cluster_environment is not None
         check_devices(self.parallel_devices, self._process_group_backend, self._private)
         by_script, by_multiprocessing = self._launchers
-        if self._start_method == "popen":
+        if self._settings.start_method == "popen":
             refuse_interactive(type(self).__name__, self._private)
             self._launcher = by_script(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
-            self._launcher = by_multiprocessing(self, start_method=self._start_method)
+            self._launcher = by_multiprocessing(self, start_method=self._settings.start_method)
 
     # -- the process group --------------------------------------------------------------------------------------------
     def setup_environment(self) -> None:
@@ -103,7 +100,7 @@ class RanksMixin(_Base):  # type: ignore[misc]
         self._private.init_dist_connection(
             self.cluster_environment,
             self._process_group_backend,
-            timeout=self._timeout,
+            timeout=self._settings.timeout or self._private.default_pg_timeout,
             device_id=device if device.type != "cpu" else None,
         )
 

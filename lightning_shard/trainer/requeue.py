@@ -7,6 +7,7 @@ note; between two steps, and once more when the run ends, the ranks agree whethe
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -21,6 +22,7 @@ from .._private import (
     restore_requeue_handler,
     shadow_requeue_handler,
 )
+from ..strategy.settings import StrategySettings
 
 if TYPE_CHECKING:
     _Base: TypeAlias = Any
@@ -35,7 +37,7 @@ class RequeueMixin(_Base):  # type: ignore[misc]
 
     _private: Private
     _failed: bool
-    _async_save: bool
+    _settings: StrategySettings
     _requeue_of: Any = None  # the Trainer whose handler only takes note
     _requeue_asked: int | None = None  # the signal that this rank has got
 
@@ -58,11 +60,11 @@ class RequeueMixin(_Base):  # type: ignore[misc]
             self._requeue_asked = None
             logger.info("requeue: rank %d saves with the others", self.global_rank)
             # It requeues the job right after the save, which ends this one: nothing may be written in the background by then.
-            asynchronous, self._async_save = self._async_save, False
+            settings, self._settings = self._settings, dataclasses.replace(self._settings, async_save=False)
             try:
                 call_requeue_handler(self._requeue_of, signum)
             finally:
-                self._async_save = asynchronous
+                self._settings = settings
 
     def _end_requeue(self) -> None:
         """When a run ends: answer what came in its last step, unless it failed, and give the Trainer its handler back. Collective

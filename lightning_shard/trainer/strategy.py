@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,11 +21,11 @@ from torch_shard.log import logger
 
 from .._private import Private, run_as_forward
 from ..checkpoint.full import is_sharded
-from ..checkpoint.strategy_mixin import CheckpointMixin, StateDictType
+from ..checkpoint.strategy_mixin import CheckpointMixin
 from ..strategy import precision as _precision
-from ..strategy.processes import RanksMixin, StartMethod, mesh_on
-from ..strategy.settings import LayersOrOne, SettingsMixin, same_config
-from ..strategy.signature import show_config_fields
+from ..strategy.processes import RanksMixin, mesh_on
+from ..strategy.settings import SettingsMixin, same_config
+from ..strategy.signature import show_settings
 from . import weight_averaging as averaging
 from .barriers import MeetingMixin
 from .clipping import with_sharded_clipping
@@ -37,7 +36,7 @@ from .requeue import RequeueMixin
 from .sigterm import SigtermMixin
 from .uneven_batches import EvaluationMixin
 
-__all__ = ["StartMethod", "TrainerStrategyMixin"]
+__all__ = ["TrainerStrategyMixin"]
 
 
 class TrainerStrategyMixin(
@@ -54,29 +53,10 @@ class TrainerStrategyMixin(
         checkpoint_io: likewise.
         precision_plugin: likewise. With ``bf16-mixed`` and ``16-mixed`` parameters are gathered in that dtype, norms excepted,
             and autocast is on, unless `config` has a ``precision`` of its own (``Precision()``: autocast alone).
-        process_group_backend: ``"nccl"`` or ``"gloo"``; by default the device's own.
-        timeout: of the process group, and so how long a rank waits for a missing partner before it raises
-            :class:`~torch_shard.errors.MissingRankError`; after half a minute a warning says what is waited for. `config` with a
-            ``timeout`` of its own, not the default, fails sooner.
-        start_method: ``"popen"`` runs the script once per rank; ``"spawn"`` and ``"fork"`` are for notebooks and tests.
-        defer_gradient_sync: while gradients accumulate, reduce them once at the end. Sends less, but holds the
-            whole gradients on every rank meanwhile. By default each micro-batch is reduced.
-        unshard_at_end: give the whole, plain module (and optimizer state) back on every rank when a run ends, as DDP
-            does. By default where it fits in memory; else the module stays sharded and the log says so.
-        activation_checkpointing: layers that keep their inputs alone and compute the rest again in backward: a class or the name
-            of one, or several. True: of the modules that are units by `config`, else of those that repeat. State dicts keep
-            their names, and the layers are as they were when the run gives the plain module back. Batch norms in them count
-            each batch twice in their running statistics, as with any activation checkpointing.
-        activation_offload: layers that compute activations again, too, and whose inputs wait for backward in host memory,
-            chosen in the same way. True: all that `activation_checkpointing` chooses; where it chooses none, as True is there.
-        state_dict_type: ``"full"`` checkpoints are one file each, gathered and written by rank 0, as a single device has
-            them; ``"sharded"`` ones a folder each, to which every rank writes its slices. Both, and those of Lightning's
-            other strategies, are loaded whatever this is. After a run that gave the plain module back (`unshard_at_end`)
-            ``trainer.save_checkpoint`` writes one file in any case.
-        async_save: write sharded checkpoints while training goes on. A save waits for the one before; older checkpoints
-            are deleted only when the newer one is whole; a failure is raised by the next save, or at the end of the run.
-        weights_only: load checkpoints with torch's safe loader or without it. By default the safe one, which
-            accepts usual hyper-parameters too.
+        unshard_at_end: give the full, plain module (and optimizer state) back on every rank when a run ends, as DDP
+            does. By default where it fits in memory; else the module stays sharded and the log says so. After a run that gave it
+            back ``trainer.save_checkpoint`` writes one file, whatever ``state_dict_type`` is.
+        **settings: the fields of :class:`~lightning_shard.strategy.settings.StrategySettings` and of ``ShardConfig``.
 
     Raises:
         ConfigError: a setting is unknown or has a bad value.
@@ -94,31 +74,10 @@ class TrainerStrategyMixin(
         cluster_environment: Any = None,
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = None,
-        start_method: StartMethod = "popen",
-        defer_gradient_sync: bool = False,
         unshard_at_end: bool | None = None,
-        activation_checkpointing: LayersOrOne = None,
-        activation_offload: LayersOrOne = None,
-        state_dict_type: StateDictType = "full",
-        async_save: bool = False,
-        weights_only: bool | None = None,
-        **overrides: Any,
+        **settings: Any,
     ) -> None:
-        self._keep_settings(
-            config,
-            overrides,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            defer_gradient_sync=defer_gradient_sync,
-            activation_checkpointing=activation_checkpointing,
-            activation_offload=activation_offload,
-            state_dict_type=state_dict_type,
-            async_save=async_save,
-            weights_only=weights_only,
-        )
+        self._keep_settings(config, settings)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -272,7 +231,7 @@ class TrainerStrategyMixin(
         gradients. ``defer_gradient_sync=True`` reduces once, as DDP does.
         """
         engine = self.engine_or_none
-        with contextlib.nullcontext() if engine is None else engine.no_sync(hold=self._defer_gradient_sync):
+        with contextlib.nullcontext() if engine is None else engine.no_sync(hold=self._settings.defer_gradient_sync):
             yield
 
     # -- a run ends ---------------------------------------------------------------------------------------------------
@@ -332,7 +291,7 @@ class TrainerStrategyMixin(
             self.model = self._layer_sync.revert(self.model)
 
     def _wants_plain(self, engine: Engine) -> bool:
-        if self._start_method != "popen":
+        if self._settings.start_method != "popen":
             # Processes end with the run, and the module is sent to the parent as plain tensors.
             return True
         if self._unshard_at_end is not None:
@@ -384,4 +343,4 @@ class TrainerStrategyMixin(
         return torch_shard.engine_of(module) if module is not None else None
 
 
-show_config_fields(TrainerStrategyMixin)
+show_settings(TrainerStrategyMixin)

@@ -98,7 +98,7 @@ def test_a_file_sets_what_the_strategy_and_its_config_take(tmp_path):
     strategy = cli("--config", file, run=False).trainer.strategy
     assert (strategy.config.strategy, strategy.config.timeout) == ("shard_optim", 7.0)
     assert (strategy.config.prefetch, strategy.config.unit_bytes) == (2, 1000)
-    assert strategy._state_dict_type == "sharded" and strategy.process_group_backend == "gloo"
+    assert strategy._settings.state_dict_type == "sharded" and strategy.process_group_backend == "gloo"
 
 
 def test_what_print_config_writes_makes_the_same_strategy(tmp_path):
