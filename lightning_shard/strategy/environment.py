@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,49 +10,19 @@ import torch.distributed as dist
 
 from .._private import Shared
 
-__all__ = ["check_devices", "check_ranks", "refuse_interactive"]
+__all__ = ["check_devices", "check_ranks"]
 
 _DEVICES = ("cpu", "cuda")  # that the engine shards on
 
 
-def check_devices(devices: Sequence[torch.device] | None, backend: str | None, private: Shared) -> None:
-    """Raise MisconfigurationException where ranks on these devices could not shard, or not talk to each other."""
+def check_devices(devices: Sequence[torch.device] | None, private: Shared) -> None:
+    """Raise MisconfigurationException where ranks on these devices could not shard."""
     for kind in sorted({device.type for device in devices or ()}):
         if kind not in _DEVICES:
             raise private.MisconfigurationException(
                 f"strategy='shard' works on CPUs and CUDA devices; the accelerator has {kind} devices. Set "
                 "accelerator='cpu' or 'cuda', or another strategy (strategy='auto')."
             )
-        if backend is None:
-            continue
-        serving = _backend_for(kind, backend)
-        if serving is None or kind not in dist.Backend.backend_capability.get(serving, [kind]):
-            raise private.MisconfigurationException(
-                f"process_group_backend={backend!r} does not serve {kind} devices, on which this run is to be. Leave it out, "
-                f"or set {dist.Backend.default_device_backend_map[kind]!r}."
-            )
-        if not dist.is_backend_available(serving):
-            raise private.MisconfigurationException(
-                f"process_group_backend={backend!r}: this build of torch has no {serving}. Leave it out."
-            )
-
-
-def _backend_for(kind: str, backend: str) -> str | None:
-    """The one of ``"cpu:gloo,cuda:nccl"`` for a kind of device; a plain name is for all."""
-    if ":" not in backend:
-        return backend.lower()
-    of_kinds = dict(part.partition(":")[::2] for part in backend.lower().split(","))
-    return of_kinds.get(kind)
-
-
-def refuse_interactive(name: str, private: Shared) -> None:
-    """Raise MisconfigurationException in a notebook or at a prompt, where there is no script that other ranks could run."""
-    # Lightning refuses it, too, but with the advice to take one of its own strategies.
-    if hasattr(sys, "ps1") or sys.flags.interactive:
-        raise private.MisconfigurationException(
-            f"{name} starts the script once for each rank; an interactive session or notebook has none. Set "
-            f"strategy='shard_fork' (or {name}(start_method='fork', ...)) there, or run the code as a script."
-        )
 
 
 def check_ranks(environment: Any, devices: int, nodes: int, private: Shared) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from .._private import Shared
-from .environment import check_devices, check_ranks, refuse_interactive
+from .environment import check_devices, check_ranks
 from .settings import StrategySettings
 
 if TYPE_CHECKING:
@@ -76,10 +76,9 @@ class RanksMixin(_Base):  # type: ignore[misc]
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        check_devices(self.parallel_devices, self._process_group_backend, self._private)
+        check_devices(self.parallel_devices, self._private)
         by_script, by_multiprocessing = self._launchers
         if self._settings.start_method == "popen":
-            refuse_interactive(type(self).__name__, self._private)
             self._launcher = by_script(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
             self._launcher = by_multiprocessing(self, start_method=self._settings.start_method)
