@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from torch_shard import Engine, ShardTensor
@@ -60,28 +59,7 @@ def on_meta(value: Any) -> Any:
     """The entry without memory that stands for one of rank 0; what is no tensor is kept."""
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.empty(value.shape, dtype=value.dtype, device="meta").as_subclass(_OnRankZero)
-
-
-class _OnRankZero(torch.Tensor):
-    """An entry of which this rank has no values; says so where a hook asks for them."""
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return memo.setdefault(id(self), self.clone())  # torch's own is for tensors with memory
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:
-            return super().__torch_function__(func, types, args, kwargs or {})
-        except (NotImplementedError, RuntimeError, TypeError) as error:
-            if "meta" not in str(error):
-                raise
-            raise StateDictError(
-                f"rank {dist.get_rank() if dist.is_initialized() else 0}: {getattr(func, '__name__', func)} of an entry of "
-                "checkpoint['state_dict'], which has its values on rank 0 only: the other ranks have none of what one file "
-                "holds. In on_save_checkpoint use values only `if trainer.is_global_zero`, or save with "
-                "ShardStrategy(state_dict_type='sharded')."
-            ) from error
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from torch_shard import Engine, ShardTensor
-from torch_shard.errors import CheckpointError, ConfigError, StateDictError
+from torch_shard.errors import ConfigError, StateDictError
 from torch_shard.frontend import load_optim_state_dict, with_shard
 from torch_shard.frontend.checkpoint import (
     EXTRA,
@@ -174,7 +174,6 @@ def read_parts(
         )
 
     def beside() -> Any:
-        _refuse_foreign(folder)
         meta = folder / _META
         if not meta.is_file():
             return None
@@ -187,16 +186,6 @@ def read_parts(
     rest = meta if isinstance(meta, dict) else found.extra if isinstance(found.extra, dict) else {}
     rest = joined(rest, found.sliced)
     return found, rest
-
-
-def _refuse_foreign(folder: Path) -> None:
-    """Say what a folder is that is not one of ours or torch's."""
-    if (folder / "zero_to_fp32.py").exists() or (folder / "latest").is_file():
-        raise CheckpointError(
-            f"{folder} was written by DeepSpeed, whose format this strategy does not read. Convert it to one file with "
-            "lightning.pytorch.utilities.deepspeed.convert_zero_checkpoint_to_fp32_state_dict, and load that with "
-            "model.load_state_dict()."
-        )
 
 
 def is_named(state: Any) -> bool:

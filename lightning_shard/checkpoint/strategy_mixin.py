@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_shard import Engine
-from torch_shard.errors import CheckpointError, ConfigError, StateDictError, UnitStateError
+from torch_shard.errors import CheckpointError, ConfigError, StateDictError
 from torch_shard.frontend import agree, refuse_inside
 from torch_shard.log import logger
 
@@ -127,13 +127,7 @@ class CheckpointMixin(SavingMixin):
         engine = self.engine_or_none
         if engine is None:
             return super().lightning_module_state_dict()
-        try:
-            refuse_inside(engine, "saving a checkpoint")
-        except UnitStateError as error:
-            raise UnitStateError(
-                f"{error} In Lightning the steps are forwards: save in on_train_batch_end, on_validation_batch_end, "
-                "on_train_epoch_end or the like, not in training_step or validation_step."
-            ) from None
+        refuse_inside(engine, "saving a checkpoint")
         if self._settings.state_dict_type == "sharded":
             return _sharded.model_state(engine)
         return _full.model_state(engine, self.lightning_module)

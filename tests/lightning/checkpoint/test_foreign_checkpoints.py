@@ -212,7 +212,7 @@ BAD = {
     "cut off": "damaged",
     "weights": "pytorch-lightning_version",
     "bomb": "weights_only=False",
-    "deepspeed": "DeepSpeed",
+    "deepspeed": "no checkpoint",
     "empty folder": "no checkpoint",
 }
 
