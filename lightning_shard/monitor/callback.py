@@ -9,12 +9,12 @@ import torch
 
 from torch_shard import Engine
 from torch_shard.errors import ConfigError
-from torch_shard.frontend import Statistics
+from torch_shard.frontend import Statistics, format_bytes
 from torch_shard.log import logger
 
 from .._private import Private, accumulates, logged_step, logs_this_step
-from .hints import remedies
-from .metrics import Window, human
+from .hints import hints
+from .metrics import Window
 
 __all__ = ["MonitorMixin"]
 
@@ -141,12 +141,13 @@ class MonitorMixin:
         if self._engine is None or not epoch.steps or not self.summary or not trainer.is_global_zero:
             return
         held = self._engine.memory_summary(trainer.optimizers)
-        resident = held["parameters"] + held["gradients"] + held["optimizer"]
+        resident = format_bytes(held["parameters"] + held["gradients"] + held["optimizer"])
+        peak = format_bytes(epoch.peak_gathered)
         share = 1 / max(epoch.seconds, 1e-9)
         pl_module.print(  # goes through the progress bar, whichever it is, and to standard output where there is none
-            f"shard: epoch {trainer.current_epoch}: {human(epoch.bytes_sent / epoch.steps)} sent per step; waited "
+            f"shard: epoch {trainer.current_epoch}: {format_bytes(epoch.bytes_sent // epoch.steps)} sent per step; waited "
             f"{epoch.gather_wait * share:.1%} of the time for gathers, {epoch.reduce_wait * share:.1%} for reductions, "
-            f"{epoch.other_wait * share:.1%} for other ranks; {human(resident)} resident, {human(epoch.peak_gathered)} gathered "
+            f"{epoch.other_wait * share:.1%} for other ranks; {resident} resident, {peak} gathered "
             "at most"
         )
 
@@ -198,7 +199,7 @@ class MonitorMixin:
             100 * self.threshold,
             100 * step.gather_wait * share,
             100 * step.reduce_wait * share,
-            "; ".join(remedies(self._engine, step, trainer)),
+            "; ".join(hints(self._engine, step, trainer)),
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch_shard.frontend import Statistics
 
-__all__ = ["Window", "human"]
+__all__ = ["Window"]
 
 
 @dataclass
@@ -45,12 +45,3 @@ class Window:
     def share(self) -> float:
         """Of the time, that of waiting for gathers and reductions."""
         return (self.gather_wait + self.reduce_wait) / self.seconds if self.seconds else 0.0
-
-
-def human(nbytes: float) -> str:
-    """``1.25 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.2f} TiB"

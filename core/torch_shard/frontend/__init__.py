@@ -25,6 +25,7 @@ from ..config.precision import for_autocast, precision_of
 from ..config.shard_config import Strategy
 from ..engine import Engine
 from ..offload.memory_limits import available as free_host_bytes
+from ..offload.memory_limits import formatted as format_bytes
 from ..optim.checks import refusal_of
 from ..optim.matrix import state as owned_state
 from ..plan.layer_selection import classes_named
@@ -64,6 +65,7 @@ __all__ = [
     "deferred_of",
     "engines_over",
     "for_autocast",
+    "format_bytes",
     "free_host_bytes",
     "full_state",
     "gathered",
