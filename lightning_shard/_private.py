@@ -32,12 +32,13 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
 __all__ = [
     "TESTED",
+    "MixinBase",
     "Private",
     "Shared",
     "accumulates",
@@ -61,6 +62,12 @@ __all__ = [
 ]
 
 TESTED = ("2.6.6",)
+
+# What mixins of strategies stand before is Lightning's class, of one namespace or the other.
+if TYPE_CHECKING:
+    MixinBase: TypeAlias = Any
+else:
+    MixinBase = object
 
 _ROOTS = {
     "lightning": ("lightning.pytorch", "lightning.fabric"),

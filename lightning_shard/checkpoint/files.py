@@ -8,17 +8,14 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 
 from torch_shard.frontend.checkpoint import exchange, hidden, sync, tidy
 from torch_shard.log import logger
 
-if TYPE_CHECKING:
-    _Base: TypeAlias = Any
-else:
-    _Base = object
+from .._private import MixinBase
 
 __all__ = ["FileMixin", "aside", "delete", "hidden", "is_checkpoint_folder", "is_local", "remove", "swap"]
 
@@ -42,7 +39,7 @@ def refuse_other_folder(target: Path) -> None:
         raise IsADirectoryError(f"{target} is a folder, and not a checkpoint; the checkpoint needs another path.")
 
 
-class FileMixin(_Base):  # type: ignore[misc]
+class FileMixin(MixinBase):  # type: ignore[misc]
     """``TorchCheckpointIO`` that writes beside the target, and then exchanges the two.
 
     Lightning's own writes in place where the folder for temporary files is on another disk. A process killed then leaves

@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,22 +15,17 @@ from torch_shard import Engine
 from torch_shard.errors import CheckpointError
 from torch_shard.frontend.checkpoint import Source, broadcast, each, find, save_contents
 
-from .._private import Shared
+from .._private import MixinBase, Shared
 from ..strategy.settings import StrategySettings
 from . import files as _files
 from .safe_load import classes_to_allow
-
-if TYPE_CHECKING:
-    _Base: TypeAlias = Any
-else:
-    _Base = object
 
 __all__ = ["SavingMixin", "existing"]
 
 T = TypeVar("T")
 
 
-class SavingMixin(_Base):  # type: ignore[misc]
+class SavingMixin(MixinBase):  # type: ignore[misc]
     """A strategy with a plugin for single files, and an engine (``engine_or_none``) whose ranks act together."""
 
     _private: Shared

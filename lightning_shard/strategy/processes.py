@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .._private import Shared
+from .._private import MixinBase, Shared
 from .environment import check_devices, check_ranks
 from .settings import StrategySettings
-
-if TYPE_CHECKING:
-    _Base: TypeAlias = Any
-else:
-    _Base = object
 
 __all__ = ["RanksMixin", "mesh_on"]
 
 
-class RanksMixin(_Base):  # type: ignore[misc]
+class RanksMixin(MixinBase):  # type: ignore[misc]
     """The part of a strategy that knows of processes and their group, and nothing of what they train."""
 
     _private: Shared

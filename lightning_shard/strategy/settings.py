@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch.multiprocessing
 from torch import nn
@@ -17,13 +17,8 @@ from torch_shard.activation_checkpointing import Layers, checked_layers
 from torch_shard.errors import ConfigError
 from torch_shard.frontend import group_timeout
 
-from .._private import Shared
+from .._private import MixinBase, Shared
 from . import precision as _precision
-
-if TYPE_CHECKING:
-    _Base: TypeAlias = Any
-else:
-    _Base = object
 
 __all__ = ["LayersOrOne", "SettingsMixin", "StartMethod", "StateDictType", "StrategySettings", "same_config"]
 
@@ -98,7 +93,7 @@ class StrategySettings:
             )
 
 
-class SettingsMixin(_Base):  # type: ignore[misc]
+class SettingsMixin(MixinBase):  # type: ignore[misc]
     """Keeps what the user has chosen, and makes of it what an engine gets."""
 
     _private: Shared

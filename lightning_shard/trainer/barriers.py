@@ -7,19 +7,16 @@ others have gone on to what the Trainer reduces at the end of the loop. So befor
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 from torch_shard.frontend import group_timeout, meet
 
-if TYPE_CHECKING:
-    _Base: TypeAlias = Any
-else:
-    _Base = object
+from .._private import MixinBase
 
 __all__ = ["MeetingMixin"]
 
 
-class MeetingMixin(_Base):  # type: ignore[misc]
+class MeetingMixin(MixinBase):  # type: ignore[misc]
     """The part of the Trainer's strategy that talks to the other ranks between steps."""
 
     _failed: bool

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
-from .._private import asked_weights_only
-
-if TYPE_CHECKING:
-    _Base: TypeAlias = Any
-else:
-    _Base = object
+from .._private import MixinBase, asked_weights_only
 
 __all__ = ["LauncherMixin"]
 
 
-class LauncherMixin(_Base):  # type: ignore[misc]
+class LauncherMixin(MixinBase):  # type: ignore[misc]
     """Remembers the user's ``weights_only`` for checkpoints that the run reads without it, as the learning-rate finder does."""
 
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:

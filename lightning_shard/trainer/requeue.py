@@ -8,7 +8,7 @@ note; between two steps, and once more when the run ends, the ranks agree whethe
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch_shard.log import logger
 
 from .._private import (
+    MixinBase,
     Private,
     call_requeue_handler,
     requeue_signal_of,
@@ -24,15 +25,10 @@ from .._private import (
 )
 from ..strategy.settings import StrategySettings
 
-if TYPE_CHECKING:
-    _Base: TypeAlias = Any
-else:
-    _Base = object
-
 __all__ = ["RequeueMixin"]
 
 
-class RequeueMixin(_Base):  # type: ignore[misc]
+class RequeueMixin(MixinBase):  # type: ignore[misc]
     """The part of a strategy that answers the signal before which SLURM ends a job (``SLURMEnvironment(auto_requeue=True)``)."""
 
     _private: Private

@@ -8,27 +8,23 @@ and where an evaluation begins, the ranks agree whether one of them has.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 from torch_shard.frontend import anywhere
 from torch_shard.log import logger
 
 from .._private import (
+    MixinBase,
     Private,
     restore_sigterm_handling,
     set_received_sigterm,
     shadow_sigterm_handling,
 )
 
-if TYPE_CHECKING:
-    _Base: TypeAlias = Any
-else:
-    _Base = object
-
 __all__ = ["SigtermMixin"]
 
 
-class SigtermMixin(_Base):  # type: ignore[misc]
+class SigtermMixin(MixinBase):  # type: ignore[misc]
     """The part of a strategy that answers SIGTERM."""
 
     _private: Private

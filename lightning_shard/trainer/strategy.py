@@ -138,7 +138,7 @@ class TrainerStrategyMixin(
                 self.engine.attach(self._unwrapped(optimizer))
         self.setup_precision_plugin()
         self._show_pending(trainer.callbacks)
-        gather_to_trace(trainer.loggers, lambda: self.engine_or_none, self._whole_parameters_fit)
+        gather_to_trace(trainer.loggers, self)
 
     def _prepare(self, trainer: Any) -> None:
         """Shard the model, and the averages of it. Collective."""
@@ -299,7 +299,7 @@ class TrainerStrategyMixin(
         )
         return False
 
-    def _whole_parameters_fit(self) -> bool:
+    def _full_parameters_fit(self) -> bool:
         return fits_on_every_rank(self.engine, (), self.num_processes, self.reduce)
 
     def _unshard(self, engine: Engine) -> None:

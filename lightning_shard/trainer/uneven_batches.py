@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,18 +23,13 @@ from torch_shard import Engine
 from torch_shard.frontend import agree, in_batch, is_solo
 from torch_shard.log import logger
 
-from .._private import is_last_to_evaluate
+from .._private import MixinBase, is_last_to_evaluate
 from .memory import fits_on_every_rank
-
-if TYPE_CHECKING:
-    _Base: TypeAlias = Any
-else:
-    _Base = object
 
 __all__ = ["EvaluationMixin"]
 
 
-class EvaluationMixin(_Base):  # type: ignore[misc]
+class EvaluationMixin(MixinBase):  # type: ignore[misc]
     """The part of a strategy that runs the steps of ``validate``, ``test`` and ``predict``."""
 
     _answer_requeue: Callable[[], None]
