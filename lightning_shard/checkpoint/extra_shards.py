@@ -1,7 +1,7 @@
-"""ShardTensors in a checkpoint beyond model and optimizer states: those of averages of the weights, or of a user's own callback.
+"""ShardTensors in a checkpoint outside model and optimizer states, such as averages of the weights.
 
-In the full form they become whole on rank 0. In the sharded form each is an entry of its own
-(:mod:`torch_shard.checkpoint.sharded.extra_shards`).
+A full checkpoint holds them as full tensors. In a sharded one each is an entry of its own
+(:mod:`torch_shard.checkpoint.sliced`).
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from torch_shard.frontend.checkpoint import mapped
 
 from .full import on_meta
 
-__all__ = ["gathered", "names", "whole"]
+__all__ = ["full_tensor", "gather_shards", "shard_names"]
 
 
-def whole(engine: Engine, tree: Any) -> Any:
-    """The tree with whole tensors on the CPU of rank 0, and on the others entries without memory. Collective.
+def gather_shards(engine: Engine, tree: Any) -> Any:
+    """Replace ShardTensors in a tree: by full tensors on rank 0's CPU, by meta tensors on other ranks. Collective.
 
     Raises:
-        DivergenceError: on all ranks: they have not put the same things into the checkpoint.
+        DivergenceError: on all ranks, if they have not put the same ShardTensors into the checkpoint.
     """
-    agree(engine, "saving a checkpoint", names(tree))
+    agree(engine, "saving a checkpoint", shard_names(tree))
     first = engine.rank == 0
 
-    def gather(slices: ShardTensor) -> torch.Tensor:
-        found = gathered(slices, engine.device)
-        return found.cpu() if first else on_meta(slices)
+    def gather(shard: ShardTensor) -> torch.Tensor:
+        found = full_tensor(shard, engine.device)
+        return found.cpu() if first else on_meta(shard)
 
     return mapped(tree, gather)
 
 
-def gathered(slices: ShardTensor, device: torch.device) -> torch.Tensor:
-    """The whole, on a device from which the ranks can send: slices of an average may be elsewhere. Collective."""
-    there: Any = slices.detach().to(device)
+def full_tensor(shard: ShardTensor, device: torch.device) -> torch.Tensor:
+    """Return the full tensor on `device`, over which shards are sent; they may lie on another one. Collective."""
+    there: Any = shard.detach().to(device)
     return there.full_tensor()  # type: ignore[no-any-return]
 
 
-def names(tree: Any) -> list[str]:
-    """What is sharded in a tree, in order, each by the name of the parameter that it is cut as. Not collective."""
+def shard_names(tree: Any) -> list[str]:
+    """Return, for each ShardTensor in a tree, the name of the parameter that it is sharded like. Not collective."""
     found: list[str] = []
 
-    def note(slices: ShardTensor) -> ShardTensor:
-        found.append(param_name(slices))
-        return slices
+    def note(shard: ShardTensor) -> ShardTensor:
+        found.append(param_name(shard))
+        return shard
 
     mapped(tree, note)
     return found

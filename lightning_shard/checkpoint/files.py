@@ -1,4 +1,4 @@
-"""Checkpoints as files and folders: what takes the place of an older one does so when it is whole, and not before."""
+"""Checkpoints as files and folders. A new checkpoint takes the place of an older one only when it is complete."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from .._private import MixinBase
 __all__ = ["FileMixin", "aside", "delete", "hidden", "is_checkpoint_folder", "is_local", "remove", "swap"]
 
 MARKERS = (".metadata", "manifest.json", "meta.pt")
-"""Files of which a folder with a sharded checkpoint has at least one, whoever wrote it."""
+"""A folder with a sharded checkpoint has at least one of these files, whichever program wrote it."""
 
 
 def is_local(path: Any) -> bool:
-    """Whether it is a path of a file system, and not a URL for fsspec."""
+    """Return True for a path of a file system, False for a URL."""
     return "://" not in str(path)
 
 
 def is_checkpoint_folder(path: Path) -> bool:
-    """Whether it is a folder with a sharded checkpoint in it."""
+    """Return True for a folder that holds a sharded checkpoint."""
     return any((path / marker).is_file() for marker in MARKERS)
 
 
 def refuse_other_folder(target: Path) -> None:
-    """Raise for a folder that is something else than a checkpoint, and would be lost."""
+    """Raise IsADirectoryError for a folder that is no checkpoint and would be lost."""
     if target.is_dir() and not target.is_symlink() and not is_checkpoint_folder(target):
         raise IsADirectoryError(f"{target} is a folder, and not a checkpoint; the checkpoint needs another path.")
 
 
 class FileMixin(MixinBase):  # type: ignore[misc]
-    """``TorchCheckpointIO`` that writes beside the target, and then exchanges the two.
+    """A ``TorchCheckpointIO`` that writes beside the target and then exchanges the two.
 
-    Lightning's own writes in place where the folder for temporary files is on another disk. A process killed then leaves
-    half a checkpoint, and one that has mapped the older file would read the new bytes, or none.
+    Lightning's own writes in place where the folder for temporary files is on another disk. A process that is killed
+    then leaves half a checkpoint, and a process that has mapped the older file would read the new bytes, or none.
     """
 
     written = 0
-    """Files that are whole; a plugin around this one may call it in the background."""
+    """How many files are complete. A plugin around this one may write them in the background."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write one file, durable when this returns."""
@@ -80,7 +80,7 @@ class FileMixin(MixinBase):  # type: ignore[misc]
 
 
 def put(target: Path, write: Callable[[Path], None]) -> None:
-    """Have something written beside `target`, and put it there in one step, whatever is there now."""
+    """Call `write` with a path beside `target`, then put what it wrote at `target` in one step, whatever is there now."""
     beside = hidden(target, secrets.token_hex(8))
     try:
         write(beside)
@@ -91,13 +91,13 @@ def put(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def swap(beside: Path, target: Path) -> None:
-    """Put `beside` in the place of `target`. What was there may have the other name afterwards, and is to be deleted."""
+    """Put `beside` in the place of `target`. What was at `target` may have the other name afterwards: delete that."""
     if not os.path.lexists(target):
         os.rename(beside, target)
     elif not beside.is_dir() and (target.is_symlink() or not target.is_dir()):
         os.replace(beside, target)
     elif not exchange(beside, target):
-        # This system can't exchange names, so there is a moment without the one at the target: it is found by this name then.
+        # This file system can't exchange names. For a moment nothing is at the target; a load finds this name then.
         old = _previous(target)
         os.rename(target, old)
         try:
@@ -122,7 +122,7 @@ def delete(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, so that no part of it is ever seen under its name."""
+    """Delete a checkpoint. No part of it is ever seen under its name."""
     if path.is_dir() and not path.is_symlink():
         if not is_checkpoint_folder(path):
             logger.warning("%s is left alone: it is a folder, and holds no checkpoint", path)
@@ -135,10 +135,10 @@ def remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def aside(path: Any) -> Iterator[None]:
-    """Around a user's own plugin, which writes to `path` itself: a folder that is there waits under a hidden name.
+    """Give a folder at `path` a hidden name while a user's own plugin writes a file there.
 
-    It gets its name back if the plugin fails, and stays hidden while no file is there (a plugin that writes in the
-    background); the next save beside it then deletes it.
+    The folder gets its name back if the plugin fails. It stays hidden if no file is there afterwards, because the plugin
+    writes in the background; the next save in that directory deletes it.
     """
     target = Path(os.path.abspath(path)) if is_local(path) else None
     if target is None or not target.is_dir() or target.is_symlink():

@@ -1,4 +1,4 @@
-"""The full form: one file, in and out of the form that a single-device Trainer reads and writes."""
+"""Full checkpoints: one file, in the form that a single-device Trainer reads and writes."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ __all__ = [
 
 
 def model_state(engine: Engine, model: nn.Module) -> dict[str, Any]:
-    """The whole state dict on the CPU of rank 0; elsewhere the same entries without memory. Collective.
+    """Return the full state dict: on rank 0's CPU, and on other ranks the same entries on the meta device. Collective.
 
-    An ``on_save_checkpoint`` that drops or renames entries runs on all ranks, and so finds them on all ranks.
+    A hook ``on_save_checkpoint`` that drops or renames entries runs on all ranks, and finds them on all ranks.
     """
-    whole = engine.state_dict(rank0_only=True, offload_to_cpu=True)
+    full = engine.state_dict(rank0_only=True, offload_to_cpu=True)
     if engine.rank == 0:
-        return whole
+        return full
     return {name: on_meta(value) for name, value in engine.state_dict(form="sharded", offload_to_cpu=False).items()}
 
 
 def load_model(engine: Engine, state_dict: Mapping[str, Any], strict: bool) -> Any:
-    """Load a state dict of either form, which may be views of a mapped file. Collective; returns the keys that don't match."""
+    """Load a full or sharded state dict, which may view a mapped file, and return the keys that don't match. Collective."""
     state: Any = copy.copy(state_dict)  # of its class: it may have _metadata
     live = engine.state_dict(form="sharded", offload_to_cpu=False)
     for key, value in state.items():
@@ -56,7 +56,7 @@ def load_model(engine: Engine, state_dict: Mapping[str, Any], strict: bool) -> A
 
 
 def on_meta(value: Any) -> Any:
-    """The entry without memory that stands for one of rank 0; what is no tensor is kept."""
+    """Return a meta tensor like `value`; anything but a tensor is returned as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty(value.shape, dtype=value.dtype, device="meta")
@@ -68,10 +68,13 @@ def on_meta(value: Any) -> Any:
 def optimizer_state(
     engine: Engine, optimizer: Any, *, rank0_only: bool = True, parameters: nn.Module | None = None
 ) -> dict[str, Any]:
-    """Whole optimizer state as ``optimizer.state_dict()`` of a single device gives it, by number. Collective.
+    """Return full optimizer state by number, as ``optimizer.state_dict()`` of a single device is. Collective.
 
-    With `rank0_only` the other ranks get the groups without any state. `parameters` has names for those that the optimizer holds;
-    by default the engine's model.
+    Args:
+        engine: one of those that shard the optimizer's parameters.
+        optimizer: the optimizer.
+        rank0_only: the other ranks get the groups without any state.
+        parameters: a module that names the optimizer's parameters; by default the engine's model.
     """
     if not is_sharded(optimizer):
         return optimizer.state_dict()
@@ -93,9 +96,9 @@ def optimizer_state(
 def load_optimizer(
     engine: Engine, optimizer: Any, state: Mapping[str, Any], parameters: nn.Module | None = None
 ) -> None:
-    """Load what a Trainer saved for this optimizer, sharded or not. Collective; all ranks give the same state.
+    """Load full state by number, the same on all ranks, into an optimizer. Collective.
 
-    `parameters`: as for :func:`optimizer_state`.
+    `parameters` is as for :func:`optimizer_state`.
     """
     if not is_sharded(optimizer):
         optimizer.load_state_dict(copy.deepcopy(state))  # which keeps what it is given: views of the file
@@ -127,7 +130,7 @@ def is_sharded(optimizer: Any) -> bool:
 
 
 def names_of(engine: Engine, optimizer: Any, parameters: nn.Module | None = None) -> list[list[str]]:
-    """The names of an optimizer's parameters, by group, as :mod:`torch_shard.state.optimizer_state` has them. Not collective."""
+    """Return the names of an optimizer's parameters by group. Not collective."""
     try:
         known = param_names_of(engine, optimizer, parameters or engine.model)
     except StateDictError:
@@ -143,7 +146,7 @@ def _numbers(names: list[list[str]]) -> dict[str, int]:
     return {name: number for number, name in enumerate(flat)}
 
 
-# What is loaded into slices. The last is WeightAveraging's, which puts the average into the first.
+# What is loaded into shards. The last is WeightAveraging's, which puts the average into the first.
 _MAPPED = ("state_dict", "optimizer_states", "current_model_state")
 
 # -- the file ---------------------------------------------------------------------------------------------------------
@@ -152,19 +155,18 @@ _MAPPED = ("state_dict", "optimizer_states", "current_model_state")
 def read_file(path: Any, checkpoint_io: Any, maps: bool, weights_only: bool | None) -> dict[str, Any]:
     """Read a checkpoint file. Not collective.
 
-    The tensors of model and optimizers are views of the mapped file: a rank that takes a slice of one reads those bytes, and
-    no other memory. That is not possible for files from elsewhere, in torch's format of before 1.6, or of a user's own
-    plugin; those are read whole, on each rank.
+    The tensors of model and optimizers view the mapped file, so that a rank reads the bytes of its shards only. Each rank
+    reads all of a file at a URL, in torch's format of before 1.6, or of a user's own plugin.
 
     Args:
         path: of the file.
-        checkpoint_io: reads what can't be mapped.
-        maps: the plugin only reads with torch.load, and replaces files as a whole, so that this may stand in for it.
+        checkpoint_io: the plugin that reads what can't be mapped.
+        maps: True if the plugin reads with torch.load alone and replaces files as a whole, so that mapping gives the same.
         weights_only: see :func:`.safe_load.load_safely`.
     """
     found, mapped = read_plain(path, checkpoint_io, maps, weights_only)
     if mapped and isinstance(found, dict):
-        # Of these others take slices or copies. Hooks and callbacks may keep the rest for as long as they like.
+        # These are copied, or read shard by shard. Hooks and callbacks may keep the rest for as long as they like.
         rest = {key: value for key, value in found.items() if key not in _MAPPED}
         found.update(copy.deepcopy(rest))
     if not mapped:
@@ -178,7 +180,7 @@ def read_file(path: Any, checkpoint_io: Any, maps: bool, weights_only: bool | No
 
 
 def read_plain(path: Any, checkpoint_io: Any, maps: bool, weights_only: bool | None) -> tuple[Any, bool]:
-    """Read a file, whatever is in it; and whether its tensors are views of the mapped file. Not collective."""
+    """Return what a file holds, and whether its tensors view the mapped file. Not collective."""
     mapped = maps and is_local(path) and _is_zip(path)
 
     def load(safe: bool) -> Any:

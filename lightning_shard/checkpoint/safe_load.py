@@ -27,17 +27,16 @@ _REFUSED = ("GLOBAL", "Unsupported", "unsupported", "unrecognized", "Can only")
 
 
 def load_safely(load: Callable[[bool], Any], path: Any, weights_only: bool | None) -> Any:
-    """Read something pickled; unless told otherwise with the loader that runs no code from it.
+    """Read something pickled, by default with the loader that runs no code from it.
 
     Args:
-        load: reads it with the ``weights_only`` that it is given.
+        load: a function that reads it with the ``weights_only`` that it is given.
         path: for messages.
-        weights_only: what the user asked for; None means the safe loader, which then also accepts the harmless
-            classes that hyper-parameters are made of.
+        weights_only: what the user asked for. None is the safe loader, which then also accepts the harmless classes of which
+            hyper-parameters are made.
 
     Raises:
-        CheckpointError: it holds something else (the message says how to load it if it can be trusted), or it is damaged, or no
-            checkpoint.
+        CheckpointError: the file holds other classes (the message says how to load a trusted file), or is damaged.
     """
     try:
         if weights_only is not None:
@@ -63,10 +62,10 @@ def load_safely(load: Callable[[bool], Any], path: Any, weights_only: bool | Non
 
 
 def classes_to_allow(extra: Any) -> list[Any]:
-    """What the engine must let into a checkpoint that holds `extra`, beside what it lets in anyhow.
+    """Return the classes that the engine must accept in a checkpoint that holds `extra`, beside those that it accepts itself.
 
-    It refuses what it could not load again. Here the user can load it, with ``weights_only=False``; and a run must not end
-    at its first checkpoint because of a hyper-parameter, which a single file would take, too.
+    The engine refuses what it could not load again. Here the user can, with ``weights_only=False``; and a hyper-parameter that
+    one file would take must not end a run at its first sharded checkpoint.
     """
     file = io.BytesIO()
     torch.save(extra, file)
@@ -83,7 +82,7 @@ def classes_to_allow(extra: Any) -> list[Any]:
 
 
 def _named(full: str) -> Any:
-    """The class or function of this name; None where it isn't imported."""
+    """Return the class or function of this name; None if it is not imported."""
     parts = full.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         found: Any = sys.modules.get(".".join(parts[:cut]))
@@ -95,7 +94,7 @@ def _named(full: str) -> Any:
 
 
 def _harmless() -> list[Any]:
-    """Classes that only hold data, as hyper-parameters use them."""
+    """Return classes that only hold data, as hyper-parameters use them."""
     found: list[Any] = [
         argparse.Namespace,
         types.SimpleNamespace,

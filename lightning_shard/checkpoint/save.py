@@ -1,4 +1,4 @@
-"""What the strategies of the Trainer and of Fabric share in saving and loading: plugins, folders, failing on all ranks."""
+"""What both strategies share in saving and loading: plugins, folders, and failing on all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class SavingMixin(MixinBase):  # type: ignore[misc]
-    """A strategy with a plugin for single files, and an engine (``engine_or_none``) whose ranks act together."""
+    """The part of a strategy that has a plugin for single files, and an engine (``engine_or_none``) over whose ranks it saves."""
 
     _private: Shared
     _settings: StrategySettings
@@ -36,7 +36,7 @@ class SavingMixin(MixinBase):  # type: ignore[misc]
     # -- single files -------------------------------------------------------------------------------------------------
     @property
     def checkpoint_io(self) -> Any:
-        """Reads and writes single files: the user's plugin, or Lightning's own made to write beside the target."""
+        """The plugin that reads and writes single files: the user's, or Lightning's own made to write beside the target."""
         if self._checkpoint_io is None:
             self._checkpoint_io = self._file_io()
         elif isinstance(self._checkpoint_io, self._private.WrappingCheckpointIO):
@@ -48,8 +48,10 @@ class SavingMixin(MixinBase):  # type: ignore[misc]
         self._checkpoint_io = io
 
     def _maps(self) -> bool:
-        """Whether a file may be mapped past the plugins: none of them reads in a way of its own, and none that is not ours
-        writes, since bytes of a mapped file that is written in place change or are gone."""
+        """Return True if a file may be mapped past the plugins: none of them reads in a way of its own, and ours writes.
+
+        Another plugin may write in place, which changes the bytes of a mapped file.
+        """
         io, wrapping = self.checkpoint_io, self._private.WrappingCheckpointIO
         while isinstance(io, wrapping):
             if type(io).load_checkpoint is not wrapping.load_checkpoint:
@@ -58,7 +60,7 @@ class SavingMixin(MixinBase):  # type: ignore[misc]
         return isinstance(io, _files.FileMixin)
 
     def _base_io(self) -> Any:
-        """The plugin that reads and writes, without those around it."""
+        """Return the plugin that reads and writes, without those that wrap it."""
         io = self.checkpoint_io
         while isinstance(io, self._private.WrappingCheckpointIO):
             io = io.checkpoint_io
@@ -73,36 +75,38 @@ class SavingMixin(MixinBase):  # type: ignore[misc]
         asynchronous: bool,
         sources: Sequence[Source] | None = None,
     ) -> Any:
-        """Write a folder by all ranks, also where a file is now; what is returned is a save that goes on, or None. Collective.
+        """Write a folder by all ranks, also where a file is now. Collective.
 
-        `sources`: the models that are in it, by default the engine's.
+        Returns the save that goes on in the background, or None. `sources` are the models in it, by default the engine's.
         """
         extra = contents["extra"] if self.is_global_zero else {}
-        allowed = self._together(lambda: classes_to_allow(extra))
-        # Rank 0's view for all. Replacing a file is rare, so that nothing is gained by doing it in the background.
+        allowed = self._run_on_all(lambda: classes_to_allow(extra))
+        # What rank 0 sees counts for all. Replacing a file is rare: nothing is gained by doing it in the background.
         is_file, nonce = self.broadcast((target.is_file() and not target.is_symlink(), secrets.token_hex(8)))
         with torch.serialization.safe_globals(allowed):
             if not is_file:
                 return save_contents(engine, target, contents, sources=sources, asynchronous=asynchronous)
             beside = _files.hidden(target, nonce)
             save_contents(engine, beside, contents, sources=sources)
-            self._on_first(f"replace {target}", lambda: _files.swap(beside, target))
-            self._on_first(f"delete what was {target}", lambda: _files.delete(beside))
+            self._run_on_rank0(f"replace {target}", lambda: _files.swap(beside, target))
+            self._run_on_rank0(f"delete what was {target}", lambda: _files.delete(beside))
             return None
 
-    # -- together -----------------------------------------------------------------------------------------------------
-    def _together(self, function: Callable[[], T]) -> T:
-        """Run it on every rank; all return, or all raise. Collective."""
+    # -- all ranks or none --------------------------------------------------------------------------------------------
+    def _run_on_all(self, function: Callable[[], T]) -> T:
+        """Run a function on every rank; all return, or all raise. Collective."""
         engine = self.engine_or_none
         if engine is None:
-            return _on_all(function)
+            return _run_on_all_ranks(function)
         what = "loading or saving a checkpoint"
-        nonce = broadcast(engine, secrets.token_hex(8), what)  # with which it may take its time
+        nonce = broadcast(engine, secrets.token_hex(8), what)  # makes a slow rank no missing one
         return each(engine, what, function, nonce=nonce)
 
-    def _told(self, value: T, what: str) -> T:
-        """Rank 0's value on every rank. Collective; a rank that is not there is an error on the others where a module is
-        sharded."""
+    def _from_rank0(self, value: T, what: str) -> T:
+        """Return rank 0's value on every rank. Collective.
+
+        Where a module is sharded, a rank that does not come is an error on the others.
+        """
         engine = self.engine_or_none
         if engine is None:
             return self.broadcast(value)  # type: ignore[no-any-return]
@@ -110,8 +114,8 @@ class SavingMixin(MixinBase):  # type: ignore[misc]
         each(engine, what, lambda: None)
         return broadcast(engine, value, what)
 
-    def _on_first(self, what: str, function: Callable[[], None]) -> None:
-        """Run it on rank 0; a failure is raised on all ranks. Collective."""
+    def _run_on_rank0(self, what: str, function: Callable[[], None]) -> None:
+        """Run a function on rank 0; its failure is raised on all ranks. Collective."""
         failure: Exception | None = None
         if self.is_global_zero:
             try:
@@ -127,9 +131,10 @@ class SavingMixin(MixinBase):  # type: ignore[misc]
 
 
 def existing(path: Any) -> Any:
-    """The path, where there is something; Lightning's choice of the newest SLURM checkpoint put right.
+    """Return the path of the checkpoint to read for `path`: the path itself, if something is there.
 
-    It takes the digits of every name with "hpc_ckpt_" in it for a number, those of what a killed save has left, too.
+    For the newest checkpoint of a SLURM job Lightning takes the digits of every name with "hpc_ckpt_" in it for a number, also
+    those of what a killed save has left. This chooses among the names that are checkpoints.
     """
     if not _files.is_local(path) or Path(path).exists():
         return path
@@ -139,12 +144,12 @@ def existing(path: Any) -> Any:
             return str(max(found, key=lambda p: int(p.stem.removeprefix("hpc_ckpt_"))))
     if Path(path).is_symlink():
         raise CheckpointError(f"{path} is a link to {Path(path).readlink()}, where there is no checkpoint.")
-    # One that a save has lost its name of, on a file system without an exchange of names.
+    # A save that was killed may have left the older one under another name, where names can't be exchanged.
     return str(find(Path(path).absolute()))
 
 
-def _on_all(function: Callable[[], T]) -> T:
-    """The same over the default process group, where no module is sharded yet."""
+def _run_on_all_ranks(function: Callable[[], T]) -> T:
+    """Run a function on every rank of the default process group; all return, or all raise. Collective."""
     error: Exception | None = None
     result: T | None = None
     try:

@@ -1,4 +1,4 @@
-"""The sharded form: a folder that all ranks write, in and out of what the Trainer hands over and expects.
+"""Sharded checkpoints: a folder that all ranks write, in and out of what the Trainer hands over and expects.
 
 ::
 
@@ -60,20 +60,20 @@ _META = "meta.pt"  # where Lightning's own strategies keep everything but model 
 
 
 def model_state(engine: Engine) -> dict[str, Any]:
-    """The state dict with ShardTensors, which share memory with the parameters. Not collective."""
+    """Return the state dict with ShardTensors, which share memory with the parameters. Not collective."""
     return engine.state_dict(form="sharded", offload_to_cpu=False)
 
 
 def optimizer_state(engine: Engine, optimizer: Any, sources: Sequence[Source] | None = None) -> dict[str, Any]:
-    """State and groups of one optimizer by parameter name, sharded as they are. Not collective.
+    """Return state and groups of one optimizer by parameter name, with ShardTensors. Not collective.
 
-    `sources`: the models that its parameters are of, by default the engine's.
+    `sources` are the models that its parameters belong to, by default the engine's.
     """
     return named_state(sources or sources_of(engine, None), [optimizer])
 
 
 def contents_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """What is written of the Trainer's dict, as ``on_save_checkpoint`` has left it."""
+    """Return what is written of the Trainer's dict, as ``on_save_checkpoint`` has left it."""
     rest = dict(checkpoint)
     contents: dict[str, Any] = {MODEL: rest.pop("state_dict", {})}
     states = rest.get("optimizer_states")
@@ -87,10 +87,10 @@ def contents_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_names(rank: int, names: Sequence[str], of_first: Sequence[str]) -> None:
-    """Raise where a hook has left other entries of the state dict than on rank 0: what one rank drops, another would write.
+    """Raise if a hook has left other entries in the state dict than on rank 0: what one rank drops, another would write.
 
     Raises:
-        StateDictError: with the first names.
+        StateDictError: entries are missing or are more than rank 0's.
     """
     known = set(names)
     missing, more = [name for name in of_first if name not in known][:3], sorted(known.difference(of_first))[:3]
@@ -102,10 +102,10 @@ def check_names(rank: int, names: Sequence[str], of_first: Sequence[str]) -> Non
 
 
 def local_path(path: Any) -> Path:
-    """The folder's path.
+    """Return the folder's absolute path.
 
     Raises:
-        ConfigError: it is a URL.
+        ConfigError: `path` is a URL.
     """
     if not is_local(path):
         raise ConfigError(
@@ -118,16 +118,18 @@ def local_path(path: Any) -> Path:
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
-class Unread(list[Any]):
-    """Optimizer states of a folder which does not name their parameters (Lightning's other strategies write such). The groups'
-    options are there; the state is read when the optimizers are."""
+class UnreadStates(list[Any]):
+    """The groups of optimizers whose state is still to be read, from a folder that does not name their parameters.
+
+    Lightning's other strategies write such folders. The state can be read when the optimizers exist.
+    """
 
     def __init__(self, settings: Sequence[Any], folder: Path, weights_only: bool | None) -> None:
         super().__init__(settings)
         self._folder, self._weights_only = folder, weights_only
 
     def read(self, engine: Engine, optimizers: Sequence[Any]) -> list[Any]:
-        """What is loaded into these optimizers: options as they are here, which hooks may have changed. Collective."""
+        """Return what is loaded into these optimizers: state of the folder, options of this list. Collective."""
         if len(self) != len(optimizers):  # an error that needs no state
             return list(self)
         found = read_parts(engine, self._folder, optimizers, self._weights_only)[0].optimizers
@@ -137,21 +139,23 @@ class Unread(list[Any]):
 def read_folder(
     engine: Engine, folder: Path, with_state: bool, weights_only: bool | None, version: str
 ) -> dict[str, Any]:
-    """Read a sharded checkpoint into the Trainer's dict: this package's, or one of Lightning's other strategies. Collective.
+    """Return a sharded checkpoint, of this package or of Lightning's other strategies, as the Trainer's dict. Collective.
 
     Args:
         engine: of the model.
         folder: of the checkpoint.
-        with_state: the optimizers' state will be loaded, too.
+        with_state: True if the optimizers' state will be loaded, too.
         weights_only: see :func:`.safe_load.load_safely`.
-        version: of Lightning, for checkpoints that were not written by it and so don't say.
+        version: of Lightning, for checkpoints that have none.
     """
     found, rest = read_parts(engine, folder, (), weights_only, named_state=with_state)
     checkpoint = {**rest, "state_dict": found.model}
     checkpoint.setdefault("pytorch-lightning_version", version)
     if found.optimizers:
         known = found.with_state or not with_state
-        checkpoint["optimizer_states"] = found.optimizers if known else Unread(found.optimizers, folder, weights_only)
+        checkpoint["optimizer_states"] = (
+            found.optimizers if known else UnreadStates(found.optimizers, folder, weights_only)
+        )
     return checkpoint
 
 
@@ -163,9 +167,9 @@ def read_parts(
     models: Mapping[str, Engine] | None = None,
     named_state: bool = False,
 ) -> tuple[Contents, dict[str, Any]]:
-    """Read a folder as :func:`read_folder` does: models and optimizers, and what else was saved. Collective.
+    """Return models and optimizers of a folder, and what else was saved. Collective.
 
-    `models` and `named_state`: see :func:`torch_shard.checkpoint.sharded.read_tree.read_contents`.
+    `models` and `named_state` are those of :func:`torch_shard.frontend.checkpoint.read_contents`.
     """
 
     def unpickle(name: str, file: Any) -> Any:
@@ -189,7 +193,7 @@ def read_parts(
 
 
 def is_named(state: Any) -> bool:
-    """Whether an optimizer's state is by parameter name, as in the sharded form."""
+    """Return True if an optimizer's state is by parameter name, as in sharded checkpoints."""
     if not isinstance(state, Mapping):
         return False
     return any(isinstance(name, str) for group in state.get("param_groups", ()) for name in group["params"])
@@ -198,7 +202,7 @@ def is_named(state: Any) -> bool:
 def load_optimizer(
     engine: Engine, optimizer: Any, state: Mapping[str, Any], parameters: nn.Module | None = None
 ) -> None:
-    """Load state by parameter name. Collective. `parameters`: as for :func:`.full_checkpoint.optimizer_state`."""
+    """Load state by parameter name. Collective. `parameters` is as for :func:`.full.optimizer_state`."""
     devices: dict[Any, torch.device] = {}
     for group, names in zip(optimizer.param_groups, names_of(engine, optimizer, parameters), strict=True):
         devices.update((name, p.device) for name, p in zip(names, group["params"], strict=True))
@@ -220,7 +224,7 @@ def load_either(engine: Engine, optimizer: Any, state: Mapping[str, Any], parame
 def renamed(
     state: dict[str, Any], engine: Engine, optimizer: Any, sources: Sequence[Source], parameters: nn.Module
 ) -> dict[str, Any]:
-    """State by the names of `sources`, as a folder has it, with those that `parameters` has. Not collective."""
+    """Return state that has the names of `sources`, as in a folder, with the names of `parameters`. Not collective."""
     if not is_named(state):
         return state
     saved = param_names(sources, optimizer)
@@ -232,7 +236,7 @@ def renamed(
 
 
 def _on(value: Any, device: torch.device) -> Any:
-    """Slices were read into the host's memory."""
+    # Shards were read into host memory.
     if isinstance(value, ShardTensor) and value.device != device:
         return with_shard(value, value.to_local().to(device))
     return value

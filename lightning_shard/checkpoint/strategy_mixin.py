@@ -1,6 +1,6 @@
-"""The strategy's part in checkpoints: which form is written, which one is read, and what is done about older ones.
+"""What the Trainer's strategy does in saving and loading: which form is written or read, and when older ones are deleted.
 
-The forms themselves are in ``full_checkpoint`` (one file) and ``sharded_checkpoint`` (a folder).
+The forms themselves are in :mod:`.full` (one file) and :mod:`.sharded` (a folder).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch_shard.frontend import agree, refuse_inside
 from torch_shard.log import logger
 
 from .._private import Private
-from . import extra_shards as _slices
+from . import extra_shards as _extra
 from . import files as _files
 from . import full as _full
 from . import sharded as _sharded
@@ -48,8 +48,10 @@ class CheckpointMixin(SavingMixin):
     # -- a checkpoint is restored -------------------------------------------------------------------------------------
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """False: as with DDP hooks of modules and callbacks see a checkpoint before set-up, and optimizers are configured after
-        it. The module is sharded when its state is about to be loaded (:meth:`load_model_state_dict`)."""
+        """False: as with DDP, hooks see a checkpoint before set-up, and optimizers are configured after it.
+
+        The module is sharded when its state is about to be loaded (:meth:`load_model_state_dict`).
+        """
         return False
 
     @property
@@ -60,19 +62,19 @@ class CheckpointMixin(SavingMixin):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint of any form, with torch's safe loader unless the user asked otherwise. Collective.
 
-        Of a folder each rank reads its own slices into ShardTensors; a file is mapped, and its tensors are views of it.
-        Model and optimizer states are loaded later, from what is returned, so that edits in ``on_load_checkpoint`` count.
+        Each rank reads its own shards of a folder into ShardTensors. A file is mapped, and its tensors view it. Model and
+        optimizer states are loaded later, from what is returned, so that edits in ``on_load_checkpoint`` count.
 
         Raises:
-            CheckpointError: on all ranks: there is none, it is damaged, of an unknown form, or holds objects that are
-                refused.
+            CheckpointError: on all ranks, if there is no checkpoint, or it is damaged, of an unknown form, or holds objects that
+                the safe loader refuses.
         """
         for asked in (self._weights_only_asked, self._settings.weights_only):
             weights_only = asked if weights_only is None else weights_only
         self._finish_save()
-        # Ranks must read the same one, also where the path holds a time or a version.
-        path = self._told(checkpoint_path, "loading a checkpoint")
-        path = self._together(lambda: existing(path))
+        # All ranks read the same one, also if the path holds a time or a version.
+        path = self._from_rank0(checkpoint_path, "loading a checkpoint")
+        path = self._run_on_all(lambda: existing(path))
         if _files.is_local(path) and Path(path).is_dir():
             self._shard_to_load()
             engine = self.engine_or_none
@@ -84,10 +86,10 @@ class CheckpointMixin(SavingMixin):
             fitting = self.lightning_module.trainer.state.fn == self._private.TrainerFn.FITTING
             return _sharded.read_folder(engine, Path(path), fitting, weights_only, self._private.version)
         io, maps = self.checkpoint_io, self._maps()
-        return self._together(lambda: _full.read_file(path, io, maps, weights_only))
+        return self._run_on_all(lambda: _full.read_file(path, io, maps, weights_only))
 
     def _shard_to_load(self) -> None:
-        """A run has come to its checkpoint: what is restored from here on goes into slices. Collective."""
+        """Shard the module now that a run has come to its checkpoint, so that shards are what is restored. Collective."""
         module = self.lightning_module
         if not self._prepared and module is not None and module._trainer is not None and dist.is_initialized():
             self._prepare(module.trainer)
@@ -105,7 +107,7 @@ class CheckpointMixin(SavingMixin):
         """Load optimizer states of either form, written on any number of ranks. Collective."""
         engine = self.engine_or_none
         states = checkpoint["optimizer_states"]
-        if isinstance(states, _sharded.Unread):
+        if isinstance(states, _sharded.UnreadStates):
             assert engine is not None
             states = states.read(engine, [self._unwrapped(optimizer) for optimizer in self.optimizers])
         if states and len(states) != len(self.optimizers):
@@ -122,8 +124,10 @@ class CheckpointMixin(SavingMixin):
 
     # -- a checkpoint is written --------------------------------------------------------------------------------------
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state dict: of the full form whole on rank 0, and on the others the same entries without memory (collective);
-        of the sharded form ShardTensors."""
+        """Return the state dict for a checkpoint of either form. Collective for the full form.
+
+        See :func:`.full.model_state` and :func:`.sharded.model_state`.
+        """
         engine = self.engine_or_none
         if engine is None:
             return super().lightning_module_state_dict()
@@ -133,8 +137,10 @@ class CheckpointMixin(SavingMixin):
         return _full.model_state(engine, self.lightning_module)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """State of one optimizer: of the full form whole on rank 0, in torch's own form (collective); of the sharded form by
-        parameter name, in ShardTensors."""
+        """Return the state of one optimizer for a checkpoint of either form. Collective for the full form.
+
+        See :func:`.full.optimizer_state` and :func:`.sharded.optimizer_state`.
+        """
         optimizer = self._unwrapped(optimizer)
         engine = self.engine_or_none
         if engine is None:
@@ -144,34 +150,34 @@ class CheckpointMixin(SavingMixin):
         return _full.optimizer_state(engine, optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint: one file by rank 0, or a folder by all ranks. Collective: a failure is raised on all.
+        """Write one file by rank 0, or a folder by all ranks. Collective; a failure is raised on all ranks.
 
-        After a run that has given the plain module back there is nothing sharded to write: that is one file in any case.
+        A run that has ended and given the plain module back leaves nothing sharded: then it is one file in any case.
         """
         engine = self.engine_or_none
         state = checkpoint.get("state_dict")
         names = list(state) if isinstance(state, Mapping) else []
         if engine is not None and self._settings.state_dict_type == "full":
-            checkpoint = _slices.whole(engine, checkpoint)
-        filepath, of_first = self._told((filepath, names), "trainer.save_checkpoint")
+            checkpoint = _extra.gather_shards(engine, checkpoint)
+        filepath, of_first = self._from_rank0((filepath, names), "trainer.save_checkpoint")
         if self._settings.state_dict_type == "sharded" and engine is not None:
             if storage_options is not None:
                 raise ConfigError(
                     "storage_options is for plugins, which write single files; this checkpoint is a folder."
                 )
-            self._together(lambda: _sharded.check_names(engine.rank, names, of_first))
-            agree(engine, "saving a checkpoint", _slices.names(checkpoint))
+            self._run_on_all(lambda: _sharded.check_names(engine.rank, names, of_first))
+            agree(engine, "saving a checkpoint", _extra.shard_names(checkpoint))
             self._save_folder(engine, checkpoint, _sharded.local_path(filepath))
         else:
             self._finish_save()
             if self._settings.state_dict_type == "sharded":
-                logger.info("%s becomes one file: the module is plain and whole after the run", filepath)
-            self._on_first(
+                logger.info("%s becomes one file: the module is plain after the run", filepath)
+            self._run_on_rank0(
                 f"write the checkpoint {filepath}", lambda: self._save_file(checkpoint, filepath, storage_options)
             )
 
     def _save_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
-        # Ours puts the file where a folder is by itself.
+        # Our own plugin replaces a folder itself.
         own = isinstance(self._base_io(), _files.FileMixin)
         with contextlib.nullcontext() if own else _files.aside(path):
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
@@ -182,7 +188,7 @@ class CheckpointMixin(SavingMixin):
     def _save_folder(self, engine: Engine, checkpoint: dict[str, Any], target: Path) -> None:
         occasion = (target, checkpoint.get("global_step"))
         if self._pending is not None and occasion == self._pending_occasion:
-            # A second callback has chosen the same name: it was told not to count versions.
+            # A second callback with enable_version_counter=False has chosen the same name.
             self._shared[target] += 1
         self._finish_save()
         contents = _sharded.contents_of(checkpoint)
@@ -191,17 +197,17 @@ class CheckpointMixin(SavingMixin):
         self._keep(target)
 
     def _links(self) -> bool:
-        """Whether a callback links to each checkpoint at once: until it is whole, the link would lead nowhere."""
+        """Return True if a callback links to each checkpoint at once: the link must not lead to a save that goes on."""
         return any(getattr(callback, "save_last", None) == "link" for callback in self._of_trainer("callbacks"))
 
     def _of_trainer(self, what: str) -> list[Any]:
-        """The Trainer's callbacks or loggers, where there is a Trainer."""
+        """Return the Trainer's callbacks or loggers; none without a Trainer."""
         module = self.lightning_module
         return [] if module is None or module._trainer is None else getattr(module.trainer, what)
 
     # -- names that ModelCheckpoint may take --------------------------------------------------------------------------
     def _show_pending(self, callbacks: list[Any]) -> None:
-        """Have each ModelCheckpoint choose the names that it would choose if no save were in the background."""
+        """Have each ModelCheckpoint choose the names that it would choose without a save in the background."""
         for callback in callbacks if self._settings.async_save else ():
             if isinstance(callback, self._private.ModelCheckpoint) and "file_exists" not in vars(callback):
                 callback.file_exists = functools.partial(self._will_exist, callback.file_exists)
@@ -212,8 +218,7 @@ class CheckpointMixin(SavingMixin):
             vars(self._shown_to.pop()).pop("file_exists", None)
 
     def _will_exist(self, on_disk: Callable[[Any, Any], bool], filepath: Any, trainer: Any) -> bool:
-        """Whether there is a file, or will be when the save in the background is whole and what it replaces is gone.
-        Collective."""
+        """Return True if something will be there when the save in the background has ended. Collective."""
         found = on_disk(filepath, trainer)
         if self._pending is None:
             return found
@@ -225,7 +230,7 @@ class CheckpointMixin(SavingMixin):
         return bool(self.broadcast(found))  # rank 0 knows what is deleted
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Delete a checkpoint; while a newer one is written in the background, only when that is whole."""
+        """Delete a checkpoint; if a newer one is being written in the background, when that is complete."""
         if not self.is_global_zero:
             return
         target = Path(filepath).absolute() if _files.is_local(filepath) else None
@@ -241,7 +246,7 @@ class CheckpointMixin(SavingMixin):
         """Wait for the save in the background, then delete what had to stay until then. Collective where there is one.
 
         Raises:
-            CheckpointError: on all ranks: it has failed. The older checkpoints are kept.
+            CheckpointError: on all ranks, if the save has failed. The older checkpoints are kept.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -253,7 +258,7 @@ class CheckpointMixin(SavingMixin):
         self._remove_replaced()
 
     def _remove_replaced(self) -> None:
-        """Delete what was to be deleted, but for what a plugin that writes in the background has not replaced yet."""
+        """Delete what waits to be deleted, except what a plugin that writes in the background has not replaced yet."""
         base, waiting = self._base_io(), []
         for path, given in self._removals:
             if isinstance(base, _files.FileMixin) and base.written < given:
@@ -269,11 +274,11 @@ class CheckpointMixin(SavingMixin):
         self._removals = waiting
 
     def _keep(self, path: Any) -> None:
-        """Not to be deleted any more: it has been saved again."""
+        """Take a path off the removals, because it has been saved again."""
         self._removals = [(other, given) for other, given in self._removals if str(other) != str(path)]
 
     def _finish_saves_at_end(self) -> Exception | None:
-        """At the end of a run: wait for everything that is being written. What went wrong, on all ranks."""
+        """Wait for everything that is being written, and return what went wrong, the same on all ranks. Collective."""
         error: Exception | None = None
         for step in (self._finish_save, self.checkpoint_io.teardown, self._remove_replaced):
             try:

@@ -1,4 +1,4 @@
-"""The callback that logs what sharding costs, once for both namespaces: a mixin that the concrete classes put before Callback."""
+"""The callback that logs what sharding costs, for both namespaces: a mixin that the concrete classes put before Callback."""
 
 from __future__ import annotations
 
@@ -22,36 +22,35 @@ __all__ = ["MonitorMixin"]
 class MonitorMixin:
     """Logs what sharding costs: bytes sent, waiting for communication, memory, and norms of gradients.
 
-    To each logger of the Trainer, at the steps that ``log_every_n_steps`` chooses, means over the steps since the last time (a
-    step is what Lightning counts as one, all its micro-batches included) of this rank's figures:
+    Each logger of the Trainer gets this rank's figures at the steps that ``log_every_n_steps`` chooses, as means over the steps
+    since the last time. (A step is what Lightning counts as one, all its micro-batches included.)
 
     - ``shard/bytes_sent``: bytes sent for parameters and gradients;
-    - ``shard/gather_wait``, ``shard/reduce_wait``: seconds in which training stood still until parameters, or sums of gradients,
-      had come; ``shard/other_wait``: until the other ranks had come; ``shard/host_wait``: until the host had stepped on
-      offloaded parameters, or copied them;
+    - ``shard/gather_wait``, ``shard/reduce_wait``: seconds for which training waited for parameters, or for sums of
+      gradients; ``shard/other_wait``: for the other ranks; ``shard/host_wait``: for the host to step on offloaded parameters or
+      to copy them;
     - ``shard/wait_share``: the first two of these, as a share of the step's time;
     - ``shard/gathered_bytes``, ``shard/peak_gathered_bytes``: gathered parameters held at the step's end, and at most since the
       last time; ``shard/resident_bytes``: this rank's parameters, gradients and optimizer state;
     - ``shard/grad_norm/<unit>`` with `grad_norms`.
 
-    The slash is the logger's own separator. Without a logger the rest works all the same. At the end of an epoch it prints one
-    line on the progress bar (without a bar, on standard output), and once in a run it warns where communication can't hide behind
-    compute, with what to do about it.
+    The slash is the logger's own separator. Without a logger the rest works all the same. At the end of an epoch the callback
+    prints one line on the progress bar (without a bar, on standard output). Once in a run it warns if communication does not hide
+    behind compute, and says what may help.
 
-    On GPUs the waiting is that of the streams, and what is read at a step may be that of a step before: see
-    ``Engine.time_waiting``.
+    On GPUs it is the streams that wait, and the figures of a step may be those of a step before: see ``Engine.time_waiting``.
 
     Args:
         grad_norms: log the 2-norm of each unit's gradients, before clipping, as a single device computes it. One small collective
             at each logged step and optimizer.
-        threshold: the share of a step that may be spent waiting for gathers and reductions; 1 for no warning.
-        warm_up: steps of the run that don't count for it.
-        patience: so many steps in a row must be above it.
+        threshold: the share of a step that may be spent waiting for gathers and reductions; 1 turns the warning off.
+        warm_up: the first steps of the run, which don't count for the warning.
+        patience: how many steps in a row must be above the threshold.
         summary: print the line at the end of each epoch.
 
     Raises:
         ConfigError: an argument has a bad value.
-        MisconfigurationException: where the run begins, on all ranks: the Trainer's strategy is another one.
+        MisconfigurationException: on all ranks when the run begins, if the Trainer's strategy is another one.
     """
 
     _private: Private
@@ -93,19 +92,19 @@ class MonitorMixin:
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to count."""
+        """Start to count."""
         self._forget()
         self._engine = trainer.strategy.engine
         self._engine.time_waiting()
         self._engine.reset_peak_gathered()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """A micro-batch begins."""
+        """Note the figures at the start of a micro-batch."""
         if self._engine is not None:
             self._began = time.perf_counter(), self._engine.statistics()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Gradients are final but for clipping. Collective at steps that are logged."""
+        """Take the norms of gradients before they are clipped. Collective at steps that are logged."""
         # Whether a logger is there, or somebody has asked to stop, may differ between the ranks; this does not.
         if self.grad_norms and self._engine is not None and logs_this_step(trainer):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -116,7 +115,7 @@ class MonitorMixin:
             self._norms[number] = {name: norm for name, norm in norms.items() if name in units}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """A micro-batch has ended, and perhaps the step."""
+        """Count a micro-batch, and log if it ends a step."""
         if self._engine is None or self._began is None:
             return
         begun, before = self._began
@@ -136,7 +135,7 @@ class MonitorMixin:
             self._engine.reset_peak_gathered()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """The line on the progress bar."""
+        """Print the line on the progress bar."""
         epoch, self._epoch = self._epoch, Window()
         if self._engine is None or not epoch.steps or not self.summary or not trainer.is_global_zero:
             return
@@ -152,7 +151,7 @@ class MonitorMixin:
         )
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Keep nothing of the run alive."""
+        """Let go of the engine."""
         if self._engine is not None:
             self._engine.time_waiting(False)
         self._forget()
@@ -174,7 +173,7 @@ class MonitorMixin:
             "peak_gathered_bytes": float(window.peak_gathered),
             "resident_bytes": float(held["parameters"] + held["gradients"] + held["optimizer"]),
         }
-        norms = _together(list(self._norms.values()))
+        norms = _joined(list(self._norms.values()))
         for each in trainer.loggers:
             between = each.group_separator
             metrics = {f"shard{between}{name}": value for name, value in figures.items()}
@@ -182,7 +181,7 @@ class MonitorMixin:
             each.log_metrics(metrics, step=logged_step(trainer))
 
     def _watch(self, trainer: Any, step: Window) -> None:
-        """Warn once where steps are above the threshold one after the other."""
+        """Warn once if `patience` steps in a row are above the threshold."""
         self._seen += 1
         if self._warned or self.threshold >= 1 or self._seen <= self.warm_up:
             return
@@ -203,8 +202,8 @@ class MonitorMixin:
         )
 
 
-def _together(norms: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """Of units that several optimizers have parameters of, the norm of all of these. Waits for the device once."""
+def _joined(norms: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """Return one norm for each unit, over all optimizers that hold parameters of it. Waits for the device once."""
     names = list(dict.fromkeys(name for some in norms for name in some))
     if not names:
         return {}

@@ -11,7 +11,7 @@ __all__ = ["Window"]
 
 @dataclass
 class Window:
-    """What some steps have cost one rank, in all. ``peak_gathered`` is the largest of theirs."""
+    """The figures of one rank summed over some steps; ``peak_gathered`` is their maximum."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -23,12 +23,12 @@ class Window:
     peak_gathered: int = 0
 
     def add(self, seconds: float, figures: Statistics) -> None:
-        """One more micro-batch."""
+        """Add a micro-batch."""
         self.seconds += seconds
         self._sum(figures)
 
     def join(self, other: Window) -> None:
-        """The steps of another window."""
+        """Add the steps of another window."""
         self.steps += other.steps
         self.seconds += other.seconds
         self._sum(other)
@@ -43,5 +43,5 @@ class Window:
 
     @property
     def share(self) -> float:
-        """Of the time, that of waiting for gathers and reductions."""
+        """The share of the time that was spent waiting for gathers and reductions."""
         return (self.gather_wait + self.reduce_wait) / self.seconds if self.seconds else 0.0

@@ -27,7 +27,7 @@ REGISTRIES = {
 
 
 class _Finder:
-    """Finds nothing itself: lets the other finders find a registry's module, and has it followed by registration."""
+    """Lets the other finders find a registry's module, and has registration follow its execution."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname not in REGISTRIES:
@@ -48,7 +48,7 @@ class _Finder:
 
 
 def _register_after(spec: ModuleSpec) -> None:
-    """Shadow ``exec_module`` on the loader itself, so that the module keeps the loader (and source) it would have."""
+    """Shadow ``exec_module`` in the loader, so that the module keeps the loader and source that it would have without us."""
     loader: Any = spec.loader
     execute = loader.exec_module
 

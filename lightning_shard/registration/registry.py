@@ -15,24 +15,24 @@ FABRIC = {
     "lightning.fabric": "lightning_shard.fabric.for_lightning",
     "lightning_fabric": "lightning_shard.fabric.for_lightning_fabric",
 }
-"""Namespaces of Lightning, and our modules with the strategies for them."""
+"""Namespaces of Lightning, and the modules of this package with the strategies for them."""
 
 NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "shard": ("Parameters, gradients and optimizer state sharded over all ranks (ZeRO-3)", {}),
     "shard_zero2": (
-        "As 'shard', with parameters kept gathered from forward to the end of backward (ZeRO-2)",
+        "As 'shard', with parameters kept unsharded from forward to the end of backward (ZeRO-2)",
         {"strategy": "shard_grad_op"},
     ),
     "shard_zero1": (
-        "Optimizer state sharded, with parameters kept gathered until it changes them (ZeRO-1)",
+        "Optimizer state sharded, with parameters kept unsharded until it changes them (ZeRO-1)",
         {"strategy": "shard_optim"},
     ),
     "shard_hybrid": (
-        "As 'shard' over the ranks of each node, with a copy on each node",
+        "As 'shard' over the ranks of each node, with a replica on each node",
         {"strategy": "hybrid_shard"},
     ),
     "shard_hybrid_zero2": (
-        "As 'shard_zero2' over the ranks of each node, with a copy on each node",
+        "As 'shard_zero2' over the ranks of each node, with a replica on each node",
         {"strategy": "hybrid_shard_zero2"},
     ),
     "shard_offload": (
@@ -42,12 +42,11 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "shard_spawn": ("As 'shard', with processes started by spawn", {"start_method": "spawn"}),
     "shard_fork": ("As 'shard', with processes started by fork, as notebooks need it", {"start_method": "fork"}),
 }
-"""Name, description and arguments of the strategy, the Trainer's or Fabric's. Avoided: the substrings ddp, dp and deepspeed,
-which these search names for."""
+"""Description and arguments of the strategy by name. Names avoid ddp, dp and deepspeed, which Lightning looks for."""
 
 
 def register(namespace: str, registry: Any) -> None:
-    """Add the names to one registry. The strategy's module is imported when a name is used, not here."""
+    """Add the names to one registry. A strategy's module is imported only when its name is used."""
     for name, (description, arguments) in NAMES.items():
         # The arguments go into the factory: `register` has parameters of its own by the names of some of them.
         # override: a reload of Lightning's module must not fail on its second registration.
@@ -60,22 +59,22 @@ def _make(namespace: str, **arguments: Any) -> Any:
 
 
 def strategy_class(namespace: str) -> Any:
-    """`ShardStrategy` for a namespace of :data:`TRAINER`, `ShardFabricStrategy` for one of :data:`FABRIC`."""
+    """Return `ShardStrategy` for a namespace of :data:`TRAINER`, `ShardFabricStrategy` for one of :data:`FABRIC`."""
     if namespace in TRAINER:
         return trainer_module(namespace).ShardStrategy
     return importlib.import_module(FABRIC[namespace]).ShardFabricStrategy
 
 
 def trainer_module(namespace: str) -> Any:
-    """Our module for a namespace of :data:`TRAINER`."""
+    """Return the module of this package for a namespace of :data:`TRAINER`."""
     return importlib.import_module(TRAINER[namespace])
 
 
 def namespace_in_use(fabric: bool = False) -> str:
-    """The namespace that the program imported; else the one that is installed, ``lightning`` first.
+    """Return the namespace that the program imported, else one that is installed, ``lightning`` first.
 
     Raises:
-        ImportError: neither is installed.
+        ImportError: no Lightning is installed.
     """
     packages = {"lightning": "lightning.pytorch"}  # the others are packages themselves
     for namespace in FABRIC if fabric else TRAINER:

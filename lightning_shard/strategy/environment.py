@@ -1,4 +1,4 @@
-"""Is what the user and the cluster say about devices and ranks true? Asked before anything is joined or moved."""
+"""Checks of what the user and the cluster say about devices and ranks, before anything is joined or moved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEVICES = ("cpu", "cuda")  # that the engine shards on
 
 
 def check_devices(devices: Sequence[torch.device] | None, private: Shared) -> None:
-    """Raise MisconfigurationException where ranks on these devices could not shard."""
+    """Raise MisconfigurationException if ranks on these devices can't shard."""
     for kind in sorted({device.type for device in devices or ()}):
         if kind not in _DEVICES:
             raise private.MisconfigurationException(
@@ -26,9 +26,9 @@ def check_devices(devices: Sequence[torch.device] | None, private: Shared) -> No
 
 
 def check_ranks(environment: Any, devices: int, nodes: int, private: Shared) -> None:
-    """Raise MisconfigurationException where the cluster environment contradicts the run's size, or the process group that exists.
+    """Raise MisconfigurationException if the cluster environment contradicts the run's size or the existing process group.
 
-    With another number of ranks than devices * nodes, samples would be dealt out for ranks that don't exist, or for some twice.
+    With another number of ranks than devices * nodes, samplers would give samples to ranks that don't exist, or give some twice.
     """
     name, size = type(environment).__name__, devices * nodes
     stated = f"devices={devices} and num_nodes={nodes} make {size} rank(s)"

@@ -16,10 +16,10 @@ __all__ = ["check", "config_for"]
 
 
 def check(plugin: Any, private: Shared, strategy: str = "ShardStrategy") -> None:
-    """Refuse what cannot be right.
+    """Raise for a precision plugin that can't be right.
 
     Raises:
-        MisconfigurationException: for plugins that belong to other strategies.
+        MisconfigurationException: the plugin belongs to another strategy.
     """
     if isinstance(plugin, private.refused_precision):
         raise private.MisconfigurationException(
@@ -29,7 +29,7 @@ def check(plugin: Any, private: Shared, strategy: str = "ShardStrategy") -> None
 
 
 def config_for(plugin: Any, config: ShardConfig, module: nn.Module, private: Shared) -> ShardConfig:
-    """`config` with what a plugin of mixed precision means for the engine (see ``torch_shard.precision.for_autocast``)."""
+    """Return `config` with what a plugin of mixed precision means for the engine (see ``torch_shard.precision.for_autocast``)."""
     if not isinstance(plugin, private.MixedPrecision):
         return config
     dtype = torch.float16 if plugin.precision == "16-mixed" else torch.bfloat16

@@ -1,4 +1,4 @@
-"""The ranks of a run: how their processes are started, who each of them is, and how they talk to each other."""
+"""The processes of a run: how they are started, which rank each one is, and how they communicate."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .._private import MixinBase, Shared
 from .environment import check_devices, check_ranks
 from .settings import StrategySettings
 
-__all__ = ["RanksMixin", "mesh_on"]
+__all__ = ["ProcessesMixin", "mesh_on"]
 
 
-class RanksMixin(MixinBase):  # type: ignore[misc]
-    """The part of a strategy that knows of processes and their group, and nothing of what they train."""
+class ProcessesMixin(MixinBase):  # type: ignore[misc]
+    """The part of a strategy that knows processes and their group, and nothing of what they train."""
 
     _private: Shared
     _launchers: tuple[Any, Any]  # for popen; for the start methods of multiprocessing
@@ -23,7 +23,7 @@ class RanksMixin(MixinBase):  # type: ignore[misc]
     _process_group_backend: str | None
     _settings: StrategySettings
 
-    # -- who this process is ------------------------------------------------------------------------------------------
+    # -- which rank this is -------------------------------------------------------------------------------------------
     @property
     def root_device(self) -> torch.device:
         """The device of this rank."""
@@ -32,7 +32,7 @@ class RanksMixin(MixinBase):  # type: ignore[misc]
 
     @property
     def num_nodes(self) -> int:
-        """Machines that take part."""
+        """The number of nodes."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -41,27 +41,27 @@ class RanksMixin(MixinBase):  # type: ignore[misc]
 
     @property
     def num_processes(self) -> int:
-        """Ranks on this machine."""
+        """The number of ranks on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
     def is_distributed(self) -> bool:
-        """True. The Trainer asks this of unknown strategies before it shards a sampler or reduces a log."""
+        """True. The Trainer reads this from unknown strategies before it shards a sampler or reduces a log."""
         return True
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """What the Trainer gives to its DistributedSampler."""
-        # The base class counts the devices of this machine only.
+        """The arguments that the Trainer gives to its DistributedSampler."""
+        # The base class counts the devices of this node only.
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     @property
     def process_group_backend(self) -> str | None:
-        """The backend of the process group: as given, else the device's own."""
+        """The backend of the process group: the given one, else the device's own."""
         return self._process_group_backend
 
     def set_world_ranks(self) -> None:
-        """Tell the cluster environment, and Lightning's rank-zero functions, who this process is."""
+        """Tell the cluster environment and Lightning's rank-zero functions which rank this process is."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -116,14 +116,14 @@ class RanksMixin(MixinBase):  # type: ignore[misc]
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks; anything else is returned as it is. Collective."""
+        """Return a tensor reduced over the ranks, and anything else as it is. Collective."""
         if isinstance(tensor, torch.Tensor):
             return self._private.sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
 
 
 def mesh_on(device: torch.device) -> Any:
-    """The mesh over all ranks for shards on this device; None where the engine's own choice is that."""
+    """Return a mesh over all ranks on this kind of device; None if the engine chooses the same one by itself."""
     if device.type == "cpu":
         return None
     # Parameters that are still on the CPU move to this device unit by unit, whatever the backend is.

@@ -94,7 +94,7 @@ class StrategySettings:
 
 
 class SettingsMixin(MixinBase):  # type: ignore[misc]
-    """Keeps what the user has chosen, and makes of it what an engine gets."""
+    """The part of a strategy that keeps what the user has chosen, and makes an engine's settings of it."""
 
     _private: Shared
     _settings: StrategySettings

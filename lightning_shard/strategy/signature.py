@@ -14,7 +14,7 @@ __all__ = ["show_settings"]
 
 
 def show_settings(strategy: Any, **defaults: Any) -> None:
-    """In the signature of ``strategy.__init__``, replace ``**settings`` by the fields of StrategySettings and of ShardConfig.
+    """Replace ``**settings`` in the signature of ``strategy.__init__`` by the fields of StrategySettings and of ShardConfig.
 
     The latter have the default None, "as in `config`": LightningCLI passes every parameter that it shows, and ShardConfig's own
     defaults would undo what `config` says. `defaults` are those of StrategySettings' fields that differ for this strategy.

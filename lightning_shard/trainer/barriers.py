@@ -1,8 +1,8 @@
-"""Collectives of the Trainer, in which a rank would wait without a word while another is in a forward of its own.
+"""Barriers and reductions of the Trainer, in which a rank would wait silently while another one is in a forward of its own.
 
 ``if trainer.is_global_zero: self(x)`` in a hook of an evaluation, or a ``validation_step`` that generates as many tokens as its
-batch wants, are no trouble under DDP, where a forward without gradients sends nothing. Here one rank gathers then, and the
-others have gone on to what the Trainer reduces at the end of the loop. So before that the ranks see whether all have come.
+batch needs, do no harm under DDP, where a forward without gradients sends nothing. Here one rank waits in an all-gather, and the
+others in what the Trainer reduces at the end of the loop. So the ranks first check that all have come to the same operation.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch_shard.frontend import group_timeout, meet
 
 from .._private import MixinBase
 
-__all__ = ["MeetingMixin"]
+__all__ = ["BarrierMixin"]
 
 
-class MeetingMixin(MixinBase):  # type: ignore[misc]
-    """The part of the Trainer's strategy that talks to the other ranks between steps."""
+class BarrierMixin(MixinBase):  # type: ignore[misc]
+    """The part of the Trainer's strategy that communicates between steps."""
 
     _failed: bool
 
@@ -25,23 +25,23 @@ class MeetingMixin(MixinBase):  # type: ignore[misc]
         """Wait for all ranks.
 
         Raises:
-            DivergenceError: at once, on all ranks: another rank waits in an operation of the engine.
+            DivergenceError: at once on all ranks, if another rank waits in an operation of the engine.
         """
-        self._meet("trainer.strategy.barrier")
+        self._wait_for_all("trainer.strategy.barrier")
         super().barrier(name)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks; anything else is returned as it is. Collective.
+        """Return a tensor reduced over the ranks, and anything else as it is. Collective.
 
         Raises:
-            DivergenceError: at once, on all ranks: another rank waits in an operation of the engine.
+            DivergenceError: at once on all ranks, if another rank waits in an operation of the engine.
         """
-        # Lightning's reduction begins with a barrier, so that this one costs little; and it is none within steps.
+        # This costs little, since Lightning's reduction begins with a barrier. Within steps it does nothing.
         if group is None:
-            self._meet("a reduction over the ranks (self.log with sync_dist=True, perhaps)")
+            self._wait_for_all("a reduction over the ranks (self.log with sync_dist=True, perhaps)")
         return super().reduce(tensor, group, reduce_op)
 
-    def _meet(self, what: str) -> None:
+    def _wait_for_all(self, what: str) -> None:
         engine = self.engine_or_none
         if engine is not None and engine.world_size > 1 and not self._failed:
             meet(engine, group_timeout(self.root_device), what)

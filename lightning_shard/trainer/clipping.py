@@ -14,7 +14,7 @@ __all__ = ["ShardedClipping", "with_sharded_clipping"]
 
 
 class ShardedClipping:
-    """Clips gradients through the engine. Mixed into the class of each plugin; keeps that class's name."""
+    """Clips gradients through the engine. It is mixed into the class of each plugin, whose name stays."""
 
     _plain_class: Any
     _shard_strategy: Any = None
@@ -44,7 +44,7 @@ class ShardedClipping:
 
 
 def with_sharded_clipping(plugin: Any, strategy: Any) -> Any:
-    """Give `plugin`, in place, a class that clips through `strategy`'s engine; returns it."""
+    """Give `plugin` a class that clips through `strategy`'s engine, in place, and return it."""
     if not isinstance(plugin, ShardedClipping):
         plain: Any = type(plugin)
         plugin.__class__ = _clipping_class(plain)

@@ -10,7 +10,7 @@ __all__ = ["LauncherMixin"]
 
 
 class LauncherMixin(MixinBase):  # type: ignore[misc]
-    """Remembers the user's ``weights_only`` for checkpoints that the run reads without it, as the learning-rate finder does."""
+    """Keeps the user's ``weights_only`` for checkpoints that the run reads without it, as the learning-rate finder does."""
 
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the ranks and run `function` on each."""

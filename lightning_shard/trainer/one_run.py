@@ -1,4 +1,4 @@
-"""A module is in one run at a time: the end of a run within a run would give it back plain, and the outer one train apart."""
+"""A module is in one run at a time. A run within a run would unshard it at its end, and the outer run train on unreduced."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from torch import nn
 
 from torch_shard.errors import UnitStateError
 
-__all__ = ["one_run_at_a_time", "run_has_ended"]
+__all__ = ["enter_run", "leave_run"]
 
 _running: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""The strategy that runs each module."""
 
 
-def one_run_at_a_time(module: nn.Module, strategy: Any) -> None:
+def enter_run(module: nn.Module, strategy: Any) -> None:
     """Note that `strategy` runs `module`.
 
     Raises:
-        UnitStateError: another strategy does. Nothing has changed.
+        UnitStateError: another strategy runs it. Nothing has changed.
     """
     other = _running.get(module)
     if other is not None and other() not in (None, strategy):
@@ -29,8 +30,8 @@ def one_run_at_a_time(module: nn.Module, strategy: Any) -> None:
     _running[module] = weakref.ref(strategy)
 
 
-def run_has_ended(module: nn.Module | None, strategy: Any) -> None:
-    """Undo :func:`one_run_at_a_time`, if it was this strategy's."""
+def leave_run(module: nn.Module | None, strategy: Any) -> None:
+    """Undo :func:`enter_run` of this strategy."""
     if module is not None:
         running = _running.get(module)
         if running is not None and running() is strategy:

@@ -1,4 +1,4 @@
-"""The Trainer's strategy, once for both namespaces: a mixin that the concrete classes put before ParallelStrategy.
+"""The Trainer's strategy for both namespaces: a mixin that the concrete classes put before ParallelStrategy.
 
 Methods stand in the order in which the Trainer calls them.
 """
@@ -23,15 +23,15 @@ from .._private import Private, run_as_forward
 from ..checkpoint.full import is_sharded
 from ..checkpoint.strategy_mixin import CheckpointMixin
 from ..strategy import precision as _precision
-from ..strategy.processes import RanksMixin, mesh_on
+from ..strategy.processes import ProcessesMixin, mesh_on
 from ..strategy.settings import SettingsMixin, same_config
 from ..strategy.signature import show_settings
 from . import weight_averaging as averaging
-from .barriers import MeetingMixin
+from .barriers import BarrierMixin
 from .clipping import with_sharded_clipping
 from .graph import gather_to_trace, leave_tracing
 from .memory import fits_on_every_rank
-from .one_run import one_run_at_a_time, run_has_ended
+from .one_run import enter_run, leave_run
 from .requeue import RequeueMixin
 from .sigterm import SigtermMixin
 from .uneven_batches import EvaluationMixin
@@ -40,14 +40,14 @@ __all__ = ["TrainerStrategyMixin"]
 
 
 class TrainerStrategyMixin(
-    EvaluationMixin, CheckpointMixin, RequeueMixin, SigtermMixin, MeetingMixin, RanksMixin, SettingsMixin
+    EvaluationMixin, CheckpointMixin, RequeueMixin, SigtermMixin, BarrierMixin, ProcessesMixin, SettingsMixin
 ):
     """Trains with parameters, gradients and optimizer state sharded over the ranks; otherwise as DDP does.
 
     Args:
         config: how to shard; keyword arguments that are fields of :class:`~torch_shard.ShardConfig` change it on top,
             as in ``ShardStrategy(strategy="shard_grad_op", prefetch=2)``.
-        accelerator: as for every strategy of Lightning; normally the Trainer's.
+        accelerator: as for every strategy of Lightning; normally given by the Trainer.
         parallel_devices: likewise.
         cluster_environment: likewise.
         checkpoint_io: likewise.
@@ -98,7 +98,7 @@ class TrainerStrategyMixin(
     # -- Trainer(): what the connector sets and asks ------------------------------------------------------------------
     @property
     def precision_plugin(self) -> Any:
-        """The precision plugin; clips gradients through the engine."""
+        """The precision plugin, which clips gradients through the engine."""
         return self._precision_plugin if self._precision_plugin is not None else self._private.Precision()
 
     @precision_plugin.setter
@@ -116,7 +116,7 @@ class TrainerStrategyMixin(
     # -- a run begins -------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Where ``configure_model`` and ``Trainer.init_module`` create tensors: the CPU; with `empty_init` meta."""
+        """Create tensors of ``configure_model`` and ``Trainer.init_module`` on the CPU; with `empty_init` on the meta device."""
         # Neither moves to the device here: sharding does that unit by unit.
         meta = torch.device("meta") if empty_init else contextlib.nullcontext()
         with meta, self.precision_plugin.tensor_init_context():
@@ -124,7 +124,7 @@ class TrainerStrategyMixin(
 
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Nothing: the whole model is sharded in :meth:`setup`."""
+        """Do nothing: the model is sharded in :meth:`setup`."""
         yield
 
     def setup(self, trainer: Any) -> None:
@@ -141,12 +141,12 @@ class TrainerStrategyMixin(
         gather_to_trace(trainer.loggers, self)
 
     def _prepare(self, trainer: Any) -> None:
-        """Shard the model, and the averages of it. Collective."""
+        """Shard the model and its averages. Collective."""
         assert self.accelerator is not None
         assert self.model is not None
         self._failed = False
         self.accelerator.setup(trainer)
-        one_run_at_a_time(self.lightning_module, self)
+        enter_run(self.lightning_module, self)
         self._defer_requeue(trainer)
         self._defer_sigterm(trainer)
         averaging.check(trainer.callbacks, self.model, self._private)
@@ -171,7 +171,7 @@ class TrainerStrategyMixin(
         torch_shard.shard(self.model, config, mesh=mesh_on(self.root_device))
 
     def _reusable_engine(self, fitting: bool, config: ShardConfig) -> Engine | None:
-        """The engine that an earlier run left on this model; closed and forgotten where it does not fit this run."""
+        """Return the engine that an earlier run left on this model; close it if it does not fit this run."""
         assert self.model is not None
         engine = torch_shard.engine_of(self.model)
         if engine is None:
@@ -183,7 +183,7 @@ class TrainerStrategyMixin(
         return None
 
     def model_to_device(self) -> None:
-        """Move what is not parameter or buffer (the engine has moved those), such as the state of metrics."""
+        """Move what is neither parameter nor buffer, such as the state of metrics; the engine has moved the rest."""
         assert self.lightning_module is not None
         # Never Module.to(): it would replace the parameters one by one.
         self._private.update_properties(self.lightning_module, device=self.root_device)
@@ -193,35 +193,35 @@ class TrainerStrategyMixin(
 
     # -- steps --------------------------------------------------------------------------------------------------------
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """``LightningModule.training_step``; with automatic optimization it counts as a forward of the module."""
+        """Call ``LightningModule.training_step``, under automatic optimization as a forward of the module."""
         assert self.lightning_module is not None
         with self.precision_plugin.train_step_context():
             if not self.lightning_module.automatic_optimization:
-                # Its optimizer steps must change the parameters that its next forward uses: not within one forward.
+                # Its forwards must use what its optimizer steps change, which is not possible within one forward.
                 return self.lightning_module.training_step(*args, **kwargs)
             return run_as_forward(self.lightning_module, "training_step", args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """``LightningModule.validation_step`` as a forward of the module."""
+        """Call ``LightningModule.validation_step`` as a forward of the module."""
         with self._evaluating("validation"), self.precision_plugin.val_step_context():
             return run_as_forward(self.lightning_module, "validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """``LightningModule.test_step`` as a forward of the module."""
+        """Call ``LightningModule.test_step`` as a forward of the module."""
         with self._evaluating("test"), self.precision_plugin.test_step_context():
             return run_as_forward(self.lightning_module, "test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """``LightningModule.predict_step`` as a forward of the module."""
+        """Call ``LightningModule.predict_step`` as a forward of the module."""
         with self._evaluating("predict"), self.precision_plugin.predict_step_context():
             return run_as_forward(self.lightning_module, "predict_step", args, kwargs)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Around all micro-batches of an accumulation but the last.
+        """Accumulate gradients in all micro-batches of a step except the last.
 
-        By default gradients are reduced at each of them and accumulate sharded, which needs no memory for whole
-        gradients. ``defer_gradient_sync=True`` reduces once, as DDP does.
+        By default each micro-batch reduces, and gradients accumulate in shards. ``defer_gradient_sync=True`` reduces once, as DDP
+        does, and holds full gradients.
         """
         engine = self.engine_or_none
         with contextlib.nullcontext() if engine is None else engine.no_sync(hold=self._settings.defer_gradient_sync):
@@ -229,22 +229,22 @@ class TrainerStrategyMixin(
 
     # -- a run ends ---------------------------------------------------------------------------------------------------
     def on_exception(self, exception: BaseException) -> None:
-        """Remember it: the other ranks may be anywhere, so teardown must not wait for them."""
+        """Note that the run has failed: the other ranks may be anywhere, so teardown must not wait for them."""
         self._failed = True
 
     def teardown(self) -> None:
-        """Give the module back as under DDP: plain, whole, on the CPU, and its optimizers with it. Collective.
+        """Give the module and its optimizers back as DDP does: plain, full and on the CPU. Collective.
 
-        It stays sharded after an exception, with ``unshard_at_end=False``, and where it would not fit in memory.
+        They stay sharded after an exception, with ``unshard_at_end=False``, and if they would not fit in memory.
         """
         with self._cleaning_up():
-            self._leave_whole()
+            self._release_full()
         self._end_requeue()  # first: it may save, and what it needs is still there
         self._restore_sigterm()
         self._hide_pending()
         leave_tracing(self._of_trainer("loggers"))
         self._prepared = False
-        run_has_ended(self.lightning_module, self)
+        leave_run(self.lightning_module, self)
         unsaved = self._finish_saves_at_end()
         engine = self.engine_or_none
         if engine is not None and not self._failed and self._wants_plain(engine):
@@ -269,8 +269,11 @@ class TrainerStrategyMixin(
 
     @contextlib.contextmanager
     def _cleaning_up(self) -> Iterator[None]:
-        """A part of teardown. After a failed run it must not hide why the run failed: set-up may have left parameters
-        without memory, or only some of them sharded, and those can't be moved."""
+        """Log a failure inside if the run has failed already.
+
+        Set-up may have left parameters without memory, or only some of them sharded, which can't be moved. That must not hide
+        why the run failed.
+        """
         try:
             yield
         except Exception as error:
@@ -293,7 +296,7 @@ class TrainerStrategyMixin(
         if fits_on_every_rank(engine, self.optimizers, self.num_processes, self.reduce, averages):
             return True
         logger.warning(
-            "the model stays sharded after this run: whole copies of it and its optimizer state on every rank would "
+            "the model stays sharded after this run: full copies of it and its optimizer state on every rank would "
             "not fit in memory. engine_of(model).state_dict() gathers it on rank 0; unshard_at_end=True or False "
             "decides."
         )
@@ -316,10 +319,10 @@ class TrainerStrategyMixin(
     # -- for users ----------------------------------------------------------------------------------------------------
     @property
     def engine(self) -> Engine:
-        """The engine of the module that is being run: ``trainer.strategy.engine.gathered(...)`` and the like.
+        """The engine of the module in the run, for ``trainer.strategy.engine.gathered(...)`` and the like.
 
         Raises:
-            RuntimeError: nothing is sharded now; it is from ``on_fit_start`` to the end of the run.
+            RuntimeError: nothing is sharded now. There is an engine from ``on_fit_start`` to the end of the run.
         """
         engine = self.engine_or_none
         if engine is None:
@@ -331,7 +334,7 @@ class TrainerStrategyMixin(
 
     @property
     def engine_or_none(self) -> Engine | None:
-        """The engine, or None where nothing is sharded."""
+        """The engine of the module in the run, or None if nothing is sharded."""
         module = self._lightning_module
         return torch_shard.engine_of(module) if module is not None else None
 

@@ -1,12 +1,12 @@
 """Averages of the weights: StochasticWeightAveraging, WeightAveraging, EMAWeightAveraging and what is derived from them.
 
-They keep a deep copy of the module, made in their ``setup`` hook, when the module is plain yet. In each update they go through
-the parameters of both side by side and compute with them element by element, and then copy or swap values. So the slices of an
-average are the averages of the slices: here each rank keeps, of the copy too, only its slices, in ShardTensors that are cut as
-the module's parameters are. Everything that the callbacks do works on those as it is, without communication.
+They keep a deep copy of the module, made in their ``setup`` hook, when the module is still plain. In each update they go through
+the parameters of both side by side, compute with them element by element, and copy or swap values. The shards of an average are
+therefore the averages of the shards: here each rank keeps only its shards of the copy, in ShardTensors that are sharded like the
+module's parameters. Everything that the callbacks do works on those as it is, without communication.
 
 A forward of the copy without gradients gathers its weights one by one. The copy stays on the device on which the callback
-wants it, and keeps its dtype, which may be another than the module's. Where the module becomes plain again, so does the copy.
+wants it, and keeps its dtype, which may be another than the module's. When the module becomes plain again, so does the copy.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from torch_shard.frontend import (
 )
 
 from .._private import Private, average_of
-from ..checkpoint.extra_shards import gathered
+from ..checkpoint.extra_shards import full_tensor
 
 __all__ = ["check", "parameters", "shard", "unshard"]
 
 
 def copies(callbacks: Iterable[Any], private: Private) -> Iterator[tuple[Any, nn.Module]]:
-    """The callbacks that average, each with its copy of the module."""
+    """Yield the callbacks that average, each with its copy of the module."""
     for callback in callbacks:
         copy = average_of(callback, private)
         if copy is not None:
@@ -43,16 +43,16 @@ def copies(callbacks: Iterable[Any], private: Private) -> Iterator[tuple[Any, nn
 
 
 def parameters(callbacks: Iterable[Any], private: Private) -> Iterator[torch.Tensor]:
-    """The averages themselves."""
+    """Yield the parameters of all averages."""
     for _, copy in copies(callbacks, private):
         yield from copy.parameters()
 
 
 def check(callbacks: Iterable[Any], module: nn.Module, private: Private) -> None:
-    """Refuse what can't be right, before anything changes. Not collective, with the same answer on all ranks.
+    """Raise for callbacks that can't be right, before anything changes. Not collective; the same on all ranks.
 
     Raises:
-        MisconfigurationException: the copy is not one of the module as it is now; one that prunes.
+        MisconfigurationException: a copy is not one of the module as it is now, or a callback prunes.
     """
     for callback in callbacks:
         if isinstance(callback, private.ModelPruning):
@@ -77,9 +77,9 @@ def _shapes(module: nn.Module) -> list[tuple[str, torch.Size]]:
 
 
 def shard(callbacks: Iterable[Any], engine: Engine, private: Private) -> None:
-    """Cut the copies as the module's parameters are: rank 0's values, in place. Collective.
+    """Shard rank 0's values of the copies, in place, like the module's parameters. Collective.
 
-    A copy of a module that had no memory gets the module's values, buffers included.
+    A copy on the meta device gets the module's values, buffers included.
     """
     for _, copy in copies(callbacks, private):
         own = engine_of(copy)
@@ -87,7 +87,7 @@ def shard(callbacks: Iterable[Any], engine: Engine, private: Private) -> None:
             abandon(own)
         for p, like in zip(copy.parameters(), engine.model.parameters(), strict=True):
             if isinstance(like, ShardTensor) and not _is_average(p, like):
-                swap_value(p, _cut(p, like, engine), False)  # else a transfer of weights would be recorded
+                swap_value(p, _sharded(p, like, engine), False)  # else a transfer of weights would be recorded
         _fill_buffers(copy, engine.model)
 
 
@@ -104,36 +104,36 @@ def _is_average(p: torch.Tensor, like: ShardTensor) -> bool:
 
 
 def _copied(p: ShardTensor, like: ShardTensor) -> ShardTensor:
-    # The slice of a copy: to hand out that of a parameter means to the engine that somebody may edit it, unseen, from then on.
+    # Of a clone: once a parameter's own shard has been handed out, the engine expects unseen edits of it.
     copied: Any = p.detach().clone()
     return with_shard(like, copied.to_local())
 
 
-def _cut(p: torch.Tensor, like: ShardTensor, engine: Engine) -> ShardTensor:
-    """This rank's slice of one parameter of a copy, in memory of its own."""
-    if p.is_meta:  # the copy of a module that has got its memory since
+def _sharded(p: torch.Tensor, like: ShardTensor, engine: Engine) -> ShardTensor:
+    """Return this rank's shard of one parameter of a copy, in memory of its own."""
+    if p.is_meta:  # the module has got its memory since
         return _copied(like, like)
     if isinstance(p, ShardTensor):
         if sharded_alike(p, like):
             return _copied(p, like)
-        whole = gathered(p, engine.device)
+        full = full_tensor(p, engine.device)
     else:
-        # Ranks may have initialised the module differently: slices of different averages would make none.
-        whole = p.detach().to(engine.device, copy=True, memory_format=torch.contiguous_format)
-        broadcast_tensors(engine, [whole], "sharding an average of the weights")
-    return with_shard(like, shard_like(whole, like).to_local().to(p.device))
+        # Ranks may have initialised the module differently: shards of different averages would make none.
+        full = p.detach().to(engine.device, copy=True, memory_format=torch.contiguous_format)
+        broadcast_tensors(engine, [full], "sharding an average of the weights")
+    return with_shard(like, shard_like(full, like).to_local().to(p.device))
 
 
 def unshard(callbacks: Iterable[Any], module: nn.Module, private: Private, device: torch.device) -> None:
-    """Make the copies whole and plain again, in place. Collective.
+    """Make the copies full and plain again, in place. Collective.
 
     Args:
         callbacks: all of the Trainer.
-        module: that was copied, and is plain again.
+        module: the module that was copied, and is plain again.
         private: of its namespace.
-        device: over which slices are gathered.
+        device: the device over which shards are gathered.
     """
     for _, copy in copies(callbacks, private):
         for p, like in zip(copy.parameters(), module.parameters(), strict=True):
             if isinstance(p, ShardTensor):
-                swap_value(p, gathered(p, device).to(p.device), like.requires_grad)
+                swap_value(p, full_tensor(p, device).to(p.device), like.requires_grad)
