@@ -64,8 +64,8 @@ class FabricCheckpointMixin(SavingMixin):
             path: of the file or folder; rank 0's counts.
             state: the objects by the user's keys. Without a sharded module they become one file in any case.
             storage_options: for the plugin that writes single files.
-            filter: by key, a function that chooses which entries of a state dict are saved. It is called on rank 0 for a file; for
-                a folder on all ranks, only for modules' entries, which are ShardTensors of global shape then.
+            filter: by key, a function that chooses which entries of a state dict are saved. For a file rank 0 calls it; for a
+                folder all ranks do, only for modules' entries, which are ShardTensors of global shape then.
 
         Raises:
             ConfigError: a folder is given a filter of an optimizer, or an optimizer of several modules without these.

@@ -254,29 +254,6 @@ def test_objects_of_other_classes_are_saved_with_a_warning_and_loaded_with_conse
     trainer("lightning", world_size, trusting).validate(Odd(), data, ckpt_path=path, verbose=False)
 
 
-def fit_tied(rank, world_size, epochs, path=None, save=None):
-    module = recording_class()(optimizer="adamw")
-    module.blocks[1].weight = module.blocks[0].weight
-    module.blocks[2].requires_grad_(
-        False
-    )  # ignored parameters are not reduced, so that trained ones would differ by rank
-    module.head.bias.requires_grad_(False)
-    t = trainer("lightning", world_size, sharded(ignore=["blocks.2.*"]), max_epochs=epochs)
-    t.fit(module, loader(world_size), ckpt_path=path)
-    if save:
-        t.save_checkpoint(save)
-    assert module.blocks[1].weight is module.blocks[0].weight
-    return module.seen
-
-
-@pytest.mark.exhaustive
-def test_tied_frozen_and_ignored_parameters_resume_to_the_last_bit(tmp_path):
-    whole = run(2, fit_tied, 2)
-    first = run(2, fit_tied, 1, None, tmp_path / "a.ckpt")
-    second = run(2, fit_tied, 2, tmp_path / "a.ckpt")
-    assert [a + b for a, b in zip(first, second, strict=True)] == whole
-
-
 def muon_class() -> Any:
     class WithMuon(recording_class()):
         """Muon for matrices, AdamW for the rest; two optimizers are stepped by hand in Lightning."""
@@ -365,40 +342,6 @@ def test_after_a_run_that_gave_the_plain_module_back_a_checkpoint_is_one_file(ra
     assert_same_state(found["state_dict"], dict(module.state_dict()))
     t = trainer("lightning", world_size, sharded(), max_epochs=2)
     t.fit(net_class("lightning")(optimizer="adamw"), loader(world_size), ckpt_path=tmp_path / "after.ckpt")
-
-
-@ranks(2)
-def test_a_damaged_folder_changes_nothing(rank, world_size, tmp_path):
-    t = trainer("lightning", world_size, sharded())
-    t.fit(net_class("lightning")(), loader(world_size))
-    path = tmp_path / "a.ckpt"
-    t.save_checkpoint(path)
-    if rank == 0:
-        file = sorted(path.glob("*.distcp"))[0]
-        raw = bytearray(file.read_bytes())
-        raw[len(raw) // 2] ^= 1
-        file.write_bytes(raw)
-    t.strategy.barrier()
-    module = net_class("lightning")()
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    t = trainer("lightning", world_size, ShardStrategy(state_dict_type="sharded", unshard_at_end=True))
-    with pytest.raises(CheckpointError, match="damaged"):
-        t.fit(module, loader(world_size), ckpt_path=path)
-    t.strategy.engine.close()
-    assert_same_state(dict(module.state_dict()), before)
-
-
-@pytest.mark.parametrize("form", [*exhaustive("full"), "sharded"])
-@ranks(2)
-def test_a_place_that_cannot_be_written_is_an_error_on_all_ranks(rank, world_size, form, tmp_path):
-    t = trainer("lightning", world_size, ShardStrategy(state_dict_type=form, unshard_at_end=False))
-    t.fit(net_class("lightning")(), loader(world_size))
-    if rank == 0:
-        (tmp_path / "file").touch()
-    t.strategy.barrier()
-    with pytest.raises((OSError, CheckpointError)):
-        t.save_checkpoint(tmp_path / "file" / "a.ckpt")
-    t.save_checkpoint(tmp_path / "a.ckpt")  # and the ranks are still together
 
 
 def test_unknown_settings_are_refused():

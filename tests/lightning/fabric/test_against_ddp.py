@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,54 +141,3 @@ def test_a_lightning_modules_steps_and_marked_methods_are_forwards(namespace):
     ddp = importlib.import_module(f"{namespace}.strategies").DDPStrategy(find_unused_parameters=True)
     found, expected = (run(fabric(which, namespace=namespace)) for which in ("shard", ddp))
     assert_same(found, expected)
-
-
-FILTERS = {
-    "net": lambda name, value: "head" in name,
-    "adam": lambda name, value: name == "param_groups",
-    "plain": lambda name, value: value > 1,
-}
-
-
-@both
-@ranks(2)
-def test_a_filtered_file_is_that_of_ddp(namespace, tmp_path):
-    def run(f: Any) -> Any:
-        model, optimizer = f.setup(m := net(), torch.optim.Adam(m.parameters(), lr=0.01))
-        x, y = batch(0)
-        f.backward((model(x) - y).square().mean())
-        optimizer.step()
-        path = tmp_path / type(f.strategy).__name__
-        state = {"net": model, "adam": optimizer, "plain": {"a": 1, "b": 2}, "step": 3}
-        f.save(path, state, filter=FILTERS)
-        again: dict[str, Any] = {"net": model, "step": 0}
-        rest = f.load(path, again, strict=False)
-        return [torch.load(path, weights_only=False), rest, again["step"]]
-
-    assert_like_ddp(run, namespace)
-
-
-@both
-@ranks(2)
-def test_load_raw_takes_what_plain_torch_has_saved(namespace, rank, tmp_path: Path):
-    plain = net(8)
-    adam = torch.optim.Adam(plain.parameters(), lr=0.5)
-    plain(torch.ones(2, 6)).sum().backward()
-    adam.step()
-
-    def run(f: Any) -> Any:
-        if rank == 0:
-            torch.save(plain.state_dict(), tmp_path / "model.pt")
-            torch.save(adam.state_dict(), tmp_path / "adam.pt")
-            torch.save({"head.bias": torch.ones(3)}, tmp_path / "part.pt")
-        f.barrier()
-        model, optimizer = f.setup(m := net(), torch.optim.Adam(m.parameters(), lr=0.01))
-        f.load_raw(tmp_path / "model.pt", model)
-        f.load_raw(tmp_path / "adam.pt", optimizer)
-        f.load_raw(tmp_path / "part.pt", model, strict=False)
-        x, y = batch(0)
-        f.backward((model(x) - y).square().mean())
-        optimizer.step()
-        return [whole(model), optimizer.param_groups[0]["lr"]]
-
-    assert_like_ddp(run, namespace)

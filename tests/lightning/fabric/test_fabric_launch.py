@@ -95,16 +95,6 @@ def test_a_script_trains_on_two_ranks_as_with_ddp_without_importing_anything_of_
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_ranks_are_started_by_multiprocessing_where_autoloading_is_off(method, tmp_path):
-    path = script(tmp_path, imports="import lightning_shard")
-    done = run_python(path, f"shard_{method}", folder=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    name, ranks, loss = result(done.stdout)
-    assert (name, ranks) == ("ShardFabricStrategy", 2)
-    assert loss == pytest.approx(result(run_python(path, "ddp", folder=tmp_path).stdout)[2], rel=1e-5)
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_fabric_run_takes_the_name(namespace, tmp_path):
     path = script(tmp_path, namespace)

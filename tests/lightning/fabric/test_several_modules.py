@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from tests.lightning.fabric.support import NAMESPACES, assert_same, batch, fabric, net, strategy, whole
-from tests.lightning.fabric.test_strategy import scaled
 from tests.marks import quick
 from tests.ranks import ranks
 from torch_shard import engine_of
-from torch_shard.errors import ConfigError, NonFiniteError, ShardError, StateDictError
+from torch_shard.errors import ConfigError, NonFiniteError, StateDictError
 
 
 def adam(parameters: Any) -> Any:
@@ -86,36 +85,6 @@ def test_it_trains_like_ddp(how, namespace):
     assert_same(found, expected)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["shard_zero1", "shard_zero2", "shard_hybrid"])
-@ranks(2)
-def test_it_trains_like_ddp_under_the_other_strategies(name):
-    results = []
-    for which in (name, "ddp"):
-        f, state = start(which, make=adam)
-        train(f, state, range(4), clip={"max_norm": 0.2})
-        results.append(weights(state))
-    assert_same(*results)
-
-
-@pytest.mark.exhaustive
-@ranks(2)
-def test_the_scaler_unscales_and_skips_for_both_modules(rank):
-    results = []
-    for which in ("shard", "ddp"):
-        plugin = scaled()
-        f, state = start(which, plugins=[plugin])
-        train(f, state, range(2), clip={"max_norm": 0.3})
-        before = weights(state)
-        x, y = batch(7)
-        f.backward((state["a"](x) + state["b"](x) - y).square().mean() * (float("inf") if rank == 1 else 1.0))
-        state["optimizer"].step()
-        assert_same(weights(state), before, rtol=0, atol=0)
-        results.append((before, plugin.scaler.get_scale()))
-    assert_same(results[0][0], results[1][0], rtol=1e-2, atol=1e-2)
-    assert results[0][1] == results[1][1]
-
-
 @ranks(2)
 def test_a_norm_over_both_that_is_not_finite_is_an_error_on_all_ranks_before_anything_has_changed(rank):
     f, state = start()
@@ -127,18 +96,6 @@ def test_a_norm_over_both_that_is_not_finite_is_an_error_on_all_ranks_before_any
         f.clip_gradients(state["a"], state["optimizer"], max_norm=0.1)
     assert torch.equal(state["a"].head.weight.grad.to_local().nan_to_num(), before.nan_to_num())
     assert not torch.isfinite(f.clip_gradients(state["a"], state["optimizer"], max_norm=0.1, error_if_nonfinite=False))
-
-
-@ranks(2)
-def test_clipping_before_the_gradients_are_reduced_is_refused():
-    f, state = start()
-    x, y = batch(0)
-    with f.no_backward_sync(state["a"]), f.no_backward_sync(state["b"]):
-        f.backward((state["a"](x) + state["b"](x) - y).square().mean())
-    for clip in ({"max_norm": 1.0}, {"clip_val": 1.0}):
-        with pytest.raises(ShardError, match="no_sync"):
-            f.clip_gradients(state["a"], state["optimizer"], **clip)
-    f.backward((state["a"](x) + state["b"](x) - y).square().mean())
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------------------------

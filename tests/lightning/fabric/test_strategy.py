@@ -80,18 +80,6 @@ def test_gradients_are_clipped_as_with_ddp(clip):
     assert_trains_like_ddp(clip=clip)
 
 
-@ranks(2)
-def test_a_norm_that_is_not_finite_is_an_error_where_that_is_asked_for():
-    f = fabric()
-    model, optimizer = f.setup(m := net(), torch.optim.SGD(m.parameters(), lr=0.1))
-    x, y = batch(0)
-    f.backward((model(x) - y).square().mean() * float("inf"))
-    with pytest.raises(RuntimeError, match="is nan, so they can't be clipped"):
-        f.clip_gradients(model, optimizer, max_norm=1.0)
-    norm = f.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
-    assert not torch.isfinite(norm)
-
-
 @pytest.mark.parametrize("precision", quick(["64-true", "bf16-true"], ["64-true"]))
 @ranks(2)
 def test_each_precision_trains_like_ddp(precision):
@@ -100,26 +88,6 @@ def test_each_precision_trains_like_ddp(precision):
     expected_losses, expected_weights = trained("ddp", precision=precision)
     torch.testing.assert_close(losses, expected_losses, rtol=tolerance, atol=tolerance)
     assert_same(weights, expected_weights, rtol=tolerance, atol=tolerance)
-
-
-@ranks(2)
-def test_bf16_mixed_gathers_in_bf16_and_keeps_norms():
-    f = fabric(precision="bf16-mixed")
-    model = f.setup(net())
-    dtypes: dict[str, torch.dtype] = {}
-    for name, module in model.module.named_modules():
-        if isinstance(module, (nn.Linear, nn.LayerNorm)):
-            module.register_forward_pre_hook(lambda m, _, name=name: dtypes.update({name: m.weight.dtype}))
-    x, y = batch(0)
-    with f.autocast():
-        assert torch.is_autocast_enabled("cpu")
-        loss = (model(x) - y).square().mean()
-    f.backward(loss)
-    assert dtypes["head"] == torch.bfloat16 and dtypes["blocks.0.1"] == torch.float32
-    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
-    _, weights = trained("shard", precision="bf16-mixed")
-    _, expected = trained("ddp", precision="bf16-mixed")
-    assert_same(weights, expected, rtol=2e-2, atol=2e-2)
 
 
 def scaled() -> Any:
@@ -137,19 +105,6 @@ def test_16_mixed_trains_like_ddp_with_clipping():
 
 
 @ranks(2)
-def test_the_scaler_skips_a_step_on_all_ranks_where_one_has_a_gradient_that_is_not_finite(rank):
-    plugin = scaled()
-    f = fabric(plugins=[plugin])
-    model, optimizer = f.setup(m := net(), torch.optim.SGD(m.parameters(), lr=0.1))
-    before = whole(model)
-    x, y = batch(0)
-    f.backward((model(x) - y).square().mean() * (float("inf") if rank == 1 else 1.0))
-    optimizer.step()
-    assert_same(whole(model), before, rtol=0, atol=0)
-    assert plugin.scaler.get_scale() == 512.0
-
-
-@ranks(2)
 def test_marked_methods_go_through_forward_and_unmarked_ones_are_refused():
     x, y = batch(0)
     with pytest.raises(RuntimeError, match="mark_forward_method"):
@@ -160,21 +115,6 @@ def test_marked_methods_go_through_forward_and_unmarked_ones_are_refused():
     model.module.inner.register_forward_hook(lambda *given: ran.append(given[-1].dtype))
     model.encode(x)
     assert ran == [torch.bfloat16]  # under autocast, as forward is
-
-
-@ranks(2)
-def test_a_marked_method_trains_like_ddp():
-    def run(strategy: str) -> dict[str, torch.Tensor]:
-        f = fabric(strategy)
-        model, optimizer = f.setup(m := net(), torch.optim.SGD(m.parameters(), lr=0.1))
-        model.mark_forward_method("loss")
-        for step in range(3):
-            f.backward(model.loss(*batch(step)))
-            optimizer.step()
-            optimizer.zero_grad()
-        return whole(model)
-
-    assert_same(run("shard"), run("ddp"))
 
 
 @pytest.mark.exhaustive
@@ -235,25 +175,6 @@ def test_a_module_made_on_meta_is_sharded_with_values_and_its_optimizer_holds_th
     f.backward((model(x) - y).square().mean())
     optimizer.step()
     assert all(not torch.equal(value, before[name]) for name, value in whole(model).items())
-
-
-@ranks(2)
-def test_ranks_talk_to_each_other_as_with_ddp(rank):
-    def run(strategy: str) -> list[Any]:
-        f = fabric(strategy)
-        mine = torch.tensor([rank + 1.0, 2.0])
-        return [
-            f.all_reduce(mine.clone()),
-            f.all_reduce(mine.clone(), reduce_op="sum"),
-            f.all_gather({"a": mine})["a"],
-            f.broadcast({"rank": rank}, src=1)["rank"],
-            f.strategy.reduce_boolean_decision(rank == 0),
-            (f.world_size, f.global_rank, f.local_rank, f.is_global_zero),
-            f.barrier(),
-        ]
-
-    torch.testing.assert_close(run("shard")[:3], run("ddp")[:3])
-    assert run("shard")[3:] == run("ddp")[3:]
 
 
 @ranks(2)

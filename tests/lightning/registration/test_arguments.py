@@ -7,8 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.lightning.support import BATCH, assert_same_state, loader, net_class, single, trainer
@@ -96,49 +94,6 @@ def test_a_batch_start_that_returns_minus_one_ends_the_epoch(world_size):
     assert ("train", 1, 2) in module.seen and ("train", 1, 3) not in module.seen
 
 
-class Data(pl.LightningDataModule):
-    """Loaders made anew for each epoch, several at once."""
-
-    def __init__(self, world_size: int) -> None:
-        super().__init__()
-        self.count, self.made = world_size, 0
-
-    def train_dataloader(self) -> Any:
-        self.made += 1
-        return pl.utilities.CombinedLoader({"a": loader(self.count), "b": loader(self.count, 4)}, "max_size_cycle")
-
-    def val_dataloader(self) -> Any:
-        return [loader(self.count, 2), loader(self.count, 3)]
-
-
-@pytest.mark.exhaustive
-@ranks(2)
-def test_combined_loaders_of_a_data_module_are_made_anew_as_often_as_asked(world_size):
-    class Combines(Records):
-        def training_step(self, batch, index):
-            return self.loss(batch["a"]) + 0.5 * self.loss(batch["b"])
-
-        def validation_step(self, batch, index, dataloader_idx=0):
-            self.log("val", self.loss(batch), sync_dist=True)  # "val/dataloader_idx_0" and so on
-
-        def on_validation_epoch_end(self):
-            names = [name for name in self.trainer.callback_metrics if name.startswith("val/")]
-            assert len(names) == 2
-            self.seen += [float(self.trainer.callback_metrics[name]) for name in sorted(names)]
-
-        def on_validation_batch_start(self, batch, index, dataloader_idx=0):
-            self.seen.append((self.current_epoch, index, dataloader_idx))
-
-    made = []
-
-    def data(n):
-        made.append(Data(n))
-        return {"datamodule": made[-1]}
-
-    assert_alike(world_size, Combines, data, max_epochs=3, reload_dataloaders_every_n_epochs=2)
-    assert made[0].made == made[1].made == 2
-
-
 @pytest.mark.parametrize("use", [True, *exhaustive(False)])
 @ranks(2)
 def test_samples_are_dealt_out_and_shuffled_as_with_ddp(world_size, use):
@@ -153,65 +108,3 @@ def test_samples_are_dealt_out_and_shuffled_as_with_ddp(world_size, use):
     assert_same_notes(module.seen, expected.seen)
     assert len([entry for entry in module.seen if isinstance(entry, tuple)]) == (12 if use else 24)
     assert_same_state(module.state_dict(), expected.state_dict())
-
-
-class SyncNorm(nn.BatchNorm1d):
-    """Batch norm over the samples of all ranks; torch's own is for GPUs."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training:
-            return super().forward(x)
-        from torch.distributed.nn.functional import all_reduce
-
-        sums = all_reduce(torch.stack([x.mean(0), x.square().mean(0)])) / dist.get_world_size()
-        mean, var = sums[0], sums[1] - sums[0].square()
-        with torch.no_grad():
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(var, self.momentum)
-        return (x - mean) * (var + self.eps).rsqrt() * self.weight + self.bias
-
-
-class Swap(pl.plugins.LayerSync):
-    """What ``sync_batchnorm=True`` does, on a CPU."""
-
-    def _exchange(self, model: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> nn.Module:
-        for parent in model.modules():
-            for name, child in list(parent.named_children()):
-                if type(child) is old:
-                    made = new(child.num_features)
-                    for own, value in (*child.named_parameters(), *child.named_buffers()):
-                        made.register_parameter(own, value) if isinstance(value, nn.Parameter) else (
-                            made.register_buffer(own, value)
-                        )
-                    setattr(parent, name, made)
-        return model
-
-    def apply(self, model: nn.Module) -> nn.Module:
-        return self._exchange(model, nn.BatchNorm1d, SyncNorm)
-
-    def revert(self, model: nn.Module) -> nn.Module:
-        return self._exchange(model, SyncNorm, nn.BatchNorm1d)
-
-
-@pytest.mark.exhaustive
-@ranks(2)
-def test_synchronised_batch_norms_train_like_ddp(world_size):
-    class Norms(Records):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7)) for _ in range(2))
-
-    def run(strategy, **options):
-        torch.manual_seed(1)
-        module = Norms()
-        t = trainer("lightning", world_size, strategy, max_epochs=2, **options)
-        t.fit(module, loader(world_size), loader(world_size, 2))
-        return module
-
-    expected, module = run("ddp", plugins=[Swap()]), run("shard", plugins=[Swap()])
-    assert type(module.blocks[0][1]) is nn.BatchNorm1d
-    assert_same_notes(module.seen, expected.seen)
-    assert_same_state(module.state_dict(), expected.state_dict())
-    assert not torch.equal(run("shard").blocks[0][1].running_var, module.blocks[0][1].running_var)
-    with pytest.raises(ValueError, match="GPU"):  # torch's, as under ddp: applied before sharding, refused in forward
-        run("shard", sync_batchnorm=True)

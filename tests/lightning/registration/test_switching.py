@@ -10,14 +10,10 @@ from typing import Any
 import lightning.fabric.strategies
 import lightning.pytorch.strategies
 import pytest
-import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.lightning.support import assert_same_state, loader, net_class, trainer
 from tests.lightning.support import lightning_shard as package
-from tests.ranks import ranks
 from torch_shard.errors import ConfigError
 from torch_shard.versions import at_least
 
@@ -54,29 +50,6 @@ def test_every_argument_is_in_the_documentation_and_none_that_there_is_not(name)
     for documented, there in zip(found, wanted, strict=False):
         assert documented - NEWER == there
     assert len(found) == 2, "arguments, and what goes through **kwargs or the configuration"
-
-
-def _mean(seen: list[int], grad: torch.Tensor, output: torch.Tensor) -> None:
-    seen.append(grad.numel())
-    dist.all_reduce(grad)
-    output.copy_(grad.chunk(dist.get_world_size())[dist.get_rank()] / dist.get_world_size())
-
-
-@ranks(2)
-def test_a_communication_hook_that_is_registered_when_training_starts_reduces(world_size):
-    net, seen = net_class("lightning"), []
-
-    class Hooked(net):
-        def on_fit_start(self) -> None:
-            self.trainer.strategy.engine.register_comm_hook(seen, _mean)
-
-    results = []
-    for made in (Hooked, net):
-        module = made()
-        trainer("lightning", world_size).fit(module, loader(world_size))
-        results.append(module.state_dict())
-    assert seen
-    assert_same_state(*results)
 
 
 @pytest.mark.parametrize("made", [package.ShardStrategy, package.ShardFabricStrategy])

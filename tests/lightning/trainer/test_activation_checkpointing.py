@@ -8,7 +8,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import torch_shard
 from tests.lightning.fabric import support as fabric_helpers
@@ -77,20 +76,6 @@ def test_chosen_layers_are_computed_again_with_the_same_numbers_and_names(world_
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("precision", ["bf16-mixed", *exhaustive("16-true", "bf16-true")])
-@ranks(2)
-def test_layers_computed_again_in_low_precision_give_the_numbers_of_those_kept(world_size, precision):
-    def fitted(**options):
-        module = blocks_class()()
-        t = trainer("lightning", world_size, strategy(**options), precision=precision, accumulate_grad_batches=2)
-        t.fit(module, loader(world_size))
-        return module.state_dict()
-
-    kept, again = fitted(), fitted(activation_checkpointing=Block)
-    assert all(torch.equal(again[name], value) for name, value in kept.items())
-
-
-@pytest.mark.exhaustive
 @ranks(2, timeout=200)
 def test_compiled_layers_are_computed_again(world_size):
     class Compiled(blocks_class()):
@@ -135,24 +120,6 @@ def test_what_is_no_class_nor_name_is_refused_at_once(wrong):
     for make in (strategy, fabric_helpers.strategy):
         with pytest.raises(ConfigError, match="activation_checkpointing"):
             make(activation_checkpointing=wrong)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, *exhaustive(True)])
-@ranks(2)
-def test_checkpoints_of_the_users_own_in_forward_train_like_a_single_device(world_size, use_reentrant):
-    class Own(blocks_class()):
-        def forward(self, x):
-            x = self.inner(x)
-            for block in self.blocks:
-                x = x + torch.tanh(checkpoint(block, x, use_reentrant=use_reentrant))
-            return self.head(x) + self.offset
-
-    expected, module, counts = Own(), Own(), Counts()
-    single("lightning", accumulate_grad_batches=2).fit(expected, loader(1))
-    options = {"accumulate_grad_batches": 2, "callbacks": [counts]}
-    trainer("lightning", world_size, **options).fit(module, loader(world_size))
-    assert counts.calls == [2 * BATCHES] * 2
-    assert_same_state(module.state_dict(), expected.state_dict())
 
 
 @ranks(2)

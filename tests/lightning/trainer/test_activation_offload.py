@@ -96,16 +96,6 @@ def test_inputs_of_chosen_layers_are_moved_with_the_numbers_and_names_of_a_singl
     assert offload_of(module) is None, "given back as it was"
 
 
-@pytest.mark.exhaustive
-@ranks(2)
-def test_a_module_that_stayed_sharded_is_trained_as_the_next_strategy_says(world_size):
-    module, counts = module_class()(), Counts()
-    for chosen, copied in (("Wide", BATCHES * 3 * MIN_BYTES), (None, None)):
-        given = strategy(activation_offload=chosen, unshard_at_end=False)
-        trainer("lightning", world_size, given, callbacks=[counts]).fit(module, loader(world_size))
-        assert counts.copied == copied
-
-
 @ranks(2)
 def test_layers_that_are_not_there_or_keep_nothing_are_refused_before_anything_is_sharded(world_size):
     for options, said in (

@@ -25,11 +25,12 @@ from tests.ranks import ranks
 ELSEWHERE = {
     "Callback", "Checkpoint", "ProgressBar",  # base classes
     "ModelCheckpoint",  # test_model_checkpoint.py
-    "StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning",  # test_averaging.py
+    "StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning",  # test_weight_averaging.py
+    "BasePredictionWriter",  # test_steps.py
     "BatchSizeFinder", "LearningRateFinder",  # test_tuner.py
 }  # fmt: skip
 HERE = {
-    "BackboneFinetuning", "BaseFinetuning", "BasePredictionWriter", "DeviceStatsMonitor", "EarlyStopping",
+    "BackboneFinetuning", "BaseFinetuning", "DeviceStatsMonitor", "EarlyStopping",
     "GradientAccumulationScheduler", "LambdaCallback", "LearningRateMonitor", "ModelSummary", "OnExceptionCheckpoint",
     "RichModelSummary", "RichProgressBar", "SpikeDetection", "TQDMProgressBar", "ThroughputMonitor", "Timer",
 }  # fmt: skip
@@ -139,25 +140,6 @@ def test_a_backbone_is_thawed_as_on_a_single_device(rank, world_size, train_bn, 
         (expected, rates), (module, found) = fit("auto", *alone), fit("shard", *sharded)
         assert found == rates and len(rates) == 2
         assert_same_state(module.state_dict(), expected.state_dict())
-
-
-@ranks(2)
-def test_predictions_are_written_by_each_rank(rank, world_size, tmp_path):
-    class Writes(builtin.BasePredictionWriter):
-        def write_on_batch_end(self, trainer, module, prediction, indices, batch, batch_index, loader_index):
-            torch.save((prediction, indices), tmp_path / f"{trainer.global_rank}-{batch_index}.pt")
-
-        def write_on_epoch_end(self, trainer, module, predictions, indices):
-            torch.save((torch.cat(predictions), indices), tmp_path / f"{trainer.global_rank}.pt")
-
-    module = net_class("lightning")()
-    options = {"use_distributed_sampler": True, "callbacks": [Writes("batch_and_epoch")]}
-    trainer("lightning", world_size, **options).predict(module, loader(1))
-    expected = torch.cat(single("lightning").predict(module, loader(1)))
-    values, indices = torch.load(tmp_path / f"{rank}.pt")
-    assert [number for own in indices[0] for number in own] == list(range(len(expected)))[rank::world_size]
-    torch.testing.assert_close(values, expected[rank::world_size])
-    assert len(list(tmp_path.glob(f"{rank}-*.pt"))) == BATCHES // world_size
 
 
 @pytest.mark.parametrize("form", ["full", *exhaustive("sharded")])

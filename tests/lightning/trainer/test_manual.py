@@ -120,31 +120,6 @@ def test_steps_with_closures_as_lightnings_documentation_has_them(world_size):
     assert_same_state(module.state_dict(), expected.state_dict())
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
-@ranks(2)
-def test_two_backwards_through_one_graph(world_size, name):
-    class Twice(net_class("lightning")):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch, index):
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            x, y = batch
-            out = self(x) * self.scale
-            self.manual_backward((out - y).square().mean(), retain_graph=True)
-            self.manual_backward(out.abs().mean())
-            self.clip_gradients(optimizer, gradient_clip_val=0.5)
-            optimizer.step()
-
-    expected, module = Twice(), Twice()
-    single("lightning").fit(expected, loader(1))
-    trainer("lightning", world_size, strategy(strategy=name)).fit(module, loader(world_size))
-    assert_same_state(module.state_dict(), expected.state_dict())
-
-
 @ranks(2)
 def test_an_optimizer_may_be_left_out_of_a_step_and_two_may_share_a_parameter(world_size):
     class Shares(net_class("lightning")):

@@ -8,7 +8,6 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Callback
-from lightning.pytorch.plugins import MixedPrecision
 
 import torch_shard
 from lightning_shard.for_lightning import ShardStrategy
@@ -73,123 +72,6 @@ def test_the_registered_name_trains_validates_clips_and_accumulates_like_ddp(wor
     assert_fits_like_ddp(world_size, "shard_offload", Offload(), namespace=namespace)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "settings",
-    [{"offload": KEEPS}, *exhaustive({"offload": "cpu", "strategy": "no_shard"}, {"offload": KEEPS, "prefetch": 0})],
-    ids=str,
-)
-@ranks(2)
-def test_the_argument_trains_validates_clips_and_accumulates_like_ddp(world_size, settings):
-    offload = KEEPS if settings["offload"] == KEEPS else Offload()
-    assert_fits_like_ddp(world_size, ShardStrategy(**settings), offload)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.01},
-        {"gradient_clip_val": None, "optimizer": "adamw"},
-        {"precision": "64-true"},
-    ],
-    ids=str,
-)
-@ranks(2)
-def test_other_arguments_of_the_trainer_work_like_ddp(world_size, options):
-    assert_fits_like_ddp(world_size, "shard_offload", Offload(), **options)
-
-
-@pytest.mark.exhaustive
-@ranks(2)
-def test_gradients_that_are_reduced_once_a_step_are_those_of_ddp(world_size):
-    assert_fits_like_ddp(world_size, ShardStrategy(offload="cpu", defer_gradient_sync=True), Offload())
-
-
-@ranks(2)
-def test_manual_optimization_with_two_optimizers_is_that_of_ddp(world_size):
-    class Manual(net_class("lightning")):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, index: int) -> None:
-            body, head = self.optimizers()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            self.clip_gradients(body, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-            for optimizer in (body, head):
-                optimizer.step()
-                optimizer.zero_grad()
-            self.seen.append(float(self.trainer.strategy.reduce(loss.detach().clone())))
-
-        def configure_optimizers(self) -> Any:
-            rest = [p for name, p in self.named_parameters() if not name.startswith("head")]
-            return [torch.optim.SGD(rest, lr=0.05, momentum=0.9), torch.optim.SGD(self.head.parameters(), lr=0.02)]
-
-    found = []
-    for strategy in ("ddp", "shard_offload"):
-        module = Manual()
-        trainer("lightning", world_size, strategy, max_epochs=2).fit(module, loader(world_size))
-        found.append(module)
-    assert found[1].seen == pytest.approx(found[0].seen, rel=1e-5)
-    assert_same_state(found[1].state_dict(), found[0].state_dict())
-
-
-# -- precision ----------------------------------------------------------------------------------------------------------
-
-
-@ranks(2)
-def test_16_mixed_skips_the_same_steps_as_ddp_and_ends_where_it_ends_without_offload(world_size, rank):
-    class Overflows(net_class("lightning")):
-        def __init__(self, overflows: bool) -> None:
-            super().__init__()
-            self.overflows = overflows
-
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            self.seen.append(self.trainer.precision_plugin.scaler.get_scale())
-            return self.loss(batch) * (1e30 if index == 2 and self.overflows else 1.0)
-
-    def fitted(strategy: Any) -> Any:
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
-        module = Overflows(rank == 1)
-        t = trainer(
-            "lightning", world_size, strategy,
-            plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)], gradient_clip_val=0.5,
-        )  # fmt: skip
-        t.fit(module, loader(world_size))
-        return module
-
-    expected, plain, module = (fitted(strategy) for strategy in ("ddp", "shard", "shard_offload"))
-    assert module.seen == plain.seen == expected.seen == [256.0, 256.0, 512.0, 256.0, 256.0, 512.0]
-    for name, value in module.state_dict().items():
-        torch.testing.assert_close(value, plain.state_dict()[name])
-        torch.testing.assert_close(value, expected.state_dict()[name], rtol=0.02, atol=0.01)
-
-
-@pytest.mark.exhaustive
-@ranks(2)
-def test_bf16_mixed_ends_where_it_ends_without_offload(world_size):
-    # Gathered and reduced alike: the same numbers, not only close ones. Those of ddp but for the rounding.
-    expected, _ = fit(world_size, "ddp", precision="bf16-mixed")
-    plain, _ = fit(world_size, ShardStrategy(), precision="bf16-mixed")
-    module, _ = fit(world_size, "shard_offload", precision="bf16-mixed")
-    assert module.seen == pytest.approx(plain.seen, rel=1e-5)
-    assert module.seen == pytest.approx(expected.seen, rel=0.05, abs=0.02)
-    assert_same_state(module.state_dict(), plain.state_dict())
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
-@ranks(2)
-def test_low_precision_trains_like_ddp(world_size, precision):
-    # Steps round in 16 bits, and kernels round the last elements of what is stepped together another way: close numbers.
-    expected, _ = fit(world_size, "ddp", precision=precision)
-    module, _ = fit(world_size, "shard_offload", precision=precision)
-    for name, value in expected.state_dict().items():
-        torch.testing.assert_close(module.state_dict()[name], value, rtol=0.05, atol=0.02)
-
-
 # -- runs one after the other -------------------------------------------------------------------------------------------
 
 
@@ -221,38 +103,6 @@ def test_a_run_resumes_from_both_forms_with_and_without_offload(tmp_path, form, 
     assert run(2, resumed, (first, second), form, tmp_path / "first.ckpt") == [form == "sharded"] * 2
 
 
-class SavesAndCounts(Callback):
-    """Saves behind the third batch; after each: of how many flat buffers the step goes on behind it, and of how many not."""
-
-    def __init__(self, path: Any) -> None:
-        self.path, self.counts = path, []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        flats = [flat for unit in trainer.strategy.engine.units for flat in unit.flats]
-        self.counts.append((sum(bool(f.host.moving) for f in flats), sum(not f.host.moving for f in flats)))
-        if trainer.global_step == 3:
-            trainer.save_checkpoint(self.path)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("form", ["sharded", *exhaustive("full")])
-@ranks(2)
-def test_a_checkpoint_costs_no_step_in_the_training_thread(world_size, form, tmp_path):
-    for resume in (None, tmp_path / "a.ckpt"):
-        counter = SavesAndCounts(tmp_path / "a.ckpt")
-        strategy = ShardStrategy(offload="cpu", state_dict_type=form)
-        t = trainer("lightning", world_size, strategy, max_epochs=4, callbacks=[counter], gradient_clip_val=0.5)
-        t.fit(recording_class()("adamw"), loader(world_size), ckpt_path=resume)
-        found = [not waited for _, waited in counter.counts]
-        assert len(found) > 5 and found == [False] + [True] * (len(found) - 1)  # the first one makes the state
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("strategies", [("ddp", "cpu"), ("cpu", "ddp")], ids=str)
-def test_a_file_goes_to_ddp_and_comes_from_it(tmp_path, strategies):
-    run(2, resumed, strategies, "full", tmp_path / "first.ckpt")
-
-
 @ranks(2)
 def test_after_a_run_the_module_is_plain_and_a_later_run_trains_on(world_size):
     found = []
@@ -266,36 +116,6 @@ def test_after_a_run_the_module_is_plain_and_a_later_run_trains_on(world_size):
     assert_same_state(found[1].state_dict(), found[0].state_dict())
 
 
-@ranks(2)
-def test_optimizer_state_is_in_the_order_of_ddp_while_training_and_behind_it(world_size):
-    def fitted(strategy: Any) -> Any:
-        orders = []
-
-        class Unfrozen(net_class("lightning")):
-            """Of parameters that take part later, the state is made later."""
-
-            def on_train_start(self) -> None:
-                self.inner.requires_grad_(False)
-
-            def on_train_epoch_start(self) -> None:
-                self.inner.requires_grad_(self.current_epoch > 0)
-
-            def configure_optimizers(self) -> Any:
-                named = dict(self.named_parameters())
-                groups = ([p for p in named.values() if p.ndim == n] for n in (1, 2, 0))
-                return torch.optim.AdamW([{"params": params} for params in groups if params], lr=0.01)
-
-            def on_train_end(self) -> None:
-                orders.append(list(t.optimizers[0].state_dict()["state"]))
-
-        t = trainer("lightning", world_size, strategy, max_epochs=2)
-        t.fit(Unfrozen(), loader(world_size))
-        return [*orders, list(t.optimizers[0].state_dict()["state"])]
-
-    expected, found = fitted("ddp_find_unused_parameters_true"), fitted("shard_offload")
-    assert found == expected and expected[0] != sorted(expected[0])
-
-
 @pytest.mark.exhaustive
 @ranks(2)
 def test_a_module_that_stayed_sharded_is_sharded_anew_only_for_other_settings(world_size):
@@ -307,30 +127,6 @@ def test_a_module_that_stayed_sharded_is_sharded_anew_only_for_other_settings(wo
     assert engines[0] is engines[1]
     assert len(set(map(id, engines))) == 3
     assert [engine.config.offload for engine in engines] == [Offload(), Offload(), KEEPS, None]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("form", ["full", "sharded"])
-@ranks(2)
-def test_state_on_disk_trains_resumes_and_leaves_no_files_behind(world_size, tmp_path, form):
-    expected, _ = fit(world_size, "ddp", optimizer="adamw", max_epochs=3)
-    for params in (False, True):
-        disk, path = tmp_path / f"disk {params}", tmp_path / f"{params}.ckpt"
-        losses = []
-        for epochs, resume in ((1, None), (3, path)):
-            strategy = ShardStrategy(offload=Offload(nvme=disk, nvme_params=params), state_dict_type=form)
-            module = recording_class()("adamw")
-            t = trainer(
-                "lightning", world_size, strategy,
-                max_epochs=epochs, gradient_clip_val=0.5, accumulate_grad_batches=2,
-            )  # fmt: skip
-            module.on_train_end = lambda t=t, path=path: t.save_checkpoint(path)
-            t.fit(module, loader(world_size), loader(world_size, 2), ckpt_path=resume)
-            losses += module.seen
-        assert losses == pytest.approx(expected.seen, rel=1e-5)
-        assert_same_state(module.state_dict(), expected.state_dict())
-        t.strategy.barrier()
-        assert not any(disk.iterdir())
 
 
 @pytest.mark.parametrize("kind", [*exhaustive(swa, ema)])
@@ -350,15 +146,6 @@ def test_averages_of_the_weights_are_those_of_a_single_device(world_size, kind):
 @ranks(2)
 def test_fabric_trains_like_ddp(namespace):
     assert_trains_like_ddp("shard_offload", namespace, accumulate=2, clip={"max_norm": 0.1})
-
-
-@pytest.mark.parametrize("offload", ["cpu", KEEPS])
-@pytest.mark.exhaustive
-@ranks(2)
-def test_fabrics_argument_trains_like_ddp_set_up_apart(offload):
-    made = strategy_class("lightning.fabric")(offload=offload)
-    assert made.config.offload == (Offload() if offload == "cpu" else KEEPS)
-    assert_trains_like_ddp(made, apart=True)
 
 
 OPTION = "--trainer.strategy.offload"

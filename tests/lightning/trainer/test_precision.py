@@ -107,30 +107,6 @@ def test_autocast_alone_is_a_choice_with_a_warning(world_size, rank):
     assert rank or any("autocast alone" in line for line in lines)
 
 
-@ranks(2)
-def test_float16_trains_like_a_single_device_and_skips_a_step_that_overflows(world_size, rank):
-    class Overflows(net_class("lightning")):
-        def __init__(self, overflows):
-            super().__init__()
-            self.overflows = overflows
-
-        def training_step(self, batch, index):
-            self.seen.append(self.trainer.precision_plugin.scaler.get_scale())
-            return self.loss(batch) * (1e30 if index == 2 and self.overflows else 1.0)
-
-    def plugin():
-        return MixedPrecision(
-            "16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
-        )
-
-    expected, module = Overflows(True), Overflows(rank == 1)
-    single("lightning", plugins=[plugin()], gradient_clip_val=0.5).fit(expected, loader(1))
-    trainer("lightning", world_size, plugins=[plugin()], gradient_clip_val=0.5).fit(module, loader(world_size))
-    assert module.seen == expected.seen == [256.0, 256.0, 512.0, 256.0, 256.0, 512.0]
-    for name, value in expected.state_dict().items():
-        torch.testing.assert_close(module.state_dict()[name], value, rtol=0.02, atol=0.01)
-
-
 @pytest.mark.parametrize("namespace", list(NAMESPACES))
 def test_a_plugin_keeps_its_name_and_survives_pickling_and_copying(namespace):
     t = trainer(namespace, 1, precision="bf16-mixed")

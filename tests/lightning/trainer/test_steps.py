@@ -149,33 +149,6 @@ def test_accumulation_changes_from_epoch_to_epoch(world_size):
         assert_same_state(module.state_dict(), expected.state_dict())
 
 
-class Tied(net_class("lightning")):
-    """A weight in two places, and frozen ones: whole layers, and one of a layer's two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[2].weight = self.blocks[0].weight
-        self.blocks[1].requires_grad_(False)
-        self.head.bias.requires_grad_(False)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("strategy", ["shard", *exhaustive("shard_zero2", "shard_zero1", "shard_hybrid")])
-@ranks(2)
-def test_tied_and_frozen_weights_stay_so(world_size, strategy):
-    before = Tied().state_dict()
-    module, _ = compare("lightning", world_size, Tied, strategy, max_epochs=2, gradient_clip_val=0.3)
-    assert module.blocks[2].weight is module.blocks[0].weight
-    assert [n for n, p in module.named_parameters() if not p.requires_grad] == [
-        "blocks.1.weight", "blocks.1.bias", "head.bias",
-    ]  # fmt: skip
-    for name in ("blocks.1.weight", "head.bias"):
-        assert torch.equal(module.state_dict()[name], before[name])
-
-
 @pytest.mark.exhaustive
 @ranks(2)
 def test_fits_and_tests_go_on_from_the_last_the_best_and_a_preempted_jobs_checkpoint(rank, world_size, tmp_path):

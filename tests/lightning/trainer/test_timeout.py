@@ -88,21 +88,6 @@ def test_a_chosen_timeout_ends_the_run_sooner(rank):
         t.fit(net_class("lightning")(), loader(2))
 
 
-@pytest.mark.exhaustive
-@ranks(2)
-def test_a_rank_of_fabric_that_is_busy_is_waited_for_with_a_warning(rank):
-    with soon_warned(1.2) as seen:
-        fabric = fabric_helpers.fabric()
-        model = fabric.setup(fabric_helpers.net())
-        x, _ = fabric_helpers.batch(0)
-        if fabric.is_global_zero:
-            time.sleep(2.5)
-        fabric.backward(model(x).sum())
-    if rank == 1:
-        (line,) = [line for line in seen if "waited 1.2 s in" in line]
-        assert f"goes on waiting for up to {GROUP:g} s" in line
-
-
 SCRIPT = """
 from datetime import timedelta
 import torch

@@ -17,8 +17,6 @@ import lightning_shard
 import torch_shard
 from lightning_shard.trainer.clipping import ShardedClipping
 from tests.lightning.support import (
-    BATCHES,
-    NAMESPACES,
     assert_same_state,
     both_namespaces,
     either_namespace,
@@ -92,23 +90,6 @@ def test_hybrid_on_two_nodes_equals_a_single_device(rank, world_size, strategy):
     assert found == [((0, 1), (2, 3))]
 
 
-@ranks(2, exhaustive=(1, 3))
-def test_adamw_with_two_groups_and_a_scheduler(world_size):
-    def make():
-        return net_class("lightning")(optimizer="adamw")
-
-    # 3 ranks do not divide the batch: then only that it runs, and that all ranks agree.
-    if world_size < 3:
-        compare("lightning", world_size, make, max_epochs=2)
-        return
-    module, t = make(), trainer("lightning", world_size)
-    t.fit(module, loader(2))
-    for p in module.parameters():
-        assert torch.equal(t.strategy.reduce(p.detach().clone()), p.detach()) or torch.allclose(
-            t.strategy.reduce(p.detach().clone()), p.detach()
-        )
-
-
 @pytest.mark.parametrize("defer", [False, *exhaustive(True)], ids=["reduced", "deferred"])
 @ranks(2)
 def test_accumulation_equals_a_single_device(world_size, defer):
@@ -142,34 +123,6 @@ def test_clipping_in_configure_gradient_clipping_sees_the_global_norm(world_size
     assert module.seen == pytest.approx(reference.seen, rel=1e-5)
 
 
-def compile_all(net: Any) -> None:
-    net.compile(backend="eager")
-
-
-def compile_blocks(net: Any) -> None:
-    for block in net.blocks:
-        block.compile(backend="eager")
-
-
-def wrap_blocks(net: Any) -> None:
-    net.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in net.blocks)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("how", [compile_all, compile_blocks, wrap_blocks])
-@ranks(2)
-def test_compiling_in_configure_model_trains_like_a_single_device(world_size, how):
-    class Compiled(net_class("lightning")):
-        compiled = False
-
-        def configure_model(self):
-            if not self.compiled:
-                self.compiled = True
-                how(self)
-
-    compare("lightning", world_size, Compiled)
-
-
 @pytest.mark.parametrize("forward", [*exhaustive(False), True])
 @ranks(2)
 def test_a_step_that_returns_none_on_all_ranks_is_lightnings_own_error(world_size, forward):
@@ -188,71 +141,6 @@ def test_a_step_that_returns_none_on_all_ranks_is_lightnings_own_error(world_siz
     module.skip = False
     trainer("lightning", world_size).fit(module, loader(world_size))
     assert torch_shard.engine_of(module) is None
-
-
-@pytest.mark.parametrize("p", [2.0, *exhaustive(1.0, "inf")])
-@ranks(2)
-def test_grad_norm_before_the_optimizer_step_is_that_of_a_single_device(world_size, p):
-    from lightning.pytorch.utilities import grad_norm
-
-    class Norms(net_class("lightning")):
-        def on_before_optimizer_step(self, optimizer):
-            norms = grad_norm(self, norm_type=p)
-            self.log_dict(norms)
-            self.seen.append({name: float(norm) for name, norm in norms.items()})
-
-    module, t = compare("lightning", world_size, Norms)
-    expected = Norms()
-    plain = single("lightning")
-    plain.fit(expected, loader(1))
-    assert len(module.seen) == BATCHES and f"grad_{p}_norm_total" in module.seen[0]
-    for found, wanted in zip(module.seen, expected.seen, strict=True):
-        assert found == pytest.approx(wanted, rel=1e-5)
-    for name, value in module.seen[-1].items():
-        assert float(t.callback_metrics[name]) == pytest.approx(value)
-
-
-def gan_class(namespace: str) -> Any:
-    class Gan(NAMESPACES[namespace].LightningModule):
-        """Two networks, two optimizers, manual optimization, toggled."""
-
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-            torch.manual_seed(8)
-            self.generator = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-            self.critic = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
-
-        def training_step(self, batch, index):
-            x, y = batch
-            for_generator, for_critic = self.optimizers()
-            self.toggle_optimizer(for_critic)
-            loss = (self.critic(y) - 1).square().mean() + self.critic(self.generator(x).detach()).square().mean()
-            self.manual_backward(loss)
-            self.clip_gradients(for_critic, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
-            for_critic.step()
-            for_critic.zero_grad()
-            self.untoggle_optimizer(for_critic)
-            self.toggle_optimizer(for_generator)
-            loss = (self.critic(self.generator(x)) - 1).square().mean()
-            self.manual_backward(loss)
-            for_generator.step()
-            for_generator.zero_grad()
-            self.untoggle_optimizer(for_generator)
-
-        def configure_optimizers(self):
-            return (
-                torch.optim.SGD(self.generator.parameters(), lr=0.1),
-                torch.optim.SGD(self.critic.parameters(), lr=0.1),
-            )
-
-    return Gan
-
-
-@either_namespace
-@ranks(2)
-def test_manual_optimization_of_two_networks(world_size, namespace):
-    compare(namespace, world_size, gan_class(namespace))
 
 
 @pytest.mark.exhaustive

@@ -200,37 +200,6 @@ def test_a_run_that_is_resumed_while_it_averages_ends_as_one_that_was_not_interr
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["full", "sharded"])
-@pytest.mark.parametrize("kind", ["swa", "ema", "from step", "from epoch"])
-@ranks(2)
-def test_a_run_that_is_resumed_within_an_epoch_goes_on_as_with_ddp(rank, world_size, kind, form, tmp_path):
-    """From the second of six batches of the second epoch, of which Lightning then gives the first ones again."""
-
-    def run(strategy, folder, ckpt_path=None):
-        module, callback = WithLambda(), swa(swa_epoch_start=1) if kind == "swa" else MAKERS[kind]()
-        save = NAMESPACES["lightning"].callbacks.ModelCheckpoint(
-            tmp_path / folder, filename="{step}", every_n_train_steps=4, save_top_k=-1
-        )
-        options = {"enable_checkpointing": True, "max_epochs": 4, "callbacks": [callback, save]}
-        t = trainer("lightning", world_size, strategy, **options)
-        t.fit(module, loader(world_size), loader(world_size, 2), ckpt_path=ckpt_path)
-        return module, callback, t
-
-    def own():
-        return ShardStrategy(state_dict_type=form)
-
-    run("ddp", "ddp")
-    run(own(), "shard")
-    expected, reference, plain = run("ddp", "other", tmp_path / "ddp" / "step=8.ckpt")
-    for folder in ("shard", "ddp"):
-        module, callback, t = run(own(), "another", tmp_path / folder / "step=8.ckpt")
-        assert_same_state(module.state_dict(), expected.state_dict())
-        assert_same_average(callback, reference)
-        assert t.global_step == plain.global_step
-        assert float(t.callback_metrics["val"]) == pytest.approx(float(plain.callback_metrics["val"]), rel=1e-5)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("form", ["full", "sharded"])
 @ranks(2)
 def test_a_run_that_begins_to_average_goes_on_from_a_checkpoint_without_averages(rank, world_size, form, tmp_path):
     found = []
