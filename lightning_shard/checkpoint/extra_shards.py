@@ -1,7 +1,7 @@
 """ShardTensors in a checkpoint outside model and optimizer states, such as averages of the weights.
 
 A full checkpoint holds them as full tensors. In a sharded one each is an entry of its own
-(:mod:`torch_shard.checkpoint.sliced`).
+(:func:`torch_shard.frontend.checkpoint.split`).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def check(plugin: Any, private: Shared, strategy: str = "ShardStrategy") -> None
 
 
 def config_for(plugin: Any, config: ShardConfig, module: nn.Module, private: Shared) -> ShardConfig:
-    """Return `config` with what a plugin of mixed precision means for the engine (see ``torch_shard.precision.for_autocast``)."""
+    """Return `config` with what a plugin of mixed precision means (see :func:`torch_shard.frontend.for_autocast`)."""
     if not isinstance(plugin, private.MixedPrecision):
         return config
     dtype = torch.float16 if plugin.precision == "16-mixed" else torch.bfloat16
