@@ -247,15 +247,26 @@ def pages() -> tuple[Page, ...]:
             'The strategy behind `Trainer(strategy="shard")`. Its other methods are those that the Trainer calls.',
             (
                 Entry(
-                    "lightning_shard/trainer.py",
+                    "lightning_shard/trainer/strategy.py",
                     "TrainerStrategyMixin",
                     "lightning_shard.ShardStrategy",
                     ("engine", "engine_or_none", "config"),
                     constructor=True,
-                    bases=(("lightning_shard/settings.py", "SettingsMixin"),),
+                    bases=(("lightning_shard/strategy/settings.py", "SettingsMixin"),),
                 ),
                 Entry(
-                    "lightning_shard/monitor.py", "MonitorMixin", "lightning_shard.ShardMonitor", (), constructor=True
+                    "lightning_shard/strategy/settings.py",
+                    "StrategySettings",
+                    "lightning_shard.strategy.settings.StrategySettings",
+                    members=(),
+                    constructor=True,
+                ),
+                Entry(
+                    "lightning_shard/monitor/callback.py",
+                    "MonitorMixin",
+                    "lightning_shard.ShardMonitor",
+                    (),
+                    constructor=True,
                 ),
                 Entry(
                     "lightning_shard/fabric/strategy.py",
@@ -263,7 +274,7 @@ def pages() -> tuple[Page, ...]:
                     "lightning_shard.ShardFabricStrategy",
                     ("engine_of", "config"),
                     constructor=True,
-                    bases=(("lightning_shard/settings.py", "SettingsMixin"),),
+                    bases=(("lightning_shard/strategy/settings.py", "SettingsMixin"),),
                 ),
             ),
         ),

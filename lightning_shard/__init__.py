@@ -1,6 +1,6 @@
 """The Lightning front end: ``Trainer(strategy="shard")`` and ``Fabric(strategy="shard")`` in both of Lightning's namespaces.
 
-Nothing needs importing: an entry point that torch calls makes the names known (see ``_autoload``).
+Nothing needs importing: an entry point that torch calls makes the names known (see ``registration``).
 Where that is switched off (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), ``import lightning_shard`` does the
 same, and ``Trainer(strategy=lightning_shard.ShardStrategy(...))`` works in any case.
 
@@ -13,27 +13,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _autoload
+from .registration import autoload
 
 __all__ = ["ShardFabricStrategy", "ShardMonitor", "ShardStrategy"]
 
-_autoload.install()
+autoload.install()
 
 
 def __getattr__(name: str) -> Any:
     # Lazy, since this package is imported at the end of `import torch`: nothing heavy may follow from that.
-    if name == "ShardStrategy":
-        from . import _registry
+    from .registration import registry
 
-        return _registry.strategy_class(_registry.namespace_in_use())
-    if name == "ShardMonitor":
-        from . import _registry
-
-        return _registry.trainer_module(_registry.namespace_in_use()).ShardMonitor
+    if name in ("ShardStrategy", "ShardMonitor"):
+        return getattr(registry.trainer_module(registry.namespace_in_use()), name)
     if name == "ShardFabricStrategy":
-        from . import _registry
-
-        return _registry.strategy_class(_registry.namespace_in_use(fabric=True))
+        return registry.strategy_class(registry.namespace_in_use(fabric=True))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -21,7 +21,6 @@ Attributes of Lightning's own objects that the strategy reads or writes, and why
   (see :func:`accumulates` and :func:`logged_step`);
 - ``Trainer._evaluation_loop.batch_progress`` and ``Trainer.predict_loop.batch_progress`` (see :func:`is_last_to_evaluate`);
 - ``TensorBoardLogger._log_graph`` and ``.log_graph``: read, and shadowed in the instance during a run (see :func:`traces_graph`);
-- ``WeightAveraging.setup``: shadowed in the instance for one call, to explain an error;
 - ``LightningModule.forward`` may be shadowed in the instance for the time of one call (as Lightning's own redirection
   for DDP does).
 """
@@ -33,12 +32,13 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
 __all__ = [
     "TESTED",
+    "MixinBase",
     "Private",
     "Shared",
     "accumulates",
@@ -63,6 +63,12 @@ __all__ = [
 
 TESTED = ("2.6.6",)
 
+# What mixins of strategies stand before is Lightning's class, of one namespace or the other.
+if TYPE_CHECKING:
+    MixinBase: TypeAlias = Any
+else:
+    MixinBase = object
+
 _ROOTS = {
     "lightning": ("lightning.pytorch", "lightning.fabric"),
     "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
@@ -71,8 +77,7 @@ _ROOTS = {
 
 @dataclass(frozen=True)
 class Shared:
-    """What the strategies of the Trainer and of Fabric both use, of one namespace; fields are named as Lightning names them,
-    less the underscore."""
+    """What both strategies use of one namespace of Lightning. Fields have Lightning's names, without the underscore."""
 
     namespace: str
     SubprocessScriptLauncher: Any
@@ -118,7 +123,7 @@ _REFUSED_PRECISION = (
 
 
 def _getter(root: str) -> Callable[[str], Any]:
-    """Looks up names below a package, as in ``"strategies.launchers._SubprocessScriptLauncher"``."""
+    """Return a function that looks up names below a package, as in ``"strategies.launchers._SubprocessScriptLauncher"``."""
 
     def get(path: str) -> Any:
         module, _, name = path.rpartition(".")
@@ -129,7 +134,7 @@ def _getter(root: str) -> Callable[[str], Any]:
 
 @functools.cache
 def private(namespace: str) -> Private:
-    """Import what is used of ``"lightning"`` or ``"pytorch_lightning"``."""
+    """Import and return what is used of ``"lightning"`` or ``"pytorch_lightning"``."""
     trainer_root, fabric_root = _ROOTS[namespace]
     pl, fabric = _getter(trainer_root), _getter(fabric_root)
     return Private(
@@ -167,7 +172,7 @@ def private(namespace: str) -> Private:
 
 @functools.cache
 def fabric_private(namespace: str) -> Shared:
-    """Import what Fabric's strategy uses of ``"lightning"`` (``lightning.fabric``) or ``"lightning_fabric"``."""
+    """Import and return what Fabric's strategy uses of ``"lightning"`` (``lightning.fabric``) or ``"lightning_fabric"``."""
     root = "lightning.fabric" if namespace == "lightning" else namespace
     fabric = _getter(root)
     return Shared(
@@ -193,9 +198,9 @@ def fabric_private(namespace: str) -> Shared:
 
 
 def asked_weights_only(function: Callable[..., Any], args: Any, kwargs: Any) -> bool | None:
-    """The ``weights_only`` that the user gave to ``fit``, ``validate``, ``test`` or ``predict``.
+    """Return the ``weights_only`` that the user gave to ``fit``, ``validate``, ``test`` or ``predict``.
 
-    The Trainer hands it to the first checkpoint that a run reads only, so the launcher reads it off the call.
+    The Trainer hands it only to the first checkpoint that a run reads, so the launcher takes it from the call.
     """
     try:
         return inspect.signature(function).bind_partial(*args, **kwargs).arguments.get("weights_only")
@@ -209,7 +214,7 @@ _REQUEUE_HANDLER = "_slurm_sigusr_handler_fn"
 
 
 def requeue_signal_of(environment: Any) -> Any:
-    """The signal at which SLURM wants a job saved and requeued; None where it will not."""
+    """Return the signal at which a job of SLURM saves and requeues itself, or None where it does not."""
     return environment.requeue_signal if getattr(environment, "auto_requeue", False) else None
 
 
@@ -254,12 +259,12 @@ def set_received_sigterm(trainer: Any) -> None:
 
 
 def traces_graph(logger: Any) -> bool:
-    """Whether a logger traces the model, on rank 0, when all ranks call its ``log_graph``: TensorBoardLogger if asked to."""
+    """Return True for a logger that traces the model on rank 0 in ``log_graph``, as TensorBoardLogger does if asked to."""
     return bool(getattr(logger, "_log_graph", False))
 
 
 def average_of(callback: Any, private: Private) -> nn.Module | None:
-    """The deep copy of the module in which a callback keeps its average; None where it keeps none, or has none yet."""
+    """Return the deep copy of the module in which a callback keeps its average; None if it keeps none, or none yet."""
     if not isinstance(callback, (private.StochasticWeightAveraging, private.WeightAveraging)):
         return None
     held: nn.Module | None = callback._average_model
@@ -271,7 +276,7 @@ def average_of(callback: Any, private: Private) -> nn.Module | None:
 def run_as_forward(module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
     """Call ``module.<name>(*args, **kwargs)`` inside the module's own forward hooks.
 
-    The engine then sees ``training_step`` and its like as one forward of the root: the root's own parameters are whole
+    The engine then sees ``training_step`` and its like as one forward of the root: the root's own parameters are full
     in it, and buffers are synchronised once per step, as under DDP.
     """
     shadowed = "forward" in module.__dict__
@@ -297,31 +302,33 @@ def run_as_forward(module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def is_redirected(module: nn.Module) -> bool:
-    """Whether the next call of ``forward`` is one of a method that the user marked with Fabric's ``mark_forward_method``."""
+    """Return True if the next call of ``forward`` is one of a method marked with Fabric's ``mark_forward_method``."""
     return getattr(module.__dict__.get("forward"), "__name__", "") == "wrapped_forward"
 
 
 def is_last_to_evaluate(trainer: Any) -> bool:
-    """Whether no batch follows the one that is evaluated or predicted now, on this rank.
+    """Return True if this rank has no batch after the one that it evaluates or predicts now.
 
-    False in a step that takes a ``dataloader_iter``, where Lightning doesn't know.
+    The answer is False in a step that takes a ``dataloader_iter``, where Lightning does not know.
     """
     loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
     return bool(loop.batch_progress.is_last_batch)
 
 
 def accumulates(trainer: Any) -> bool:
-    """Whether the micro-batch that runs, or has just run, is one of a step that ends later."""
+    """Return True if the step of the micro-batch that runs, or has just run, ends with a later one."""
     return bool(trainer.fit_loop._should_accumulate())
 
 
 def logged_step(trainer: Any) -> int:
-    """The number under which Lightning logs what belongs to the step that runs."""
+    """Return the number under which Lightning logs what belongs to the running step."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def logs_this_step(trainer: Any) -> bool:
-    """Whether ``log_every_n_steps`` chooses the step that runs. The same on all ranks, other than Lightning's own answer, which
-    is yes on a rank that was asked to stop, too."""
+    """Return True if ``log_every_n_steps`` chooses the running step.
+
+    The answer is the same on all ranks. Lightning's own is True also on a rank that was asked to stop.
+    """
     every = trainer.log_every_n_steps
     return bool(every) and (logged_step(trainer) + 1) % every == 0

@@ -9,9 +9,10 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ParallelStrategy
 
 from ._private import private
-from .files import FileMixin
-from .monitor import MonitorMixin
-from .trainer import LauncherMixin, TrainerStrategyMixin
+from .checkpoint.files import FileMixin
+from .monitor.callback import MonitorMixin
+from .trainer.launcher import LauncherMixin
+from .trainer.strategy import TrainerStrategyMixin
 
 __all__ = ["ShardMonitor", "ShardStrategy"]
 

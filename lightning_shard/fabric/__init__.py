@@ -1,1 +1,1 @@
-"""``Fabric(strategy="shard")``: the strategy for Lightning Fabric, in both of its namespaces."""
+"""The strategy of Fabric."""

@@ -20,16 +20,15 @@ from torch_shard.frontend.checkpoint import (
     MODELS,
     OPTIMIZER,
     Source,
-    all_parameters,
-    plain_source,
+    named_parameters_of,
     sources_of,
 )
 from torch_shard.log import logger
 
-from .. import files as _files
-from .. import full_checkpoint as _full
-from .. import sharded_checkpoint as _sharded
-from ..saving import SavingMixin, StateDictType, existing
+from ..checkpoint import files as _files
+from ..checkpoint import full as _full
+from ..checkpoint import sharded as _sharded
+from ..checkpoint.save import SavingMixin, existing
 from .forward_module import inner
 
 __all__ = ["FabricCheckpointMixin"]
@@ -43,61 +42,58 @@ Filter = Mapping[str, Callable[[str, Any], bool]]
 class FabricCheckpointMixin(SavingMixin):
     """The part of Fabric's strategy that saves and loads."""
 
-    _state_dict_type: StateDictType
-    _async_save: bool
-    _weights_only: bool | None
-    _speaker: Engine | None = None  # of what is being saved or loaded
+    _coordinator: Engine | None = None  # whose ranks save or load now
 
     @contextlib.contextmanager
-    def _speaking_for(self, objects: Iterable[Any]) -> Iterator[None]:
-        """Have the ranks talk through the engine of the first sharded module among these, if there is one."""
+    def _coordinated_by(self, objects: Iterable[Any]) -> Iterator[None]:
+        """Have the ranks coordinate through the engine of the first sharded module among `objects`, if there is one."""
         engines = [engine_of(inner(obj)) for obj in objects if isinstance(obj, nn.Module)]
-        self._speaker = next((engine for engine in engines if engine is not None), None)
+        self._coordinator = next((engine for engine in engines if engine is not None), None)
         try:
             yield
         finally:
-            self._speaker = None
+            self._coordinator = None
 
     # -- saving -------------------------------------------------------------------------------------------------------
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Filter | None = None
     ) -> None:
-        """Write modules, optimizers, what else has a ``state_dict()``, and plain objects. Collective: a failure is raised on all.
+        """Write modules, optimizers, what else has a ``state_dict()``, and plain objects. Collective; a failure is raised on all.
 
         Args:
-            path: of the file, or of the folder; rank 0's counts.
-            state: by keys of the user's. Without a sharded module in it, it becomes one file in any case.
+            path: of the file or folder; rank 0's counts.
+            state: the objects by the user's keys. Without a sharded module they become one file in any case.
             storage_options: for the plugin that writes single files.
-            filter: by key, which entries of a state dict are saved. It is asked on rank 0; for a folder on all ranks, about
-                modules' entries only, which are ShardTensors of global shape then.
+            filter: by key, a function that chooses which entries of a state dict are saved. For a file rank 0 calls it; for a
+                folder all ranks do, only for modules' entries, which are ShardTensors of global shape then.
 
         Raises:
-            ConfigError: a filter of an optimizer for a folder, or an optimizer of several modules without them.
-            OSError, CheckpointError: on all ranks: it can't be written; what was there is as it was.
+            ConfigError: a folder is given a filter of an optimizer, or an optimizer of several modules without these.
+            OSError, CheckpointError: on all ranks, if it can't be written; what was there is as it was.
         """
-        with self._speaking_for(state.values()):
+        with self._coordinated_by(state.values()):
             self._save(path, state, storage_options, filter or {})
 
     def _save(self, path: Any, state: dict[str, Any], storage_options: Any, filter: Filter) -> None:
-        path, keys = self._told((path, list(state)), "fabric.save")
-        plain = self._together(lambda: self._prepared(state, keys, storage_options, filter))
-        if self._state_dict_type == "sharded" and self._speaker is not None:
-            self._save_folder(self._speaker, path, state, plain, filter)
+        path, keys = self._from_rank0((path, list(state)), "fabric.save")
+        plain = self._run_on_all(lambda: self._prepared(state, keys, storage_options, filter))
+        if self._settings.state_dict_type == "sharded" and self._coordinator is not None:
+            self._save_folder(self._coordinator, path, state, plain, filter)
         else:
-            if self._state_dict_type == "sharded":
+            if self._settings.state_dict_type == "sharded":
                 logger.info("%s becomes one file: it holds no sharded module", path)
             self._save_file(path, state, plain, storage_options, filter)
 
     def _prepared(self, state: dict[str, Any], keys: list[str], storage_options: Any, filter: Filter) -> dict[str, Any]:
-        """Everything that is not sharded, as it will be saved; refuse what can't be. Not collective."""
+        """Return everything that is not sharded, as it will be saved; raise for what can't be saved. Not collective."""
         if list(state) != keys:
             raise ConfigError(f"fabric.save: the state has other keys here ({list(state)}) than on rank 0 ({keys}).")
-        is_folder = self._state_dict_type == "sharded" and any(map(_is_sharded_module, state.values()))
+        is_folder = self._settings.state_dict_type == "sharded" and any(map(_is_sharded_module, state.values()))
         plain = {}
         for key, obj in state.items():
             engine = engine_of(inner(obj)) if isinstance(obj, nn.Module) else None
             if engine is not None:
-                refuse_inside(engine._runtime, "fabric.save")
+                refuse_inside(engine, "fabric.save")
             elif isinstance(obj, torch.optim.Optimizer) and self._engines_of(obj):
                 if is_folder and key in filter:
                     raise ConfigError(
@@ -114,24 +110,24 @@ class FabricCheckpointMixin(SavingMixin):
     def _save_file(
         self, path: Any, state: dict[str, Any], plain: dict[str, Any], storage_options: Any, filter: Filter
     ) -> None:
-        whole: dict[str, Any] = {}
+        full: dict[str, Any] = {}
         for key, obj in state.items():
             if key in plain:
-                whole[key] = plain[key]
+                full[key] = plain[key]
             elif isinstance(obj, nn.Module):
-                whole[key] = self._engine_of_module(obj).state_dict(rank0_only=True)
+                full[key] = self._engine_of_module(obj).state_dict(rank0_only=True)
             else:
-                whole[key] = _full.optimizer_state(self._engines_of(obj)[0], obj, parameters=self._parameters(obj))
+                full[key] = _full.optimizer_state(self._engines_of(obj)[0], obj, parameters=self._parameters(obj))
 
         def write() -> None:
             kept: dict[str, Any] = {}
-            for key, value in whole.items():
+            for key, value in full.items():
                 _keep(key, value, filter, kept)
             own = isinstance(self._base_io(), _files.FileMixin)
             with contextlib.nullcontext() if own else _files.aside(path):
                 self.checkpoint_io.save_checkpoint(checkpoint=kept, path=path, storage_options=storage_options)
 
-        self._on_first(f"write the checkpoint {path}", write)
+        self._run_on_rank0(f"write the checkpoint {path}", write)
 
     def _save_folder(
         self, engine: Engine, path: Any, state: dict[str, Any], plain: dict[str, Any], filter: Filter
@@ -164,12 +160,12 @@ class FabricCheckpointMixin(SavingMixin):
                 contents[OPTIMIZER] = states["0"] if len(states) == 1 else states
             return target, {**contents, EXTRA: {**kept, _KEYS: names}}, sources
 
-        self._together(self._finish_saving)  # of other modules' engines, too
-        target, contents, sources = self._together(prepare)
+        self._run_on_all(self._finish_saving)  # of other modules' engines, too
+        target, contents, sources = self._run_on_all(prepare)
         names = [*contents[MODEL], *(f"{m}: {n}" for m, own in contents.get(MODELS, {}).items() for n in own)]
-        of_first = self._told(names, "fabric.save")
-        self._together(lambda: _sharded.check_names(engine.rank, names, of_first))
-        self._write_folder(engine, contents, target, self._async_save, sources)
+        of_first = self._from_rank0(names, "fabric.save")
+        self._run_on_all(lambda: _sharded.check_names(engine.rank, names, of_first))
+        self._write_folder(engine, contents, target, self._settings.async_save, sources)
 
     # -- loading ------------------------------------------------------------------------------------------------------
     def load_checkpoint(
@@ -177,46 +173,47 @@ class FabricCheckpointMixin(SavingMixin):
     ) -> dict[str, Any]:
         """Restore objects from a file or a folder, with torch's safe loader unless the user asked otherwise. Collective.
 
-        Of a folder, or a file that can be mapped, each rank reads its own slices only.
+        Each rank reads only its own shards of a folder or of a file that can be mapped.
 
         Args:
-            path: of this strategy's, ``ddp``'s or another one's checkpoint; rank 0's counts.
+            path: of a checkpoint of this strategy, ``ddp`` or another one; rank 0's counts.
             state: a dict of objects to restore in place; a module or an optimizer, where that is all there is in the file; None
                 for everything (of a file).
             strict: every key of `state` must be in the checkpoint, and each module's entries must match.
             weights_only: see :class:`FabricStrategyMixin`.
 
         Returns:
-            What was not restored; of a folder without state of modules and optimizers.
+            What was not restored; from a folder, without state of modules and optimizers.
 
         Raises:
-            CheckpointError: on all ranks: there is none, it is damaged, or holds objects that are refused. Nothing has changed.
+            CheckpointError: on all ranks, if there is no checkpoint, or it is damaged or holds objects that are refused. Nothing
+                has changed.
             KeyError: a key is missing, with `strict`. Nothing has changed.
-            StateDictError: on all ranks: an object and its state don't fit.
+            StateDictError: on all ranks, if an object and its state don't fit.
         """
-        weights_only = self._weights_only if weights_only is None else weights_only
+        weights_only = self._settings.weights_only if weights_only is None else weights_only
         wanted = state if isinstance(state, dict) else {} if state is None else {"": state}
-        with self._speaking_for(wanted.values()):
+        with self._coordinated_by(wanted.values()):
             return self._load(path, wanted, not isinstance(state, dict), strict, weights_only)
 
     def _load(
         self, path: Any, wanted: dict[str, Any], single: bool, strict: bool, weights_only: bool | None
     ) -> dict[str, Any]:
-        path = self._told(path, "fabric.load")
-        self._together(self._finish_saving)
-        path = self._together(lambda: existing(path))
+        path = self._from_rank0(path, "fabric.load")
+        self._run_on_all(self._finish_saving)
+        path = self._run_on_all(lambda: existing(path))
         if _files.is_local(path) and Path(path).is_dir():
             found = self._read_folder(Path(path), wanted, weights_only)
         else:
             io, maps = self.checkpoint_io, self._maps() and bool(wanted)
-            found, mapped = self._together(lambda: _full.read_plain(path, io, maps, weights_only))
+            found, mapped = self._run_on_all(lambda: _full.read_plain(path, io, maps, weights_only))
             if not wanted:
                 return found  # type: ignore[no-any-return]
             if single:
                 found = {"": found}
             if not isinstance(found, dict):
                 raise CheckpointError(f"{path} holds a {type(found).__name__}, and not a dict of states by key.")
-            if mapped:  # what only takes slices or copies may read the file meanwhile; nothing else keeps views of it
+            if mapped:  # modules and optimizers copy what they take; nothing else may keep views of the file
                 own = {key for key, obj in wanted.items() if isinstance(obj, (nn.Module, torch.optim.Optimizer))}
                 found = {key: value if key in own else copy.deepcopy(value) for key, value in found.items()}
         return self._restore(path, wanted, found, strict)
@@ -226,7 +223,7 @@ class FabricCheckpointMixin(SavingMixin):
             engine.finish_saving()
 
     def _read_folder(self, path: Path, wanted: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:
-        """What is in a folder, by the keys that were saved, or else by those that are wanted. Collective."""
+        """Return what is in a folder by the keys that were saved or, for other programs' folders, are wanted. Collective."""
         modules = {key: self._engine_of_module(obj) for key, obj in wanted.items() if _is_sharded_module(obj)}
         optimizers = {
             key: obj for key, obj in wanted.items() if isinstance(obj, torch.optim.Optimizer) and self._engines_of(obj)
@@ -255,7 +252,7 @@ class FabricCheckpointMixin(SavingMixin):
         if first is not None and names["module"] in wanted:
             found[names["module"]] = parts.model
         for key, state in zip(names["optimizers"], parts.optimizers, strict=False):
-            if key in optimizers:  # the others were read only because this one is wanted
+            if key in optimizers:  # the rest was read only because this one is wanted
                 engine, own = self._engines_of(optimizers[key])[0], optimizers[key]
                 found[key] = _sharded.renamed(state, engine, own, parts.sources, self._parameters(own))
         return found
@@ -286,17 +283,17 @@ class FabricCheckpointMixin(SavingMixin):
 
     # -- one module ---------------------------------------------------------------------------------------------------
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The whole state dict, on the CPU of every rank. Collective for a sharded module."""
+        """Return the full state dict, on the CPU of every rank. Collective for a sharded module."""
         engine = engine_of(inner(module))
         if engine is None:
             return inner(module).state_dict()  # type: ignore[no-any-return]
         return engine.state_dict(rank0_only=False)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load a state dict, whole or of ShardTensors. Collective for a sharded module.
+        """Load a full or sharded state dict. Collective for a sharded module.
 
         Raises:
-            StateDictError: on all ranks, with everything that does not fit; nothing has changed.
+            StateDictError: on all ranks, with everything that does not fit. Nothing has changed.
         """
         engine = engine_of(inner(module))
         if engine is None:
@@ -310,16 +307,8 @@ class FabricCheckpointMixin(SavingMixin):
         return engine
 
     def _parameters(self, optimizer: Any) -> nn.Module:
-        """Names for everything that an optimizer holds, of whichever modules, or of none."""
-        engines: list[Engine] = self._engines_of(optimizer)
-        sources = [Source((), "", engine.model, engine._runtime) for engine in engines]
-        known = {id(p) for source in sources for p in source.model.parameters()}
-        known.update(id(p) for source in sources for unit in source.runtime.units for p in unit.params)
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        others = {str(number): p for number, p in enumerate(held) if id(p) not in known}
-        if len(engines) == 1 and not others:
-            return engines[0].model
-        return all_parameters([*sources, plain_source("", others)])
+        """Return a module that names everything that an optimizer holds, of whichever modules or of none."""
+        return named_parameters_of(self._engines_of(optimizer), optimizer)
 
 
 def _is_sharded_module(obj: Any) -> bool:
@@ -331,10 +320,10 @@ def _first_model(sources: Sequence[Source]) -> nn.Module | None:
 
 
 def _sources_of_modules(state: Mapping[str, Any]) -> list[Source]:
-    """The sharded modules of a state, and where each is in a folder: the first as the model, the others by their keys.
+    """Return the sharded modules of a state as a folder has them: the first as the model, the others by their keys.
 
     Raises:
-        ConfigError: the key of one of those can't be a name.
+        ConfigError: the key of another module can't be a name.
     """
     found = {key: engine_of(inner(obj)) for key, obj in state.items() if _is_sharded_module(obj)}
     (_, first), *others = found.items()
@@ -342,12 +331,12 @@ def _sources_of_modules(state: Mapping[str, Any]) -> list[Source]:
 
 
 def _sources_for(key: str, engines: Sequence[Engine], sources: list[Source]) -> list[Source]:
-    """After which an optimizer's parameters are named, of a state with these modules.
+    """Return the sources after which an optimizer's parameters are named in a state with these modules.
 
     Raises:
-        ConfigError: it has several modules, of which some are not in the state.
+        ConfigError: the optimizer has several modules, and some are not in the state.
     """
-    if {id(engine._runtime) for engine in engines} <= {id(source.runtime) for source in sources}:
+    if {id(engine.model) for engine in engines} <= {id(source.model) for source in sources}:
         return sources
     if len(engines) > 1:
         raise ConfigError(
@@ -362,7 +351,7 @@ def _is_stateful(obj: Any) -> bool:
 
 
 def _keep(key: str, value: Any, filter: Filter, kept: dict[str, Any]) -> None:
-    """Put an entry, or what the filter leaves of it, into `kept`; of nothing, nothing."""
+    """Put an entry, or what the filter leaves of it, into `kept`, unless the filter leaves nothing."""
     if key not in filter or not isinstance(value, dict):
         kept[key] = value
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.fabric.strategies.parallel import ParallelStrategy
 
 from .._private import fabric_private
-from ..files import FileMixin
+from ..checkpoint.files import FileMixin
 from .strategy import FabricStrategyMixin
 
 __all__ = ["ShardFabricStrategy"]

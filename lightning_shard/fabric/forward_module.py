@@ -12,13 +12,13 @@ __all__ = ["ForwardModule", "inner", "unwrapped"]
 
 
 class ForwardModule(nn.Module):
-    """Calls the sharded module, and is another object than it.
+    """Wraps the sharded module, as DDP does.
 
-    Fabric only sends methods that are marked with ``mark_forward_method`` (and a LightningModule's steps) through precision
-    and forward, and only refuses unmarked ones that call submodules, where the strategy has wrapped the module, as DDP does.
+    Only where a strategy has wrapped the module does Fabric send marked methods (``mark_forward_method``, and a
+    LightningModule's steps) through precision and forward, and refuse unmarked methods that call submodules.
 
     Attributes:
-        module: the user's own, sharded in place.
+        module: the user's own module, sharded in place.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -27,7 +27,7 @@ class ForwardModule(nn.Module):
         self.train(module.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, or the marked method that Fabric has put in its place."""
+        """Call the module's forward, or the marked method that Fabric has put in its place."""
         if is_redirected(self.module):
             # Not module(...): that would run a module.compile()d forward in the method's place.
             return nn.Module._call_impl(self.module, *args, **kwargs)
@@ -35,12 +35,12 @@ class ForwardModule(nn.Module):
 
 
 def inner(module: Any) -> Any:
-    """The user's own module of one that may be wrapped."""
+    """Return the user's own module of one that may be wrapped."""
     return module.module if isinstance(module, ForwardModule) else module
 
 
 def unwrapped(module: Any) -> Any:
-    """The user's own module, of what ``fabric.setup`` or ``torch.compile`` has made of it."""
+    """Return the user's own module of what ``fabric.setup`` or ``torch.compile`` has made of it."""
     for name in ("_orig_mod", "_forward_module", "_orig_mod"):  # compiled after it was set up, and before
         module = getattr(module, name, module)
     return inner(module)

@@ -1,10 +1,9 @@
-"""Fabric's strategy, once for both namespaces: a mixin that the concrete classes put before ParallelStrategy."""
+"""Fabric's strategy for both namespaces: a mixin that the concrete classes put before ParallelStrategy."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,46 +15,29 @@ from torch_shard.activation_checkpointing import checkpointed_layers
 from torch_shard.errors import ConfigError
 from torch_shard.frontend import clip_norm, engines_over, limit_values
 
-from .. import precision as _precision
-from ..ranks import RanksMixin, StartMethod, mesh_on
-from ..saving import StateDictType
-from ..settings import LayersOrOne, SettingsMixin, same_config
-from ..signature import show_config_fields
+from ..strategy import precision as _precision
+from ..strategy.processes import ProcessesMixin, mesh_on
+from ..strategy.settings import SettingsMixin, same_config
+from ..strategy.signature import show_settings
 from .checkpoint import FabricCheckpointMixin
 from .forward_module import ForwardModule, inner, unwrapped
 
 __all__ = ["FabricStrategyMixin"]
 
 
-class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
-    """Fabric with parameters, gradients and optimizer state sharded over the ranks; otherwise as with DDP.
+class FabricStrategyMixin(FabricCheckpointMixin, ProcessesMixin, SettingsMixin):
+    """Trains under Fabric with parameters, gradients and optimizer state sharded over the ranks; otherwise as DDP does.
 
     Args:
         config: how to shard; keyword arguments that are fields of :class:`~torch_shard.ShardConfig` change it on top,
             as in ``ShardFabricStrategy(strategy="shard_grad_op", prefetch=2)``.
-        accelerator: as for every strategy of Fabric; normally Fabric's.
+        accelerator: as for every strategy of Fabric; normally given by Fabric.
         parallel_devices: likewise.
         cluster_environment: likewise.
         checkpoint_io: likewise.
-        precision: likewise a plugin. With ``bf16-mixed`` and ``16-mixed`` parameters are gathered in that dtype, norms excepted,
+        precision: a plugin, likewise. With ``bf16-mixed`` and ``16-mixed`` parameters are gathered in that dtype, norms excepted,
             and autocast is on, unless `config` has a ``precision`` of its own (``Precision()``: autocast alone).
-        process_group_backend: ``"nccl"`` or ``"gloo"``; by default the device's own.
-        timeout: of the process group, and so how long a rank waits for a missing partner before it raises
-            :class:`~torch_shard.errors.MissingRankError`; after half a minute a warning says what is waited for. `config` with a
-            ``timeout`` of its own, not the default, fails sooner.
-        start_method: ``"popen"`` runs the script once per rank; ``"spawn"`` and ``"fork"`` are for notebooks and tests.
-        defer_gradient_sync: ``no_backward_sync`` sends nothing, and holds whole gradients on every rank, as DDP does. With
-            False it has no effect: each backward reduces, and gradients accumulate in slices.
-        activation_checkpointing: layers that keep their inputs alone and compute the rest again in backward: a class or the name
-            of one, or several. True: of the modules that are units by `config`, else of those that repeat. Names in state
-            dicts stay.
-        activation_offload: layers that compute activations again, too, and whose inputs wait for backward in host memory,
-            chosen in the same way. True: all that `activation_checkpointing` chooses; where it chooses none, as True is there.
-        state_dict_type: ``"full"`` checkpoints are one file each, gathered and written by rank 0, as ``ddp`` writes them;
-            ``"sharded"`` ones a folder each, to which every rank writes its slices. Both are loaded whatever this is.
-        async_save: write sharded checkpoints while training goes on. The next save or load waits, and raises a failure.
-        weights_only: load checkpoints with torch's safe loader or without it, where ``fabric.load`` is not told. By default
-            the safe one, which accepts usual hyper-parameters too.
+        **settings: the fields of :class:`~lightning_shard.strategy.settings.StrategySettings` and of ``ShardConfig``.
 
     Raises:
         ConfigError: a setting is unknown or has a bad value.
@@ -70,30 +52,9 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
         cluster_environment: Any = None,
         checkpoint_io: Any = None,
         precision: Any = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = None,
-        start_method: StartMethod = "popen",
-        defer_gradient_sync: bool = True,
-        activation_checkpointing: LayersOrOne = None,
-        activation_offload: LayersOrOne = None,
-        state_dict_type: StateDictType = "full",
-        async_save: bool = False,
-        weights_only: bool | None = None,
-        **overrides: Any,
+        **settings: Any,
     ) -> None:
-        self._keep_settings(
-            config,
-            overrides,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            defer_gradient_sync=defer_gradient_sync,
-            activation_checkpointing=activation_checkpointing,
-            activation_offload=activation_offload,
-            state_dict_type=state_dict_type,
-            async_save=async_save,
-            weights_only=weights_only,
-        )
+        self._keep_settings(config, {"defer_gradient_sync": True, **settings})
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -101,7 +62,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
             checkpoint_io=checkpoint_io,
             precision=precision,
         )
-        self._backward_sync_control = _BackwardSync(defer_gradient_sync)
+        self._backward_sync_control = _BackwardSync(self._settings.defer_gradient_sync)
         self._modules: list[weakref.ref[nn.Module]] = []  # that this strategy has sharded, in that order
 
     # -- Fabric(): what the connector sets ----------------------------------------------------------------------------
@@ -122,26 +83,30 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
     # -- set-up -------------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Any:
-        """Where ``fabric.init_module`` creates parameters: the CPU; with `empty_init` meta, and then ``fabric.setup`` gives
-        memory and initial values to each unit's slices."""
+        """Create parameters on the CPU inside ``fabric.init_module``; with `empty_init` on the meta device.
+
+        ``fabric.setup`` then gives memory and initial values to the shards, unit by unit.
+        """
         # Not on the device: sharding moves them there, unit by unit.
         meta = torch.device("meta") if empty_init else contextlib.nullcontext()
         with meta, self.precision.module_init_context():
             yield
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Move what has no parameters, such as metrics. Modules with parameters stay where they are: ``fabric.setup`` comes
-        here before it shards, which moves them unit by unit."""
+        """Move a module without parameters, such as a metric, to the device.
+
+        Modules with parameters stay where they are: ``fabric.setup`` calls this before it shards, which moves them unit by unit.
+        """
         if next(module.parameters(), None) is None:
             module.to(self.root_device)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard a module in place, and wrap it. Collective.
 
-        Optimizers made before or after hold its parameters.
+        Optimizers that were made before or are made afterwards hold its parameters.
 
         Raises:
-            ConfigError: it is sharded already, with other settings.
+            ConfigError: the module is sharded already, with other settings.
             SetupError: see :func:`torch_shard.shard`.
         """
         module = inner(module)
@@ -158,13 +123,13 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
         self._modules = [ref for ref in self._modules if ref() not in (None, module)] + [weakref.ref(module)]
         for part in module.modules():
             if type(part)._apply is not nn.Module._apply and next(part.parameters(), None) is None:
-                part.to(self.root_device)  # metrics keep their state outside of buffers
+                part.to(self.root_device)  # metrics keep their state outside buffers
         return ForwardModule(module)
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Have the engines see the steps of an optimizer, of whatever class. It is not wrapped.
+        """Have the engines see the steps of an optimizer of whatever class, and return it.
 
-        It may hold parameters of several modules that were set up one by one: its step is one step over all of them.
+        An optimizer may hold parameters of several modules that were set up one by one. Its step is one step over all of them.
         """
         for engine in self._engines_of(optimizer):
             engine.attach(optimizer)
@@ -179,7 +144,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Scale the gradients of this optimizer's parameters, of any modules, to one norm of at most `max_norm`. Collective.
+        """Scale the gradients of this optimizer's parameters, of all its modules, to a norm of at most `max_norm`. Collective.
 
         Raises:
             NonFiniteError: a RuntimeError, on all ranks, with `error_if_nonfinite`, before anything has changed.
@@ -195,15 +160,15 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
         limit_values(self._engines(), list(self.precision.main_params(optimizer)), float(clip_val))
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over the ranks; anything else is returned as it is. Collective."""
+        """Return a tensor reduced over the ranks, and anything else as it is. Collective."""
         return self.reduce(tensor, group, reduce_op)
 
     # -- for users ----------------------------------------------------------------------------------------------------
     def engine_of(self, module: Any) -> Engine:
-        """The engine of a module, as ``fabric.setup`` took it or gave it back, compiled or not.
+        """Return the engine of a module, as ``fabric.setup`` took it or gave it back, compiled or not.
 
         Raises:
-            ConfigError: it is not sharded.
+            ConfigError: the module is not sharded.
         """
         module = unwrapped(module)
         engine = torch_shard.engine_of(module)
@@ -214,10 +179,10 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
     # -- engines ------------------------------------------------------------------------------------------------------
     @property
     def engine_or_none(self) -> Engine | None:
-        """The engine through which the ranks talk: of the module that is saved or loaded, else of the last one set up."""
-        if self._speaker is not None:
-            return self._speaker
-        # Not the first: ranks need not have collected modules that are gone at the same time.
+        """The engine that coordinates the ranks: of the module that is saved or loaded, else of the last one set up."""
+        if self._coordinator is not None:
+            return self._coordinator
+        # Not the first one: Python may collect a module that is gone later on one rank than on another.
         engines = self._engines()
         return engines[-1] if engines else None
 
@@ -227,22 +192,22 @@ class FabricStrategyMixin(FabricCheckpointMixin, RanksMixin, SettingsMixin):
         return [engine for engine in found if engine is not None]
 
     def _engines_of(self, optimizer: Any) -> list[Engine]:
-        """The engines whose parameters an optimizer holds, in the order of their set-up."""
+        """Return the engines whose parameters an optimizer holds, in the order of their set-up."""
         held = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardTensor)]
         return engines_over(self._engines(), held) if held else []
 
 
-show_config_fields(FabricStrategyMixin)
+show_settings(FabricStrategyMixin, defer_gradient_sync=True)
 
 
 class _BackwardSync:
-    """What ``fabric.no_backward_sync`` asks."""
+    """What ``fabric.no_backward_sync`` calls."""
 
     def __init__(self, defer: bool) -> None:
         self._defer = defer
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
-        """Around forward and backward: do not reduce their gradients."""
+        """Leave gradients unreduced in the forwards and backwards inside."""
         engine = torch_shard.engine_of(inner(module))
         if engine is None:
             raise TypeError(

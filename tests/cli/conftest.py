@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.cli.makers import RANKS, lightning_net, make_all
-from tests.lightning.helpers import loader, single
+from tests.lightning.support import loader, single
 from tests.ranks import run
 from torch_shard.cli import main
 

@@ -110,7 +110,7 @@ def _lightning(folder: Path, checkpoint: dict[str, Any]) -> None:
 
 def lightning_net() -> Any:
     """Of the tests of the Lightning front end."""
-    from tests.lightning.helpers import net_class
+    from tests.lightning.support import net_class
 
     return net_class("lightning")("adam")
 
@@ -118,7 +118,7 @@ def lightning_net() -> Any:
 def fit(rank: int, world_size: int, path: Path) -> dict[str, Any]:
     """Train with strategy="shard", save a folder, and return the module's state."""
     from lightning_shard.for_lightning import ShardStrategy
-    from tests.lightning.helpers import loader, trainer
+    from tests.lightning.support import loader, trainer
 
     made = trainer("lightning", world_size, ShardStrategy(state_dict_type="sharded"), enable_checkpointing=False)
     module = lightning_net()

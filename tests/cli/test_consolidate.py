@@ -18,7 +18,7 @@ from tests.checkpoint.test_bad_files import flip, values_of
 from tests.checkpoint.test_interop import adamw as adamw_of_mlp
 from tests.checkpoint.test_interop import double, plain
 from tests.cli.makers import fit, lightning_net
-from tests.lightning.helpers import loader, single
+from tests.lightning.support import loader, single
 from tests.marks import exhaustive
 from tests.ranks import run
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+
 from ..checkpoint import PendingSave, load_contents, save_contents
 from ..checkpoint.format.atomic_directory import Saving, commit, discard, exchange, find, hidden, sees, sync, tidy
 from ..checkpoint.format.fileio import make_durable
@@ -24,7 +29,8 @@ from ..checkpoint.sharded.entries import (
 from ..checkpoint.sharded.extra_shards import joined, mapped, split
 from ..checkpoint.sharded.read_tree import Contents, read_contents
 from ..comm import collective_steps as phases
-from ..comm.collective_steps import broadcast, each, gather
+from ..engine import Engine
+from . import Runtime, _runtime
 
 __all__ = [
     "EXTRA",
@@ -52,6 +58,7 @@ __all__ = [
     "load_contents",
     "make_durable",
     "mapped",
+    "named_parameters_of",
     "open_full",
     "optimizer_state",
     "param_names",
@@ -66,3 +73,41 @@ __all__ = [
     "sync",
     "tidy",
 ]
+
+T = TypeVar("T")
+
+
+# -- the ranks ----------------------------------------------------------------------------------------------------------
+
+
+def each(engine: Engine | Runtime, what: str, function: Callable[[], T], nonce: str = "", key: object = None) -> T:
+    """Run `function` on every rank; all of them return, or all raise. See ``checkpoint.phases.each``. Collective."""
+    return phases.each(_runtime(engine), what, function, nonce, key)
+
+
+def broadcast(engine: Engine | Runtime, value: T, what: str) -> T:
+    """Return rank 0's object on every rank. Collective."""
+    return phases.broadcast(_runtime(engine), value, what)
+
+
+def gather(engine: Engine | Runtime, value: T, what: str) -> list[T] | None:
+    """Return every rank's object, by rank, on rank 0; None elsewhere. Collective."""
+    return phases.gather(_runtime(engine), value, what)
+
+
+# -- models and optimizers ----------------------------------------------------------------------------------------------
+
+
+def named_parameters_of(engines: Sequence[Engine], optimizer: Any) -> nn.Module:
+    """Return a module whose parameters' names cover all that an optimizer holds, of any of the engines or of none.
+
+    Where all belong to one engine that is its model. Not collective.
+    """
+    sources = [Source((), "", engine.model, engine._runtime) for engine in engines]
+    known = {id(p) for source in sources for p in source.model.parameters()}
+    known.update(id(p) for engine in engines for unit in engine.units for p in unit.params)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    others = {str(number): p for number, p in enumerate(held) if id(p) not in known}
+    if len(engines) == 1 and not others:
+        return engines[0].model
+    return all_parameters([*sources, plain_source("", others)])

@@ -1,0 +1,196 @@
+"""Full checkpoints: one file, in the form that a single-device Trainer reads and writes."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_shard import Engine, ShardTensor
+from torch_shard.errors import CheckpointError, StateDictError
+from torch_shard.frontend import load_optim_state_dict, optim_state_dict, param_names_of
+from torch_shard.log import logger
+
+from .files import is_local
+from .safe_load import load_safely
+
+__all__ = [
+    "is_sharded",
+    "load_model",
+    "load_optimizer",
+    "model_state",
+    "names_of",
+    "on_meta",
+    "optimizer_state",
+    "read_file",
+    "read_plain",
+]
+
+# -- the model --------------------------------------------------------------------------------------------------------
+
+
+def model_state(engine: Engine, model: nn.Module) -> dict[str, Any]:
+    """Return the full state dict: on rank 0's CPU, and on other ranks the same entries on the meta device. Collective.
+
+    A hook ``on_save_checkpoint`` that drops or renames entries runs on all ranks, and finds them on all ranks.
+    """
+    full = engine.state_dict(rank0_only=True, offload_to_cpu=True)
+    if engine.rank == 0:
+        return full
+    return {name: on_meta(value) for name, value in engine.state_dict(form="sharded", offload_to_cpu=False).items()}
+
+
+def load_model(engine: Engine, state_dict: Mapping[str, Any], strict: bool) -> Any:
+    """Load a full or sharded state dict, which may view a mapped file, and return the keys that don't match. Collective."""
+    state: Any = copy.copy(state_dict)  # of its class: it may have _metadata
+    live = engine.state_dict(form="sharded", offload_to_cpu=False)
+    for key, value in state.items():
+        # Modules may keep what they are given, extra state above all.
+        if not isinstance(value, ShardTensor) and not isinstance(live.get(key), ShardTensor):
+            state[key] = value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    return engine.load_state_dict(state, strict=strict)
+
+
+def on_meta(value: Any) -> Any:
+    """Return a meta tensor like `value`; anything but a tensor is returned as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def optimizer_state(
+    engine: Engine, optimizer: Any, *, rank0_only: bool = True, parameters: nn.Module | None = None
+) -> dict[str, Any]:
+    """Return full optimizer state by number, as ``optimizer.state_dict()`` of a single device is. Collective.
+
+    Args:
+        engine: one of those that shard the optimizer's parameters.
+        optimizer: the optimizer.
+        rank0_only: the other ranks get the groups without any state.
+        parameters: a module that names the optimizer's parameters; by default the engine's model.
+    """
+    if not is_sharded(optimizer):
+        return optimizer.state_dict()
+    named = optim_state_dict(engine, optimizer, rank0_only, parameters or engine.model)
+    names = names_of(engine, optimizer, parameters)
+    numbers = _numbers(names)
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": [numbers[name] for name in group_names]}
+        for group, group_names in zip(optimizer.param_groups, names, strict=True)
+    ]
+    # Numbers in ascending order, as torch writes them: the order of names is that of the units.
+    state = {name: entries for name, entries in named.get("state", {}).items() if name not in numbers}
+    for name, number in sorted(numbers.items(), key=operator.itemgetter(1)):
+        if name in named.get("state", {}):
+            state[number] = named["state"][name]
+    return {"state": state, "param_groups": groups}
+
+
+def load_optimizer(
+    engine: Engine, optimizer: Any, state: Mapping[str, Any], parameters: nn.Module | None = None
+) -> None:
+    """Load full state by number, the same on all ranks, into an optimizer. Collective.
+
+    `parameters` is as for :func:`optimizer_state`.
+    """
+    if not is_sharded(optimizer):
+        optimizer.load_state_dict(copy.deepcopy(state))  # which keeps what it is given: views of the file
+        return
+    names = [name for group in names_of(engine, optimizer, parameters) for name in group]
+    saved_order = [number for group in state["param_groups"] for number in group["params"]]
+    if len(saved_order) != len(names):
+        raise StateDictError(
+            f"rank {engine.rank}: the checkpoint's optimizer has {len(saved_order)} parameters, this "
+            f"{type(optimizer).__name__} has {len(names)}; configure_optimizers must give the groups that were saved."
+        )
+    name_of = dict(zip(saved_order, names, strict=True))
+    named = {
+        "state": {
+            name_of.get(number, number): entries if number in name_of else copy.deepcopy(entries)
+            for number, entries in state["state"].items()
+        },
+        "other_state": [key for key in state["state"] if key not in name_of],
+        "param_groups": [
+            {**copy.deepcopy(group), "params": [name_of[number] for number in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+    load_optim_state_dict(engine, optimizer, named, parameters or engine.model)
+
+
+def is_sharded(optimizer: Any) -> bool:
+    return any(isinstance(p, ShardTensor) for group in optimizer.param_groups for p in group["params"])
+
+
+def names_of(engine: Engine, optimizer: Any, parameters: nn.Module | None = None) -> list[list[str]]:
+    """Return the names of an optimizer's parameters by group. Not collective."""
+    try:
+        known = param_names_of(engine, optimizer, parameters or engine.model)
+    except StateDictError:
+        raise StateDictError(
+            f"rank {engine.rank}: {type(optimizer).__name__} mixes parameters of the LightningModule with others, so "
+            "its state can't be saved by name; register the others in the module."
+        ) from None
+    return [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _numbers(names: list[list[str]]) -> dict[str, int]:
+    flat = [name for group in names for name in group]
+    return {name: number for number, name in enumerate(flat)}
+
+
+# What is loaded into shards. The last is WeightAveraging's, which puts the average into the first.
+_MAPPED = ("state_dict", "optimizer_states", "current_model_state")
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+
+def read_file(path: Any, checkpoint_io: Any, maps: bool, weights_only: bool | None) -> dict[str, Any]:
+    """Read a checkpoint file. Not collective.
+
+    The tensors of model and optimizers view the mapped file, so that a rank reads the bytes of its shards only. Each rank
+    reads all of a file at a URL, in torch's format of before 1.6, or of a user's own plugin.
+
+    Args:
+        path: of the file.
+        checkpoint_io: the plugin that reads what can't be mapped.
+        maps: True if the plugin reads with torch.load alone and replaces files as a whole, so that mapping gives the same.
+        weights_only: see :func:`.safe_load.load_safely`.
+    """
+    found, mapped = read_plain(path, checkpoint_io, maps, weights_only)
+    if mapped and isinstance(found, dict):
+        # These are copied, or read shard by shard. Hooks and callbacks may keep the rest for as long as they like.
+        rest = {key: value for key, value in found.items() if key not in _MAPPED}
+        found.update(copy.deepcopy(rest))
+    if not mapped:
+        logger.info("%s can't be mapped into memory, so each rank has read all of it", path)
+    if not isinstance(found, dict) or "pytorch-lightning_version" not in found:
+        raise CheckpointError(
+            f"{path} is not a checkpoint of Lightning's Trainer: it has no 'pytorch-lightning_version'. Load plain weights "
+            "with model.load_state_dict(torch.load(...)) before fit()."
+        )
+    return found
+
+
+def read_plain(path: Any, checkpoint_io: Any, maps: bool, weights_only: bool | None) -> tuple[Any, bool]:
+    """Return what a file holds, and whether its tensors view the mapped file. Not collective."""
+    mapped = maps and is_local(path) and _is_zip(path)
+
+    def load(safe: bool) -> Any:
+        if mapped:
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=safe)
+        return checkpoint_io.load_checkpoint(path, weights_only=safe)
+
+    return load_safely(load, path, weights_only), mapped
+
+
+def _is_zip(path: Any) -> bool:
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\x03\x04"

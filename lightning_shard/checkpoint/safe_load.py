@@ -1,0 +1,138 @@
+"""Reading pickled files: with the loader that runs no code from them, unless the user says otherwise."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import decimal
+import io
+import pathlib
+import pickle
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torch_shard.errors import CheckpointError, ShardError
+from torch_shard.log import logger
+
+__all__ = ["classes_to_allow", "load_safely"]
+
+# Of torch's messages: the bytes are no pickle; the pickle asks for something that is not allowed.
+_NO_PICKLE = ("Unsupported operand", "nvalid load key", "nvalid magic number", "truncated")
+_REFUSED = ("GLOBAL", "Unsupported", "unsupported", "unrecognized", "Can only")
+
+
+def load_safely(load: Callable[[bool], Any], path: Any, weights_only: bool | None) -> Any:
+    """Read something pickled, by default with the loader that runs no code from it.
+
+    Args:
+        load: a function that reads it with the ``weights_only`` that it is given.
+        path: for messages.
+        weights_only: what the user asked for. None is the safe loader, which then also accepts the harmless classes of which
+            hyper-parameters are made.
+
+    Raises:
+        CheckpointError: the file holds other classes (the message says how to load a trusted file), or is damaged.
+    """
+    try:
+        if weights_only is not None:
+            return load(weights_only)
+        with torch.serialization.safe_globals(_harmless()):
+            return load(True)
+    except pickle.UnpicklingError as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        if weights_only is False or any(text in str(error) for text in _NO_PICKLE):
+            raise CheckpointError(f"{path} is damaged, or no checkpoint; nothing was loaded: {lines[-1]}") from error
+        # torch explains its two loaders at length, too.
+        found = next((line for line in lines if any(text in line for text in _REFUSED)), lines[0])
+        raise CheckpointError(
+            f"{path} holds objects that the safe loader does not accept ({found}). If you trust the file, load it with "
+            "ShardStrategy(weights_only=False) or Trainer.fit(..., weights_only=False), in Fabric with "
+            "fabric.load(..., weights_only=False), or allow its classes with "
+            "torch.serialization.add_safe_globals([...])."
+        ) from error
+    except (EOFError, IndexError, KeyError, RuntimeError) as error:  # the second and third: opcodes that mean nothing
+        if isinstance(error, ShardError):
+            raise
+        raise CheckpointError(f"{path} is damaged, or no checkpoint; nothing was loaded: {error}") from error
+
+
+def classes_to_allow(extra: Any) -> list[Any]:
+    """Return the classes that the engine must accept in a checkpoint that holds `extra`, beside those that it accepts itself.
+
+    The engine refuses what it could not load again. Here the user can, with ``weights_only=False``; and a hyper-parameter that
+    one file would take must not end a run at its first sharded checkpoint.
+    """
+    file = io.BytesIO()
+    torch.save(extra, file)
+    file.seek(0)
+    with torch.serialization.safe_globals(_harmless()):
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    if names:
+        logger.warning(
+            "the checkpoint holds objects of %s, which the safe loader does not accept: loading it will need "
+            "weights_only=False or torch.serialization.add_safe_globals([...])",
+            ", ".join(names),
+        )
+    return [*_harmless(), *filter(None, map(_named, names))]
+
+
+def _named(full: str) -> Any:
+    """Return the class or function of this name; None if it is not imported."""
+    parts = full.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:cut]))
+        for name in parts[cut:] if found is not None else ():
+            found = getattr(found, name, None)
+        if found is not None:
+            return found
+    return None
+
+
+def _harmless() -> list[Any]:
+    """Return classes that only hold data, as hyper-parameters use them."""
+    found: list[Any] = [
+        argparse.Namespace,
+        types.SimpleNamespace,
+        collections.defaultdict,
+        collections.deque,
+        dict,
+        list,
+        set,
+        int,
+        decimal.Decimal,
+        datetime.date,
+        datetime.datetime,
+        datetime.timedelta,
+        datetime.timezone,
+        pathlib.PurePath,
+        pathlib.PurePosixPath,
+        pathlib.PureWindowsPath,
+        pathlib.PosixPath,
+        pathlib.WindowsPath,
+    ]
+    for module, name in (
+        ("lightning.fabric.utilities.data", "AttributeDict"),
+        ("lightning_fabric.utilities.data", "AttributeDict"),
+        ("omegaconf.base", "ContainerMetadata"),
+        ("omegaconf.base", "Metadata"),
+        ("omegaconf.nodes", "AnyNode"),
+        ("omegaconf.dictconfig", "DictConfig"),
+        ("omegaconf.listconfig", "ListConfig"),
+    ):
+        if module in sys.modules and hasattr(sys.modules[module], name):
+            found.append(getattr(sys.modules[module], name))
+    if "omegaconf" in sys.modules:
+        found.append(Any)  # what a DictConfig's metadata names as its element type
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        core = sys.modules.get("numpy._core.multiarray") or sys.modules.get("numpy.core.multiarray")
+        if core is not None:
+            found.append(core.scalar)
+        found.append(numpy.dtype)
+        found += {type(numpy.dtype(kind)) for kind in "?bhilqBHILQefd"}
+    return found

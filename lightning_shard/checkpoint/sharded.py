@@ -1,0 +1,242 @@
+"""Sharded checkpoints: a folder that all ranks write, in and out of what the Trainer hands over and expects.
+
+::
+
+    checkpoint["state_dict"]           model.<name>
+    checkpoint["optimizer_states"]     optimizer.state..., of several optimizer.<number>.state...
+    everything else                    extra, one object; ShardTensors in it sliced.<number>.<name of the parameter>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_shard import Engine, ShardTensor
+from torch_shard.errors import ConfigError, StateDictError
+from torch_shard.frontend import load_optim_state_dict, with_shard
+from torch_shard.frontend.checkpoint import (
+    EXTRA,
+    MODEL,
+    OPTIMIZER,
+    SLICED,
+    Contents,
+    Source,
+    each,
+    joined,
+    param_names,
+    read_contents,
+    sources_of,
+    split,
+)
+from torch_shard.frontend.checkpoint import optimizer_state as named_state
+
+from . import full as _full
+from .files import is_local
+from .full import names_of
+from .safe_load import load_safely
+
+__all__ = [
+    "check_names",
+    "contents_of",
+    "is_named",
+    "load_either",
+    "load_optimizer",
+    "local_path",
+    "model_state",
+    "optimizer_state",
+    "read_folder",
+    "read_parts",
+    "renamed",
+]
+
+_META = "meta.pt"  # where Lightning's own strategies keep everything but model and optimizers
+
+# -- saving -----------------------------------------------------------------------------------------------------------
+
+
+def model_state(engine: Engine) -> dict[str, Any]:
+    """Return the state dict with ShardTensors, which share memory with the parameters. Not collective."""
+    return engine.state_dict(form="sharded", offload_to_cpu=False)
+
+
+def optimizer_state(engine: Engine, optimizer: Any, sources: Sequence[Source] | None = None) -> dict[str, Any]:
+    """Return state and groups of one optimizer by parameter name, with ShardTensors. Not collective.
+
+    `sources` are the models that its parameters belong to, by default the engine's.
+    """
+    return named_state(sources or sources_of(engine, None), [optimizer])
+
+
+def contents_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is written of the Trainer's dict, as ``on_save_checkpoint`` has left it."""
+    rest = dict(checkpoint)
+    contents: dict[str, Any] = {MODEL: rest.pop("state_dict", {})}
+    states = rest.get("optimizer_states")
+    if states:  # an empty list stays: it says that there was no optimizer, and not that its state is missing
+        del rest["optimizer_states"]
+        contents[OPTIMIZER] = states[0] if len(states) == 1 else {str(n): state for n, state in enumerate(states)}
+    contents[EXTRA], sliced = split(rest)
+    if sliced:
+        contents[SLICED] = sliced
+    return contents
+
+
+def check_names(rank: int, names: Sequence[str], of_first: Sequence[str]) -> None:
+    """Raise if a hook has left other entries in the state dict than on rank 0: what one rank drops, another would write.
+
+    Raises:
+        StateDictError: entries are missing or are more than rank 0's.
+    """
+    known = set(names)
+    missing, more = [name for name in of_first if name not in known][:3], sorted(known.difference(of_first))[:3]
+    if missing or more:
+        raise StateDictError(
+            f"rank {rank}: checkpoint['state_dict'] has other entries than on rank 0 (missing: {missing}, more: {more}). "
+            "In the sharded form every rank writes: on_save_checkpoint must make the same changes on all ranks."
+        )
+
+
+def local_path(path: Any) -> Path:
+    """Return the folder's absolute path.
+
+    Raises:
+        ConfigError: `path` is a URL.
+    """
+    if not is_local(path):
+        raise ConfigError(
+            f"{path}: a sharded checkpoint is written by all ranks into a folder on a file system that they share; use "
+            "such a path, or ShardStrategy(state_dict_type='full')."
+        )
+    return Path(path).absolute()
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+class UnreadStates(list[Any]):
+    """The groups of optimizers whose state is still to be read, from a folder that does not name their parameters.
+
+    Lightning's other strategies write such folders. The state can be read when the optimizers exist.
+    """
+
+    def __init__(self, settings: Sequence[Any], folder: Path, weights_only: bool | None) -> None:
+        super().__init__(settings)
+        self._folder, self._weights_only = folder, weights_only
+
+    def read(self, engine: Engine, optimizers: Sequence[Any]) -> list[Any]:
+        """Return what is loaded into these optimizers: state of the folder, options of this list. Collective."""
+        if len(self) != len(optimizers):  # an error that needs no state
+            return list(self)
+        found = read_parts(engine, self._folder, optimizers, self._weights_only)[0].optimizers
+        return [{**read, **own, "state": own["state"] or read["state"]} for own, read in zip(self, found, strict=True)]
+
+
+def read_folder(
+    engine: Engine, folder: Path, with_state: bool, weights_only: bool | None, version: str
+) -> dict[str, Any]:
+    """Return a sharded checkpoint, of this package or of Lightning's other strategies, as the Trainer's dict. Collective.
+
+    Args:
+        engine: of the model.
+        folder: of the checkpoint.
+        with_state: True if the optimizers' state will be loaded, too.
+        weights_only: see :func:`.safe_load.load_safely`.
+        version: of Lightning, for checkpoints that have none.
+    """
+    found, rest = read_parts(engine, folder, (), weights_only, named_state=with_state)
+    checkpoint = {**rest, "state_dict": found.model}
+    checkpoint.setdefault("pytorch-lightning_version", version)
+    if found.optimizers:
+        known = found.with_state or not with_state
+        checkpoint["optimizer_states"] = (
+            found.optimizers if known else UnreadStates(found.optimizers, folder, weights_only)
+        )
+    return checkpoint
+
+
+def read_parts(
+    engine: Engine,
+    folder: Path,
+    optimizers: Sequence[Any],
+    weights_only: bool | None,
+    models: Mapping[str, Engine] | None = None,
+    named_state: bool = False,
+) -> tuple[Contents, dict[str, Any]]:
+    """Return models and optimizers of a folder, and what else was saved. Collective.
+
+    `models` and `named_state` are those of :func:`torch_shard.frontend.checkpoint.read_contents`.
+    """
+
+    def unpickle(name: str, file: Any) -> Any:
+        return load_safely(
+            lambda safe: torch.load(file, map_location="cpu", weights_only=safe), f"{folder}: {name}", weights_only
+        )
+
+    def beside() -> Any:
+        meta = folder / _META
+        if not meta.is_file():
+            return None
+        return load_safely(
+            lambda safe: torch.load(meta, map_location="cpu", weights_only=safe), str(meta), weights_only
+        )
+
+    meta = each(engine, "loading a checkpoint", beside)
+    found = read_contents(engine, folder, optimizers, named_state=named_state, models=models, unpickle=unpickle)
+    rest = meta if isinstance(meta, dict) else found.extra if isinstance(found.extra, dict) else {}
+    rest = joined(rest, found.sliced)
+    return found, rest
+
+
+def is_named(state: Any) -> bool:
+    """Return True if an optimizer's state is by parameter name, as in sharded checkpoints."""
+    if not isinstance(state, Mapping):
+        return False
+    return any(isinstance(name, str) for group in state.get("param_groups", ()) for name in group["params"])
+
+
+def load_optimizer(
+    engine: Engine, optimizer: Any, state: Mapping[str, Any], parameters: nn.Module | None = None
+) -> None:
+    """Load state by parameter name. Collective. `parameters` is as for :func:`.full.optimizer_state`."""
+    devices: dict[Any, torch.device] = {}
+    for group, names in zip(optimizer.param_groups, names_of(engine, optimizer, parameters), strict=True):
+        devices.update((name, p.device) for name, p in zip(names, group["params"], strict=True))
+    placed = {
+        name: {key: _on(value, devices[name]) for key, value in own.items()} if name in devices else own
+        for name, own in state["state"].items()
+    }
+    load_optim_state_dict(engine, optimizer, {**state, "state": placed}, parameters or engine.model)
+
+
+def load_either(engine: Engine, optimizer: Any, state: Mapping[str, Any], parameters: nn.Module | None = None) -> None:
+    """Load state by parameter name, or by number as a single device has it. Collective."""
+    if is_named(state):
+        load_optimizer(engine, optimizer, state, parameters)
+    else:
+        _full.load_optimizer(engine, optimizer, state, parameters)
+
+
+def renamed(
+    state: dict[str, Any], engine: Engine, optimizer: Any, sources: Sequence[Source], parameters: nn.Module
+) -> dict[str, Any]:
+    """Return state that has the names of `sources`, as in a folder, with the names of `parameters`. Not collective."""
+    if not is_named(state):
+        return state
+    saved = param_names(sources, optimizer)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    flat = [name for group in names_of(engine, optimizer, parameters) for name in group]
+    new = {saved[id(p)]: name for p, name in zip(held, flat, strict=True)}
+    groups = [{**group, "params": [new.get(name, name) for name in group["params"]]} for group in state["param_groups"]]
+    return {**state, "state": {new.get(n, n): own for n, own in state["state"].items()}, "param_groups": groups}
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    # Shards were read into host memory.
+    if isinstance(value, ShardTensor) and value.device != device:
+        return with_shard(value, value.to_local().to(device))
+    return value

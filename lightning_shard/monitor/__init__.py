@@ -1,0 +1,1 @@
+"""The callback that logs what sharding costs."""

@@ -1,0 +1,47 @@
+"""Sums of an engine's figures over steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch_shard.frontend import Statistics
+
+__all__ = ["Window"]
+
+
+@dataclass
+class Window:
+    """The figures of one rank summed over some steps; ``peak_gathered`` is their maximum."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    bytes_sent: int = 0
+    gather_wait: float = 0.0
+    reduce_wait: float = 0.0
+    other_wait: float = 0.0
+    host_wait: float = 0.0
+    peak_gathered: int = 0
+
+    def add(self, seconds: float, figures: Statistics) -> None:
+        """Add a micro-batch."""
+        self.seconds += seconds
+        self._sum(figures)
+
+    def join(self, other: Window) -> None:
+        """Add the steps of another window."""
+        self.steps += other.steps
+        self.seconds += other.seconds
+        self._sum(other)
+
+    def _sum(self, other: Statistics | Window) -> None:
+        self.bytes_sent += other.bytes_sent
+        self.gather_wait += other.gather_wait
+        self.reduce_wait += other.reduce_wait
+        self.other_wait += other.other_wait
+        self.host_wait += other.host_wait
+        self.peak_gathered = max(self.peak_gathered, other.peak_gathered)
+
+    @property
+    def share(self) -> float:
+        """The share of the time that was spent waiting for gathers and reductions."""
+        return (self.gather_wait + self.reduce_wait) / self.seconds if self.seconds else 0.0

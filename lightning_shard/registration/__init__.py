@@ -1,0 +1,1 @@
+"""How Lightning learns the names ``shard``, ``shard_zero2``, ... without an import in the user's code."""

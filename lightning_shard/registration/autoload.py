@@ -1,0 +1,96 @@
+"""Makes the strategy's names known to Lightning without an import in user code.
+
+torch calls :func:`install` at the end of ``import torch`` (the entry point group ``torch.backends``). Lightning has no
+entry points for strategies, so all that happens there is that an import finder is put in front. It waits for the
+modules that hold Lightning's registries and, once one of them has been executed, adds our names to it.
+
+This file imports nothing of torch and nothing of Lightning, and no exception leaves it: either would break
+``import torch`` for everybody who has this package installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["install"]
+
+# The modules whose execution completes a registry of strategies: the registry's name in it, and the namespace.
+REGISTRIES = {
+    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning"),
+    "pytorch_lightning.strategies": ("StrategyRegistry", "pytorch_lightning"),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning.fabric"),
+    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "lightning_fabric"),
+}
+
+
+class _Finder:
+    """Lets the other finders find a registry's module, and has registration follow its execution."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname not in REGISTRIES:
+            return None
+        try:
+            return self._watched(fullname, path, target)
+        except Exception:  # the finders after this one then import the module as if we were not here
+            return None
+
+    def _watched(self, fullname: str, path: Any, target: Any) -> ModuleSpec | None:
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = find(fullname, path, target) if find and finder is not self else None
+            if spec is not None:
+                _register_after(spec)
+                return spec
+        return None
+
+
+def _register_after(spec: ModuleSpec) -> None:
+    """Shadow ``exec_module`` in the loader, so that the module keeps the loader and source that it would have without us."""
+    loader: Any = spec.loader
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        # Some loaders (zipimport's) serve several modules.
+        if module.__name__ in REGISTRIES:
+            _register(module)
+
+    loader.exec_module = exec_module
+
+
+def _register(module: ModuleType) -> None:
+    try:
+        from . import registry as names
+
+        registry, namespace = REGISTRIES[module.__name__]
+        names.register(namespace, getattr(module, registry))
+    except Exception as error:
+        import logging
+
+        fabric = "fabric" in getattr(module, "__name__", "")
+        logging.getLogger("torch_shard").warning(
+            "strategy='shard' could not be registered in %s (%r); pass strategy=lightning_shard.%s().",
+            getattr(module, "__name__", module),
+            error,
+            "ShardFabricStrategy" if fabric else "ShardStrategy",
+        )
+
+
+_FINDER = _Finder()
+
+
+def install() -> None:
+    """Prepend the finder; where Lightning has been imported already, register at once. Idempotent. Never raises."""
+    try:
+        if _FINDER not in sys.meta_path:
+            sys.meta_path.insert(0, _FINDER)  # type: ignore[arg-type]
+            for name, (registry, _) in REGISTRIES.items():
+                module = sys.modules.get(name)
+                if module is not None and hasattr(module, registry):
+                    _register(module)
+    except Exception:
+        # There is no good place for a message this early; `strategy="shard"` then is an unknown name to Lightning.
+        return

@@ -1,0 +1,42 @@
+"""The structure of lightning_shard: its rooms import downwards only, and name no private attribute of the engine."""
+
+from __future__ import annotations
+
+import ast
+
+from tests.repo.test_arrows import ROOT, files_of, imports_of
+
+PACKAGE = ROOT / "lightning_shard"
+BELOW = {
+    "_private": set(),
+    "registration": set(),
+    "strategy": {"_private"},
+    "checkpoint": {"_private", "strategy"},
+    "trainer": {"_private", "strategy", "checkpoint"},
+    "fabric": {"_private", "strategy", "checkpoint"},
+    "monitor": {"_private"},
+}
+"""What each room may import beside itself. The modules for one namespace of Lightning lie flat, or in fabric, above all rooms."""
+PRIVATE = {"_abandon", "_model", "_runtime", "_shard_state", "_spec", "_unit_ref", "_watch"}
+
+
+def test_rooms_import_downwards_only():
+    upward = []
+    for file in files_of(PACKAGE):
+        room = file.relative_to(PACKAGE).with_suffix("").parts[0]
+        for each in imports_of(file) if room in BELOW else ():
+            package, *rooms = each.target.split(".")
+            if package == "lightning_shard" and rooms and rooms[0] not in {room, *BELOW[room]}:
+                upward.append(str(each))
+    assert upward == []
+
+
+def test_no_private_attribute_of_the_engine_is_named():
+    named = []
+    for file in files_of(PACKAGE):
+        for node in ast.walk(ast.parse(file.read_text())):
+            # What a strategy calls so itself is its own.
+            own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+            if isinstance(node, ast.Attribute) and node.attr in PRIVATE and not own:
+                named.append(f"{file.relative_to(ROOT)}:{node.lineno} {node.attr}")
+    assert named == []
