@@ -24,11 +24,11 @@ _HOME = {
     "Accelerator": "accelerate_shard.accelerator",
     "Precision": "torch_shard",
     "ShardConfig": "torch_shard",
-    "ShardPlugin": "accelerate_shard.plugin",
-    "ShardTrainerMixin": "accelerate_shard.trainer",
-    "disable": "accelerate_shard.enabling",
-    "enable": "accelerate_shard.enabling",
-    "from_pretrained": "accelerate_shard.loading",
+    "ShardPlugin": "accelerate_shard.settings.plugin",
+    "ShardTrainerMixin": "accelerate_shard.trainer.mixin",
+    "disable": "accelerate_shard.launch.enable",
+    "enable": "accelerate_shard.launch.enable",
+    "from_pretrained": "accelerate_shard.models.from_pretrained",
 }
 
 

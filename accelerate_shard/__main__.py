@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(argv)
     from torch_shard.errors import ShardError
 
-    from .enabling import enable
-    from .settings import refuse_other_engines
+    from .launch.enable import enable
+    from .settings.resolve import refuse_other_engines
 
     try:
         refuse_other_engines({})

@@ -17,7 +17,7 @@ Attributes of Accelerate's own objects that the front end reads or writes, and w
   methods of the tuner within, to which ``PeftModel`` passes them on;
 - ``GenerationMixin.generate`` runs under ``no_grad`` and takes ``synced_gpus``.
 
-Of transformers' Trainer, besides the names of the methods in :data:`accelerate_shard.trainer.STEPS`:
+Of transformers' Trainer, besides the names of the methods in :data:`accelerate_shard.trainer.mixin.STEPS`:
 
 - ``transformers.trainer.Accelerator``: the global name that ``create_accelerator_and_postprocess`` calls;
 - ``Trainer._save`` is called on all ranks by ``save_model``, writes where ``args.should_save`` is true, and takes a state dict;

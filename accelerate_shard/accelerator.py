@@ -20,23 +20,22 @@ from torch import nn
 
 import torch_shard
 from torch_shard import Engine, ShardConfig
-from torch_shard.errors import ConfigError
-from torch_shard.frontend import ByObject, for_autocast, group_timeout, precision_of
+from torch_shard.errors import ConfigError, ShardError
+from torch_shard.frontend import ByObject, clip_norm, for_autocast, group_timeout, limit_values, precision_of
 
-from . import model_methods, outside_autocast
 from ._private import refuse_local_sgd
-from .clipping import clip_norm, limit_values, refuse_between_syncs
-from .ddp_kwargs import config_with, register_hook
-from .layers import checkpointed_layers, with_layer_units
-from .model_checks import check_model, check_optimizer, not_for_local_sgd
-from .placement import before_sharding, left_behind
-from .plugin import ShardPlugin
-from .rollback import all_or_nothing
-from .settings import chosen_plugin, refuse_other_engines, share
-from .state import StateMixin
-from .uneven import even_batches_set, join
-from .waiting import each, meet
-from .wrapped import engine_of, inner
+from .coordination.rollback import all_or_nothing
+from .coordination.uneven_batches import even_batches_set, join
+from .coordination.waiting import each, meet
+from .models import methods, outside_autocast
+from .models.checks import check_model, check_optimizer, not_for_local_sgd
+from .models.placement import before_sharding, left_behind
+from .models.unwrap import engine_of, engines_of, inner
+from .settings.from_ddp_kwargs import config_with, register_hook
+from .settings.layers import checkpointed_layers, with_layer_units
+from .settings.plugin import ShardPlugin
+from .settings.resolve import chosen_plugin, refuse_other_engines, share
+from .state.mixin import StateMixin
 
 __all__ = ["Accelerator"]
 
@@ -180,7 +179,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             outside_autocast.register(model, precision_of(config.precision), self.device)
         register_hook(self.ddp_handler, engine)
         _plugins.set(engine.config, self.shard_plugin)
-        model_methods.install(model)
+        methods.install(model)
         return engine
 
     def _mesh(self) -> Any:
@@ -254,15 +253,15 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         Raises:
             ShardError: between the micro-batches of an accumulation, where DDP would clip each rank's own gradients.
         """
-        refuse_between_syncs(self, "clip_grad_norm_")
+        _refuse_between_syncs(self, "clip_grad_norm_")
         self.unscale_gradients()
-        return clip_norm(self._models, parameters, max_norm, norm_type)
+        return clip_norm(engines_of(self._models), _listed(parameters), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Limit each element of the gradients to ``[-clip_value, clip_value]``. Not collective; raises as the above."""
-        refuse_between_syncs(self, "clip_grad_value_")
+        _refuse_between_syncs(self, "clip_grad_value_")
         self.unscale_gradients()
-        limit_values(self._models, parameters, clip_value)
+        limit_values(engines_of(self._models), _listed(parameters), clip_value)
 
     # -- batches ----------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -288,7 +287,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         with (
             even_batches_set(self._dataloaders, override),
             join(
-                joinables,
+                [(model, engine) for model in joinables if (engine := engine_of(model)) is not None],
                 self._dataloaders,
                 lambda: self.gradient_state.active_dataloader,
                 group_timeout(self.device),
@@ -304,5 +303,27 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             DivergenceError: at once, on all ranks: another rank is in something else that is collective, as in ``save_state``
                 under ``if accelerator.is_main_process:``.
         """
-        meet(self._models, group_timeout(self.device), "Accelerator.wait_for_everyone")
+        meet(engines_of(self._models), group_timeout(self.device), "Accelerator.wait_for_everyone")
         super().wait_for_everyone()
+
+
+def _refuse_between_syncs(accelerator: Any, name: str) -> None:
+    """Refuse to clip between the micro-batches of an accumulation, where each rank of DDP clips gradients of its own.
+
+    Raises:
+        ShardError: on all ranks, before anything has changed.
+    """
+    state = accelerator.gradient_state
+    # With sync_each_batch gradients are the mean over the ranks under DDP, too.
+    if accelerator.num_processes == 1 or state.sync_gradients or state.plugin_kwargs.get("sync_each_batch", False):
+        return
+    raise ShardError(
+        f"accelerator.{name} was called while accelerator.sync_gradients is False. DistributedDataParallel clips each rank's own "
+        "gradients then; sharded gradients are the mean over the ranks already, so that other numbers would come out. Clip under "
+        "`if accelerator.sync_gradients:`, or reduce gradients in each micro-batch with "
+        "GradientAccumulationPlugin(sync_each_batch=True)."
+    )
+
+
+def _listed(parameters: Any) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

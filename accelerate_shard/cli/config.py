@@ -19,10 +19,10 @@ from torch_shard import Offload
 from torch_shard.errors import ConfigError
 from torch_shard.frontend import Strategy
 
-from .. import deepspeed_settings
-from ..launch_file import read_launch_file
-from ..offload_text import FIELDS, read_offload, text_of
-from ..plugin import ShardPlugin, StateDictType
+from ..settings import from_deepspeed
+from ..settings.config_file import read_launch_file
+from ..settings.offload_text import FIELDS, read_offload, text_of
+from ..settings.plugin import ShardPlugin, StateDictType
 
 __all__ = ["QUESTIONS", "Question", "add_to", "contents_of", "write"]
 
@@ -170,15 +170,15 @@ def _told(path: Path) -> tuple[dict[str, Any], list[str]]:
     contents = read_launch_file(path)
     if contents.get("distributed_type") != "DEEPSPEED":
         raise ConfigError(f"--deepspeed {path}: its distributed_type is {contents.get('distributed_type')}.")
-    said = deepspeed_settings.of_yaml(contents)
+    said = from_deepspeed.of_yaml(contents)
     try:
-        answers = deepspeed_settings.answers_of(said)
+        answers = from_deepspeed.answers_of(said)
     except ConfigError as error:
         raise ConfigError(f"--deepspeed {path}: {error}") from None
     if contents.get("mixed_precision") in _PRECISIONS:
         answers["mixed_precision"] = contents["mixed_precision"]
     answers |= {"cpu": contents.get("use_cpu") is True, "num_processes": int(contents.get("num_processes") or 1)}
-    hints = deepspeed_settings.by_hand(said)
+    hints = from_deepspeed.by_hand(said)
     if contents.get("num_machines", 1) != 1:
         hints.append(f"num_machines ({contents['num_machines']}): set it, machine_rank and main_process_ip in the file")
     return answers, hints

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch_shard.errors import ConfigError
 
-from ..launch_file import FILE_VARIABLE, read_launch_file
+from ..settings.config_file import FILE_VARIABLE, read_launch_file
 from .config import DEFAULT_FILE
 from .show import effective
 

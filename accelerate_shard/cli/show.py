@@ -18,11 +18,11 @@ from torch_shard import Offload
 from torch_shard.errors import ConfigError
 from torch_shard.versions import __version__
 
-from .._private_launch import launch_environment
-from ..environment import launch_plugin
-from ..launch_file import FILE_VARIABLE, read_launch_file
-from ..plugin import ShardPlugin
-from ..settings import refuse_other_engines
+from ..settings._private_launch import launch_environment
+from ..settings.config_file import FILE_VARIABLE, read_launch_file
+from ..settings.from_environment import launch_plugin
+from ..settings.plugin import ShardPlugin
+from ..settings.resolve import refuse_other_engines
 
 __all__ = ["add_to", "effective"]
 

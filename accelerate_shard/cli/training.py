@@ -18,8 +18,8 @@ from torch import nn
 from torch_shard.log import logger
 
 from ..accelerator import Accelerator
-from ..environment import launch_plugin
-from ..plugin import ShardPlugin
+from ..settings.from_environment import launch_plugin
+from ..settings.plugin import ShardPlugin
 
 __all__ = ["main"]
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
-from ..in_hooks import hooks_run
-from ..plugin import ShardPlugin
+from ..models.full_weights_in_hooks import hooks_run
+from ..settings.plugin import ShardPlugin
 from .loading import load_state
 from .model_files import get_state_dict, save_model, slice_in
 from .pending import PendingState

@@ -20,8 +20,8 @@ from torch_shard.errors import CheckpointError
 from torch_shard.frontend import full_state
 from torch_shard.frontend.checkpoint import size_of, sync
 
-from ..in_hooks import known
-from ..wrapped import engine_of, inner
+from ..models.full_weights_in_hooks import known
+from ..models.unwrap import engine_of, inner
 from .ranks import Ranks
 
 __all__ = ["get_state_dict", "save_model", "slice_in"]

@@ -10,7 +10,7 @@ from torch_shard import Engine
 from torch_shard.frontend.checkpoint import MODEL, MODELS, Source, plain_source
 
 from .._private import plain_optimizer
-from ..wrapped import engine_of, inner
+from ..models.unwrap import engine_of, inner
 
 __all__ = ["Prepared", "path_of"]
 

@@ -27,7 +27,7 @@ from torch_shard.frontend.checkpoint import (
 )
 from torch_shard.log import logger
 
-from ..in_hooks import whole_weights
+from ..models.full_weights_in_hooks import whole_weights
 from . import custom, full, naming, small
 from .files import OPTIMIZER_NAME, SHARDED, keep_others, numbered, weights_name
 from .hooks import Left, after_save_hooks

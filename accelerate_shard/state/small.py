@@ -13,14 +13,7 @@ from torch_shard.errors import CheckpointError
 from torch_shard.log import logger
 
 from .custom import as_cut, file_name
-from .files import (
-    CUSTOM,
-    SCALER_NAME,
-    SCHEDULER_NAME,
-    numbered,
-    random_states,
-    read,
-)
+from .files import CUSTOM, SCALER_NAME, SCHEDULER_NAME, numbered, random_states, read
 
 __all__ = ["SmallState", "write"]
 

@@ -134,7 +134,7 @@ class Result:
 
 def engine_of(model: nn.Module) -> Engine:
     """The engine of a prepared model."""
-    from accelerate_shard.wrapped import engine_of as found
+    from accelerate_shard.models.unwrap import engine_of as found
 
     engine = found(model)
     assert engine is not None, "the model is not sharded"

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import torch_shard
-from accelerate_shard import ShardPlugin, together
+from accelerate_shard import ShardPlugin
+from accelerate_shard.coordination import all_arrived
 from tests.accelerate.helpers import OURS, Layer, accelerator, dataset, engine_of, loader, loss_of, net, sgd
 from tests.ranks import ranks
 from torch_shard.errors import ConfigError, ShardPicklingError
@@ -89,7 +90,7 @@ def test_a_prepare_that_fails_on_one_rank_alone_raises_that_error_there_and_leav
     rank, error
 ):
     plugin = ShardPlugin(activation_checkpointing=[Layer])
-    before, together.SECONDS = together.SECONDS, 1.0
+    before, all_arrived.SECONDS = all_arrived.SECONDS, 1.0
     try:
         with accelerator(OURS, shard_plugin=plugin, mixed_precision="bf16") as acc:
             model = Saves()
@@ -109,22 +110,22 @@ def test_a_prepare_that_fails_on_one_rank_alone_raises_that_error_there_and_leav
                 optimizer.step()
                 optimizer.zero_grad()
     finally:
-        together.SECONDS = before
+        all_arrived.SECONDS = before
 
 
 @pytest.mark.exhaustive
 @ranks(2)
 def test_all_come_answers_alike_on_all_ranks(rank):
-    before, together.SECONDS = together.SECONDS, 0.5
+    before, all_arrived.SECONDS = all_arrived.SECONDS, 0.5
     try:
-        assert together.all_come("a place", "x")
+        assert all_arrived.all_come("a place", "x")
         if rank == 0:
-            assert not together.all_come("another", "x")
+            assert not all_arrived.all_come("another", "x")
         torch.distributed.barrier()
         if rank == 1:  # too late
-            assert not together.all_come("another", "x")
+            assert not all_arrived.all_come("another", "x")
     finally:
-        together.SECONDS = before
+        all_arrived.SECONDS = before
 
 
 @pytest.mark.exhaustive

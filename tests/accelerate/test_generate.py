@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerate_shard import ShardPlugin, generation
+from accelerate_shard import ShardPlugin
+from accelerate_shard.models import generation
 from tests.accelerate.helpers import OURS, STOCK, accelerator, engine_of
 from tests.hf_models import VOCAB, build
 from tests.marks import exhaustive, quick

@@ -14,7 +14,7 @@ from torch import nn
 
 import torch_shard
 from accelerate_shard import ShardConfig, ShardPlugin
-from accelerate_shard.ddp_kwargs import config_with
+from accelerate_shard.settings.from_ddp_kwargs import config_with
 from tests.accelerate.helpers import (
     BOTH,
     OURS,

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from accelerate_shard._private_launch import launch_environment
+from accelerate_shard.settings._private_launch import launch_environment
 
 FSDP1 = {
     "fsdp_version": 1,

@@ -155,7 +155,7 @@ def test_bad_choices_are_refused_and_the_model_stays_as_it_was() -> None:
 
 
 def test_a_copy_computes_with_its_own_weights() -> None:
-    from accelerate_shard.layers import checkpointed_layers
+    from accelerate_shard.settings.layers import checkpointed_layers
 
     model = net()
     plugin = ShardPlugin(activation_checkpointing=True)

@@ -18,8 +18,16 @@ from accelerate.commands.config import cluster
 from accelerate_shard import ShardPlugin
 from accelerate_shard.cli import main
 from accelerate_shard.cli.show import effective
-from accelerate_shard.deepspeed_settings import KEYS, advice, answers_of, by_hand, of_environment, of_json, of_yaml
-from accelerate_shard.settings import refuse_other_engines
+from accelerate_shard.settings.from_deepspeed import (
+    KEYS,
+    advice,
+    answers_of,
+    by_hand,
+    of_environment,
+    of_json,
+    of_yaml,
+)
+from accelerate_shard.settings.resolve import refuse_other_engines
 from tests.accelerate.config.launching import SCRIPT, accelerate_launch, write_yaml
 from tests.accelerate.config.test_launch import RUNNER, script
 from tests.accelerate.helpers import OURS, clean_state

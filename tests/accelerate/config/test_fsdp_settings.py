@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from accelerate_shard import ShardPlugin
-from accelerate_shard.fsdp_settings import KEYS, from_fsdp_environment, from_fsdp_plugin
-from accelerate_shard.wrap_policies import WholeModel, Wrapped
+from accelerate_shard.settings.from_fsdp import KEYS, from_fsdp_environment, from_fsdp_plugin
+from accelerate_shard.settings.wrap_policies import WholeModel, Wrapped
 from tests.accelerate.config.launching import FSDP1, FSDP2, exported, write_yaml
 from tests.accelerate.helpers import Layer, clean_state, net
 from tests.logs import captured_log

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 from accelerate_shard import ShardPlugin
 from accelerate_shard.cli import main
 from accelerate_shard.cli.show import effective
-from accelerate_shard.environment import launch_plugin
-from accelerate_shard.fsdp_settings import from_fsdp_plugin
-from accelerate_shard.offload_text import FIELDS, read_offload, text_of
+from accelerate_shard.settings.from_environment import launch_plugin
+from accelerate_shard.settings.from_fsdp import from_fsdp_plugin
+from accelerate_shard.settings.offload_text import FIELDS, read_offload, text_of
 from tests.accelerate.config.launching import FSDP1, FSDP2, SCRIPT, accelerate_launch, write_yaml
 from tests.accelerate.config.test_launch import RUNNER, check_same, result, script, stock
 from tests.accelerate.helpers import clean_state

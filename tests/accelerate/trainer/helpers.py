@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 
-from accelerate_shard.trainer import ShardTrainerMixin
+from accelerate_shard.trainer.mixin import ShardTrainerMixin
 from tests.accelerate.helpers import clean_state
 from tests.hf_models import VOCAB, build
 

@@ -6,7 +6,7 @@ import pytest
 from transformers import Trainer
 
 from accelerate_shard import ShardPlugin
-from accelerate_shard.trainer import ShardTrainerMixin
+from accelerate_shard.trainer.mixin import ShardTrainerMixin
 from tests.accelerate.trainer.helpers import Ours, trainer
 from tests.hf_models import build
 from tests.ranks import ranks

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from accelerate_shard.trainer import ShardTrainerMixin
+from accelerate_shard.trainer.mixin import ShardTrainerMixin
 from tests.accelerate.helpers import clean_state
 from tests.accelerate.trainer.helpers import Steps, Tokens, assert_same_logs
 from tests.hf_models import VOCAB, build

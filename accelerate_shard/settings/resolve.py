@@ -1,4 +1,4 @@
-"""From what the user has given to ``Accelerator(...)`` to one :class:`~accelerate_shard.plugin.ShardPlugin`.
+"""From what the user has given to ``Accelerator(...)`` to one :class:`~accelerate_shard.settings.plugin.ShardPlugin`.
 
 What selects other engines is refused here, before anything of Accelerate's state exists.
 """
@@ -12,12 +12,12 @@ from typing import Any
 from torch_shard.errors import ConfigError
 from torch_shard.log import logger
 
-from . import deepspeed_settings
-from ._private import shared_state
-from .enabling import enabled_plugin
-from .environment import launch_plugin, own_names, take_over_launch
-from .fsdp_settings import from_fsdp_plugin
-from .launch_file import launch_file, read_launch_file
+from .._private import shared_state
+from . import from_deepspeed
+from .chosen import enabled_plugin
+from .config_file import launch_file, read_launch_file
+from .from_environment import launch_plugin, own_names, take_over_launch
+from .from_fsdp import from_fsdp_plugin
 from .plugin import ShardPlugin, plugin_of
 
 __all__ = ["chosen_plugin", "refuse_other_engines", "share"]
@@ -72,11 +72,11 @@ _OPTIONS = {"DeepSpeed": " --deepspeed FILE"}
 def _of_launch(engine: str) -> str:
     if engine != "DeepSpeed":
         return ""
-    said = deepspeed_settings.of_environment(os.environ)
+    said = from_deepspeed.of_environment(os.environ)
     path = launch_file()
     if path is not None:  # the launcher does not export all of it
-        said |= deepspeed_settings.of_yaml(read_launch_file(path))
-    return deepspeed_settings.advice(said)
+        said |= from_deepspeed.of_yaml(read_launch_file(path))
+    return from_deepspeed.advice(said)
 
 
 def _of_plugins(name: str, plugins: Any) -> str:
@@ -84,7 +84,7 @@ def _of_plugins(name: str, plugins: Any) -> str:
         return ""
     found = list(plugins.values()) if isinstance(plugins, Mapping) else [plugins]
     config = getattr(found[0], "deepspeed_config", None) if found else None
-    return deepspeed_settings.advice(deepspeed_settings.of_json(config))
+    return from_deepspeed.advice(from_deepspeed.of_json(config))
 
 
 def chosen_plugin(shard_plugin: Any, fsdp_plugin: Any) -> ShardPlugin:

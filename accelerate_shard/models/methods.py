@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from . import _private, adapters, generation, pretrained, unfilled
-from .shadowed import shadow
+from .. import _private
+from . import generation, peft, save_pretrained, unfilled_params
+from .method_overrides import shadow
 
 __all__ = ["install"]
 
@@ -16,15 +17,15 @@ def install(model: nn.Module) -> None:
     Models of other origin are left alone, and neither library is imported.
     """
     for module in model.modules():
-        unfilled.unguard(module)
-        shadow(module, "save_pretrained", pretrained.save_pretrained)
+        unfilled_params.unguard(module)
+        shadow(module, "save_pretrained", save_pretrained.save_pretrained)
         if _private.generates(module):
             shadow(module, "generate", generation.generate)
         if _private.takes_adapters(module):
             for name in ("add_adapter", "load_adapter"):
-                shadow(module, name, getattr(adapters, name))
+                shadow(module, name, getattr(peft, name))
         if _private.is_tuner(module):
             for name in ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload"):
-                shadow(module, name, adapters.whole)
+                shadow(module, name, peft.whole)
             for name in ("add_weighted_adapter", "inject_adapter"):
-                shadow(module, name, adapters.add_adapter)
+                shadow(module, name, peft.add_adapter)

@@ -12,7 +12,7 @@ from torch import nn
 from torch_shard.errors import ConfigError
 from torch_shard.frontend import gathered
 
-from .shadowed import runtime_of
+from .method_overrides import runtime_of
 
 __all__ = ["add_adapter", "load_adapter", "whole"]
 

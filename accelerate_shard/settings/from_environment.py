@@ -18,8 +18,8 @@ from torch_shard.errors import ConfigError
 from torch_shard.frontend import Strategy
 from torch_shard.log import logger
 
-from .fsdp_settings import KEYS, from_fsdp_environment
-from .launch_file import FILE_VARIABLE, launch_file, read_launch_file
+from .config_file import FILE_VARIABLE, launch_file, read_launch_file
+from .from_fsdp import KEYS, from_fsdp_environment
 from .offload_text import FORM as OFFLOAD
 from .offload_text import offload_of_fields, read_offload
 from .plugin import ShardPlugin, StateDictType

@@ -1,6 +1,6 @@
 """What a Trainer does differently before it trains or evaluates: its Accelerator, and where the model goes.
 
-Functions for :data:`accelerate_shard.trainer.STEPS`.
+Functions for :data:`accelerate_shard.trainer.mixin.STEPS`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch
 from torch_shard.errors import ConfigError
 from torch_shard.frontend import agree
 
-from . import _private, deepspeed_settings
-from .accelerator import Accelerator
-from .shadowed import runtime_of
-from .trainer_checkpoint import all_ranks
+from .. import _private
+from ..accelerator import Accelerator
+from ..models.method_overrides import runtime_of
+from ..settings import from_deepspeed
+from .checkpoint import all_ranks
 
 __all__ = ["create_accelerator", "evaluation_loop", "move_model"]
 
@@ -46,7 +47,7 @@ def _refuse_others(trainer: Any) -> None:
         raise ConfigError(
             "TrainingArguments.deepspeed: this Trainer shards the model itself and can't be combined with DeepSpeed. Leave it "
             "out; ShardPlugin(strategy=..., offload=...) has what its ZeRO stages have."
-            f"{deepspeed_settings.advice(deepspeed_settings.of_json(args.deepspeed))}"
+            f"{from_deepspeed.advice(from_deepspeed.of_json(args.deepspeed))}"
         )
     if getattr(args, "parallelism_config", None) is not None:
         raise ConfigError(

@@ -12,12 +12,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import nn
 
-from torch_shard import errors
+from torch_shard import Engine, errors
 from torch_shard.frontend import default_store, meeting, told_by
-
-from .wrapped import engine_of
 
 __all__ = ["each", "meet"]
 
@@ -61,17 +58,17 @@ def each(function: Callable[[], T], what: str, seconds: float) -> T:
     return result  # type: ignore[no-any-return]
 
 
-def meet(models: Iterable[nn.Module], seconds: float, what: str) -> None:
+def meet(engines: Iterable[Engine], seconds: float, what: str) -> None:
     """Return when all ranks are in `what`; without a sharded model, or where an engine has no say, at once. Collective.
 
     Args:
-        models: prepared ones, the same on all ranks.
+        engines: those of the prepared models, the same on all ranks.
         seconds: how long to wait for a rank at least: work of one rank alone may take so long.
 
     Raises:
         DivergenceError: another rank waits in another operation; names both, and their lines.
         MissingRankError: another rank did not come in that time.
     """
-    engine = next((e for e in map(engine_of, models) if e is not None), None)
+    engine = next(iter(engines), None)
     if engine is not None:
         meeting.meet(engine._runtime, seconds, what)

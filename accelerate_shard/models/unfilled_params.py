@@ -16,9 +16,10 @@ from torch import nn
 
 from torch_shard.errors import SetupError
 
-from . import _private, _private_loading
-from .shadowed import shadow, unshadow
-from .wrapped import inner
+from .. import _private
+from . import _private_loading
+from .method_overrides import shadow, unshadow
+from .unwrap import inner
 
 __all__ = ["guard", "refuse", "unguard"]
 

@@ -12,7 +12,7 @@ import torch_shard
 from torch_shard.errors import ConfigError
 from torch_shard.frontend import refusal_of
 
-from .wrapped import engine_of, inner
+from .unwrap import engine_of, inner
 
 __all__ = ["check_model", "check_optimizer", "not_for_local_sgd"]
 

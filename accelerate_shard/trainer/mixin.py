@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch_shard import ShardConfig
 from torch_shard.errors import ConfigError
 
-from . import trainer_checkpoint, trainer_setup
-from .plugin import ShardPlugin
+from ..settings.plugin import ShardPlugin
+from . import checkpoint, setup
 
 if TYPE_CHECKING:
     _Base = Any
@@ -25,13 +25,13 @@ else:
 __all__ = ["STEPS", "ShardTrainerMixin", "apply_to_trainer", "remove_from_trainer"]
 
 STEPS: dict[str, Callable[..., Any]] = {
-    "create_accelerator_and_postprocess": trainer_setup.create_accelerator,
-    "_move_model_to_device": trainer_setup.move_model,
-    "evaluation_loop": trainer_setup.evaluation_loop,
-    "_save": trainer_checkpoint.save_weights,
-    "_save_optimizer_and_scheduler": trainer_checkpoint.save_optimizer,
-    "_load_from_checkpoint": trainer_checkpoint.load_weights,
-    "_load_optimizer_and_scheduler": trainer_checkpoint.load_optimizer,
+    "create_accelerator_and_postprocess": setup.create_accelerator,
+    "_move_model_to_device": setup.move_model,
+    "evaluation_loop": setup.evaluation_loop,
+    "_save": checkpoint.save_weights,
+    "_save_optimizer_and_scheduler": checkpoint.save_optimizer,
+    "_load_from_checkpoint": checkpoint.load_weights,
+    "_load_optimizer_and_scheduler": checkpoint.load_optimizer,
 }
 """Methods of the Trainer, and what runs in their place: ``function(trainer, own_method, *args, **kwargs)``."""
 

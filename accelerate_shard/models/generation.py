@@ -19,7 +19,7 @@ from torch import nn
 from torch_shard.frontend import Runtime, anywhere, gathered, precision_of
 from torch_shard.log import logger
 
-from .shadowed import runtime_of
+from .method_overrides import runtime_of
 
 __all__ = ["generate"]
 

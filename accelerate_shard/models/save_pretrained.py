@@ -23,9 +23,9 @@ from torch_shard.errors import ConfigError, StateDictError
 from torch_shard.frontend import Runtime, agree, gathered, make_whole
 from torch_shard.frontend.checkpoint import broadcast, each, gather
 
-from . import _private
-from .in_hooks import Known, known
-from .shadowed import runtime_of
+from .. import _private
+from .full_weights_in_hooks import Known, known
+from .method_overrides import runtime_of
 
 __all__ = ["save_pretrained"]
 

@@ -8,7 +8,7 @@ parameters every rank goes alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -18,8 +18,7 @@ from torch_shard import Engine
 from torch_shard.errors import ConfigError
 from torch_shard.frontend import told_by
 
-from . import together
-from .wrapped import engine_of
+from . import all_arrived
 
 __all__ = ["even_batches_set", "join"]
 
@@ -46,12 +45,12 @@ def even_batches_set(dataloaders: Iterable[Any], even_batches: bool | None) -> I
 
 @contextlib.contextmanager
 def join(
-    joinables: Iterable[Any], dataloaders: Iterable[Any], active: Callable[[], Any], seconds: float
+    models: Sequence[tuple[nn.Module, Engine]], dataloaders: Iterable[Any], active: Callable[[], Any], seconds: float
 ) -> Iterator[None]:
     """Inside, ranks may have different numbers of batches if they only evaluate. Collective.
 
     Args:
-        joinables: what the user has named: prepared models.
+        models: those that the user has named and that are sharded, with their engines.
         dataloaders: the prepared ones; their lengths decide.
         active: gives the dataloader that is being iterated over, or None.
         seconds: how long a rank without a batch waits for what the others say at the end.
@@ -60,7 +59,6 @@ def join(
         ConfigError: on all ranks, inside, from the first forward over a dataloader whose lengths differ, of a model that was in
             training mode here; on a rank without a batch at the end. Other dataloaders are as elsewhere.
     """
-    models = [(m, e) for m in joinables if (e := engine_of(m)) is not None]
     uneven = _uneven(dataloaders) if models else []
     if not uneven:
         yield
@@ -86,7 +84,7 @@ def _refusing(
     """
     refused = False
     empty = any(_length(loader) == 0 for loader in uneven)
-    place = f"accelerate_shard/join/{together.count('join')}"
+    place = f"accelerate_shard/join/{all_arrived.count('join')}"
 
     def refuse(module: nn.Module, args: Any) -> None:
         nonlocal refused

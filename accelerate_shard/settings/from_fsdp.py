@@ -1,4 +1,4 @@
-"""Settings of torch's FSDP, key by key, as a :class:`~accelerate_shard.plugin.ShardPlugin`.
+"""Settings of torch's FSDP, key by key, as a :class:`~accelerate_shard.settings.plugin.ShardPlugin`.
 
 They come as the environment that ``accelerate launch`` exports for a YAML with ``distributed_type: FSDP``, or as a
 ``FullyShardedDataParallelPlugin`` in ``Accelerator(fsdp_plugin=...)``; FSDP 1 or 2. :data:`KEYS` is the one table of them, from

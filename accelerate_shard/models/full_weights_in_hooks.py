@@ -20,8 +20,8 @@ from torch_shard import Engine
 from torch_shard.errors import StateDictError
 from torch_shard.frontend import gathered
 
-from . import _private
-from .shadowed import Shadow
+from .. import _private
+from .method_overrides import Shadow
 
 __all__ = ["Known", "hooks_run", "known", "whole_weights"]
 

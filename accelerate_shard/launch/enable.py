@@ -13,16 +13,16 @@ from typing import Any
 
 from torch_shard import ShardConfig
 
-from .environment import launch_plugin, take_over_launch
-from .plugin import ShardPlugin, plugin_of
+from ..settings.chosen import set_enabled_plugin
+from ..settings.from_environment import launch_plugin, take_over_launch
+from ..settings.plugin import ShardPlugin, plugin_of
 
-__all__ = ["disable", "enable", "enabled_plugin"]
+__all__ = ["disable", "enable"]
 
 _TRAINER = "transformers.trainer"
 _LIBRARIES = ("accelerate", "transformers", "trl", "peft")
 
 _replaced: list[tuple[ModuleType, str, Any]] = []  # modules, names in them, and what they were
-_chosen: ShardPlugin | None = None
 
 
 def enable(plugin: ShardPlugin | ShardConfig | None = None) -> None:
@@ -37,12 +37,11 @@ def enable(plugin: ShardPlugin | ShardConfig | None = None) -> None:
     Raises:
         ConfigError: `plugin` is neither a :class:`ShardPlugin` nor a ``ShardConfig``; or the launch's settings are wrong.
     """
-    global _chosen
     checked = None if plugin is None else plugin_of(plugin)
     if checked is None:
         launch_plugin()  # so that a mistake shows here, not once the script has loaded its model
     _replace_accelerator()
-    _chosen = checked
+    set_enabled_plugin(checked)
     take_over_launch()
     _FINDER.install()
     if _TRAINER in sys.modules:
@@ -54,8 +53,7 @@ def disable() -> None:
 
     A module of the user's that was loaded in between keeps ours, which it may have imported from here.
     """
-    global _chosen
-    _chosen = None
+    set_enabled_plugin(None)
     _FINDER.remove()
     ours = _ours()
     for module, name, before in [*_replaced, *_imported_since(ours)]:
@@ -63,18 +61,13 @@ def disable() -> None:
             setattr(module, name, before)
     _replaced.clear()
     if _TRAINER in sys.modules:
-        from .trainer import remove_from_trainer
+        from ..trainer.mixin import remove_from_trainer
 
         remove_from_trainer()
 
 
-def enabled_plugin() -> ShardPlugin | None:
-    """The settings that :func:`enable` was given. Not collective."""
-    return _chosen
-
-
 def _ours() -> Any:
-    from .accelerator import Accelerator
+    from ..accelerator import Accelerator
 
     return Accelerator
 
@@ -108,7 +101,7 @@ def _imported_since(ours: Any) -> list[tuple[ModuleType, str, Any]]:
 
 
 def _apply_to_trainer() -> None:
-    from .trainer import apply_to_trainer
+    from ..trainer.mixin import apply_to_trainer
 
     apply_to_trainer()
 

@@ -22,8 +22,8 @@ from torch_shard.frontend.checkpoint import open_full
 from torch_shard.log import logger
 
 from . import _private_loading as _private
-from .recorded import Entry, Recorded, deferred_from
-from .unfilled import guard
+from .lazy_tensors import Entry, Recorded, deferred_from
+from .unfilled_params import guard
 
 __all__ = ["from_pretrained"]
 

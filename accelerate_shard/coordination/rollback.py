@@ -15,10 +15,11 @@ import torch_shard
 from torch_shard import Engine
 from torch_shard.log import logger
 
-from . import outside_autocast, together
-from ._private import PREPARED_ATTRIBUTES, PREPARED_LISTS, plain_optimizer
-from .shadowed import Shadow
-from .wrapped import inner
+from .._private import PREPARED_ATTRIBUTES, PREPARED_LISTS, plain_optimizer
+from ..models import outside_autocast
+from ..models.method_overrides import Shadow
+from ..models.unwrap import inner
+from . import all_arrived
 
 __all__ = ["all_or_nothing"]
 
@@ -37,7 +38,7 @@ def all_or_nothing(accelerator: Any, *objects: Any) -> Iterator[None]:
         return
     lists = {name: list(getattr(accelerator, name)) for name in PREPARED_LISTS}
     models = [_Before(m) for m in objects if isinstance(m, nn.Module)]
-    number = together.count("prepare") if models else 0
+    number = all_arrived.count("prepare") if models else 0
     _inside.add(id(accelerator))
     try:
         yield
@@ -60,7 +61,7 @@ def _give_back(models: list[_Before], optimizers: list[Any], number: int, error:
     everywhere = False
     if sharded and isinstance(error, Exception):
         # In one process of several that ran out of memory, say, to wait for the others would hide its error.
-        everywhere = together.all_come(f"prepare/{number}/{sharded}", f"prepare has failed ({error!r})")
+        everywhere = all_arrived.all_come(f"prepare/{number}/{sharded}", f"prepare has failed ({error!r})")
     for before in models:
         problem: object = None
         if before.engine() is not None:

@@ -1,6 +1,6 @@
 """A Trainer's checkpoints of sharded models: its own files, with whole tensors, written by the ranks that write them anyway.
 
-All ranks gather, and those that save write. Functions for :data:`accelerate_shard.trainer.STEPS`; models that are not sharded
+All ranks gather, and those that save write. Functions for :data:`.mixin.STEPS`; models that are not sharded
 take the Trainer's own way.
 """
 
@@ -21,10 +21,10 @@ from torch_shard.errors import DivergenceError, MissingRankError, StateDictError
 from torch_shard.frontend import Runtime, agree, full_state, named_state
 from torch_shard.frontend.checkpoint import broadcast, each
 
-from . import unfilled
-from ._private import plain_optimizer
-from .accelerator import Accelerator
-from .shadowed import runtime_of
+from .._private import plain_optimizer
+from ..accelerator import Accelerator
+from ..models import unfilled_params
+from ..models.method_overrides import runtime_of
 
 __all__ = ["all_ranks", "load_optimizer", "load_weights", "save_optimizer", "save_weights"]
 
@@ -52,7 +52,7 @@ def save_weights(
     if state_dict is not None:
         _refuse_slices(state_dict)
     elif runtime is None:
-        unfilled.refuse(trainer.model, "trainer.save_model()", _TRAINER_FIRST)
+        unfilled_params.refuse(trainer.model, "trainer.save_model()", _TRAINER_FIRST)
     if runtime is None or state_dict is not None:
         own(output_dir, state_dict=state_dict)
         return

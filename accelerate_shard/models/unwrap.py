@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 import torch_shard
 from torch_shard import Engine
 
-from ._private import compiled_inner
+from .._private import compiled_inner
 
-__all__ = ["engine_of", "inner"]
+__all__ = ["engine_of", "engines_of", "inner"]
 
 
 def inner(model: nn.Module) -> nn.Module:
@@ -21,6 +23,11 @@ def engine_of(model: nn.Module) -> Engine | None:
     """The engine of a prepared model, compiled or not; None where it is not sharded. Not collective.
 
     None for its parts, too. Whether a module holds slices, be it the prepared one or a part of it, says
-    :func:`accelerate_shard.shadowed.runtime_of`.
+    :func:`accelerate_shard.models.method_overrides.runtime_of`.
     """
     return torch_shard.engine_of(inner(model))
+
+
+def engines_of(models: Iterable[nn.Module]) -> list[Engine]:
+    """Return the engines of those of `models` that are sharded, in their order. Not collective."""
+    return [engine for engine in map(engine_of, models) if engine is not None]

@@ -1,0 +1,1 @@
+"""Running scripts that are not edited: names of Accelerate and transformers replaced by ours."""
