@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from torch_shard import Engine, errors
-from torch_shard.frontend import default_store, meeting, told_by
+from torch_shard.frontend import default_store, told_by
+from torch_shard.frontend import meet as _meet
 
 __all__ = ["each", "meet"]
 
@@ -71,4 +72,4 @@ def meet(engines: Iterable[Engine], seconds: float, what: str) -> None:
     """
     engine = next(iter(engines), None)
     if engine is not None:
-        meeting.meet(engine._runtime, seconds, what)
+        _meet(engine, seconds, what)

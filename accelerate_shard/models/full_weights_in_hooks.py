@@ -18,7 +18,6 @@ from torch import nn
 
 from torch_shard import Engine
 from torch_shard.errors import StateDictError
-from torch_shard.frontend import gathered
 
 from .. import _private
 from .method_overrides import Shadow
@@ -89,7 +88,7 @@ def whole_weights(
                 continue
             prompts = _private.prompt_encoders(model)
             if prompts:  # of which PEFT saves what they compute
-                stack.enter_context(gathered(engine._runtime, prompts))
+                stack.enter_context(engine.gathered(prompts))
             stack.enter_context(_told(model, whole, is_first))
         yield [None if whole is None else Known(whole, "", is_first).state() for whole in wholes]
 

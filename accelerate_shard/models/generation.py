@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_shard.frontend import Runtime, anywhere, gathered, precision_of
+from torch_shard import Engine
+from torch_shard.frontend import anywhere, casts_parameters, engine_holding, parameter_bytes, precision_of
 from torch_shard.log import logger
-
-from .method_overrides import runtime_of
 
 __all__ = ["generate"]
 
@@ -35,49 +34,39 @@ def generate(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs:
     Raises:
         MissingRankError: some rank does not call it.
     """
-    runtimes: list[Runtime] = []
-    for model in (module, kwargs.get("assistant_model")):
-        runtime = runtime_of(model) if isinstance(model, nn.Module) else None
-        if runtime is not None and runtime not in runtimes:
-            runtimes.append(runtime)
-    if not runtimes:
+    models = [m for m in (module, kwargs.get("assistant_model")) if isinstance(m, nn.Module)]
+    engines = list(dict.fromkeys(e for e in map(engine_holding, models) if e is not None))
+    if not engines:
         return stock(*args, **kwargs)
     what = f"{type(module).__name__}.generate"
-    several = any(runtime.collectives.world > 1 for runtime in runtimes)
-    if several and anywhere(runtimes[0], what, not fits(runtimes)):
+    several = any(engine.world_size > 1 for engine in engines)
+    if several and anywhere(engines[0], what, not fits(engines)):
         logger.warning(
             "%s: the whole model does not fit beside what is in memory, so that parameters are gathered again for every token.",
             what,
         )
-        with autocast(runtimes[0]):
+        with autocast(engines[0]):
             return stock(*args, **{**kwargs, "synced_gpus": True})
     if kwargs.get("synced_gpus"):
         kwargs["synced_gpus"] = False  # ranks need not wait for each other
     with contextlib.ExitStack() as stack:
-        for runtime in runtimes:
-            stack.enter_context(gathered(runtime))
+        for engine in engines:
+            stack.enter_context(engine.gathered())
         return stock(*args, **kwargs)
 
 
-def autocast(runtime: Runtime) -> contextlib.AbstractContextManager[Any]:
+def autocast(engine: Engine) -> contextlib.AbstractContextManager[Any]:
     """What units gathered in low precision are computed with. ``PeftModel.generate`` goes past the forward that Accelerate
     puts under autocast."""
-    dtype = precision_of(runtime.config.precision).param_dtype
-    if dtype is None or not any(unit.casts for unit in runtime.units):
+    dtype = precision_of(engine.config.precision).param_dtype
+    if dtype is None or not casts_parameters(engine):
         return contextlib.nullcontext()
-    return torch.autocast(runtime.collectives.device.type, dtype)
+    return torch.autocast(engine.device.type, dtype)
 
 
-def fits(runtimes: list[Runtime]) -> bool:
-    """Whether this rank has memory for the whole parameters, as they are stored. Not collective."""
-    needed = sum(
-        flat.layout.numel * flat.shard.element_size()
-        for runtime in runtimes
-        for unit in runtime.units
-        if unit.gathers
-        for flat in unit.flats
-    )
-    return needed * ROOM <= available(runtimes[0].collectives.device)
+def fits(engines: list[Engine]) -> bool:
+    """Return True if this rank has memory for the full parameters, as they are stored. Not collective."""
+    return sum(map(parameter_bytes, engines)) * ROOM <= available(engines[0].device)
 
 
 def available(device: torch.device) -> int:

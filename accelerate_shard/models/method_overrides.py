@@ -13,20 +13,23 @@ from typing import Any
 
 from torch import nn
 
-from torch_shard import ShardTensor
-from torch_shard.frontend import Runtime
-
-__all__ = ["Shadow", "runtime_of", "shadow", "unshadow"]
+__all__ = ["Shadow", "shadow", "unshadow"]
 
 
 class Shadow:
-    """Calls ``function(module, stock, *args, **kwargs)``; `stock` is the bound method that it stands in front of."""
+    """Calls ``function(module, stock, *args, **kwargs)``; `stock` is the bound method that it stands in front of.
 
-    def __init__(self, module: nn.Module, name: str, function: Callable[..., Any], previous: Any) -> None:
+    `keeps` lives as long as it does: the handle of the engine, for a part of a sharded model that outlives the model itself.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, function: Callable[..., Any], previous: Any, keeps: object = None
+    ) -> None:
         self._module = weakref.ref(module)  # else every model would be a cycle
         self.__name__ = name
         self._function = function
         self._previous = previous
+        self._keeps = keeps
         self.__doc__ = getattr(type(module), name).__doc__
 
     def calls(self, function: Callable[..., Any]) -> bool:
@@ -66,18 +69,19 @@ def _same(value: Any) -> Any:
     return value
 
 
-def shadow(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+def shadow(module: nn.Module, name: str, function: Callable[..., Any], keeps: object = None) -> None:
     """Put `function` in front of the method `name` of `module`, where its class has one, once. Not collective.
 
     Args:
         function: called as ``function(module, stock, *args, **kwargs)``.
+        keeps: what lives as long as the replacement.
     """
     if not callable(getattr(type(module), name, None)):
         return
     previous = module.__dict__.get(name)
     if isinstance(previous, Shadow):
         return
-    module.__dict__[name] = Shadow(module, name, function, previous)
+    module.__dict__[name] = Shadow(module, name, function, previous, keeps)
 
 
 def unshadow(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
@@ -88,18 +92,3 @@ def unshadow(module: nn.Module, name: str, function: Callable[..., Any]) -> None
             del module.__dict__[name]
         else:
             module.__dict__[name] = found._previous
-
-
-def runtime_of(module: nn.Module) -> Runtime | None:
-    """The engine's runtime whose slices `module`, or a part of it, holds now. Not collective.
-
-    The one way to ask whether something has to be gathered: `module` may be the sharded model, a part of it, or around it.
-
-    None where it is not sharded, and inside ``engine.gathered()``, where parameters are whole.
-    """
-    for param in module.parameters():
-        if isinstance(param, ShardTensor):
-            unit: Any = param._unit_ref() if param._unit_ref is not None else None
-            if unit is not None:
-                return unit.runtime  # type: ignore[no-any-return]
-    return None

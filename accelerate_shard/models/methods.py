@@ -7,6 +7,7 @@ from torch import nn
 from .. import _private
 from . import generation, peft, save_pretrained, unfilled_params
 from .method_overrides import shadow
+from .unwrap import engine_of
 
 __all__ = ["install"]
 
@@ -16,16 +17,17 @@ def install(model: nn.Module) -> None:
 
     Models of other origin are left alone, and neither library is imported.
     """
+    engine = engine_of(model)
     for module in model.modules():
         unfilled_params.unguard(module)
-        shadow(module, "save_pretrained", save_pretrained.save_pretrained)
+        shadow(module, "save_pretrained", save_pretrained.save_pretrained, engine)
         if _private.generates(module):
-            shadow(module, "generate", generation.generate)
+            shadow(module, "generate", generation.generate, engine)
         if _private.takes_adapters(module):
             for name in ("add_adapter", "load_adapter"):
-                shadow(module, name, getattr(peft, name))
+                shadow(module, name, getattr(peft, name), engine)
         if _private.is_tuner(module):
             for name in ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload"):
-                shadow(module, name, peft.whole)
+                shadow(module, name, peft.whole, engine)
             for name in ("add_weighted_adapter", "inject_adapter"):
-                shadow(module, name, peft.add_adapter)
+                shadow(module, name, peft.add_adapter, engine)

@@ -10,9 +10,7 @@ from typing import Any
 from torch import nn
 
 from torch_shard.errors import ConfigError
-from torch_shard.frontend import gathered
-
-from .method_overrides import runtime_of
+from torch_shard.frontend import engine_holding
 
 __all__ = ["add_adapter", "load_adapter", "whole"]
 
@@ -25,7 +23,7 @@ def add_adapter(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwar
     Raises:
         ConfigError: nothing has changed.
     """
-    if runtime_of(module) is not None:
+    if engine_holding(module) is not None:
         raise _too_late(module, stock.__name__, _adapter_name(stock, args, kwargs))
     return stock(*args, **kwargs)
 
@@ -37,7 +35,7 @@ def load_adapter(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwa
         ConfigError: the model has no adapter of that name; nothing has changed.
     """
     name = _adapter_name(stock, args, kwargs)
-    if runtime_of(module) is not None and name not in getattr(module, "peft_config", {}):
+    if engine_holding(module) is not None and name not in getattr(module, "peft_config", {}):
         raise _too_late(module, "load_adapter", name)
     return stock(*args, **kwargs)
 
@@ -48,8 +46,8 @@ def whole(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: An
     Raises:
         MissingRankError: some rank does not call it.
     """
-    runtime = runtime_of(module)
-    with contextlib.nullcontext() if runtime is None else gathered(runtime, write=True):
+    engine = engine_holding(module)
+    with contextlib.nullcontext() if engine is None else engine.gathered(write=True):
         return stock(*args, **kwargs)
 
 

@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_shard import ShardTensor
+from torch_shard import Engine, ShardTensor
 from torch_shard.errors import ConfigError, StateDictError
-from torch_shard.frontend import Runtime, agree, gathered, make_whole
+from torch_shard.frontend import agree, engine_holding, make_full
 from torch_shard.frontend.checkpoint import broadcast, each, gather
 
 from .. import _private
 from .full_weights_in_hooks import Known, known
-from .method_overrides import runtime_of
 
 __all__ = ["save_pretrained"]
 
@@ -53,15 +52,15 @@ def save_pretrained(module: nn.Module, stock: Callable[..., Any], *args: Any, **
     in_hook = known(module)
     if in_hook is not None:
         return _save_known(module, in_hook, _Call(module, stock, args, kwargs))
-    runtime = runtime_of(module)
-    if runtime is None:
+    engine = engine_holding(module)
+    if engine is None:
         return stock(*args, **kwargs)
     call = _Call(module, stock, args, kwargs)
     given = call.state_dict
     prompts = _private.prompt_encoders(module)
     if given is not None and not prompts and not any(isinstance(value, ShardTensor) for value in given.values()):
-        return _save_given(module, runtime, call, given)
-    return _save_together(module, runtime, call, prompts)
+        return _save_given(module, engine, call, given)
+    return _save_together(module, engine, call, prompts)
 
 
 class _Call:
@@ -111,9 +110,9 @@ class _Call:
                 module.__dict__["state_dict"] = before
 
 
-def _save_given(module: nn.Module, runtime: Runtime, call: _Call, given: Mapping[str, Any]) -> Any:
+def _save_given(module: nn.Module, engine: Engine, call: _Call, given: Mapping[str, Any]) -> Any:
     """Write what the user has gathered. Not collective."""
-    rank = runtime.collectives.world_rank
+    rank = engine.rank
     if not given:
         # What a rank other than the first one has from accelerator.get_state_dict.
         if not call.is_main or rank != 0:
@@ -149,16 +148,16 @@ def _save_known(module: nn.Module, in_hook: Known, call: _Call) -> Any:
     return call.write(module, {k: own[k] if isinstance(v, ShardTensor) else v for k, v in given.items()})
 
 
-def _save_together(module: nn.Module, runtime: Runtime, call: _Call, prompts: list[nn.Module]) -> Any:
+def _save_together(module: nn.Module, engine: Engine, call: _Call, prompts: list[nn.Module]) -> Any:
     what = call.what
-    agree(runtime, what)
-    plans = gather(runtime, (call.is_main, call.directory), what)
-    writers, nonce = broadcast(runtime, (_writers(plans or []), secrets.token_hex(8)), what)
+    agree(engine, what)
+    plans = gather(engine, (call.is_main, call.directory), what)
+    writers, nonce = broadcast(engine, (_writers(plans or []), secrets.token_hex(8)), what)
     if not writers:
         return None
-    here = runtime.collectives.world_rank in writers
+    here = engine.rank in writers
     # Of prompt learning the library saves what the encoder computes.
-    with gathered(runtime, prompts) if prompts else contextlib.nullcontext():
+    with engine.gathered(prompts) if prompts else contextlib.nullcontext():
         found, wanted, error = {}, {}, None
         try:
             found = dict(call.state_dict if call.state_dict is not None else module.state_dict())
@@ -166,14 +165,14 @@ def _save_together(module: nn.Module, runtime: Runtime, call: _Call, prompts: li
         except Exception as problem:  # the other ranks must hear of it
             error = problem
         if prompts:
-            agree(runtime, what, None, error)
+            agree(engine, what, None, error)
             wanted = {key: value for key, value in wanted.items() if isinstance(value, ShardTensor)}
             for key, value in wanted.items():
                 wanted[key] = value.full_tensor().cpu()
         else:
-            make_whole(runtime, wanted, writers == [0], True, what, error)
+            make_full(engine, wanted, writers == [0], what, error)
         found.update(wanted)
-        return each(runtime, what, lambda: call.write(module, found) if here else None, nonce=nonce)
+        return each(engine, what, lambda: call.write(module, found) if here else None, nonce=nonce)
 
 
 def _writers(plans: list[tuple[bool, str]]) -> list[int]:

@@ -22,8 +22,7 @@ def inner(model: nn.Module) -> nn.Module:
 def engine_of(model: nn.Module) -> Engine | None:
     """The engine of a prepared model, compiled or not; None where it is not sharded. Not collective.
 
-    None for its parts, too. Whether a module holds slices, be it the prepared one or a part of it, says
-    :func:`accelerate_shard.models.method_overrides.runtime_of`.
+    None for its parts, too; :func:`torch_shard.frontend.engine_holding` finds the engine whose shards any module holds.
     """
     return torch_shard.engine_of(inner(model))
 

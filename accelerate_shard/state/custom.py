@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from torch_shard import ShardTensor
-from torch_shard.frontend import owned_state, slice_full
+from torch_shard.frontend import map_tensors, shard_like, tensors_of
 from torch_shard.log import logger
 
 from .ranks import Ranks
@@ -34,12 +34,12 @@ def write(ranks: Ranks, objects: list[Any], folder: Path) -> None:
     for number, custom in enumerate(objects):
         state = ranks.each(custom.state_dict, key=lambda found: [t.shape for t in _shards(found)])
         if _shards(state):
-            state = owned_state.mapped(state, lambda t: _whole(t, ranks.is_first))
+            state = map_tensors(state, lambda t: _whole(t, ranks.is_first))
         ranks.on_first(lambda state=state, number=number: _write(state, folder / file_name(number)))  # type: ignore[misc]
 
 
 def _shards(state: Any) -> list[ShardTensor]:
-    return [tensor for tensor in owned_state.tensors_of(state) if isinstance(tensor, ShardTensor)]
+    return [tensor for tensor in tensors_of(state) if isinstance(tensor, ShardTensor)]
 
 
 def _whole(tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
@@ -63,7 +63,7 @@ def _write(state: Any, path: Path) -> None:
 
 def as_cut(custom: Any, state: Any) -> Any:
     """`state`, which was saved, with slices where the object has slices now. Not collective."""
-    if not any(tensor.dim() for tensor in owned_state.tensors_of(state)):
+    if not any(tensor.dim() for tensor in tensors_of(state)):
         return state
     own = custom.state_dict()
     return _cut(state, own) if _shards(own) else state
@@ -73,8 +73,7 @@ def _cut(value: Any, like: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if not isinstance(like, ShardTensor) or isinstance(value, ShardTensor) or value.shape != like.shape:
             return value
-        part = slice_full(value.detach(), like._spec)
-        return ShardTensor(part.to(like.device, copy=True), like._spec)
+        return shard_like(value, like)
     if isinstance(value, Mapping) and isinstance(like, Mapping):
         return {key: _cut(child, like.get(key)) for key, child in value.items()}
     if isinstance(value, (list, tuple)) and isinstance(like, (list, tuple)) and len(value) == len(like):

@@ -11,15 +11,18 @@ from torch import nn
 
 from torch_shard import Engine
 from torch_shard.errors import CheckpointError, StateDictError
-from torch_shard.frontend import named_state, owned_state
+from torch_shard.frontend import copy_tensors, optim_state_dict, param_names_of
 from torch_shard.frontend.checkpoint import (
     FullLoad,
     Optimizers,
     Source,
     all_parameters,
     by_name,
+    load_optimizer_by_name,
+    misfits_by_name,
     open_full,
     param_names,
+    parameters_loaded,
 )
 
 from .files import OPTIMIZER_NAME, numbered, read, safely
@@ -37,10 +40,10 @@ def optimizer_state(prepared: Prepared, optimizer: Any) -> Any:
     if engine is None:
         return optimizer.state_dict()
     parameters = all_parameters(prepared.named())
-    named = named_state.optim_state_dict(engine._runtime, optimizer, True, parameters)
+    named = optim_state_dict(engine, optimizer, True, parameters)
     if not named:
         return None
-    names = named_state.names_of(engine._runtime, optimizer, parameters)
+    names = param_names_of(engine, optimizer, parameters)
     flat = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     number_of = {name: number for number, name in enumerate(flat)}
     groups = [{**group, "params": [number_of[name] for name in group["params"]]} for group in named["param_groups"]]
@@ -59,6 +62,7 @@ class FullModel:
 
     def __init__(self, engine: Engine, path: Path, strict: bool, dtype: torch.dtype | None) -> None:
         self.path = path
+        self._engine = engine
         self._load = FullLoad(engine, open_full(path), Optimizers.of(None), dtype, strict)
 
     @property
@@ -73,8 +77,7 @@ class FullModel:
     def apply(self) -> None:
         """Load it."""
         self._load.load_model()
-        self._load.runtime.parameters_changed()
-        self._load.runtime.forget_residuals()
+        parameters_loaded(self._engine)
 
 
 class PlainModel:
@@ -122,8 +125,7 @@ class FullOptimizer:
     def __init__(self, prepared: Prepared, number: int, folder: Path, weights_only: bool) -> None:
         self.optimizer = prepared.optimizers[number]
         self.path = folder / numbered(OPTIMIZER_NAME, number)
-        engine = prepared.engine_for(self.optimizer)
-        self._runtime = engine._runtime if engine is not None else None
+        self._engine = engine = prepared.engine_for(self.optimizer)
         self._names: dict[int, str] = {}
         if not self.path.is_file():
             raise CheckpointError(
@@ -146,13 +148,13 @@ class FullOptimizer:
     def compare(self) -> None:
         """Raise a StateDictError with all that does not fit."""
         what = f"{self.path} does not fit this {type(self.optimizer).__name__}, and nothing was loaded."
-        if self._runtime is None:
+        if self._engine is None:
             here = [len(group["params"]) for group in self.optimizer.param_groups]
             there = [len(group["params"]) for group in self._given["param_groups"]]
             if here != there:
                 raise StateDictError(f"{what} Its groups have {there} parameters, and here {here}.")
             return
-        missing, unexpected, problems = named_state.misfits(self._runtime, self.optimizer, self._names, self._given)
+        missing, unexpected, problems = misfits_by_name(self._engine, self.optimizer, self._names, self._given)
         lines = [f"missing: {', '.join(missing)}"] if missing else []
         lines += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
         if lines or problems:
@@ -160,16 +162,13 @@ class FullOptimizer:
 
     def apply(self) -> None:
         """Load it."""
-        if self._runtime is None:
-            self.optimizer.load_state_dict(owned_state.copied(self._given))
+        if self._engine is None:
+            self.optimizer.load_state_dict(copy_tensors(self._given))
             return
-        elsewhere = owned_state.elsewhere(self._runtime, self.optimizer, self._names, self._given["state"])
-        state = named_state.by_number(self.optimizer, self._names, self._given, elsewhere, in_place=True)
         try:
-            self.optimizer.load_state_dict(state)
+            load_optimizer_by_name(self._engine, self.optimizer, self._names, self._given)
         except Exception as error:  # the optimizer's own, or the user's hooks of it
             raise StateDictError(
                 f"{self.path}: {type(self.optimizer).__name__} could not be loaded, but the parameters have been; load again "
                 f"before training goes on: {type(error).__name__}: {error}"
             ) from error
-        named_state.keep_as_saved(self.optimizer, state["state"])

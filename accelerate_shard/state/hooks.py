@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_shard.errors import StateDictError
-from torch_shard.frontend import full_state
+from torch_shard.frontend import WithMetadata
 
 from .ranks import Ranks
 
@@ -71,7 +71,7 @@ def after_save_hooks(
                     f"{', '.join(missing[:3])}). In the sharded form every rank writes: the hook must change the entries of "
                     "weights alike on all ranks. Taking whole models away (weights.pop()) on the main process is enough."
                 )
-            kept = full_state.WithMetadata((name, own[name]) for name in wanted if name in own)
+            kept = WithMetadata((name, own[name]) for name in wanted if name in own)
             if hasattr(own, "_metadata"):  # versions of the modules' own formats
                 kept._metadata = own._metadata
             found.append(Left(number, kept))

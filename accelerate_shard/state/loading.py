@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_shard.errors import CheckpointError, ConfigError, ShardError, StateDictError
-from torch_shard.frontend import full_state
+from torch_shard.frontend import refuse_inside
 from torch_shard.frontend.checkpoint import load_contents
 
 from . import naming
@@ -32,7 +32,7 @@ def load_state(accelerator: Any, input_dir: Any, load_kwargs: dict[str, Any] | N
 
     def begin() -> tuple[bool, torch.dtype | None]:
         for engine in prepared.sharded:
-            full_state.refuse_inside(engine._runtime, _WHAT)
+            refuse_inside(engine, _WHAT)
         return _model_options(options)
 
     given = None if input_dir is None else str(input_dir)

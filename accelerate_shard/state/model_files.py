@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from torch_shard import ShardTensor
 from torch_shard.errors import CheckpointError
-from torch_shard.frontend import full_state
+from torch_shard.frontend import refuse_inside
 from torch_shard.frontend.checkpoint import size_of, sync
 
 from ..models.full_weights_in_hooks import known
@@ -41,7 +41,7 @@ def get_state_dict(model: nn.Module, unwrap: bool) -> dict[str, Any] | None:
         found = in_hook.state()
     else:
         ranks = Ranks([engine], "Accelerator.get_state_dict")
-        ranks.each(lambda: full_state.refuse_inside(engine._runtime, ranks.what))
+        ranks.each(lambda: refuse_inside(engine, ranks.what))
         found = engine.state_dict(rank0_only=True, offload_to_cpu=True)
     if unwrap or not is_compiled_module(model):
         return found
@@ -67,7 +67,7 @@ def save_model(model: nn.Module, folder: Any, max_shard_size: int | str, safe: b
     target = Path(os.path.abspath(os.fspath(folder)))
 
     def begin() -> int:
-        full_state.refuse_inside(engine._runtime, ranks.what)
+        refuse_inside(engine, ranks.what)
         if ranks.is_first and target.is_file():
             raise CheckpointError(f"Provided path ({target}) should be a directory, not a file")
         return size_of(max_shard_size)

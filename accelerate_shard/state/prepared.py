@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from torch_shard import Engine
-from torch_shard.frontend.checkpoint import MODEL, MODELS, Source, plain_source
+from torch_shard.frontend import engines_over
+from torch_shard.frontend.checkpoint import MODEL, MODELS, Source, plain_source, source_of
 
 from .._private import plain_optimizer
 from ..models.unwrap import engine_of, inner
@@ -43,7 +44,7 @@ class Prepared:
         """A sharded model as the engine's checkpoints describe it, with its entries at `path`."""
         engine = self.engines[number]
         assert engine is not None
-        return Source(path, f"{number}." if number else "", engine.model, engine._runtime)
+        return source_of(engine, path, f"{number}." if number else "")
 
     def named(self) -> list[Source]:
         """After which optimizers' parameters are named: the models, and what optimizers hold besides."""
@@ -63,8 +64,5 @@ class Prepared:
 
     def engine_for(self, optimizer: Any) -> Engine | None:
         """That of the model whose parameters an optimizer holds, the first of several; None where it holds no sharded ones."""
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for engine in self.sharded:
-            if any(id(p) in held for unit in engine.units for p in unit.params):
-                return engine
-        return None
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        return next(iter(engines_over(self.sharded, held)), None)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from torch_shard import Engine
 from torch_shard.errors import CheckpointError, DivergenceError, ShardError
-from torch_shard.frontend.checkpoint import phases
+from torch_shard.frontend.checkpoint import broadcast, each
 
 __all__ = ["Ranks"]
 
@@ -28,7 +28,7 @@ class Ranks:
 
     def __init__(self, engines: Sequence[Engine], what: str) -> None:
         self.what = what
-        self._runtime = engines[0]._runtime if engines else None
+        self._engine = engines[0] if engines else None
         together = dist.is_available() and dist.is_initialized()
         self.world = dist.get_world_size() if together else 1
         self.rank = dist.get_rank() if together else 0
@@ -55,9 +55,9 @@ class Ranks:
             ShardError: this rank's own, or one that quotes another rank's. An OSError becomes a CheckpointError.
         """
         self._count += 1
-        if self._runtime is not None:
+        if self._engine is not None:
             nonce = f"{self._nonce}/accelerate/{self._count}" if self._nonce else ""
-            return phases.each(self._runtime, self.what, function, nonce, key)
+            return each(self._engine, self.what, function, nonce, key)
         return self._plain(function, key)
 
     def on_first(self, function: Callable[[], Any]) -> None:
@@ -66,8 +66,8 @@ class Ranks:
 
     def broadcast(self, value: T) -> T:
         """Rank 0's object on every rank. Collective."""
-        if self._runtime is not None:
-            return phases.broadcast(self._runtime, value, self.what)
+        if self._engine is not None:
+            return broadcast(self._engine, value, self.what)
         objects = [value]
         if self.world > 1:
             dist.broadcast_object_list(objects, 0)

@@ -13,7 +13,7 @@ import accelerate
 import torch
 
 from torch_shard.errors import CheckpointError, ConfigError
-from torch_shard.frontend import full_state
+from torch_shard.frontend import refuse_inside
 from torch_shard.frontend.checkpoint import (
     OPTIMIZER,
     Saving,
@@ -49,7 +49,7 @@ def save_state(accelerator: Any, output_dir: Any, safe_serialization: bool, opti
     def begin() -> Path:
         _refuse(accelerator, options)
         for engine in prepared.sharded:
-            full_state.refuse_inside(engine._runtime, _WHAT)
+            refuse_inside(engine, _WHAT)
         return naming.target(accelerator, output_dir)
 
     # Nothing of the past is waited for yet: a rank that is missing is found here.

@@ -16,15 +16,22 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from torch_shard import ShardTensor
+from torch_shard import Engine, ShardTensor
 from torch_shard.errors import DivergenceError, MissingRankError, StateDictError
-from torch_shard.frontend import Runtime, agree, full_state, named_state
+from torch_shard.frontend import (
+    OTHER_STATE,
+    agree,
+    engine_holding,
+    full_state_dict,
+    load_optim_state_dict,
+    optim_state_dict,
+    param_names_of,
+)
 from torch_shard.frontend.checkpoint import broadcast, each
 
 from .._private import plain_optimizer
 from ..accelerator import Accelerator
 from ..models import unfilled_params
-from ..models.method_overrides import runtime_of
 
 __all__ = ["all_ranks", "load_optimizer", "load_weights", "save_optimizer", "save_weights"]
 
@@ -48,18 +55,18 @@ def save_weights(
         StateDictError: `state_dict` holds slices.
         SetupError: the model has no values before it is sharded. Nothing has been written.
     """
-    runtime = runtime_of(trainer.model)  # of a part of the sharded model, too: what merge_and_unload returns is one
+    engine = engine_holding(trainer.model)  # of a part of the sharded model, too: what merge_and_unload returns is one
     if state_dict is not None:
         _refuse_slices(state_dict)
-    elif runtime is None:
+    elif engine is None:
         unfilled_params.refuse(trainer.model, "trainer.save_model()", _TRAINER_FIRST)
-    if runtime is None or state_dict is not None:
+    if engine is None or state_dict is not None:
         own(output_dir, state_dict=state_dict)
         return
     writes = bool(trainer.args.should_save)
     target = trainer.args.output_dir if output_dir is None else output_dir
     with all_ranks("trainer.save_model()"):
-        _together(runtime, _SAVING, lambda: os.makedirs(target, exist_ok=True) if writes else None)
+        _together(engine, _SAVING, lambda: os.makedirs(target, exist_ok=True) if writes else None)
         if hasattr(trainer.model, "save_pretrained"):
             # Which gathers what it writes, of adapters little. The Trainer calls it on ranks that write.
             own_part = (
@@ -72,25 +79,23 @@ def save_weights(
                 own_part()
             except Exception as problem:  # the other ranks must hear of it
                 error = problem
-            agree(runtime, _SAVING, None, error)
+            agree(engine, _SAVING, None, error)
         else:
-            whole = full_state.state_dict(trainer.model, runtime, not trainer.args.save_on_each_node)
-            _together(runtime, _SAVING, lambda: own(output_dir, state_dict=whole))
+            whole = full_state_dict(engine, trainer.model, not trainer.args.save_on_each_node)
+            _together(engine, _SAVING, lambda: own(output_dir, state_dict=whole))
 
 
 def save_optimizer(trainer: Any, own: Callable[[str], None], output_dir: str) -> None:
     """Write ``optimizer.pt``, with whole state by number as a plain optimizer has it, and ``scheduler.pt``. Collective."""
-    runtime = runtime_of(trainer.model)
-    if runtime is None:
+    engine = engine_holding(trainer.model)
+    if engine is None:
         own(output_dir)
         return
     optimizer = plain_optimizer(trainer.optimizer)
     with all_ranks("saving a Trainer's checkpoint"):
-        state = named_state.optim_state_dict(
-            runtime, optimizer, not trainer.args.save_on_each_node, model=trainer.model
-        )
+        state = optim_state_dict(engine, optimizer, not trainer.args.save_on_each_node, trainer.model)
         if state:
-            names = _names(runtime, optimizer, trainer.model)
+            names = _names(engine, optimizer, trainer.model)
             state = _renamed(state, {name: number for number, name in enumerate(names)})
             state["state"] = dict(sorted(state["state"].items(), key=_number_first))
 
@@ -98,7 +103,7 @@ def save_optimizer(trainer: Any, own: Callable[[str], None], output_dir: str) ->
             with _in_place(trainer, "optimizer", _Saved(state)):
                 own(output_dir)
 
-        _together(runtime, "Trainer: saving the optimizer", write)
+        _together(engine, "Trainer: saving the optimizer", write)
 
 
 def _number_first(item: tuple[Any, Any]) -> tuple[bool, Any]:
@@ -144,9 +149,9 @@ def load_optimizer(trainer: Any, own: Callable[[str | None], None], checkpoint: 
     Raises:
         StateDictError: on all ranks, with everything that does not fit; nothing was loaded.
     """
-    runtime = runtime_of(trainer.model)
+    engine = engine_holding(trainer.model)
     paths = [os.path.join(checkpoint or "", name) for name in (_OPTIMIZER, _SCHEDULER)]
-    if checkpoint is None or runtime is None or not all(map(os.path.isfile, paths)):
+    if checkpoint is None or engine is None or not all(map(os.path.isfile, paths)):
         own(checkpoint)
         return
     optimizer = plain_optimizer(trainer.optimizer)
@@ -157,31 +162,31 @@ def load_optimizer(trainer: Any, own: Callable[[str | None], None], checkpoint: 
             # What torch says about saving and loading schedulers is not for the user here.
             warnings.simplefilter("ignore")
             schedule = torch.load(paths[1], map_location="cpu", weights_only=True)
-        _check_groups(runtime, optimizer, state)
-        return _renamed(state, dict(enumerate(_names(runtime, optimizer, trainer.model)))), schedule
+        _check_groups(engine, optimizer, state)
+        return _renamed(state, dict(enumerate(_names(engine, optimizer, trainer.model)))), schedule
 
-    state, schedule = _together(runtime, "Trainer: loading the optimizer", read)
+    state, schedule = _together(engine, "Trainer: loading the optimizer", read)
     known = {name for group in state["param_groups"] for name in group["params"]}
     for name in sorted(known - set(state["state"])) if state["state"] else ():
         state["state"][name] = {}  # it never had a gradient
-    named_state.load_optim_state_dict(runtime, optimizer, state, trainer.model)
+    load_optim_state_dict(engine, optimizer, state, trainer.model)
     trainer.lr_scheduler.load_state_dict(schedule)
 
 
-def _check_groups(runtime: Runtime, optimizer: Any, state: dict[str, Any]) -> None:
+def _check_groups(engine: Engine, optimizer: Any, state: dict[str, Any]) -> None:
     saved = [len(group["params"]) for group in state["param_groups"]]
     here = [len(group["params"]) for group in optimizer.param_groups]
     if saved != here:
         raise StateDictError(
-            f"rank {runtime.collectives.world_rank}: the checkpoint's optimizer has groups of {saved} parameters, this one of "
+            f"rank {engine.rank}: the checkpoint's optimizer has groups of {saved} parameters, this one of "
             f"{here}; resume with the model and the arguments that it was saved with."
         )
 
 
 # -- names and numbers --------------------------------------------------------------------------------------------------
-def _names(runtime: Runtime, optimizer: Any, model: Any) -> list[str]:
+def _names(engine: Engine, optimizer: Any, model: Any) -> list[str]:
     """Of the optimizer's parameters, in the order in which torch numbers them."""
-    names = named_state.names_of(runtime, optimizer, model)
+    names = param_names_of(engine, optimizer, model)
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -192,16 +197,16 @@ def _renamed(state: Mapping[str, Any], mapping: Mapping[Any, Any]) -> dict[str, 
     return {
         "state": {mapping[key] if key in listed else key: value for key, value in state["state"].items()},
         "param_groups": [{**group, "params": [mapping[k] for k in group["params"]]} for group in state["param_groups"]],
-        **({named_state.OTHER: other} if other else {}),
+        **({OTHER_STATE: other} if other else {}),
     }
 
 
 # -- together -----------------------------------------------------------------------------------------------------------
-def _together(runtime: Runtime, what: str, function: Callable[[], T]) -> T:
+def _together(engine: Engine, what: str, function: Callable[[], T]) -> T:
     """Run it on every rank, however long it takes; all return, or all raise. Collective."""
-    agree(runtime, what)  # of which a rank that does something else hears at once; a broadcast would wait
-    nonce = broadcast(runtime, secrets.token_hex(8), what)
-    return each(runtime, what, function, nonce=nonce)
+    agree(engine, what)  # of which a rank that does something else hears at once; a broadcast would wait
+    nonce = broadcast(engine, secrets.token_hex(8), what)
+    return each(engine, what, function, nonce=nonce)
 
 
 @contextlib.contextmanager

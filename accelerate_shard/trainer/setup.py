@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from torch_shard.errors import ConfigError
-from torch_shard.frontend import agree
+from torch_shard.frontend import agree, engine_holding
 
 from .. import _private
 from ..accelerator import Accelerator
-from ..models.method_overrides import runtime_of
 from ..settings import from_deepspeed
 from .checkpoint import all_ranks
 
@@ -90,10 +89,10 @@ def evaluation_loop(trainer: Any, own: Callable[..., Any], *args: Any, **kwargs:
         ConfigError: ``bf16_full_eval`` or ``fp16_full_eval`` of a model that is sharded in another dtype.
         MissingRankError, DivergenceError: only some ranks came; where the model is sharded already, before anything is computed.
     """
-    runtime = runtime_of(trainer.model)
+    engine = engine_holding(trainer.model)
     dtype = _full_eval_dtype(trainer)
     if dtype is not None and isinstance(trainer.accelerator, Accelerator):
-        sharded = runtime is not None
+        sharded = engine is not None
         if sharded and any(p.is_floating_point() and p.dtype != dtype for p in trainer.model.parameters()):
             name = "fp16_full_eval" if dtype == torch.float16 else "bf16_full_eval"
             raise ConfigError(
@@ -102,10 +101,10 @@ def evaluation_loop(trainer: Any, own: Callable[..., Any], *args: Any, **kwargs:
             )
         if not sharded:
             trainer.model.to(dtype)  # now; the Trainer does it when the model is sharded
-    if runtime is not None:
+    if engine is not None:
         # A rank that is elsewhere, in a trainer.save_model() of its own perhaps, hears of it here, and not after a timeout.
         with all_ranks("evaluation by the Trainer"):
-            agree(runtime, "evaluation by the Trainer")
+            agree(engine, "evaluation by the Trainer")
     return own(*args, **kwargs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,20 @@ def test_merging_equals_stock_and_the_merged_model_is_saved_whole(tmp_path: Path
         wanted = merged.state_dict()
         assert set(saved) == set(wanted)
         assert all(torch.equal(saved[key], value) for key, value in wanted.items())
+
+
+@ranks(2)
+def test_a_merged_model_is_saved_whole_when_the_model_around_it_is_gone(tmp_path: Path) -> None:
+    wanted = adapted()[0].merge_and_unload().state_dict()
+    with accelerator(OURS) as acc:
+        model = acc.prepare(adapted()[0])
+        merged = model.merge_and_unload()
+        acc.free_memory()
+        del model
+        gc.collect()
+        merged.save_pretrained(tmp_path)
+        saved = load_file(tmp_path / "model.safetensors")
+        assert all(torch.equal(value, wanted[key]) for key, value in saved.items())
 
 
 @pytest.mark.exhaustive
