@@ -36,7 +36,6 @@ from typing import Any
 from torch import nn
 
 __all__ = [
-    "PREPARED_ATTRIBUTES",
     "PREPARED_LISTS",
     "TESTED",
     "accelerator_of_trainers",
@@ -57,9 +56,6 @@ TESTED = {"accelerate": ("1.15.0",), "transformers": ("5.23.0",), "peft": ("0.21
 
 PREPARED_LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 """Attributes of the Accelerator: lists of what was prepared."""
-
-PREPARED_ATTRIBUTES = ("forward", "_original_forward", "_is_accelerate_prepared")
-"""What ``prepare_model`` sets on a model: autocast around its forward, the forward as it was, and that it was here."""
 
 
 def compiled_inner(model: nn.Module) -> nn.Module:

@@ -23,8 +23,7 @@ from torch_shard import Engine, ShardConfig
 from torch_shard.errors import ConfigError, ShardError
 from torch_shard.frontend import ByObject, clip_norm, for_autocast, group_timeout, limit_values, precision_of
 
-from ._private import refuse_local_sgd
-from .coordination.rollback import all_or_nothing
+from ._private import PREPARED_LISTS, refuse_local_sgd
 from .coordination.uneven_batches import even_batches_set, join
 from .coordination.waiting import each, meet
 from .models import methods, outside_autocast
@@ -78,11 +77,12 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, dataloaders and schedulers, in any order and number of calls, as Accelerate does.
 
-        Collective where a model is among them. Where it raises on all ranks, nothing is prepared, and the models are as they
-        were. On a rank that has failed alone models stay sharded that were by then, and can be prepared again.
+        Collective where a model is among them. Where it raises, none of them counts as prepared, and models that were sharded
+        by then stay sharded: prepare them again, or call ``engine.close()`` for the plain model.
 
         Raises:
-            ConfigError, SetupError: see :meth:`prepare_model` and :meth:`prepare_optimizer`; before anything has changed.
+            ConfigError: see :meth:`prepare_model` and :meth:`prepare_optimizer`; before anything has changed.
+            SetupError: see :func:`torch_shard.shard`.
         """
 
         def check() -> None:
@@ -96,7 +96,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             self._on_each_rank(check)
         else:
             check()
-        with all_or_nothing(self, *args):
+        with _lists_restored(self):
             return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -117,7 +117,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             self._check(model)
             return self._config_for(inner(model)) if engine_of(model) is None else None
 
-        with all_or_nothing(self, model):
+        with _lists_restored(self):
             config = self._on_each_rank(check)
             if config is not None:
                 self._shard(inner(model), config)
@@ -305,6 +305,18 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         """
         meet(engines_of(self._models), group_timeout(self.device), "Accelerator.wait_for_everyone")
         super().wait_for_everyone()
+
+
+@contextlib.contextmanager
+def _lists_restored(accelerator: Accelerator) -> Iterator[None]:
+    """Take what was prepared inside off the Accelerator's lists if it raises."""
+    before = {name: list(getattr(accelerator, name)) for name in PREPARED_LISTS}
+    try:
+        yield
+    except BaseException:
+        for name, entries in before.items():
+            getattr(accelerator, name)[:] = entries
+        raise
 
 
 def _refuse_between_syncs(accelerator: Any, name: str) -> None:

@@ -16,9 +16,7 @@ from torch import nn
 
 from torch_shard import Engine
 from torch_shard.errors import ConfigError
-from torch_shard.frontend import told_by
-
-from . import all_arrived
+from torch_shard.frontend import default_store, told_by
 
 __all__ = ["even_batches_set", "join"]
 
@@ -84,7 +82,8 @@ def _refusing(
     """
     refused = False
     empty = any(_length(loader) == 0 for loader in uneven)
-    place = f"accelerate_shard/join/{all_arrived.count('join')}"
+    # Counted by each rank for itself, as all of them come here in one order.
+    number = default_store().add(f"accelerate_shard/join/{dist.get_rank()}", 1)
 
     def refuse(module: nn.Module, args: Any) -> None:
         nonlocal refused
@@ -102,7 +101,9 @@ def _refusing(
             handle.remove()
         waits = ended and empty and not refused
         ranks = list(range(dist.get_world_size())) if waits else [dist.get_rank()]
-        told = told_by(ranks, place, "refused" * refused, seconds, "Accelerator.join_uneven_inputs")
+        told = told_by(
+            ranks, f"accelerate_shard/join/{number}", "refused" * refused, seconds, "Accelerator.join_uneven_inputs"
+        )
         if waits and "refused" in told.values():
             raise ConfigError(_UNEVEN)
 

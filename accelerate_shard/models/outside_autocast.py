@@ -15,7 +15,7 @@ from torch import nn
 from torch_shard import Precision
 from torch_shard.frontend import cast, cast_outputs
 
-__all__ = ["register", "unregister"]
+__all__ = ["register"]
 
 
 def register(model: nn.Module, precision: Precision, device: torch.device) -> None:
@@ -30,18 +30,6 @@ def register(model: nn.Module, precision: Precision, device: torch.device) -> No
             before = _CastInputs(device.type)
             module.register_forward_pre_hook(before, with_kwargs=True)
             module.register_forward_hook(_CastBack(before, own[0].dtype), always_call=True)
-
-
-def unregister(model: nn.Module) -> None:
-    """Remove the hooks of :func:`register`. Not collective."""
-    for module in model.modules():
-        for hooks, options in (
-            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-            (module._forward_hooks, module._forward_hooks_always_called),
-        ):
-            for key in [k for k, hook in hooks.items() if isinstance(hook, (_CastInputs, _CastBack))]:
-                del hooks[key]
-                options.pop(key, None)
 
 
 class _CastInputs:
