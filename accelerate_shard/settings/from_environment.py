@@ -24,7 +24,7 @@ from .offload_text import FORM as OFFLOAD
 from .offload_text import offload_of_fields, read_offload
 from .plugin import ShardPlugin, StateDictType
 
-__all__ = ["PREFIX", "SETTINGS", "Setting", "launch_plugin", "own_names", "settings_table", "take_over_launch"]
+__all__ = ["PREFIX", "SETTINGS", "Setting", "launch_plugin", "own_names", "take_over_launch"]
 
 PREFIX = "SHARD_"
 _TAKEN = "SHARD_FSDP_TAKEN_OVER"
@@ -46,7 +46,7 @@ class Setting:
     Attributes:
         field: of the plugin.
         read: from text to the value; raises ValueError.
-        form: how the text looks, for the documentation and for errors.
+        form: how the text looks, for errors and questions.
     """
 
     field: str
@@ -128,13 +128,6 @@ SETTINGS = (
 _BY_VARIABLE = {setting.variable: setting for setting in SETTINGS}
 _BY_YAML = {setting.yaml: setting for setting in SETTINGS}
 _FSDP_KEYS = {key.yaml for key in KEYS if key.yaml}
-
-
-def settings_table() -> str:
-    """The documentation's table of :data:`SETTINGS`, in Markdown."""
-    rows = ["| variable | in `fsdp_config` | field of `ShardPlugin` | value |", "|---|---|---|---|"]
-    rows += [f"| `{s.variable}` | `{s.yaml}` | `{s.field}` | {s.form} |" for s in SETTINGS]
-    return "\n".join(rows)
 
 
 def take_over_launch() -> None:

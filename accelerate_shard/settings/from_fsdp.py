@@ -1,8 +1,8 @@
 """Settings of torch's FSDP, key by key, as a :class:`~accelerate_shard.settings.plugin.ShardPlugin`.
 
 They come as the environment that ``accelerate launch`` exports for a YAML with ``distributed_type: FSDP``, or as a
-``FullyShardedDataParallelPlugin`` in ``Accelerator(fsdp_plugin=...)``; FSDP 1 or 2. :data:`KEYS` is the one table of them, from
-which the documentation's is made. What has no meaning here and was changed is named in one warning.
+``FullyShardedDataParallelPlugin`` in ``Accelerator(fsdp_plugin=...)``; FSDP 1 or 2. What has no meaning here and
+was changed is named in one warning. docs/accelerate.md says what each key becomes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch_shard.log import logger
 from .plugin import ShardPlugin, StateDictType
 from .wrap_policies import WholeModel, size_based, units_of_policy
 
-__all__ = ["KEYS", "Key", "from_fsdp_environment", "from_fsdp_plugin", "table"]
+__all__ = ["KEYS", "Key", "from_fsdp_environment", "from_fsdp_plugin"]
 
 _STRATEGIES = {
     "FULL_SHARD": "full_shard",
@@ -42,111 +42,50 @@ _TRUE, _FALSE = ("1", "true", "yes", "y", "on", "t"), ("0", "false", "no", "n", 
 
 @dataclass(frozen=True)
 class Key:
-    """One setting of FSDP: what it is called in a YAML, in the environment and in the plugin, and what it becomes.
+    """One setting of FSDP: what it is called in the plugin, in a YAML and in the environment.
 
     Attributes:
         field: of ``FullyShardedDataParallelPlugin``.
-        yaml: in ``fsdp_config``; empty where a YAML does not have it.
-        variable: of the environment; empty where the launcher exports none.
-        means: what it becomes here, for the documentation.
-        usual: for keys without a meaning: the value that promises nothing, as the environment has it; others are named in the
-            warning. None for keys with a meaning.
+        yaml: in ``fsdp_config``; empty where neither a YAML nor the environment has it.
+        usual: for keys without a meaning here: the value that promises nothing, as the environment has it; others are named in
+            the warning. None for keys with a meaning.
     """
 
     field: str
     yaml: str
-    variable: str
-    means: str
     usual: str | None = None
+
+    @property
+    def variable(self) -> str:
+        """Of the environment."""
+        return "FSDP_TRANSFORMER_CLS_TO_WRAP" if self.field == "transformer_cls_names_to_wrap" else self.yaml.upper()
 
 
 KEYS = (
-    Key("fsdp_version", "fsdp_version", "FSDP_VERSION", "1 or 2: how the other keys are read"),
-    Key(
-        "sharding_strategy", "fsdp_sharding_strategy", "FSDP_SHARDING_STRATEGY",
-        "FSDP 1: `strategy`, by the same names in lower case (`HYBRID_SHARD`: `hybrid_shard`), or by number",
-    ),
-    Key(
-        "reshard_after_forward", "fsdp_reshard_after_forward", "FSDP_RESHARD_AFTER_FORWARD",
-        "FSDP 2: `true` is `strategy='full_shard'`, `false` is `'shard_grad_op'`. FSDP 1: the strategy's name, as `accelerate "
-        "config` writes it, unless `fsdp_sharding_strategy` says one",
-    ),
-    Key(
-        "cpu_offload", "fsdp_offload_params", "FSDP_OFFLOAD_PARAMS",
-        "`true`: `offload`, `'cpu'`; in the plugin `CPUOffloadPolicy(pin_memory=False)` too. `shard_offload` says what FSDP has "
-        "no key for",
-    ),
-    Key(
-        "auto_wrap_policy", "fsdp_auto_wrap_policy", "FSDP_AUTO_WRAP_POLICY",
-        "`TRANSFORMER_BASED_WRAP`: `layer_classes`, or the automatic plan where no class is named; `SIZE_BASED_WRAP`: `units`, "
-        "where FSDP would wrap; `NO_WRAP`: one unit. Absent: the automatic plan. In the plugin a callable, too",
-    ),
-    Key(
-        "transformer_cls_names_to_wrap", "fsdp_transformer_layer_cls_to_wrap", "FSDP_TRANSFORMER_CLS_TO_WRAP",
-        "`layer_classes`. An error with the other policies, and where the model has no such class",
-    ),
-    Key(
-        "min_num_params", "fsdp_min_num_params", "FSDP_MIN_NUM_PARAMS",
-        "with `SIZE_BASED_WRAP`: modules of so many parameters that are in no smaller unit are `units`",
-    ),
-    Key(
-        "backward_prefetch", "fsdp_backward_prefetch", "FSDP_BACKWARD_PREFETCH",
-        "`BACKWARD_PRE`: `prefetch=1`, the default; `BACKWARD_POST`, and `NO_PREFETCH` in a YAML: `prefetch=0`",
-    ),
-    Key(
-        "forward_prefetch", "fsdp_forward_prefetch", "FSDP_FORWARD_PREFETCH",
-        "`true`: `prefetch=1`, which is for forward and backward",
-    ),
-    Key(
-        "state_dict_type", "fsdp_state_dict_type", "FSDP_STATE_DICT_TYPE",
-        "`state_dict_type`: `FULL_STATE_DICT` is `'full'`, `SHARDED_STATE_DICT` is `'sharded'`. `LOCAL_STATE_DICT` is "
-        "`'sharded'` too, with a warning",
-    ),
-    Key(
-        "activation_checkpointing", "fsdp_activation_checkpointing", "FSDP_ACTIVATION_CHECKPOINTING",
-        "`activation_checkpointing`, of the modules that are units",
-    ),
-    Key(
-        "activation_checkpointing_offload", "fsdp_activation_checkpointing_offload",
-        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
-        "`activation_offload`, of the same modules; without `fsdp_activation_checkpointing` an error, as in Accelerate",
-    ),
-    Key(
-        "ignored_modules", "fsdp_ignored_modules", "FSDP_IGNORED_MODULES",
-        "`ignore`: the modules, or parameters of modules whose whole names match the regular expression",
-    ),
-    Key(
-        "mixed_precision_policy", "", "",
-        "`precision`: parameter, reduction, buffer and output dtypes, cast inputs. Without it `mixed_precision` decides; either "
-        "way with `fp32_masters=True`, as Accelerate upcasts parameters under FSDP",
-    ),
-    Key("param_init_fn", "", "", "a function of one's own is refused: `init_fn` has another contract"),
-    Key(
-        "sync_module_states", "fsdp_sync_module_states", "FSDP_SYNC_MODULE_STATES",
-        "nothing: rank 0's weights are sent to all ranks whatever it says", "true",
-    ),
-    Key(
-        "cpu_ram_efficient_loading", "fsdp_cpu_ram_efficient_loading", "FSDP_CPU_RAM_EFFICIENT_LOADING",
-        "nothing: without FSDP `from_pretrained` reads the checkpoint on every rank. It is right, and needs more host memory; "
-        "`accelerate_shard.from_pretrained` reads slices",
-    ),
-    Key(
-        "use_orig_params", "fsdp_use_orig_params", "FSDP_USE_ORIG_PARAMS",
-        "nothing: optimizers always see the original parameters", "true",
-    ),
-    Key("limit_all_gathers", "", "", "nothing: `prefetch` limits what is gathered ahead", "true"),
-    Key("state_dict_config", "", "", "nothing: full state dicts are on rank 0 and on the CPU", ""),
-    Key("optim_state_dict_config", "", "", "nothing, for the same reason", ""),
-)  # fmt: skip
+    Key("fsdp_version", "fsdp_version"),
+    Key("sharding_strategy", "fsdp_sharding_strategy"),
+    Key("reshard_after_forward", "fsdp_reshard_after_forward"),
+    Key("cpu_offload", "fsdp_offload_params"),
+    Key("auto_wrap_policy", "fsdp_auto_wrap_policy"),
+    Key("transformer_cls_names_to_wrap", "fsdp_transformer_layer_cls_to_wrap"),
+    Key("min_num_params", "fsdp_min_num_params"),
+    Key("backward_prefetch", "fsdp_backward_prefetch"),
+    Key("forward_prefetch", "fsdp_forward_prefetch"),
+    Key("state_dict_type", "fsdp_state_dict_type"),
+    Key("activation_checkpointing", "fsdp_activation_checkpointing"),
+    Key("activation_checkpointing_offload", "fsdp_activation_checkpointing_offload"),
+    Key("ignored_modules", "fsdp_ignored_modules"),
+    Key("mixed_precision_policy", ""),
+    Key("param_init_fn", ""),
+    Key("sync_module_states", "fsdp_sync_module_states", "true"),
+    Key("cpu_ram_efficient_loading", "fsdp_cpu_ram_efficient_loading"),
+    Key("use_orig_params", "fsdp_use_orig_params", "true"),
+    Key("limit_all_gathers", "", "true"),
+    Key("state_dict_config", "", ""),
+    Key("optim_state_dict_config", "", ""),
+)
 
 _BY_FIELD = {key.field: key for key in KEYS}
-
-
-def table() -> str:
-    """The documentation's table of :data:`KEYS`, in Markdown."""
-    rows = ["| in a YAML's `fsdp_config` | of `FullyShardedDataParallelPlugin` | becomes |", "|---|---|---|"]
-    rows += [f"| {f'`{key.yaml}`' if key.yaml else 'not in a YAML'} | `{key.field}` | {key.means} |" for key in KEYS]
-    return "\n".join(rows)
 
 
 @dataclass
@@ -188,7 +127,9 @@ def from_fsdp_environment(environment: Mapping[str, str]) -> ShardPlugin:
     Raises:
         ConfigError: a value is unknown, two contradict each other, or one asks for what is not there; names the variable.
     """
-    said = {key.field: environment[key.variable] for key in KEYS if environment.get(key.variable, "") != ""}
+    said = {
+        key.field: environment[key.variable] for key in KEYS if key.yaml and environment.get(key.variable, "") != ""
+    }
 
     def called(name: str) -> str:
         key = _BY_FIELD[name]
