@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +18,10 @@ from accelerate_shard.cli import main
 from accelerate_shard.cli.show import effective
 from accelerate_shard.settings.from_environment import launch_plugin
 from accelerate_shard.settings.from_fsdp import from_fsdp_plugin
-from accelerate_shard.settings.offload_text import FIELDS, read_offload, text_of
+from accelerate_shard.settings.offload_text import read_offload, text_of
 from tests.accelerate.config.launching import FSDP1, FSDP2, SCRIPT, accelerate_launch, write_yaml
 from tests.accelerate.config.test_launch import RUNNER, check_same, result, script, stock
 from tests.accelerate.helpers import clean_state
-from tests.run_python import run_python
 from torch_shard import Offload
 from torch_shard.errors import ConfigError
 
@@ -33,8 +31,8 @@ TEXTS = {
     "cpu,nvme=d,nvme_params=true": Offload(nvme="d", nvme_params=True), "nvme=none": Offload(),
 }  # fmt: skip
 BAD = {
-    "gpu": "'gpu' is no name=value", "param=false": "did you mean params", "params=maybe": "params must be true or false",
-    "params=false,params=true": "twice", "nvme=": "no name=value", "optimizer=false": "works where the parameters are",
+    "gpu": "no name=value", "param=false": "Offload has no field 'param'", "params=maybe": "params must be True or False",
+    "nvme=": "no name=value", "optimizer=false": "works where the parameters are",
     "nvme_params=true": "needs a directory", "params=false,cpu": "'cpu' is no name=value",
 }  # fmt: skip
 
@@ -63,7 +61,6 @@ def test_every_field_can_be_said_and_is_written() -> None:
         except ConfigError:
             continue  # optimizer=False says what there is not
         assert read_offload(text_of(wanted)) == wanted != Offload(**others)
-    assert set(FIELDS) == {field.name for field in dataclasses.fields(Offload)}
 
 
 @pytest.mark.parametrize("text", BAD)
@@ -84,7 +81,7 @@ def test_a_yaml_says_it_as_text_or_as_a_mapping(value: Any, tmp_path: Path) -> N
 
 def test_a_mapping_with_a_field_that_there_is_not_is_refused(tmp_path: Path) -> None:
     path = write_yaml(tmp_path, {**FSDP2, "shard_offload": {"nvne": "/x"}})
-    with pytest.raises(ConfigError, match=r"shard_offload must be .*did you mean nvme\?"):
+    with pytest.raises(ConfigError, match=r"shard_offload must be .*no field 'nvne'"):
         effective(str(path))
 
 
@@ -122,7 +119,7 @@ def test_a_plugins_setting_offloads(options: dict[str, Any], wanted: Offload | N
 # -- accelerate-shard ---------------------------------------------------------------------------------------------------
 
 ANSWERS = {
-    "none": (None, False), "cpu": (Offload(), True), "optimizer": (Offload(params=False), False), "1": (Offload(), True),
+    "none": (None, False), "cpu": (Offload(), True), "params=false": (Offload(params=False), False),
     "nvme=/scratch,pin_memory=false": (Offload(nvme="/scratch", pin_memory=False), False),
 }  # fmt: skip
 
@@ -142,8 +139,6 @@ def test_env_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env"]) == 0
     wanted = Offload(params=False, nvme="/scratch")
     assert f"* offload                   {wanted!r}" in capsys.readouterr().out
-    assert main(["env", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["settings"]["offload"] == dataclasses.asdict(wanted)
 
 
 # -- as a user runs it --------------------------------------------------------------------------------------------------
@@ -176,10 +171,3 @@ def test_an_unmodified_script_trains_with_the_numbers_of_ddp(
     check_same(found, expected)
     assert found["settings"]["offload"] == repr(wanted)
     assert not any((tmp_path / "disk").glob("*")), "files on disk are removed at the end"
-
-
-@pytest.mark.exhaustive
-def test_a_configuration_with_offload_passes_its_test(tmp_path: Path) -> None:
-    command = ("-m", "accelerate_shard.cli")
-    run_python(*command, "config", "--yes", "--cpu", "yes", "--offload", "cpu", folder=tmp_path)
-    assert "the ranks agree" in run_python(*command, "test", folder=tmp_path).stdout
