@@ -6,16 +6,13 @@ What selects other engines is refused here, before anything of Accelerate's stat
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from torch_shard.errors import ConfigError
 from torch_shard.log import logger
 
 from .._private import shared_state
-from . import from_deepspeed
 from .chosen import enabled_plugin
-from .config_file import launch_file, read_launch_file
 from .from_environment import launch_plugin, own_names, take_over_launch
 from .from_fsdp import from_fsdp_plugin
 from .plugin import ShardPlugin, plugin_of
@@ -48,7 +45,7 @@ def refuse_other_engines(arguments: dict[str, Any]) -> None:
         if arguments.get(name) is not None:
             raise ConfigError(
                 f"{name}: this Accelerator shards models itself and can't be combined with {engine}. Leave it out; "
-                f"shard_plugin=ShardPlugin(...) has the settings of sharding.{_of_plugins(name, arguments[name])}"
+                f"shard_plugin=ShardPlugin(...) has the settings of sharding.{_remedy(engine)}"
             )
     precision = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "")
     recipes = [type(h).__name__ for h in arguments.get("kwargs_handlers") or () if "Recipe" in type(h).__name__]
@@ -61,30 +58,17 @@ def refuse_other_engines(arguments: dict[str, Any]) -> None:
         if os.environ.get(name, "").lower() == "true":
             raise ConfigError(
                 f"{name}: the launch configuration selects {engine}, which this Accelerator can't be combined with. Launch "
-                f"with a configuration without it (`accelerate-shard config{_OPTIONS.get(engine, '')}` writes one)."
-                f"{_of_launch(engine)}"
+                f"with a configuration without it (`accelerate-shard config` writes one).{_remedy(engine)}"
             )
 
 
-_OPTIONS = {"DeepSpeed": " --deepspeed FILE"}
-
-
-def _of_launch(engine: str) -> str:
+def _remedy(engine: str) -> str:
     if engine != "DeepSpeed":
         return ""
-    said = from_deepspeed.of_environment(os.environ)
-    path = launch_file()
-    if path is not None:  # the launcher does not export all of it
-        said |= from_deepspeed.of_yaml(read_launch_file(path))
-    return from_deepspeed.advice(said)
-
-
-def _of_plugins(name: str, plugins: Any) -> str:
-    if _OTHER_ENGINES[name] != "DeepSpeed":
-        return ""
-    found = list(plugins.values()) if isinstance(plugins, Mapping) else [plugins]
-    config = getattr(found[0], "deepspeed_config", None) if found else None
-    return from_deepspeed.advice(from_deepspeed.of_json(config))
+    return (
+        " `accelerate-shard config --deepspeed FILE` translates a YAML for DeepSpeed; docs/accelerate.md has a table of all "
+        "keys."
+    )
 
 
 def chosen_plugin(shard_plugin: Any, fsdp_plugin: Any) -> ShardPlugin:

@@ -16,7 +16,6 @@ from torch_shard.frontend import agree, engine_holding
 
 from .. import _private
 from ..accelerator import Accelerator
-from ..settings import from_deepspeed
 from .checkpoint import all_ranks
 
 __all__ = ["create_accelerator", "evaluation_loop", "move_model"]
@@ -45,8 +44,8 @@ def _refuse_others(trainer: Any) -> None:
     if args.deepspeed:
         raise ConfigError(
             "TrainingArguments.deepspeed: this Trainer shards the model itself and can't be combined with DeepSpeed. Leave it "
-            "out; ShardPlugin(strategy=..., offload=...) has what its ZeRO stages have."
-            f"{from_deepspeed.advice(from_deepspeed.of_json(args.deepspeed))}"
+            "out; ShardPlugin(strategy=..., offload=...) has what its ZeRO stages have, and docs/accelerate.md has a table "
+            "of all keys."
         )
     if getattr(args, "parallelism_config", None) is not None:
         raise ConfigError(

@@ -1,9 +1,8 @@
-"""``accelerate-shard config``, ``test`` and ``env``."""
+"""``accelerate-shard config`` and ``env``."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from accelerate_shard.cli.show import effective
 from tests.accelerate.config.launching import FSDP2, write_yaml
 from tests.accelerate.helpers import clean_state
 from tests.marks import exhaustive
-from tests.run_python import run_python
 from torch_shard import Offload
 
 CPU = ("--yes", "--cpu", "yes")
@@ -43,7 +41,7 @@ def test_defaults_give_a_yaml_that_accelerate_reads_and_the_default_plugin(tmp_p
     "strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim"), "hybrid_shard", *exhaustive("no_shard")]
 )
 def test_every_answer_comes_back_from_the_file(strategy: str) -> None:
-    every = itertools.product(("no", "bf16"), ("sharded", "full"), ("yes", "no"), ("auto", "Block,Head"))
+    every = itertools.product(("no", "bf16"), ("sharded", "full"), ("yes", "no"), ("", "Block,Head"))
     for precision, form, again, classes in every:
         options = {
             "strategy": strategy, "mixed_precision": precision, "state_dict_type": form, "activation_checkpointing": again,
@@ -53,7 +51,7 @@ def test_every_answer_comes_back_from_the_file(strategy: str) -> None:
         assert main(["config", *CPU, "--force", "--config_file", "c.yaml", *flags]) == 0
         assert effective("c.yaml") == ShardPlugin(
             strategy=strategy,  # type: ignore[arg-type]
-            layer_classes=() if classes == "auto" else ("Block", "Head"),
+            layer_classes=() if not classes else ("Block", "Head"),
             state_dict_type=form,  # type: ignore[arg-type]
             activation_checkpointing=again == "yes",
             activation_offload=again == "yes",
@@ -66,12 +64,13 @@ def test_every_answer_comes_back_from_the_file(strategy: str) -> None:
 def test_questions_are_asked_again_until_the_answer_is_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    typed = iter(["perhaps", "yes", "0", "4", "9", "2", "disk", "2", "", "1", "", "", "full"])
+    typed = iter(
+        ["perhaps", "yes", "0", "4", "zero", "shard_optim", "disk", "params=false", "", "bf16", "", "", "", "full"]
+    )
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or next(typed))
     assert main(["config"]) == 0
-    # Four of them twice; and without activation checkpointing there is nothing to ask about its inputs.
-    assert next(typed, None) is None and len(asked) == len(QUESTIONS) + 4 - 1
+    assert next(typed, None) is None and len(asked) == len(QUESTIONS) + 4  # four of them twice
     assert capsys.readouterr().out.count("Please answer") == 4
     contents = yaml.safe_load(Path("accelerate_shard.yaml").read_text(encoding="utf-8"))
     assert (contents["num_processes"], contents["mixed_precision"]) == (4, "bf16")
@@ -83,9 +82,9 @@ def test_questions_are_asked_again_until_the_answer_is_one(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--strategy", "zero"), "--strategy must be one of.*full_shard"),
+        (("--strategy", "zero"), "--strategy must be one of full_shard"),
         (("--num_processes", "0"), "--num_processes"),
-        (("--offload", "params=perhaps"), "--offload must be one of.*nvme=..."),
+        (("--offload", "params=perhaps"), "--offload must be none, cpu"),
         (("--cpu", "maybe"), "--cpu"),
         (("--config_file", "x.toml"), "yaml"),
     ],
@@ -94,7 +93,7 @@ def test_bad_options_are_refused_and_nothing_is_written(
     arguments: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["config", *CPU, *arguments]) == 2
-    assert said.split(".*")[0] in capsys.readouterr().err
+    assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -120,9 +119,6 @@ def test_env_shows_versions_and_what_a_configuration_comes_to(
     shown = capsys.readouterr().out
     assert "accelerate " in shown and "* strategy                  'shard_grad_op'" in shown
     assert "* prefetch                  4" in shown and "  timeout " in shown
-    assert main(["env", "--config_file", str(path), "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert found["settings"]["prefetch"] == 4 and found["versions"]["accelerate"]
 
 
 @pytest.mark.parametrize(
@@ -137,28 +133,9 @@ def test_env_shows_versions_and_what_a_configuration_comes_to(
     ],
     ids=str,
 )
-def test_env_and_test_refuse_what_a_launch_would(
+def test_env_refuses_what_a_launch_would(
     fsdp: dict[str, Any], top: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_yaml(tmp_path, {**FSDP2, **fsdp}, **top)
-    for command in ("env", "test"):
-        assert main([command, "--config_file", str(path)]) == 2
-        assert said in capsys.readouterr().err
-    assert main(["test", "--config_file", "none.yaml"]) == 2
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("options", [(), ("--strategy", "shard_optim", "--mixed_precision", "bf16")], ids=str)
-def test_a_configuration_that_was_written_passes_its_test(options: tuple[str, ...], tmp_path: Path) -> None:
-    command = ("-m", "accelerate_shard.cli")
-    extra = ("--layer_classes", "LlamaDecoderLayer", "--activation_checkpointing", "yes", "--activation_offload", "yes")
-    run_python(*command, "config", *CPU, *extra, *options, folder=tmp_path)
-    done = run_python(*command, "test", folder=tmp_path)
-    assert "the ranks agree" in done.stdout and "2 x cpu" in done.stdout
-
-
-@pytest.mark.exhaustive
-def test_a_set_up_whose_processes_do_not_find_each_other_fails_its_test(tmp_path: Path) -> None:
-    path = write_yaml(tmp_path, {}, distributed_type="MULTI_CPU", use_cpu=True)
-    done = run_python("-m", "accelerate_shard.cli", "test", "--config_file", path, folder=tmp_path, expected=1)
-    assert "2 processes were configured, and 1 found each other" in done.stdout
+    assert main(["env", "--config_file", str(path)]) == 2
+    assert said in capsys.readouterr().err
