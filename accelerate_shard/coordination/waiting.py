@@ -22,40 +22,47 @@ __all__ = ["each", "meet"]
 T = TypeVar("T")
 
 
-def each(function: Callable[[], T], what: str, seconds: float) -> T:
-    """Run `function`, without collectives, on every rank, before there is an engine; all return, or all raise. Collective.
+def each(function: Callable[[], T], what: str, seconds: float, key: object = None) -> T:
+    """Run `function`, without collectives, on every rank, where there is no engine; all return, or all raise. Collective.
 
     Through the store, in which a rank that waits says for whom.
 
     Args:
+        function: this rank's work.
         what: the operation, for messages.
         seconds: how long to wait for the others.
+        key: must be equal on all ranks; a function is called with the result.
 
     Raises:
         Exception: this rank's own, or an error of its class that quotes another rank's (ShardError for classes of others).
         MissingRankError: another rank did not come in that time.
+        DivergenceError: the ranks have other keys.
     """
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if world == 1:
-        return function()
     error: Exception | None = None
     result: Any = None
+    said: dict[str, str] = {}
     try:
         result = function()
+        said["key"] = repr(key(result) if callable(key) else key)
     except Exception as problem:  # the other ranks must hear of it
         error = problem
-    rank = dist.get_rank()
-    # Counted by each rank for itself, as all of them come here in one order.
-    number = default_store().add(f"accelerate_shard/each/{rank}", 1)
-    own = "" if error is None else json.dumps([type(error).__name__, str(error)])
-    told = told_by(list(range(world)), f"accelerate_shard/each/{number}", own, seconds, what)
+        said.update(error=type(error).__name__, text=str(error))
+    if world > 1:
+        # Counted by each rank for itself, as all of them come here in one order.
+        number = default_store().add(f"accelerate_shard/each/{dist.get_rank()}", 1)
+        place = f"accelerate_shard/each/{number}"
+        told = told_by(list(range(world)), place, json.dumps(said), seconds, what)
     if error is not None:
         raise error
-    for other, text in told.items():
-        if text:
-            name, said = json.loads(text)
-            kind = getattr(errors, name, errors.ShardError)
-            raise kind(f"rank {other} failed: {said}")
+    if world > 1:
+        found = [json.loads(text) for text in told.values()]
+        for rank, other in enumerate(found):
+            if "error" in other:
+                raise getattr(errors, other["error"], errors.ShardError)(f"rank {rank} failed: {other['text']}")
+        keys = [other["key"] for other in found]
+        if len(set(keys)) > 1:
+            raise errors.DivergenceError(f"{what}: the ranks passed different arguments: {keys}.")
     return result  # type: ignore[no-any-return]
 
 

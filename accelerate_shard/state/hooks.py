@@ -13,7 +13,7 @@ from typing import Any
 from torch_shard.errors import StateDictError
 from torch_shard.frontend import WithMetadata
 
-from .ranks import Ranks
+from .prepared import Ranks
 
 __all__ = ["Left", "after_load_hooks", "after_save_hooks"]
 

@@ -11,12 +11,10 @@ from torch import nn
 
 from ..models.full_weights_in_hooks import hooks_run
 from ..settings.plugin import ShardPlugin
-from .loading import load_state
-from .model_files import get_state_dict, save_model, slice_in
-from .pending import PendingState
-from .prepared import Prepared
-from .ranks import Ranks
-from .saving import save_state
+from .full import get_state_dict, save_model, slice_in
+from .load import load_state
+from .prepared import Prepared, Ranks
+from .save import PendingState, save_state
 
 if TYPE_CHECKING:
     _Base: TypeAlias = Any

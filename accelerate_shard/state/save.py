@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch_shard.errors import CheckpointError, ConfigError
 from torch_shard.frontend import refuse_inside
 from torch_shard.frontend.checkpoint import (
     OPTIMIZER,
+    PendingSave,
     Saving,
     commit,
     discard,
@@ -28,14 +30,12 @@ from torch_shard.frontend.checkpoint import (
 from torch_shard.log import logger
 
 from ..models.full_weights_in_hooks import whole_weights
-from . import custom, full, naming, small
+from . import directory_names, full, small_objects
 from .files import OPTIMIZER_NAME, SHARDED, keep_others, numbered, weights_name
 from .hooks import Left, after_save_hooks
-from .pending import PendingState
-from .prepared import Prepared, path_of
-from .ranks import Ranks
+from .prepared import Prepared, Ranks, path_of
 
-__all__ = ["save_state"]
+__all__ = ["PendingState", "save_state"]
 
 _WHAT = "Accelerator.save_state"
 
@@ -50,13 +50,13 @@ def save_state(accelerator: Any, output_dir: Any, safe_serialization: bool, opti
         _refuse(accelerator, options)
         for engine in prepared.sharded:
             refuse_inside(engine, _WHAT)
-        return naming.target(accelerator, output_dir)
+        return directory_names.target(accelerator, output_dir)
 
     # Nothing of the past is waited for yet: a rank that is missing is found here.
     target = ranks.each(begin, key=lambda path: (str(path), is_full, safe_serialization, len(prepared.models)))
     nonce = ranks.begin()
     ranks.each(accelerator.finish_saving)
-    place = ranks.broadcast(naming.followed(target))
+    place = ranks.broadcast(directory_names.followed(target))
     save = _Save(accelerator, prepared, ranks, place, nonce, bool(safe_serialization))
     try:
         ranks.on_first(save.make_folder)
@@ -94,7 +94,7 @@ class _Save:
     # -- before and after -----------------------------------------------------------------------------------------------
     def make_folder(self) -> None:
         """Rank 0: the hidden folder."""
-        self.saving = Saving.begin(self.target, self.nonce, _refuse_file, naming.siblings(self.accelerator))
+        self.saving = Saving.begin(self.target, self.nonce, _refuse_file, directory_names.siblings(self.accelerator))
 
     def check_shared(self) -> None:
         """Raise where this rank has another folder of that name, or none."""
@@ -112,7 +112,7 @@ class _Save:
                 make_durable(path)
         commit(self.saving, self.target, keep_others)
         discard(self.target, self.nonce)
-        naming.prune(self.accelerator, self.target)
+        directory_names.prune(self.accelerator, self.target)
 
     def close(self, done: bool) -> None:
         """Let go; without a checkpoint delete what was written in vain."""
@@ -121,8 +121,8 @@ class _Save:
             self.saving = None
 
     def _write_small(self) -> None:
-        self.ranks.each(lambda: small.write(self.accelerator, self.beside))
-        custom.write(self.ranks, self.accelerator._custom_objects, self.beside)
+        self.ranks.each(lambda: small_objects.write(self.accelerator, self.beside))
+        small_objects.write_custom(self.ranks, self.accelerator._custom_objects, self.beside)
 
     def _finish(self) -> None:
         self.ranks.on_first(self.put_in_place)
@@ -249,3 +249,67 @@ def _nothing() -> None:
 def _refuse_file(target: Path) -> None:
     if os.path.lexists(target) and not target.is_dir():
         raise CheckpointError(f"{target} is a file; a checkpoint is a directory. Give another path, or delete it.")
+
+
+# -- while training goes on --------------------------------------------------------------------------------------------
+
+
+class PendingState:
+    """One asynchronous ``save_state`` on one rank. Nothing here is collective.
+
+    Args:
+        engines_own: of the models and optimizers.
+        target: of the checkpoint.
+        finish: on rank 0: put it in its place.
+        close: on rank 0, in the end: with whether that was done.
+    """
+
+    def __init__(
+        self, engines_own: PendingSave, target: Path, finish: Callable[[], None], close: Callable[[bool], None]
+    ) -> None:
+        self.path = target
+        self._own: PendingSave | None = engines_own
+        self._finish: Callable[[], None] | None = finish
+        self._close: Callable[[bool], None] | None = close
+        self._error: Exception | None = None
+        self._ended = threading.Event()
+        # No daemon: a program that ends waits for it.
+        threading.Thread(target=self._run, name=f"accelerate_shard save of {target.name}").start()
+
+    def done(self) -> bool:
+        """Whether the checkpoint is in its place, or has failed."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is in its place as far as this rank knows.
+
+        Raises:
+            CheckpointError: it has failed; raised once.
+        """
+        self._ended.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self) -> None:
+        own, finish, close = self._own, self._finish, self._close
+        assert own is not None and finish is not None and close is not None
+        # They hold what the checkpoint was made of, which goes with this thread.
+        self._own = self._finish = self._close = None
+        done = False
+        try:
+            own.wait()
+            finish()
+            done = True
+        except CheckpointError as error:
+            self._error = error
+        except Exception as error:
+            self._error = CheckpointError(
+                f"the asynchronous save to {self.path} failed: {error}. What was at that path before is there still."
+            )
+            self._error.__cause__ = error
+            logger.error("%s", self._error)
+        finally:
+            close(done)
+            del own, finish, close
+            self._ended.set()

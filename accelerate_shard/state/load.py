@@ -11,13 +11,12 @@ from torch_shard.errors import CheckpointError, ConfigError, ShardError, StateDi
 from torch_shard.frontend import refuse_inside
 from torch_shard.frontend.checkpoint import load_contents
 
-from . import naming
+from . import directory_names
 from .files import SHARDED, model_file
 from .full import FullModel, FullOptimizer, PlainModel
 from .hooks import after_load_hooks
-from .prepared import Prepared, path_of
-from .ranks import Ranks
-from .small import SmallState
+from .prepared import Prepared, Ranks, path_of
+from .small_objects import SmallState
 
 __all__ = ["load_state"]
 
@@ -41,7 +40,7 @@ def load_state(accelerator: Any, input_dir: Any, load_kwargs: dict[str, Any] | N
     ranks.each(accelerator.finish_saving)
 
     def find() -> SmallState:
-        folder = naming.source(accelerator, input_dir)
+        folder = directory_names.source(accelerator, input_dir)
         found = SmallState(accelerator, folder, accelerator.shard_plugin.weights_only, load_kwargs or {})
         found.check()
         return found
