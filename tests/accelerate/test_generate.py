@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from accelerate_shard import ShardPlugin
@@ -16,7 +15,6 @@ from tests.accelerate.helpers import OURS, STOCK, accelerator, engine_of
 from tests.hf_models import VOCAB, build
 from tests.marks import exhaustive, quick
 from tests.ranks import ranks
-from torch_shard.errors import MissingRankError, ShardError
 
 
 def prompt(rank: int, length: int | None = None) -> torch.Tensor:
@@ -123,36 +121,6 @@ def test_it_is_safe_where_parameters_are_whole_anyway(rank: int, strategy: str) 
         acc.backward(loss(model(**inputs)))  # where ranks would find that they did different things
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, *exhaustive(torch.no_grad)])
-@ranks(2)
-def test_generating_between_steps_changes_nothing_in_training(rank: int, mode: Any) -> None:
-    def train(kind: Any, generating: bool) -> tuple[list[float], list[torch.Tensor]]:
-        model, inputs, loss = build("gpt2")
-        inputs = {name: (value + rank) % VOCAB for name, value in inputs.items()}
-        with accelerator(kind) as acc:
-            steps = torch.optim.SGD(model.parameters(), lr=0.5)
-            model, steps = acc.prepare(model, steps)
-            losses, texts = [], []
-            for _ in range(3):
-                value = loss(model(**inputs))
-                acc.backward(value)
-                steps.step()
-                steps.zero_grad()
-                losses.append(value.item())
-                if generating:
-                    with mode():
-                        model.eval()
-                        texts.append(text(acc.unwrap_model(model), rank))
-                        model.train()
-            return losses, texts
-
-    wanted, texts = train(STOCK, True)
-    losses, found = train(OURS, True)
-    torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=0)
-    assert all(torch.equal(a, b) for a, b in zip(found, texts, strict=True))
-    assert train(OURS, False)[0] == losses
-
-
 @pytest.mark.parametrize("way", quick(WAYS, ["gathered"]))
 @ranks(2)
 def test_mixed_precision_generates_as_stock(rank: int, way: str) -> None:
@@ -172,28 +140,6 @@ def test_mixed_precision_generates_as_stock(rank: int, way: str) -> None:
 
 @pytest.mark.exhaustive
 @ranks(2)
-def test_a_rank_that_does_not_generate_is_missed(rank: int) -> None:
-    with accelerator(OURS, shard_plugin=ShardPlugin(timeout=1)) as acc:
-        model = acc.prepare(build("gpt2")[0])
-        if acc.is_main_process:
-            with pytest.raises(MissingRankError, match=r"generate|gathered"):
-                text(model, rank)
-    dist.barrier()
-
-
-@ranks(2)
-def test_a_rank_that_trains_meanwhile_is_told_so(rank: int) -> None:
-    with accelerator(OURS, shard_plugin=ShardPlugin(timeout=5)) as acc:
-        model, inputs, loss = build("gpt2")
-        model = acc.prepare(model)
-        with pytest.raises(ShardError, match="generate"):
-            if acc.is_main_process:
-                text(model, rank)
-            acc.backward(loss(model(**inputs)))
-
-
-@pytest.mark.exhaustive
-@ranks(2)
 def test_an_assistant_model_that_is_sharded_too_is_gathered(rank: int) -> None:
     plain, helper = build("llama")[0].eval(), build("llama", seed=1)[0].eval()
     options: dict[str, Any] = {"input_ids": prompt(rank)[:1], "attention_mask": torch.ones_like(prompt(rank)[:1])}
@@ -201,16 +147,3 @@ def test_an_assistant_model_that_is_sharded_too_is_gathered(rank: int) -> None:
     with accelerator(OURS) as acc:
         model, helper = acc.prepare(build("llama")[0].eval(), build("llama", seed=1)[0].eval())
         assert torch.equal(text(model, rank, assistant_model=helper, **options), wanted)
-
-
-@ranks(2)
-def test_a_failure_on_one_rank_leaves_the_model_as_it_was(rank: int) -> None:
-    with accelerator(OURS) as acc:
-        model = acc.prepare(build("gpt2")[0])
-        wanted = text(model, rank)
-        if rank == 0:
-            with pytest.raises(ValueError):
-                model.generate(input_ids=prompt(0), not_an_argument=1)
-        else:
-            text(model, rank)
-        assert torch.equal(text(model, rank), wanted)

@@ -18,7 +18,6 @@ pytest.importorskip("transformers")
 
 import transformers
 
-import accelerate_shard
 import torch_shard
 from accelerate_shard import from_pretrained
 from tests.accelerate.helpers import OURS, STOCK, accelerator
@@ -439,8 +438,3 @@ def test_parameters_that_were_copied_or_resized_before_are_refused(tmp_path):
     with pytest.raises(SetupError, match=r"on the meta device"):
         torch_shard.shard(twin)
     torch_shard.shard(model)
-
-
-def test_the_package_offers_it():
-    assert accelerate_shard.from_pretrained is from_pretrained
-    assert "from_pretrained" in dir(accelerate_shard)

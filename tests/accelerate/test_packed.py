@@ -11,131 +11,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from accelerate_shard import Precision, ShardPlugin
-from tests.accelerate.helpers import BOTH, OURS, STOCK, accelerator, engine_of
+from tests.accelerate.helpers import BOTH, OURS, accelerator, engine_of
 from tests.accelerate.peft_models import lora
 from tests.accelerate.peft_models import train as peft_train
 from tests.hf_models import build
-from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard.errors import SetupError
 
 WIDTH, GROUP = 24, 8
-
-
-class PackedLinear(nn.Module):
-    """A frozen linear layer in 4 bits: two weights in a byte, and a scale for each group of a row; dequantized in forward."""
-
-    def __init__(self, linear: nn.Linear, buffers: bool = False) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        grouped = linear.weight.detach().view(self.out_features, -1, GROUP)
-        scale = grouped.abs().amax(-1, keepdim=True) / 7
-        codes = (grouped / scale).round().to(torch.int8) + 8
-        codes = codes.view(self.out_features, -1).to(torch.uint8)
-        self.hold("packed", codes[:, ::2] | codes[:, 1::2] << 4, buffers)
-        self.hold("scale", scale.squeeze(-1).to(torch.float16), buffers)
-        self.hold("zero", torch.full((self.out_features,), 8, dtype=torch.int8), buffers)
-        self.seen: list[torch.Tensor] = []
-
-    def hold(self, name: str, value: torch.Tensor, buffers: bool) -> None:
-        if buffers:
-            self.register_buffer(name, value)
-        else:
-            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
-
-    @property
-    def weight(self) -> torch.Tensor:
-        packed: Any = self.packed
-        self.seen = [value.detach().clone() for value in (packed, self.scale, self.zero)]
-        codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1).to(torch.int8) - self.zero[:, None]
-        return (codes.view(self.out_features, -1, GROUP) * self.scale.float()[..., None]).flatten(1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight.to(x.dtype))
-
-
-class LoraOnPacked(nn.Module):
-    """A packed layer with a trainable update of low rank, as PEFT's layers for quantized ones compute it."""
-
-    def __init__(self, base: PackedLinear, rank: int = 4) -> None:
-        super().__init__()
-        self.base_layer = base
-        self.lora_A = nn.Linear(base.in_features, rank, bias=False)
-        self.lora_B = nn.Linear(rank, base.out_features, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base_layer(x) + self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype)))
-
-
-class Layer(nn.Module):
-    def __init__(self, buffers: bool) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.update = LoraOnPacked(PackedLinear(nn.Linear(WIDTH, WIDTH, bias=False), buffers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.update(self.norm(x)))
-
-
-def packed_model(buffers: bool = False) -> nn.Sequential:
-    """Norms frozen, in fp32; embeddings frozen, in bf16; updates of low rank train, in fp32."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, WIDTH), Layer(buffers), Layer(buffers), nn.Linear(WIDTH, 3))
-    for name, p in model.named_parameters():
-        p.requires_grad_("lora" in name)
-    return model
-
-
-def train(kind: Any, buffers: bool = False, **options: Any) -> tuple[list[float], list[float], nn.Module]:
-    with accelerator(kind, **options) as acc:
-        model = packed_model(buffers)
-        before = {key: value.clone() for key, value in model.state_dict().items() if "packed" in key or "zero" in key}
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5, momentum=0.9)
-        model, optimizer = acc.prepare(model, optimizer)
-        generator = torch.Generator().manual_seed(acc.process_index)
-        losses, norms = [], []
-        for _ in range(4):
-            x = torch.randn(5, 6, generator=generator)
-            loss = model(x).float().pow(2).mean()
-            acc.backward(loss)
-            norms.append(float(acc.clip_grad_norm_(model.parameters(), 1.0)))
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        plain = acc.unwrap_model(model)
-        for name, module in plain.named_modules():
-            if isinstance(module, PackedLinear):
-                packed, scale, zero = module.seen  # what forward computed with
-                assert packed.dtype == torch.uint8 and scale.dtype == torch.float16 and zero.dtype == torch.int8
-                assert torch.equal(packed, before[f"{name}.packed"]) and torch.equal(zero, before[f"{name}.zero"])
-        after = acc.get_state_dict(model) if kind is STOCK else engine_of(model).state_dict(rank0_only=False)
-        assert all(torch.equal(after[key], value) and after[key].dtype == value.dtype for key, value in before.items())
-        return losses, norms, plain
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
-@ranks(2)
-def test_packed_parameters_train_as_under_ddp_and_keep_every_bit(strategy: str) -> None:
-    wanted, ours = train(STOCK), train(OURS, shard_plugin=ShardPlugin(strategy=strategy))
-    for found, expected in zip(ours[:2], wanted[:2], strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-
-
-@ranks(2)
-def test_packed_buffers_train_as_under_ddp_and_keep_every_bit() -> None:
-    wanted, ours = train(STOCK, buffers=True), train(OURS, buffers=True)
-    for found, expected in zip(ours[:2], wanted[:2], strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("precision", [None, *exhaustive(Precision())], ids=["gathered in bf16", "autocast alone"])
-@ranks(2)
-def test_packed_parameters_are_not_cast_under_bf16(precision: Any) -> None:
-    wanted = train(STOCK, mixed_precision="bf16")
-    ours = train(OURS, mixed_precision="bf16", shard_plugin=ShardPlugin(precision=precision))
-    for found, expected in zip(ours[:2], wanted[:2], strict=True):
-        torch.testing.assert_close(found, expected, rtol=3e-2, atol=0)
 
 
 class PackedWeight(nn.Linear):
@@ -179,21 +62,6 @@ def test_peft_s_lora_on_a_packed_transformer_trains_under_bf16_and_saves_its_ada
         torch.testing.assert_close(found, expected, rtol=3e-2, atol=0)
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert saved and all(torch.equal(v, state[k.replace(".weight", ".default.weight")]) for k, v in saved.items())
-
-
-@ranks(2)
-def test_packed_parameters_are_cut_among_the_ranks_and_have_no_gradients() -> None:
-    with accelerator(OURS) as acc:
-        model = packed_model()
-        total = sum(p.numel() * p.element_size() for p in model.parameters())
-        trainable = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        model = acc.prepare(model)
-        acc.backward(model(torch.randn(5, 6)).sum())
-        found = engine_of(model).memory_summary()
-        count = len(list(model.parameters()))
-        assert found["parameters"] <= total / 2 + 32 * count
-        assert found["gradients"] <= trainable / 2 + 32 * count
-        assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
 
 
 @ranks(2)
@@ -268,24 +136,3 @@ def test_parameters_of_other_libraries_classes_are_refused_by_name(kind: str) ->
         with pytest.raises(SetupError, match=r"1\.weight"):
             acc.prepare(model)
         assert not any(hasattr(p, "_spec") for p in model.parameters())
-
-
-@ranks(2)
-def test_a_subclass_that_is_left_out_trains() -> None:
-    def losses(kind: Any) -> list[float]:
-        torch.manual_seed(0)
-        model = with_foreign("subclass")
-        model[1].bias.requires_grad_(False)
-        with accelerator(kind, shard_plugin=ShardPlugin(ignore=["1.*"])) as acc:
-            optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-            model, optimizer = acc.prepare(model, optimizer)
-            found = []
-            for _ in range(3):
-                loss = model(torch.ones(2, 4) * (acc.process_index + 1)).pow(2).mean()
-                acc.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append(loss.item())
-            return found
-
-    torch.testing.assert_close(losses(OURS), losses(STOCK), rtol=1e-5, atol=0)

@@ -14,13 +14,12 @@ import torch.distributed as dist
 from accelerate import DistributedDataParallelKwargs
 from safetensors.torch import load_file
 
-from accelerate_shard import ShardPlugin
 from tests.accelerate.helpers import BOTH, OURS, STOCK, accelerator, engine_of
 from tests.accelerate.peft_models import adapted, compare, lora, train
 from tests.hf_models import build
 from tests.marks import exhaustive, quick
 from tests.ranks import ranks
-from torch_shard.errors import ConfigError, MissingRankError
+from torch_shard.errors import ConfigError
 
 CONFIGS: dict[str, Any] = {
     "lora": {},
@@ -58,51 +57,6 @@ def other(kind: str) -> Any:
     if kind == "p-tuning":
         return peft.PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=16, **task)
     return peft.PrefixTuningConfig(num_virtual_tokens=4, **task)
-
-
-@pytest.mark.parametrize("strategy", ["shard_grad_op", *exhaustive("shard_optim", "no_shard")])
-@ranks(2)
-def test_lora_trains_alike_in_every_strategy(strategy: str) -> None:
-    compare(BOTH, adapted, shard_plugin=ShardPlugin(strategy=strategy))
-
-
-@ranks(2)
-def test_lora_on_a_bf16_model_trains_as_under_ddp() -> None:
-    # PEFT keeps the adapters in fp32. Autocast as the stock script has it.
-    compare(BOTH, lambda: adapted(dtype=torch.bfloat16), rtol=5e-3, mixed_precision="bf16")
-
-
-@pytest.mark.parametrize("reentrant", [False, *exhaustive(True)])
-@ranks(2)
-def test_lora_trains_under_gradient_checkpointing(reentrant: bool) -> None:
-    def make() -> Any:
-        model, inputs, loss = adapted()
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.enable_input_require_grads()
-        return model, inputs, loss
-
-    compare(BOTH, make)
-
-
-@ranks(2)
-def test_frozen_weights_keep_their_dtype_and_take_no_memory_for_gradients() -> None:
-    with accelerator(OURS, mixed_precision="bf16") as acc:
-        model, inputs, loss = adapted(dtype=torch.bfloat16)
-        frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        dtypes = {key: p.dtype for key, p in model.named_parameters()}
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        model, optimizer = acc.prepare(model, optimizer)
-        engine = engine_of(model)
-        acc.backward(loss(model(**inputs)))
-        optimizer.step()
-        found = engine.memory_summary(optimizer.optimizer)
-        padding = 64 * len(list(model.parameters()))
-        assert found["parameters"] <= (2 * frozen + 4 * trainable) / 2 + padding
-        assert 4 * trainable / 2 <= found["gradients"] <= 4 * trainable / 2 + padding
-        assert found["optimizer"] <= 4 * trainable / 2 + padding
-        assert {key: p.dtype for key, p in model.named_parameters()} == dtypes
-        assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
 
 
 @pytest.mark.parametrize("way", quick(CONFIGS, ["lora"]))
@@ -155,18 +109,6 @@ def test_adapters_of_other_kinds_are_saved_as_stock_peft_does(tmp_path: Path, ki
         assert all(torch.equal(found[key], value) for key, value in stock.items())
 
 
-@pytest.mark.exhaustive
-@ranks(2)
-def test_an_adapter_saved_on_one_rank_alone_is_an_error(tmp_path: Path) -> None:
-    with accelerator(OURS, shard_plugin=ShardPlugin(timeout=1)) as acc:
-        model = acc.prepare(adapted()[0])
-        if acc.is_main_process:
-            with pytest.raises(MissingRankError, match="save_pretrained"):
-                model.save_pretrained(tmp_path)
-            assert not list(tmp_path.iterdir())
-    dist.barrier()
-
-
 @pytest.mark.parametrize(
     ("way", "gathered"),
     [
@@ -208,28 +150,6 @@ def test_a_merged_model_is_saved_whole_when_the_model_around_it_is_gone(tmp_path
         merged.save_pretrained(tmp_path)
         saved = load_file(tmp_path / "model.safetensors")
         assert all(torch.equal(value, wanted[key]) for key, value in saved.items())
-
-
-@pytest.mark.exhaustive
-@ranks(2)
-def test_merging_on_one_rank_alone_is_an_error() -> None:
-    with accelerator(OURS, shard_plugin=ShardPlugin(timeout=1)) as acc:
-        model = acc.prepare(adapted()[0])
-        if acc.is_main_process:
-            with pytest.raises(MissingRankError, match="gathered"):
-                model.merge_and_unload()
-            assert any("lora_A" in name for name, _ in model.named_parameters())
-    dist.barrier()
-
-
-@ranks(2)
-def test_merging_after_close_equals_stock() -> None:
-    wanted = adapted()[0].merge_and_unload().state_dict()
-    with accelerator(OURS) as acc:
-        model = acc.prepare(adapted()[0])
-        engine_of(model).close()
-        found = model.merge_and_unload().state_dict()
-        assert all(torch.equal(found[key], value) for key, value in wanted.items())
 
 
 @pytest.mark.exhaustive

@@ -129,21 +129,6 @@ def test_layers_called_where_autocast_is_off_work_and_give_back_fp32():
 
 
 @ranks(2)
-def test_a_model_stored_in_bf16_trains_as_under_ddp():
-    def make():
-        return net().to(torch.bfloat16)
-
-    def loss(model, batch):
-        x, y = batch
-        return torch.nn.functional.cross_entropy(model(x.to(torch.bfloat16)).float(), y)
-
-    wanted = train(STOCK, make=make, loss=loss)
-    found = train(OURS, make=make, loss=loss)
-    assert found.parameters["head.weight"].dtype == torch.bfloat16
-    assert distance(found, wanted) < 0.02
-
-
-@ranks(2)
 def test_fp32_masters_train_a_bf16_model_in_fp32():
     def make():
         return net().to(torch.bfloat16)

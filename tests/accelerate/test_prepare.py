@@ -107,55 +107,6 @@ def test_prepare_returns_the_same_model_and_a_model_prepared_again_is_left_as_it
         assert acc.prepare(model) is model and engine_of(model) is engine and acc._models == [model]
 
 
-class GAN:
-    """Two networks that are trained in turn, the second through the first."""
-
-    def __init__(self) -> None:
-        self.generator = net(3, features=4, classes=FEATURES)
-        self.critic = net(4, classes=1)
-
-
-@ranks(2)
-def test_two_models_with_an_optimizer_each_train_in_turn_as_under_ddp():
-    results = []
-    for kind in (STOCK, OURS):
-        with accelerator(kind, gradient_accumulation_steps=2) as acc:
-            gan = GAN()
-            optimizers = [sgd(gan.critic.parameters()), torch.optim.SGD(gan.generator.parameters(), lr=0.05)]
-            data = loader(32)
-            critic, first, generator, second, data = acc.prepare(
-                gan.critic, optimizers[0], gan.generator, optimizers[1], data
-            )
-            noise = torch.Generator().manual_seed(acc.process_index)
-            found = Result()
-            for x, _ in data:
-                z = torch.randn(len(x), 4, generator=noise)
-                with acc.accumulate(critic, generator):
-                    loss = critic(generator(z).detach()).mean() - critic(x).mean()
-                    acc.backward(loss)
-                    if acc.sync_gradients:
-                        found.norms.append(float(acc.clip_grad_norm_(critic.parameters(), 0.5)))
-                    first.step()
-                    first.zero_grad()
-                    for p in critic.parameters():
-                        p.requires_grad_(False)
-                    game = -critic(generator(z)).mean()
-                    acc.backward(game)
-                    if acc.sync_gradients:
-                        found.norms.append(float(acc.clip_grad_norm_(generator.parameters(), 0.5)))
-                    second.step()
-                    second.zero_grad()
-                    for p in critic.parameters():
-                        p.requires_grad_(True)
-                found.losses += [loss.item(), game.item()]
-            found.parameters = {
-                **{f"c.{n}": p for n, p in whole_parameters(acc.unwrap_model(critic)).items()},
-                **{f"g.{n}": p for n, p in whole_parameters(acc.unwrap_model(generator)).items()},
-            }
-            results.append(found)
-    assert_same(results[1], results[0], rtol=2e-5)
-
-
 @ranks(2)
 def test_a_model_that_is_only_evaluated_is_sharded_and_right():
     x = torch.randn(3, FEATURES)
@@ -171,25 +122,6 @@ def test_a_model_that_is_only_evaluated_is_sharded_and_right():
                 torch.testing.assert_close(prepared(x), wanted)
             total = sum(p.numel() for p in model.parameters()) * 4
             assert engine_of(prepared).memory_summary()["parameters"] < 0.6 * total
-
-
-@ranks(2)
-def test_an_optimizer_that_has_state_goes_on_with_it():
-    results = []
-    for kind in (STOCK, OURS):
-        with accelerator(kind) as acc:
-            model = net()
-            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-            for batch in loader(8):  # alone, before prepare; the same on all ranks
-                loss_of(model, batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            model, optimizer, data = acc.prepare(model, optimizer, loader())
-            results.append(steps(acc, model, optimizer, data))
-            if kind is OURS:
-                held = engine_of(model).memory_summary(optimizer.optimizer)
-                assert held["optimizer"] < 1.4 * held["parameters"] * 2  # not whole on every rank
-    assert_same(results[1], results[0], rtol=1e-4)  # of numbers that Adam divides
 
 
 @ranks(2)

@@ -115,18 +115,6 @@ def test_called_on_the_main_rank_alone_it_raises_and_writes_nothing(tmp_path: Pa
 
 
 @ranks(2)
-def test_a_rank_that_goes_on_training_meanwhile_is_told_so(tmp_path: Path, rank: int) -> None:
-    model, inputs, loss = build("gpt2")
-    with accelerator(OURS, shard_plugin=ShardPlugin(timeout=5)) as acc:
-        model = acc.prepare(model)
-        with pytest.raises(ShardError, match="save_pretrained"):
-            if acc.is_main_process:
-                model.save_pretrained(tmp_path)
-            acc.backward(loss(model(**inputs)))
-        assert not list(tmp_path.iterdir())
-
-
-@ranks(2)
 def test_large_models_are_written_in_several_files(tmp_path: Path) -> None:
     model, _, _ = build("gpt2")
     wanted = weights(model)

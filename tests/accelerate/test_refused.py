@@ -30,7 +30,7 @@ from tests.accelerate.helpers import (
 )
 from tests.logs import captured_log
 from tests.ranks import ranks
-from torch_shard.errors import ConfigError, ShardError, ShardPicklingError
+from torch_shard.errors import ConfigError
 
 
 def refused(match: str, **options) -> None:
@@ -179,15 +179,6 @@ def test_a_model_that_one_rank_alone_refuses_is_an_error_on_all_at_once(rank):
             assert engine_of(getattr(acc, method)(model))
 
 
-@ranks(2)
-def test_different_models_on_the_ranks_are_an_error_on_both(rank):
-    with accelerator() as acc:
-        model = net() if rank == 0 else net(classes=3)
-        with pytest.raises(ShardError, match="different models"):
-            acc.prepare(model)
-        assert not acc._models
-
-
 def test_settings_of_ddps_hooks_that_do_nothing_are_named():
     handler = DistributedDataParallelKwargs(comm_state_option={"rank": 1}, static_graph=True)
     with captured_log() as log:
@@ -212,15 +203,6 @@ def test_lomo_optimizers_are_refused_by_name(monkeypatch):
         assert not acc._optimizers and torch_shard.engine_of(model) is None
 
 
-@ranks(2)
-def test_a_learning_rate_for_backward_is_the_error_that_stock_gives():
-    for kind in (STOCK, OURS):
-        with accelerator(kind) as acc:
-            model, data = acc.prepare(net(), loader())
-            with pytest.raises(TypeError, match="learning_rate"):
-                acc.backward(loss_of(model, next(iter(data))), learning_rate=0.1)
-
-
 # -- what scripts do with prepared models -----------------------------------------------------------------------------
 @ranks(2)
 def test_local_sgd_is_refused_before_it_begins():
@@ -236,30 +218,6 @@ def test_local_sgd_is_refused_before_it_begins():
         model = acc.prepare(net())
         with LocalSGD(acc, model, 1) as local:
             local.step()
-
-
-@ranks(2)
-def test_saving_a_state_dict_on_the_main_process_alone_is_an_error_and_no_file_with_slices(tmp_path):
-    with accelerator() as acc:
-        model = acc.prepare(net())
-        if acc.is_main_process:
-            with pytest.raises(ShardPicklingError, match="state_dict"):
-                torch.save(acc.unwrap_model(model).state_dict(), tmp_path / "model.pt")
-            with pytest.raises(ShardPicklingError):
-                torch.save(model, tmp_path / "model.pt")
-        acc.wait_for_everyone()
-
-
-@ranks(2)
-def test_the_usual_ways_to_the_module_inside_lead_to_the_model():
-    with accelerator() as acc:
-        model = acc.prepare(net())
-        assert (model.module if hasattr(model, "module") else model) is model
-        assert acc.unwrap_model(model) is getattr(model, "module", model) is model
-        while hasattr(model, "module"):  # as some scripts unwrap
-            model = model.module
-        with pytest.raises(AttributeError, match="module"):
-            model.module  # noqa: B018 - as without a launcher under stock
 
 
 # -- uneven batches ---------------------------------------------------------------------------------------------------

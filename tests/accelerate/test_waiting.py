@@ -90,18 +90,6 @@ def test_a_main_process_that_works_alone_is_waited_for_with_a_warning(rank):
         assert "tests/accelerate" in forward and "rank 0 waits in no operation of the engine" in forward
 
 
-@pytest.mark.exhaustive
-@ranks(2)
-def test_wait_for_everyone_waits_for_longer_than_a_short_timeout(rank):
-    with accelerator() as acc:
-        model = acc.prepare(net())
-        engine_of(model)._runtime.collectives.watch.timeout = 1.0  # set-up may take longer
-        if acc.is_main_process:
-            time.sleep(2.5)
-        acc.wait_for_everyone()
-        loss_of(model, next(iter(loader()))).backward()
-
-
 # -- ranks that do different things ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "what",

@@ -48,27 +48,6 @@ def test_training_is_that_of_ddp(settings: dict[str, Any]) -> None:
     assert moved == [2 * MIN_BYTES * (step + 1) for step in range(steps)]
 
 
-@pytest.mark.parametrize("name", ["llama", *exhaustive("gpt2", "t5")])
-@ranks(2)
-def test_layers_of_transformers_models_are_found(name: str) -> None:
-    losses, moved = {}, {}
-    for chosen in (False, True):
-        model, inputs, loss_of_output = hf_models.build(name)
-        inputs = {key: torch.cat([value] * 32) for key, value in inputs.items()}
-        plugin = ShardPlugin(activation_checkpointing=True, activation_offload=chosen)
-        with accelerator(OURS, shard_plugin=plugin) as acc, captured_log():
-            model = acc.prepare(model)
-            for _ in range(2):
-                loss = loss_of_output(model(**inputs))
-                acc.backward(loss)
-            norm = acc.clip_grad_norm_(model.parameters(), 1.0)
-            losses[chosen] = (loss.item(), norm.item())
-            offload = offload_of(model)
-            moved[chosen] = offload is not None and offload.copied_out > 0 and offload.copied_back > 0
-    assert losses[True] == losses[False]
-    assert moved == {False: False, True: True}
-
-
 @ranks(2)
 def test_layers_on_which_the_user_has_switched_checkpointing_on_are_refused() -> None:
     model, _, _ = hf_models.build("llama")

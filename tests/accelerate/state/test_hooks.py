@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from tests.accelerate.helpers import OURS, STOCK, accelerator, net, sgd, whole_parameters
 from tests.accelerate.state.helpers import plugin
@@ -138,26 +137,6 @@ def test_a_hook_that_raises_on_one_rank_is_an_error_on_all_and_leaves_the_checkp
         acc.wait_for_everyone()
         assert os.listdir(tmp_path) == ["c"]
         acc.load_state(tmp_path / "c")
-
-
-@ranks(2)
-def test_a_hook_may_save_a_whole_model_by_itself(rank, tmp_path):
-    with accelerator(OURS) as acc:
-        model = acc.prepare(net())
-        wanted = whole_parameters(model)
-
-        def save(models, weights, folder):
-            acc.save_model(models[0], os.path.join(folder, "export"))
-            weights.pop()
-
-        acc.register_save_state_pre_hook(save)
-        acc.save_state(tmp_path / "c")
-    fresh = nn.Module.state_dict(net(4))
-    from safetensors.torch import load_file
-
-    found = load_file(tmp_path / "c" / "export" / "model.safetensors")
-    assert not differ(found, wanted)
-    assert found.keys() == fresh.keys()
 
 
 @pytest.mark.parametrize("kind", [STOCK, OURS])
