@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelerate_shard import ShardPlugin
-from tests.accelerate.helpers import (
+from tests.accelerate.support.accelerators import (
     BOTH,
     OURS,
     Result,

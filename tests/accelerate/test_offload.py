@@ -10,16 +10,16 @@ from transformers import Trainer
 
 import torch_shard
 from accelerate_shard import ShardPlugin
-from tests.accelerate.helpers import (
+from tests.accelerate.state.test_resume import same
+from tests.accelerate.support.accelerators import (
     OURS,
     STOCK,
     accelerator,
     assert_same,
     train,
 )
-from tests.accelerate.state.helpers import Run
-from tests.accelerate.state.test_resume import same
-from tests.accelerate.trainer.helpers import Ours, assert_same_logs, trained, trainer
+from tests.accelerate.support.checkpoints import Run
+from tests.accelerate.support.trainers import Ours, assert_same_logs, trained, trainer
 from tests.accelerate.trainer.test_fsdp_arguments import VERSION_1
 from tests.marks import exhaustive
 from tests.ranks import ranks

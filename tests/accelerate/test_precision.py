@@ -7,7 +7,7 @@ import torch
 from accelerate.utils import AutocastKwargs
 
 from accelerate_shard import Precision, ShardPlugin
-from tests.accelerate.helpers import (
+from tests.accelerate.support.accelerators import (
     BOTH,
     FEATURES,
     OURS,

@@ -10,16 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 import torch_shard
 from accelerate_shard import ShardPlugin
-from tests.accelerate.helpers import (
+from tests.accelerate.support.accelerators import (
     FEATURES,
     OURS,
     STOCK,
+    Layer,
     Result,
     accelerator,
     assert_same,
+    dataset,
     engine_of,
     loader,
     loss_of,
@@ -166,6 +169,69 @@ def test_after_a_prepare_that_fails_nothing_counts_as_prepared_and_all_can_be_pr
             assert acc._models == [model]
             results.append(steps(acc, model, optimizer, data))
     assert_same(results[1], results[0])
+
+
+class Faulty(DataLoader):
+    """A loader of the user's with a mistake, which ``prepare`` comes upon after the models."""
+
+    error: Exception | None = AttributeError("no such thing")
+
+    @property
+    def batch_sampler(self):
+        if self.error is not None and "_ready" in self.__dict__:
+            raise self.error
+        return self.__dict__["_sampler"]
+
+    @batch_sampler.setter
+    def batch_sampler(self, value):
+        self.__dict__["_sampler"] = value
+
+
+def faulty(error: Exception) -> DataLoader:
+    found = Faulty(dataset(8), batch_size=4)
+    found.error = error
+    found._ready = True
+    return found
+
+
+class Saves(nn.Module):
+    """A model with a method of a library that sharding replaces, and layers that repeat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def save_pretrained(self, folder: str) -> None:
+        """As transformers has it."""
+
+
+def is_whole_and_prepared(model: Saves) -> bool:
+    """Whether everything that belongs to a sharded model is there."""
+    return "save_pretrained" in model.__dict__ and all("forward" in layer.__dict__ for layer in model.net.layers)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@ranks(2)
+def test_a_prepare_that_fails_on_one_rank_leaves_a_model_to_prepare_again(rank, error):
+    plugin = ShardPlugin(activation_checkpointing=[Layer])
+    with accelerator(OURS, shard_plugin=plugin, mixed_precision="bf16") as acc:
+        model = Saves()
+        if rank == 1:
+            with pytest.raises(error, match="mistake"):
+                acc.prepare(model, faulty(error("a mistake")))
+            assert not acc._models
+        else:
+            acc.prepare(model, loader())
+        model, optimizer, data = acc.prepare(model, sgd(model.parameters()), loader())
+        assert is_whole_and_prepared(model) and engine_of(model) is not None
+        for batch in data:
+            acc.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @ranks(2)

@@ -9,21 +9,18 @@ import types
 import pytest
 import torch
 from accelerate.local_sgd import LocalSGD
-from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, FP8RecipeKwargs, ParallelismConfig
+from accelerate.utils import DistributedDataParallelKwargs, FP8RecipeKwargs, ParallelismConfig
 from torch import nn
 
 import torch_shard
 from accelerate_shard import ShardConfig, ShardPlugin
 from accelerate_shard.settings.from_ddp_kwargs import config_with
-from tests.accelerate.helpers import (
-    BOTH,
+from tests.accelerate.support.accelerators import (
     OURS,
     STOCK,
     accelerator,
     clean_state,
     engine_of,
-    loader,
-    loss_of,
     net,
     sgd,
     whole_parameters,
@@ -221,40 +218,3 @@ def test_local_sgd_is_refused_before_it_begins():
 
 
 # -- uneven batches ---------------------------------------------------------------------------------------------------
-@ranks(2)
-def test_training_with_different_numbers_of_batches_is_refused_on_all_ranks_before_it_begins():
-    with accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False)) as acc:
-        model, data, even = acc.prepare(net(), loader(20), loader(24))  # 3 batches and 2; 3 and 3
-        hooks = len(model._forward_pre_hooks)
-        for used in (data, acc.skip_first_batches(data, 1)):
-            with acc.join_uneven_inputs([model]):
-                for batch in even:  # nobody goes on alone here
-                    acc.backward(loss_of(model, batch))
-            with (
-                pytest.raises(ConfigError, match=r"join_uneven_inputs.*even_batches"),
-                acc.join_uneven_inputs([model]),
-            ):
-                for batch in used:
-                    loss_of(model, batch)
-                    raise AssertionError
-        assert len(model._forward_pre_hooks) == hooks
-
-
-@ranks(2)
-def test_training_over_an_even_loader_is_not_disturbed_by_an_uneven_one():
-    results = []
-    for kind in BOTH:
-        with accelerator(kind, dataloader_config=DataLoaderConfiguration(even_batches=False)) as acc:
-            model = net()
-            model, optimizer, data, _ = acc.prepare(model, sgd(model.parameters()), loader(24), loader(20))
-            losses = []
-            with acc.join_uneven_inputs([model]):
-                for batch in data:
-                    loss = loss_of(model, batch)
-                    acc.backward(loss)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    losses.append(loss.item())
-        results.append(losses)
-    assert len(results[0]) == 3
-    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=0)

@@ -10,7 +10,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from torch import nn
 
 from accelerate_shard import ShardPlugin
-from tests.accelerate.helpers import (
+from tests.accelerate.support.accelerators import (
     BOTH,
     OURS,
     STOCK,

@@ -1,21 +1,16 @@
-"""What Accelerate does beside models is unchanged: metrics, batch sizes that fit, copies, uneven batches."""
+"""What Accelerate does beside models is unchanged: metrics, batch sizes that fit, copies."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 
-import pytest
 import torch
-import torch.distributed as dist
 from accelerate.utils import (
-    DataLoaderConfiguration,
     find_executable_batch_size,
 )
-from torch import nn
 
-from accelerate_shard import ShardPlugin
-from tests.accelerate.helpers import (
+from tests.accelerate.support.accelerators import (
     BOTH,
     FEATURES,
     OURS,
@@ -26,9 +21,6 @@ from tests.accelerate.helpers import (
     sgd,
 )
 from tests.ranks import ranks
-from torch_shard.errors import MissingRankError
-
-UNEVEN = {"dataloader_config": DataLoaderConfiguration(even_batches=False)}
 
 
 def evaluate(acc, model, data):
@@ -125,58 +117,3 @@ def test_unwrap_model_takes_the_mixed_precision_off_as_stock_does():
 
 
 # -- different numbers of batches ---------------------------------------------------------------------------------------
-@ranks(2)
-def test_ranks_may_evaluate_different_numbers_of_batches_under_join_uneven_inputs(rank):
-    results = []
-    for kind in BOTH:
-        with accelerator(kind, **UNEVEN) as acc:
-            model, data = acc.prepare(net(), loader(20))
-            model.eval()
-            with acc.join_uneven_inputs([model]), torch.no_grad():
-                found = [model(x) for x, _ in data]
-            assert len(found) == (3 if rank == 0 else 2)
-            results.append(torch.cat(found))
-            if kind is OURS:
-                assert type(model.head.weight) is not nn.Parameter
-    torch.testing.assert_close(results[1], results[0])
-
-
-class OnGPUs(OURS):
-    """Where ``join_uneven_inputs`` overrides what dataloaders do."""
-
-    multi_device = True
-
-
-@ranks(2)
-def test_join_uneven_inputs_sets_even_batches_inside_where_stock_does(rank):
-    with accelerator(OnGPUs) as acc:
-        model, data, other = acc.prepare(net(), loader(20), loader(16))
-        model.eval()
-        with acc.join_uneven_inputs([model], even_batches=False), torch.no_grad():
-            assert len([model(x) for x, _ in data]) == (3 if rank == 0 else 2)
-            assert type(model.head.weight) is nn.Parameter  # whole
-        assert len(list(data)) == 3 and other.batch_sampler.even_batches is True
-        model.train()
-        with acc.join_uneven_inputs([model]):  # even ones: nothing to join
-            for batch in data:
-                acc.backward(loss_of(model, batch))
-        with accelerator(OURS) as on_cpu:
-            model, data = on_cpu.prepare(net(), loader(20))
-            with on_cpu.join_uneven_inputs([model], even_batches=False):
-                assert len([on_cpu.backward(loss_of(model, batch)) for batch in data]) == 3
-
-
-@pytest.mark.exhaustive
-@ranks(2, fresh=True)
-def test_without_it_the_rank_that_goes_on_alone_gets_an_error_and_not_a_hang():
-    with accelerator(shard_plugin=ShardPlugin(timeout=3.0), **UNEVEN) as acc:
-        model, data = acc.prepare(net(), loader(20))
-        model.eval()
-        with torch.no_grad():
-            if dist.get_rank() == 0:
-                with pytest.raises(MissingRankError):
-                    for x, _ in data:
-                        model(x)
-            else:
-                for x, _ in data:
-                    model(x)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate_shard import ShardPlugin
-from tests.accelerate.helpers import OURS, STOCK, accelerator, engine_of, net, sgd, whole_parameters
-from tests.accelerate.state.helpers import Counter, Noisy, Run, plugin
+from tests.accelerate.support.accelerators import OURS, STOCK, accelerator, engine_of, net, sgd, whole_parameters
+from tests.accelerate.support.checkpoints import Counter, Noisy, Run, plugin
 from tests.marks import exhaustive, quick
 from tests.ranks import ranks
 from torch_shard.errors import (

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.accelerate.helpers import OURS, STOCK, accelerator, net, sgd, whole_parameters
-from tests.accelerate.state.helpers import plugin
+from tests.accelerate.support.accelerators import OURS, STOCK, accelerator, net, sgd, whole_parameters
+from tests.accelerate.support.checkpoints import plugin
 from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard.errors import ShardError, StateDictError

@@ -12,9 +12,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.accelerate.helpers import OURS, STOCK, Net, accelerator, loader, loss_of, net, sgd, whole_parameters
-from tests.accelerate.peft_models import adapted
-from tests.accelerate.state.helpers import plugin
+from tests.accelerate.support.accelerators import (
+    OURS,
+    STOCK,
+    Net,
+    accelerator,
+    loader,
+    loss_of,
+    net,
+    sgd,
+    whole_parameters,
+)
+from tests.accelerate.support.checkpoints import plugin
+from tests.accelerate.support.peft_models import adapted
 from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard import ShardTensor

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.accelerate.helpers import OURS, STOCK, accelerator, net, whole_parameters
-from tests.accelerate.state.helpers import Run, plugin
+from tests.accelerate.support.accelerators import OURS, STOCK, accelerator, net, whole_parameters
+from tests.accelerate.support.checkpoints import Run, plugin
 from tests.marks import exhaustive
 from tests.ranks import ranks, run
 from torch_shard.errors import CheckpointError, StateDictError

@@ -9,7 +9,7 @@ import torch
 from transformers import Trainer
 
 import torch_shard
-from tests.accelerate.trainer.helpers import Ours, trainer
+from tests.accelerate.support.trainers import Ours, trainer
 from tests.ranks import ranks
 
 

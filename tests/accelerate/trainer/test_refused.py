@@ -7,7 +7,7 @@ from transformers import Trainer
 
 from accelerate_shard import ShardPlugin
 from accelerate_shard.trainer.mixin import ShardTrainerMixin
-from tests.accelerate.trainer.helpers import Ours, trainer
+from tests.accelerate.support.trainers import Ours, trainer
 from tests.hf_models import build
 from tests.ranks import ranks
 from torch_shard.errors import ConfigError, DivergenceError, MissingRankError, StateDictError

@@ -15,7 +15,7 @@ import transformers
 
 import torch_shard
 from accelerate_shard import from_pretrained
-from tests.accelerate.helpers import OURS, accelerator
+from tests.accelerate.support.accelerators import OURS, accelerator
 from tests.checkpoint.test_full_memory import peak
 from tests.ranks import ranks
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate_shard import from_pretrained
-from tests.accelerate.helpers import OURS, accelerator
-from tests.accelerate.test_loading import assert_equal, saved
+from tests.accelerate.models.test_from_pretrained import assert_equal, saved
+from tests.accelerate.support.accelerators import OURS, accelerator
 from tests.hf_models import build
 from tests.ranks import ranks
 from torch_shard.errors import SetupError, ShardPicklingError

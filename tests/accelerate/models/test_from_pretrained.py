@@ -20,7 +20,7 @@ import transformers
 
 import torch_shard
 from accelerate_shard import from_pretrained
-from tests.accelerate.helpers import OURS, STOCK, accelerator
+from tests.accelerate.support.accelerators import OURS, STOCK, accelerator
 from tests.hf_models import NAMES, build
 from tests.marks import exhaustive
 from tests.ranks import ranks

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Trainer
 
 from accelerate_shard import from_pretrained
-from tests.accelerate.trainer.helpers import Ours, assert_same_logs, trained
+from tests.accelerate.support.trainers import Ours, assert_same_logs, trained
 from tests.hf_models import build
 from tests.ranks import ranks
 

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.accelerate.helpers import BOTH, OURS, accelerator, engine_of
-from tests.accelerate.peft_models import lora
-from tests.accelerate.peft_models import train as peft_train
+from tests.accelerate.support.accelerators import BOTH, OURS, accelerator, engine_of
+from tests.accelerate.support.peft_models import lora
+from tests.accelerate.support.peft_models import train as peft_train
 from tests.hf_models import build
 from tests.ranks import ranks
 from torch_shard.errors import SetupError

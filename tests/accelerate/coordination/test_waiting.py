@@ -12,7 +12,7 @@ from torch import nn
 
 import torch_shard
 from accelerate_shard import ShardPlugin
-from tests.accelerate.helpers import BOTH, accelerator, engine_of, loader, loss_of, net, sgd
+from tests.accelerate.support.accelerators import BOTH, accelerator, engine_of, loader, loss_of, net, sgd
 from tests.logs import captured_log
 from tests.ranks import ranks
 from torch_shard import ShardConfig

@@ -14,8 +14,8 @@ from accelerate_shard import ShardPlugin
 from accelerate_shard.cli import main
 from accelerate_shard.cli.show import effective
 from accelerate_shard.settings.from_deepspeed import fields_of, of_yaml
-from tests.accelerate.config.launching import write_yaml
-from tests.accelerate.helpers import clean_state
+from tests.accelerate.support.accelerators import clean_state
+from tests.accelerate.support.launching import write_yaml
 from torch_shard import Offload
 from torch_shard.errors import ConfigError
 

@@ -12,7 +12,17 @@ from torch import nn
 
 from accelerate_shard import ShardPlugin
 from tests import hf_models
-from tests.accelerate.helpers import OURS, STOCK, Layer, Net, accelerator, assert_same, engine_of, net, train
+from tests.accelerate.support.accelerators import (
+    OURS,
+    STOCK,
+    Layer,
+    Net,
+    accelerator,
+    assert_same,
+    engine_of,
+    net,
+    train,
+)
 from tests.logs import captured_log
 from tests.marks import exhaustive, quick
 from tests.ranks import ranks

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from accelerate import DistributedDataParallelKwargs
 from safetensors.torch import load_file
 
-from tests.accelerate.helpers import BOTH, OURS, STOCK, accelerator, engine_of
-from tests.accelerate.peft_models import adapted, compare, lora, train
+from tests.accelerate.support.accelerators import BOTH, OURS, STOCK, accelerator, engine_of
+from tests.accelerate.support.peft_models import adapted, compare, lora, train
 from tests.hf_models import build
 from tests.marks import exhaustive, quick
 from tests.ranks import ranks
@@ -253,7 +253,7 @@ def test_an_adapter_is_deleted() -> None:
 @pytest.mark.parametrize("config", [None, *exhaustive("prompt tuning")], ids=["lora", "prompt tuning"])
 @ranks(2)
 def test_peft_models_generate_as_stock(rank: int, precision: str, config: str | None) -> None:
-    from tests.accelerate.test_generate import text, too_little_memory
+    from tests.accelerate.models.test_generation import text, too_little_memory
 
     def found(kind: Any) -> list[torch.Tensor]:
         with accelerator(kind, mixed_precision=precision) as acc:
@@ -272,7 +272,7 @@ def test_peft_models_generate_as_stock(rank: int, precision: str, config: str | 
 @ranks(2)
 def test_token_by_token_a_peft_model_is_computed_under_autocast(rank: int) -> None:
     # PeftModel.generate goes past the forward that Accelerate puts under autocast; stock weights are in fp32 there.
-    from tests.accelerate.test_generate import text, too_little_memory
+    from tests.accelerate.models.test_generation import text, too_little_memory
 
     with accelerator(OURS, mixed_precision="bf16") as acc:
         model = acc.prepare(adapted()[0]).eval()

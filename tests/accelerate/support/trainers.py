@@ -10,7 +10,7 @@ import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 
 from accelerate_shard.trainer.mixin import ShardTrainerMixin
-from tests.accelerate.helpers import clean_state
+from tests.accelerate.support.accelerators import clean_state
 from tests.hf_models import VOCAB, build
 
 LENGTH = 10

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.accelerate.config.launching import FSDP1, FSDP2, SCRIPT, accelerate_launch, write_yaml
-from tests.accelerate.helpers import clean_state
+from tests.accelerate.support.accelerators import clean_state
+from tests.accelerate.support.launching import FSDP1, FSDP2, SCRIPT, accelerate_launch, write_yaml
 from tests.ranks import run
 from tests.run_python import run_python
 

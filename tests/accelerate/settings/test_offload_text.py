@@ -19,9 +19,9 @@ from accelerate_shard.cli.show import effective
 from accelerate_shard.settings.from_environment import launch_plugin
 from accelerate_shard.settings.from_fsdp import from_fsdp_plugin
 from accelerate_shard.settings.offload_text import read_offload, text_of
-from tests.accelerate.config.launching import FSDP1, FSDP2, SCRIPT, accelerate_launch, write_yaml
-from tests.accelerate.config.test_launch import RUNNER, check_same, result, script, stock
-from tests.accelerate.helpers import clean_state
+from tests.accelerate.launch.test_launch import RUNNER, check_same, result, script, stock
+from tests.accelerate.support.accelerators import clean_state
+from tests.accelerate.support.launching import FSDP1, FSDP2, SCRIPT, accelerate_launch, write_yaml
 from torch_shard import Offload
 from torch_shard.errors import ConfigError
 

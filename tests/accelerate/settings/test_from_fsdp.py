@@ -17,8 +17,8 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from accelerate_shard import ShardPlugin
 from accelerate_shard.settings.from_fsdp import KEYS, from_fsdp_environment, from_fsdp_plugin
 from accelerate_shard.settings.wrap_policies import WholeModel, Wrapped
-from tests.accelerate.config.launching import FSDP1, FSDP2, exported, write_yaml
-from tests.accelerate.helpers import Layer, clean_state, net
+from tests.accelerate.support.accelerators import Layer, clean_state, net
+from tests.accelerate.support.launching import FSDP1, FSDP2, exported, write_yaml
 from tests.logs import captured_log
 from tests.marks import quick
 from torch_shard.errors import ConfigError

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accelerate_shard import ShardPlugin
-from tests.accelerate.helpers import Layer, loader, whole_parameters
+from tests.accelerate.support.accelerators import Layer, loader, whole_parameters
 
 __all__ = ["Counter", "Noisy", "Run", "folder_of", "plugin"]
 

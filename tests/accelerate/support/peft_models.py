@@ -11,7 +11,7 @@ import peft
 import torch
 from torch import nn
 
-from tests.accelerate.helpers import accelerator, engine_of
+from tests.accelerate.support.accelerators import accelerator, engine_of
 from tests.hf_models import VOCAB, build
 from torch_shard import ShardTensor
 

@@ -11,8 +11,8 @@ import pytest
 
 import accelerate_shard
 from accelerate_shard import ShardConfig, ShardPlugin
-from tests.accelerate.config.launching import SCRIPT
-from tests.accelerate.helpers import OURS, STOCK, clean_state
+from tests.accelerate.support.accelerators import OURS, STOCK, clean_state
+from tests.accelerate.support.launching import SCRIPT
 from tests.run_python import run_python
 from torch_shard.errors import ConfigError
 

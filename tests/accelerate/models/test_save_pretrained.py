@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from accelerate_shard import ShardPlugin
-from tests.accelerate.helpers import OURS, accelerator
+from tests.accelerate.support.accelerators import OURS, accelerator
 from tests.hf_models import build
 from tests.marks import exhaustive
 from tests.ranks import ranks
@@ -96,7 +96,7 @@ def test_a_state_dict_of_plain_slices_is_refused(tmp_path: Path) -> None:
 
 
 def acc_engine(model: torch.nn.Module) -> Any:
-    from tests.accelerate.helpers import engine_of
+    from tests.accelerate.support.accelerators import engine_of
 
     return engine_of(model)
 

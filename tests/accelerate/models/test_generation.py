@@ -11,7 +11,7 @@ from torch import nn
 
 from accelerate_shard import ShardPlugin
 from accelerate_shard.models import generation
-from tests.accelerate.helpers import OURS, STOCK, accelerator, engine_of
+from tests.accelerate.support.accelerators import OURS, STOCK, accelerator, engine_of
 from tests.hf_models import VOCAB, build
 from tests.marks import exhaustive, quick
 from tests.ranks import ranks

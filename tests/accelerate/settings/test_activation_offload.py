@@ -10,7 +10,17 @@ from torch import nn
 
 from accelerate_shard import ShardPlugin
 from tests import hf_models
-from tests.accelerate.helpers import HIDDEN, OURS, STOCK, Layer, accelerator, assert_same, loss_of, net, train
+from tests.accelerate.support.accelerators import (
+    HIDDEN,
+    OURS,
+    STOCK,
+    Layer,
+    accelerator,
+    assert_same,
+    loss_of,
+    net,
+    train,
+)
 from tests.logs import captured_log
 from tests.marks import exhaustive
 from tests.ranks import ranks

@@ -15,8 +15,8 @@ from accelerate_shard import ShardPlugin
 from accelerate_shard.cli import main
 from accelerate_shard.cli.config import QUESTIONS
 from accelerate_shard.cli.show import effective
-from tests.accelerate.config.launching import FSDP2, write_yaml
-from tests.accelerate.helpers import clean_state
+from tests.accelerate.support.accelerators import clean_state
+from tests.accelerate.support.launching import FSDP2, write_yaml
 from tests.marks import exhaustive
 from torch_shard import Offload
 

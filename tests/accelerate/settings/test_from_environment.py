@@ -16,8 +16,8 @@ import accelerate_shard
 from accelerate_shard import Precision, ShardConfig, ShardPlugin
 from accelerate_shard.settings import from_environment
 from accelerate_shard.settings.from_environment import SETTINGS, launch_plugin, take_over_launch
-from tests.accelerate.config.launching import FSDP1, FSDP2, write_yaml
-from tests.accelerate.helpers import OURS, clean_state
+from tests.accelerate.support.accelerators import OURS, clean_state
+from tests.accelerate.support.launching import FSDP1, FSDP2, write_yaml
 from tests.logs import captured_log
 from torch_shard import Offload
 from torch_shard.errors import ConfigError
