@@ -1,6 +1,6 @@
-"""The Hugging Face Accelerate front end: ``from accelerate_shard import Accelerator`` is the whole change.
+"""The Hugging Face Accelerate front end. ``from accelerate_shard import Accelerator`` is the only line that a script changes.
 
-Importing the package works anywhere; what needs Accelerate, transformers or PEFT imports them when it is used.
+The package can be imported anywhere: Accelerate, transformers and PEFT are imported when something needs them.
 """
 
 from __future__ import annotations

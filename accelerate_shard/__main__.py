@@ -1,7 +1,8 @@
 """``python -m accelerate_shard [-m] script [arguments]``: run an unmodified script with sharded models.
 
-For ``accelerate launch --config_file x.yaml -m accelerate_shard train.py ...``, torchrun, and a single process alike. The script
-finds ``accelerate.Accelerator`` and ``transformers.Trainer`` replaced, and all else as if Python had run it.
+It works under ``accelerate launch --config_file x.yaml -m accelerate_shard train.py ...``, under torchrun, and in a single
+process. The script finds ``accelerate.Accelerator`` and ``transformers.Trainer`` replaced, and everything else as if Python had
+run it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _without_runner(report):  # type: ignore[no-untyped-def]
-    """`report`, an excepthook, with tracebacks that begin in the script."""
+    """Return `report`, an excepthook, changed so that tracebacks begin in the script."""
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         begins = trace

@@ -1,7 +1,7 @@
-"""The Accelerator: Accelerate's own, with models sharded where that one would wrap them in DistributedDataParallel.
+"""The Accelerator: Accelerate's own class, which shards models instead of wrapping them in DistributedDataParallel.
 
-Only what has to differ is overridden; everything else is Accelerate's. ``distributed_type`` stays ``MULTI_GPU`` or
-``MULTI_CPU``, so that scripts, the Trainer and the utilities take the ways they take under DDP.
+It overrides only what has to differ. ``distributed_type`` stays ``MULTI_GPU`` or ``MULTI_CPU``, so that scripts, the Trainer and
+Accelerate's utilities behave as they do under DDP.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch_shard.frontend import ByObject, clip_norm, for_autocast, group_timeou
 
 from ._private import PREPARED_LISTS, refuse_local_sgd
 from .coordination.uneven_batches import even_batches_set, join
-from .coordination.waiting import each, meet
+from .coordination.waiting import barrier, each
 from .models import methods, outside_autocast
 from .models.checks import check_model, check_optimizer, not_for_local_sgd
 from .models.placement import before_sharding, left_behind
@@ -143,12 +143,12 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             )
 
     def _on_each_rank(self, check: Callable[[], T]) -> T:
-        """A refusal on one rank is one on all: the others would wait for that rank in ``shard()``. Collective."""
+        """Run `check` on every rank; raise on all if it raises on one, for which they would wait in ``shard()``. Collective."""
         limit = self.shard_plugin.timeout
         return each(check, "Accelerator.prepare", group_timeout(self.device) if limit is None else limit)
 
     def _config_for(self, model: nn.Module) -> ShardConfig:
-        """The settings of `model`'s engine. Not collective."""
+        """Return the settings of `model`'s engine. Not collective."""
         config = with_layer_units(
             self.shard_plugin.config(group_timeout(self.device)), model, self.shard_plugin.layer_classes
         )
@@ -162,14 +162,14 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         return config
 
     def _autocast_dtype(self) -> torch.dtype | None:
-        """The dtype of the autocast that Accelerate puts around forwards; None where there is none, or it is switched off."""
+        """Return the dtype of the autocast that Accelerate puts around forwards; None if there is none or it is off."""
         off = self.autocast_handler is not None and not self.autocast_handler.enabled
         if not self.native_amp or off:
             return None
         return _DTYPES.get(self.mixed_precision)
 
     def _shard(self, model: nn.Module, config: ShardConfig) -> Engine:
-        if self.device_placement and self.shard_plugin.offload is None:  # else the whole need not fit there
+        if self.device_placement and self.shard_plugin.offload is None:  # else the full model need not fit there
             before_sharding(model, self.device)
         with checkpointed_layers(model, self.shard_plugin, config):
             engine = torch_shard.shard(model, config, mesh=self._mesh())
@@ -183,7 +183,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         return engine
 
     def _mesh(self) -> Any:
-        """None for the default group; on GPUs a mesh of their kind, so that parameters still on the CPU move there."""
+        """Return None for the default group; on GPUs a mesh of their kind, so that parameters on the CPU move there."""
         if self.device.type == "cpu":
             return None
         if not dist.is_initialized():
@@ -211,9 +211,9 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
     # -- gradients --------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Around all micro-batches of an accumulation but the last.
+        """Accumulate gradients inside: for all micro-batches of an accumulation but the last.
 
-        By default gradients are reduced at each of them and accumulate sharded, which needs no memory for whole
+        By default gradients are reduced at each of them and accumulate sharded, which needs no memory for full
         gradients. ``ShardPlugin(defer_gradient_sync=True)`` reduces once, as DDP does. Either way what is not linear in the
         gradients waits for the last micro-batch: to clip them, or to step with them.
 
@@ -231,7 +231,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
     @staticmethod
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """The backward inside reduces gradients, though its forward ran under :meth:`no_sync`."""
+        """Reduce gradients in the backward inside, though its forward ran under :meth:`no_sync`."""
         engine = engine_of(model)
         if engine is None:
             # Not by its name, which enable() makes this class's.
@@ -266,9 +266,9 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
     # -- batches ----------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Evaluation in which ranks have different numbers of batches. Collective.
+        """Evaluate inside with different numbers of batches on the ranks. Collective.
 
-        Models that are evaluated (``model.eval()``) are gathered, whole on each rank, where numbers of batches differ;
+        Models that are evaluated (``model.eval()``) are gathered, on each rank, where numbers of batches differ;
         elsewhere this only sets `even_batches`.
 
         Args:
@@ -303,7 +303,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             DivergenceError: at once, on all ranks: another rank is in something else that is collective, as in ``save_state``
                 under ``if accelerator.is_main_process:``.
         """
-        meet(engines_of(self._models), group_timeout(self.device), "Accelerator.wait_for_everyone")
+        barrier(engines_of(self._models), group_timeout(self.device), "Accelerator.wait_for_everyone")
         super().wait_for_everyone()
 
 

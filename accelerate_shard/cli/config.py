@@ -1,8 +1,8 @@
-"""``accelerate-shard config``: ask what is wanted, and write a YAML that ``accelerate launch`` reads.
+"""``accelerate-shard config``: ask questions, and write a YAML that ``accelerate launch`` reads.
 
-The file is one of Accelerate's own, with ``distributed_type: FSDP``: it starts processes on GPUs and CPUs alike. What FSDP has a
-key for is said by that key, so that Accelerate alone would run it too; what it has none for is in ``fsdp_config`` as ``shard_*``,
-which Accelerate's loader lets through and the runner reads.
+The file is one of Accelerate's own, with ``distributed_type: FSDP``, which starts processes on GPUs and CPUs alike. Settings for
+which FSDP has a key are written with that key, so that Accelerate alone could run the file too. The others are in ``fsdp_config``
+as ``shard_*``: Accelerate's loader ignores them, and the runner reads them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line's arguments, errors and exit codes; what each command does is in a file of its name."""
+"""The command line: arguments, errors and exit codes. Each command has a file of its own."""
 
 from __future__ import annotations
 

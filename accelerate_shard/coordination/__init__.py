@@ -1,1 +1,1 @@
-"""What the ranks agree on outside of the engine: waiting for each other, and uneven numbers of batches."""
+"""Coordination of the ranks outside of the engine: waiting for each other, and uneven numbers of batches."""

@@ -1,8 +1,8 @@
-"""Ranks with different numbers of batches: what ``join_uneven_inputs`` does with sharded models.
+"""``join_uneven_inputs`` with sharded models: ranks that have different numbers of batches.
 
-Under DDP a rank that has no more batches takes part in the reductions of the others. A rank of a sharded model would have to take
-part in forwards, clipping and optimizer steps too, none of which it can know. Evaluation needs none of that: with gathered
-parameters every rank goes alone.
+Under DDP a rank that has no more batches takes part in the reductions of the others. A rank of a sharded model would also have to
+take part in forwards, clipping and optimizer steps, about which it cannot know. Evaluation works, because with gathered
+parameters the ranks do not depend on each other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNEVEN = (
 
 @contextlib.contextmanager
 def even_batches_set(dataloaders: Iterable[Any], even_batches: bool | None) -> Iterator[None]:
-    """Inside, batch samplers make even numbers of batches or not; None leaves them as they are. Not collective."""
+    """Set ``even_batches`` of the dataloaders' batch samplers inside; None leaves them as they are. Not collective."""
     samplers = [] if even_batches is None else [s for s in map(_sampler, dataloaders) if s is not None]
     before = [sampler.even_batches for sampler in samplers]
     for sampler in samplers:
@@ -45,7 +45,7 @@ def even_batches_set(dataloaders: Iterable[Any], even_batches: bool | None) -> I
 def join(
     models: Sequence[tuple[nn.Module, Engine]], dataloaders: Iterable[Any], active: Callable[[], Any], seconds: float
 ) -> Iterator[None]:
-    """Inside, ranks may have different numbers of batches if they only evaluate. Collective.
+    """Allow different numbers of batches inside on ranks that only evaluate. Collective.
 
     Args:
         models: those that the user has named and that are sharded, with their engines.
@@ -76,7 +76,7 @@ def join(
 def _refusing(
     engines: Iterable[Engine], uneven: list[Any], active: Callable[[], Any], seconds: float
 ) -> Iterator[None]:
-    """Inside, forwards over one of the dataloaders `uneven` raise before they begin.
+    """Refuse forwards over one of the dataloaders `uneven` inside.
 
     A rank without a batch has no forward, and hears at the end whether the others have refused one. They don't wait for it.
     """
@@ -109,7 +109,7 @@ def _refusing(
 
 
 def _is_of(loader: Any, other: Any) -> bool:
-    """Whether `loader` is `other`, or what ``skip_first_batches`` has made of it."""
+    """Return True if `loader` is `other`, or what ``skip_first_batches`` has made of it."""
     if loader is other:
         return True
     wanted, sampler = _sampler(other), getattr(loader, "batch_sampler", None)
@@ -123,7 +123,7 @@ def _gathered(engine: Engine) -> contextlib.AbstractContextManager[None]:
 
 
 def _uneven(dataloaders: Iterable[Any]) -> list[Any]:
-    """Those whose lengths differ between the ranks. Collective.
+    """Return the dataloaders whose lengths differ between the ranks. Collective.
 
     Loaders without a length are of iterable datasets, whose batches Accelerate makes even itself.
     """

@@ -1,8 +1,8 @@
-"""Waiting for the other ranks as a script does, so that ranks which do different things hear of it at once.
+"""Barriers that tell a rank what the others wait for.
 
-A rank in ``torch.distributed.barrier()`` says nothing about itself. In ``if accelerator.is_main_process:
-accelerator.save_state(...)`` with ``accelerator.wait_for_everyone()`` behind it, rank 0 would wait in the one and the others in
-the other until the process group's timeout.
+A rank in ``torch.distributed.barrier()`` does not say where it is. With ``if accelerator.is_main_process:
+accelerator.save_state(...)`` and ``accelerator.wait_for_everyone()`` behind it, rank 0 would wait in the first call and the other
+ranks in the second, until the process group's timeout.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from torch_shard import Engine, errors
-from torch_shard.frontend import default_store, told_by
-from torch_shard.frontend import meet as _meet
+from torch_shard.frontend import default_store, meet, told_by
 
-__all__ = ["each", "meet"]
+__all__ = ["barrier", "each"]
 
 T = TypeVar("T")
 
@@ -66,7 +65,7 @@ def each(function: Callable[[], T], what: str, seconds: float, key: object = Non
     return result  # type: ignore[no-any-return]
 
 
-def meet(engines: Iterable[Engine], seconds: float, what: str) -> None:
+def barrier(engines: Iterable[Engine], seconds: float, what: str) -> None:
     """Return when all ranks are in `what`; without a sharded model, or where an engine has no say, at once. Collective.
 
     Args:
@@ -79,4 +78,4 @@ def meet(engines: Iterable[Engine], seconds: float, what: str) -> None:
     """
     engine = next(iter(engines), None)
     if engine is not None:
-        _meet(engine, seconds, what)
+        meet(engine, seconds, what)

@@ -1,6 +1,6 @@
-"""``enable()``: Accelerate's ``Accelerator`` replaced by ours wherever it is known by name, for scripts that are not edited.
+"""``enable()``: replace Accelerate's ``Accelerator`` by ours wherever it is known by name, for scripts that are not edited.
 
-Names are replaced in modules that are loaded already; those loaded later import the new one from ``accelerate``.
+Names are replaced in the modules that are loaded. Modules that are loaded later import our class from ``accelerate``.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _replace_accelerator() -> None:
 
 
 def _imported_since(ours: Any) -> list[tuple[ModuleType, str, Any]]:
-    """Where libraries, which know nothing of ours, have it under the name of Accelerate's."""
+    """Return the places where libraries have imported our class by the name of Accelerate's."""
     modules = [m for name, m in list(sys.modules.items()) if name.split(".")[0] in _LIBRARIES and _replaced]
     return [
         (module, name, _stock())

@@ -1,1 +1,1 @@
-"""What a model is given when it is sharded or loaded: checks, and methods that know about shards."""
+"""What changes on a model that is sharded or loaded: checks before, and methods that know about shards after."""

@@ -43,7 +43,7 @@ _loading = threading.RLock()
 
 
 def is_pretrained_class(cls: Any) -> bool:
-    """Whether `cls` is a class of transformers' models, or one of the Auto classes that choose one."""
+    """Return True if `cls` is a class of transformers' models, or one of the Auto classes that choose one."""
     from transformers import PreTrainedModel
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
@@ -51,7 +51,7 @@ def is_pretrained_class(cls: Any) -> bool:
 
 
 def quantization_of(path: Any, kwargs: Mapping[str, Any]) -> str | None:
-    """How the weights at `path` are quantized, as their configuration says; None where they are not, or there is none."""
+    """Return how the weights at `path` are quantized, by their configuration; None if they are not, or it is not there."""
     from transformers import PreTrainedConfig
 
     config = kwargs.get("config")
@@ -76,7 +76,7 @@ def quantization_of(path: Any, kwargs: Mapping[str, Any]) -> str | None:
 def weights_from(
     entries: Callable[[Sequence[str] | None], Mapping[str, Any]], settle: Callable[[nn.Module], None]
 ) -> Iterator[list[nn.Module]]:
-    """Inside, ``from_pretrained`` of this thread takes what `entries` makes of the weight files, and then calls `settle`.
+    """Have ``from_pretrained`` of this thread take what `entries` makes of the weight files, and then call `settle`.
 
     Gives the models that were loaded so.
 
@@ -102,7 +102,7 @@ def weights_from(
                 )
             if load_config.is_quantized:
                 raise ConfigError(
-                    "from_pretrained: the weights are quantized, and how they are unpacked on slices is not known. Load them "
+                    "from_pretrained: the weights are quantized, and how they are unpacked on shards is not known. Load them "
                     "with the class's own from_pretrained, and prepare that model."
                 )
             result = stock.__func__(model, entries(checkpoint_files), None, load_config)
@@ -118,13 +118,13 @@ def weights_from(
 
 
 def as_loaded(tensor: _T) -> _T:
-    """`tensor`, which transformers is not to initialise."""
+    """Return `tensor`, marked as one that transformers does not initialise."""
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     return tensor
 
 
 def untied_pairs(model: Any) -> list[tuple[str, str]]:
-    """Names that the configuration ties and that are two parameters, since the files have both."""
+    """Return the names that the configuration ties, but that are two parameters, since the files have both."""
     return [
         (target, source)
         for target, source in getattr(model, "all_tied_weights_keys", {}).items()
@@ -133,7 +133,7 @@ def untied_pairs(model: Any) -> list[tuple[str, str]]:
 
 
 def forget_tie(model: Any, target: str) -> None:
-    """`target` is not tied, whatever the configuration says."""
+    """Have `target` count as not tied, whatever the configuration says."""
     model.all_tied_weights_keys.pop(target, None)
 
 
@@ -186,7 +186,7 @@ def _copy_filled(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The copies that are trained in place of the model's own modules have memory and values at once."""
+    """Give memory and values at once to the copies that are trained in place of the model's own modules."""
     if adapter in wrapper.modules_to_save:
         return stock(wrapper, adapter, *args, **kwargs)
     result = stock(wrapper, adapter, *args, **kwargs)
@@ -202,7 +202,7 @@ def _copy_filled(
 
 @contextlib.contextmanager
 def adapters_on_cpu(model: nn.Module) -> Iterator[None]:
-    """Inside, ``model.load_adapter`` of transformers reads adapters to the CPU, whatever device the model is on."""
+    """Have transformers' ``model.load_adapter`` read adapters to the CPU inside, whatever device the model is on."""
     missing = object()
     before = model.__dict__.get("hf_device_map", missing)
     model.__dict__["hf_device_map"] = {"": torch.device("cpu")}

@@ -1,4 +1,4 @@
-"""What ``prepare`` refuses before anything has changed: models that something else has wrapped, placed or sharded."""
+"""Checks of ``prepare`` before anything has changed: they refuse models that something else has wrapped, placed or sharded."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_optimizer(optimizer: Any) -> None:
     kinds = [kind for kind in type(optimizer).__mro__ if kind.__module__.split(".")[0] == "lomo_optim"]
     if kinds:
         raise ConfigError(
-            f"prepare: {kinds[0].__name__} updates whole weights from hooks inside backward, which sharded models lack then. "
+            f"prepare: {kinds[0].__name__} updates full weights from hooks inside backward, which sharded models lack then. "
             "Use a torch optimizer; engine.step_in_backward(optimizer) frees gradients during backward as LOMO does."
         )
     why = refusal_of(optimizer)
@@ -62,7 +62,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def not_for_local_sgd(model: nn.Module) -> None:
-    """Raise for a sharded model: each rank would have to train whole parameters of its own. Not collective.
+    """Raise for a sharded model: each rank would have to train full parameters of its own. Not collective.
 
     Raises:
         ConfigError: names the remedy.

@@ -1,8 +1,8 @@
-"""``from_pretrained`` without the memory: the model is built on meta, and each rank reads its slices when it is sharded.
+"""``from_pretrained`` in the memory of a shard: the model is built on meta, and each rank reads its shards when it is sharded.
 
-transformers itself resolves everything: which files, which dtype, which names, what is missing and how that is initialised.
-It is only given entries of files that are not read yet (:mod:`.recorded`), and what it puts into the model is noted on the
-parameters (:mod:`torch_shard.setup.lazy_values`).
+transformers resolves everything itself: which files, which dtype, which names, what is missing and how that is initialised. It is
+given the entries of files without reading them (:mod:`.lazy_tensors`), and what it assigns to the model is recorded on the
+parameters (``torch_shard.frontend.defer``).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _REFUSED = {
     "tp_plan": "Tensor parallelism within transformers can't be combined with sharding; leave it out.",
     "tp_size": "Tensor parallelism within transformers can't be combined with sharding; leave it out.",
     "device_mesh": "Give the mesh to torch_shard.shard(mesh=...) instead.",
-    "quantization_config": "Weights are quantized from whole ones; load with the class's own from_pretrained and prepare that.",
+    "quantization_config": "Weights are quantized from full ones; load with the class's own from_pretrained and prepare that.",
     "gguf_file": "Convert the file once with the class's own from_pretrained and save_pretrained.",
     "state_dict": "Values that are in memory need no other way; use the class's own from_pretrained.",
 }
 
 
 def from_pretrained(cls: Any, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
-    """``cls.from_pretrained(path, ...)``, of which each rank reads its slices only, when the model is sharded. Not collective.
+    """Load ``cls.from_pretrained(path, ...)`` so that each rank reads only its shards, when the model is sharded. Not collective.
 
     The model is built on the meta device, is in evaluation mode as transformers leaves it, and gets its values in
     ``Accelerator.prepare`` or :func:`torch_shard.shard`, in the same parameter objects: optimizers may be built before. Until
@@ -59,10 +59,10 @@ def from_pretrained(cls: Any, path: str | os.PathLike[str], *args: Any, **kwargs
     have memory and values at once, initialised as transformers does; where they differ between the ranks, rank 0's count.
 
     On the host a rank never has more of the parameters than its shard, and beside it a single parameter that transformers
-    computes from several entries (the fused weights of experts); what the files lack is whole until the model is sharded.
+    computes from several entries (the fused weights of experts); what the files lack is full until the model is sharded.
 
     Adapters may be put on it: ``get_peft_model``, ``PeftModel.from_pretrained``, ``model.add_adapter`` and ``model.load_adapter``
-    fill them as on any model. Modules that PEFT copies to train them (``modules_to_save``) are whole on each rank until the model
+    fill them as on any model. Modules that PEFT copies to train them (``modules_to_save``) are full on each rank until the model
     is sharded. Adapters can be saved before that. The model may be converted to other dtypes. What else changes values in place,
     through ``.data`` too, or replaces or copies parameters (``resize_token_embeddings``, ``copy.deepcopy``), is refused, at once
     or by ``prepare``: do it with the class's own ``from_pretrained``, or save the changed model once.
@@ -109,20 +109,20 @@ def from_pretrained(cls: Any, path: str | os.PathLike[str], *args: Any, **kwargs
 
 
 def _refuse_quantized(path: str | os.PathLike[str], kwargs: dict[str, Any]) -> None:
-    """Before transformers looks for the library that would unpack them."""
+    """Refuse quantized weights before transformers looks for the library that would unpack them."""
     found = _private.quantization_of(path, kwargs)
     if found is not None:
         raise ConfigError(
-            f"from_pretrained: the weights at {path} are quantized ({found}), and how they are unpacked on slices is not known. "
+            f"from_pretrained: the weights at {path} are quantized ({found}), and how they are unpacked on shards is not known. "
             "Load them with the class's own from_pretrained, and prepare that model."
         )
 
 
 def _entries(files: Sequence[str] | None) -> dict[str, Entry]:
-    """What is in the files, unread, by name."""
+    """Return the entries of the files by name, unread."""
     if not files or not all(str(file).endswith(".safetensors") for file in files):
         raise ConfigError(
-            f"from_pretrained: {', '.join(map(str, files or ['nothing']))}: only safetensors can be read in slices. Convert the "
+            f"from_pretrained: {', '.join(map(str, files or ['nothing']))}: only safetensors can be read in parts. Convert the "
             "weights once: load them with the class's own from_pretrained, and save_pretrained."
         )
     entries: dict[str, Entry] = {}
@@ -135,7 +135,7 @@ def _entries(files: Sequence[str] | None) -> dict[str, Entry]:
 
 
 def _settle(model: nn.Module) -> None:
-    """Plain meta parameters in place of recorded ones, and the values of buffers."""
+    """Put plain meta parameters in the place of recorded ones, and values into buffers."""
     plain: dict[int, nn.Parameter] = {}
     filled = guard(model)
     for module in model.modules():
@@ -146,7 +146,7 @@ def _settle(model: nn.Module) -> None:
                 module._parameters[name] = plain[id(param)]
         for name, buffer in module._buffers.items():
             if isinstance(buffer, Recorded):
-                module._buffers[name] = _private.as_loaded(_whole(buffer))
+                module._buffers[name] = _private.as_loaded(_full_values(buffer))
 
 
 def _meta_parameter(recorded: Recorded, filled: Callable[[], None]) -> nn.Parameter:
@@ -157,19 +157,19 @@ def _meta_parameter(recorded: Recorded, filled: Callable[[], None]) -> nn.Parame
     return _private.as_loaded(param)
 
 
-def _whole(recorded: Recorded) -> torch.Tensor:
+def _full_values(recorded: Recorded) -> torch.Tensor:
     values = deferred_from(recorded)
     return values.rounded(values.whole()).clone()
 
 
 def _values_of(param: torch.Tensor) -> torch.Tensor | None:
-    """In memory, what `param` waits for; None where it waits for nothing."""
+    """Return, in memory, the values that `param` waits for; None if it waits for none."""
     values = deferred_of(param)
     return None if values is None else values.rounded(values.whole()).to(param.dtype, copy=True)
 
 
 def _tie(model: Any, target: str, source: str) -> None:
-    """As transformers does where the files have both of two names that the configuration ties: if they are equal."""
+    """Tie two parameters that the files have both of, if they are equal, as transformers does."""
     ours, theirs = model.get_parameter(target), model.get_parameter(source)
     own, other = deferred_of(ours), deferred_of(theirs)
     if own and other and torch.equal(own.rounded(own.whole()), other.rounded(other.whole())):

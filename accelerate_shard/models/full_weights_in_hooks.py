@@ -1,9 +1,9 @@
-"""Whole weights for hooks of ``save_state``, which scripts write for the main process alone.
+"""Full weights for hooks of ``save_state`` that run on the main process alone.
 
-Under DDP ``if accelerator.is_main_process: unwrap(model).save_pretrained(...)`` is right. Here that rank has slices, and the
-others are not there to send theirs. So before hooks run all models are gathered, and while they run, on rank 0, a model's
-``state_dict()``, its parts' too, ``accelerator.get_state_dict``, ``save_model`` and ``save_pretrained`` have the whole weights.
-None of these is collective then, and on the other ranks they have nothing to give and write nothing.
+Under DDP ``if accelerator.is_main_process: unwrap(model).save_pretrained(...)`` is right. With sharded models that rank has only
+its shards, and the other ranks do not take part. So all models are gathered before hooks run. While they run, ``state_dict()`` of
+a model and of its parts, ``accelerator.get_state_dict``, ``save_model`` and ``save_pretrained`` use the full weights on rank 0
+and are not collective. On the other ranks they return nothing and write nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch_shard.errors import StateDictError
 from .. import _private
 from .method_overrides import Shadow
 
-__all__ = ["Known", "hooks_run", "known", "whole_weights"]
+__all__ = ["Known", "full_weights", "hooks_run", "known"]
 
 
 class Known(NamedTuple):
     """What is known of a module while hooks run.
 
     Attributes:
-        weights: the whole state dict of the sharded model that it is, or is a part of; empty but on rank 0.
+        weights: the full state dict of the sharded model that it is, or is a part of; empty but on rank 0.
         path: the module's name in that model, with a dot behind it; empty for the model itself.
         is_first: whether this is rank 0.
     """
@@ -39,7 +39,7 @@ class Known(NamedTuple):
     is_first: bool
 
     def state(self) -> dict[str, Any]:
-        """The module's own state dict, with whole tensors on the CPU; a new dict each time, empty but on rank 0."""
+        """Return the module's own state dict, with full tensors on the CPU: a new dict each time, empty but on rank 0."""
         length = len(self.path)
         found: Any = OrderedDict((k[length:], v) for k, v in self.weights.items() if k.startswith(self.path))
         found._metadata = OrderedDict()
@@ -54,22 +54,22 @@ _known: dict[int, Known] = {}  # by module, which the context below keeps
 
 
 def known(module: nn.Module) -> Known | None:
-    """What hooks are told of a module; None outside of them, and of one that is not sharded. Not collective."""
+    """Return what is known of a module while hooks run; None outside of them, or if it is not sharded. Not collective."""
     return _known.get(id(module))
 
 
 def hooks_run() -> bool:
-    """Whether hooks are running, with a sharded model. Not collective."""
+    """Return True while hooks run with a sharded model. Not collective."""
     return bool(_known)
 
 
 @contextlib.contextmanager
-def whole_weights(
+def full_weights(
     models: Sequence[nn.Module], engines: Sequence[Engine | None], is_first: bool
 ) -> Iterator[list[dict[str, Any] | None]]:
-    """Around the save hooks. Collective.
+    """Gather the full weights for the save hooks, which run inside. Collective.
 
-    The CPU of rank 0 holds all sharded models whole until the end; the other ranks no more than two units at a time.
+    The CPU of rank 0 holds all sharded models in full until the end; the other ranks no more than two units at a time.
 
     Args:
         models: what the hooks get, without what ``torch.compile`` put around it.
@@ -80,22 +80,22 @@ def whole_weights(
         Whole state dicts by number, which may be changed; empty but on rank 0, None for a model that is not sharded.
     """
     with contextlib.ExitStack() as stack:
-        wholes: list[dict[str, Any] | None] = []
+        full_states: list[dict[str, Any] | None] = []
         for engine in engines:
-            wholes.append(None if engine is None else engine.state_dict(rank0_only=True, offload_to_cpu=True))
-        for model, engine, whole in zip(models, engines, wholes, strict=True):
-            if engine is None or whole is None:
+            full_states.append(None if engine is None else engine.state_dict(rank0_only=True, offload_to_cpu=True))
+        for model, engine, full in zip(models, engines, full_states, strict=True):
+            if engine is None or full is None:
                 continue
             prompts = _private.prompt_encoders(model)
             if prompts:  # of which PEFT saves what they compute
                 stack.enter_context(engine.gathered(prompts))
-            stack.enter_context(_told(model, whole, is_first))
-        yield [None if whole is None else Known(whole, "", is_first).state() for whole in wholes]
+            stack.enter_context(_told(model, full, is_first))
+        yield [None if full is None else Known(full, "", is_first).state() for full in full_states]
 
 
 @contextlib.contextmanager
 def _told(model: nn.Module, weights: Mapping[str, torch.Tensor], is_first: bool) -> Iterator[None]:
-    """Inside, the weights of a model and of its parts are known, and their ``state_dict()`` has them on rank 0."""
+    """Make the weights of a model and of its parts known inside, to their ``state_dict()`` too on rank 0."""
     modules = [(name, module) for name, module in model.named_modules() if id(module) not in _known]
     before = [module.__dict__.get("state_dict") for _, module in modules] if is_first else []
     try:
@@ -116,7 +116,7 @@ def _told(model: nn.Module, weights: Mapping[str, torch.Tensor], is_first: bool)
 
 
 def _state_dict(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``Module.state_dict`` with the tensors of the whole model, detached. Not collective."""
+    """Return ``Module.state_dict`` with the tensors of the full model, detached. Not collective."""
     found = known(module)
     if found is None:  # a copy that a hook has made
         return stock(*args, **kwargs)
@@ -126,7 +126,7 @@ def _state_dict(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwar
     if not own and next(module.parameters(), None) is not None:
         raise StateDictError(
             f"state_dict() of the part {found.path[:-1]!r} of a sharded model: the model's own state dict has no entries of that "
-            "name. In a hook of save_state ask the whole model: accelerator.get_state_dict(model)."
+            "name. In a hook of save_state ask the full model: accelerator.get_state_dict(model)."
         )
     target: Any = OrderedDict() if destination is None else destination
     if destination is None:

@@ -1,9 +1,9 @@
-"""``model.generate`` on a sharded model: the parameters are gathered once, for the whole of it.
+"""``model.generate`` on a sharded model: the parameters are gathered once, before the first token.
 
-Each forward of a sharded model is a collective operation, and ranks generate texts of different lengths. Gathered once, the
-ranks do not depend on each other until all of them have finished, and no parameter is sent for each token. Where the whole model
-does not fit on a rank, every token gathers unit by unit, and ranks that have finished take part until all have, which is what
-transformers' ``synced_gpus`` does.
+Each forward of a sharded model is collective, and the ranks generate texts of different lengths. With gathered parameters the
+ranks do not depend on each other until all of them have finished, and no parameter is sent for each token. If the full model does
+not fit on a rank, units are gathered for every token, and ranks that have finished take part until all have, as transformers does
+under ``synced_gpus``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch_shard.log import logger
 __all__ = ["generate"]
 
 ROOM = 1.25
-"""The whole parameters may take what is free divided by this; the rest is for caches of keys and values."""
+"""The full parameters may take what is free divided by this; the rest is for caches of keys and values."""
 
 
 def generate(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``generate`` of transformers and PEFT, on whole parameters. Collective: call it on all ranks, with any inputs.
+    """Run ``generate`` of transformers and PEFT on full parameters. Collective: call it on all ranks, with any inputs.
 
     Inside ``engine.gathered()`` nothing is gathered, and it is not collective.
 
@@ -42,7 +42,7 @@ def generate(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs:
     several = any(engine.world_size > 1 for engine in engines)
     if several and anywhere(engines[0], what, not fits(engines)):
         logger.warning(
-            "%s: the whole model does not fit beside what is in memory, so that parameters are gathered again for every token.",
+            "%s: the full model does not fit beside what is in memory, so that parameters are gathered again for every token.",
             what,
         )
         with autocast(engines[0]):
@@ -56,8 +56,9 @@ def generate(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs:
 
 
 def autocast(engine: Engine) -> contextlib.AbstractContextManager[Any]:
-    """What units gathered in low precision are computed with. ``PeftModel.generate`` goes past the forward that Accelerate
-    puts under autocast."""
+    """Return the autocast for units that are gathered in low precision. ``PeftModel.generate`` does not call the forward that
+    Accelerate puts under autocast.
+    """
     dtype = precision_of(engine.config.precision).param_dtype
     if dtype is None or not casts_parameters(engine):
         return contextlib.nullcontext()
@@ -70,7 +71,7 @@ def fits(engines: list[Engine]) -> bool:
 
 
 def available(device: torch.device) -> int:
-    """Bytes that this rank may still take on `device`. Not collective."""
+    """Return how many bytes this rank may still take on `device`. Not collective."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

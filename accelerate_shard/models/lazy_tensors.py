@@ -1,7 +1,7 @@
-"""Tensors without values that know how to get them: what is done to them while a model is loaded is done later, for real.
+"""Meta tensors that record how their values are computed, so that loading code runs on them without reading files.
 
-transformers renames what is in a file, converts its dtype, and for some models fuses, splits or transposes tensors. Run on
-these, its own code says what each parameter is made of, and nothing is read.
+transformers renames the entries of a file, converts their dtype, and fuses, splits or transposes some of them. Its own code, run
+on these tensors, records from which entries each parameter is computed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Entry:
         self.values, self.origin = values, origin
 
     def __getitem__(self, index: Any) -> Recorded:
-        whole = _recorded(self.values.to("meta"), _Step(lambda: self.values, (), {}, None, self.origin))
-        part: Any = whole if index is Ellipsis else whole[index]
+        full = _recorded(self.values.to("meta"), _Step(lambda: self.values, (), {}, None, self.origin))
+        part: Any = full if index is Ellipsis else full[index]
         return part  # type: ignore[no-any-return]
 
     def get_shape(self) -> list[int]:
-        """Sizes."""
+        """Return the sizes of the entry."""
         return list(self.values.shape)
 
 
@@ -92,7 +92,7 @@ def _recorded(meta: torch.Tensor, step: _Step) -> Recorded:
 
 
 def _cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorded:
-    """``tensor.to(...)``: of a dtype alone. Devices have no meaning here."""
+    """Record ``tensor.to(...)`` of a dtype alone; devices have no meaning here."""
     tensor: Recorded = args[0]
     given = [*args[1:], *(value for key, value in kwargs.items() if key in ("dtype", "other"))]
     dtypes = [x if isinstance(x, torch.dtype) else x.dtype for x in given if isinstance(x, (torch.dtype, torch.Tensor))]
@@ -108,10 +108,7 @@ def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def deferred_from(tensor: Recorded) -> Deferred:
-    """What :func:`torch_shard.setup.lazy_param.defer` takes. Not collective.
-
-    The last conversions are left to the shards of the ranks.
-    """
+    """Return what ``torch_shard.frontend.defer`` takes. The last conversions are left to each rank's shards. Not collective."""
     casts: list[torch.dtype] = []
     step = tensor._step
     while step.function in (_to, torch.Tensor.detach):
@@ -122,7 +119,7 @@ def deferred_from(tensor: Recorded) -> Deferred:
 
 
 def _values(step: _Step, known: dict[int, Any]) -> torch.Tensor:
-    """Compute; `known` by the identity of tensors, for those that are used several times."""
+    """Compute the values of a step; `known` has those of tensors that are used several times, by id."""
     if step.function in (torch.cat, torch.stack) and isinstance(step.args[0], (list, tuple)):
         return _joined(step, known)
 
@@ -139,7 +136,7 @@ def _values(step: _Step, known: dict[int, Any]) -> torch.Tensor:
 
 
 def _joined(step: _Step, known: dict[int, Any]) -> torch.Tensor:
-    """``cat`` and ``stack`` of what is computed one after the other, so that experts are in memory once."""
+    """Compute ``cat`` or ``stack`` one input after the other, so that experts are in memory once."""
     with torch._C.DisableTorchFunctionSubclass():
         like = step.function(*step.args, **step.kwargs)
     result = torch.empty(like.shape, dtype=like.dtype)

@@ -1,7 +1,7 @@
-"""Methods of one module replaced by functions that know about sharding, in the instance, as users patch methods themselves.
+"""Methods of one module instance replaced by functions that know about sharding.
 
-A class's method stays what it is, so that models that are not sharded are not touched. The replacement follows deep copies, and
-what is pickled is the class's own method again.
+The class's method stays as it is, so that models that are not sharded are not touched. A deep copy of the module has the
+replacement too; a pickled module has the class's own method.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Shadow:
         self.__doc__ = getattr(type(module), name).__doc__
 
     def calls(self, function: Callable[..., Any]) -> bool:
-        """Whether `function` is what it calls."""
+        """Return True if this object calls `function`."""
         return self._function is function
 
     @property
     def stock(self) -> Callable[..., Any]:
-        """What a call would reach without this object."""
+        """Return what a call would reach without this object."""
         if self._previous is not None:
             return self._previous  # type: ignore[no-any-return]
         module = self._module()

@@ -1,4 +1,4 @@
-"""Which methods of transformers' and PEFT's models are replaced on a prepared model, and by what."""
+"""The methods of transformers' and PEFT's models that are replaced on a prepared model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["install"]
 
 
 def install(model: nn.Module) -> None:
-    """Make ``save_pretrained``, ``generate`` and PEFT's methods of `model` and of its parts right for slices. Not collective.
+    """Make ``save_pretrained``, ``generate`` and PEFT's methods of `model` and of its parts right for shards. Not collective.
 
     Models of other origin are left alone, and neither library is imported.
     """
@@ -28,6 +28,6 @@ def install(model: nn.Module) -> None:
                 shadow(module, name, getattr(peft, name), engine)
         if _private.is_tuner(module):
             for name in ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload"):
-                shadow(module, name, peft.whole, engine)
+                shadow(module, name, peft.on_full_weights, engine)
             for name in ("add_weighted_adapter", "inject_adapter"):
                 shadow(module, name, peft.add_adapter, engine)

@@ -1,8 +1,8 @@
 """Layers that are called where autocast is off, though their parameters are gathered in its dtype.
 
 Accelerate puts autocast around the model's forward. ``model.encoder(x)`` (generation of encoder-decoder models), or a layer that
-the model itself calls under ``autocast(enabled=False)``, gets fp32 inputs then. Under DDP it computes in fp32; here its
-weights are in the low dtype, so that its inputs are cast to that, and its outputs back.
+the model calls under ``autocast(enabled=False)``, gets fp32 inputs. Under DDP such a layer computes in fp32. A sharded layer has
+gathered weights in the low dtype, so its inputs are cast to that dtype and its outputs back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["register"]
 def register(model: nn.Module, precision: Precision, device: torch.device) -> None:
     """Hook the layers of a sharded `model` whose parameters are gathered in another dtype than they are stored in.
 
-    Not collective. The hooks look at the parameters as they are when the layer is called: they do nothing to whole ones.
+    Not collective. The hooks look at the parameters as they are when the layer is called: they do nothing to full ones.
     """
     kept = {inner for top in precision.kept_modules(model) for inner in top.modules()}
     for module in model.modules():

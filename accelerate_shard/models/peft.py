@@ -1,4 +1,4 @@
-"""PEFT's methods that add adapters to a model, or merge them into its weights, on a sharded one."""
+"""PEFT's methods that add adapters to a sharded model, or merge them into its weights."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 from torch_shard.errors import ConfigError
 from torch_shard.frontend import engine_holding
 
-__all__ = ["add_adapter", "load_adapter", "whole"]
+__all__ = ["add_adapter", "load_adapter", "on_full_weights"]
 
 
 def add_adapter(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``add_adapter``, and the tuners' ``add_weighted_adapter`` and ``inject_adapter``. Not collective.
+    """Run ``add_adapter``, or a tuner's ``add_weighted_adapter`` or ``inject_adapter``. Not collective.
 
     Refused on a sharded model, since the new parameters would belong to no unit.
 
@@ -40,8 +40,8 @@ def load_adapter(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwa
     return stock(*args, **kwargs)
 
 
-def whole(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``merge_and_unload`` and its like: on whole weights, and what they become is cut again. Collective.
+def on_full_weights(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run ``merge_and_unload`` and its like on full weights, and shard what they become. Collective.
 
     Raises:
         MissingRankError: some rank does not call it.

@@ -1,4 +1,4 @@
-"""What of a model sharding does not put on this rank's device."""
+"""Placement on this rank's device of what sharding does not move there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["before_sharding", "left_behind"]
 
 
 def before_sharding(model: nn.Module, device: torch.device) -> None:
-    """Without a process group nothing says which device is meant: move parameters and buffers to `device` first.
+    """Move parameters and buffers to `device` if there is no process group to say which device is meant.
 
     One by one, in the same objects; those on meta get their memory on the device anyway. Not collective.
     """

@@ -1,8 +1,8 @@
-"""``model.save_pretrained`` on a sharded model: whole tensors, written by transformers' and PEFT's own code.
+"""``model.save_pretrained`` on a sharded model: full tensors, written by transformers' and PEFT's own code.
 
-A state dict of slices never reaches that code. Without ``state_dict=`` the call is collective: the tensors are gathered on the
-CPU of the rank that writes, unit by unit, and all ranks return when the files are there. With whole tensors in ``state_dict=``,
-from ``accelerator.get_state_dict(model)``, it is not.
+Without ``state_dict=`` the call is collective: the tensors are gathered unit by unit on the CPU of the rank that writes, and all
+ranks return when the files are there. With full tensors in ``state_dict=``, from ``accelerator.get_state_dict(model)``, it is not
+collective. The libraries never see a state dict of shards.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["save_pretrained"]
 
 
 def save_pretrained(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``save_pretrained`` with the tensors of the whole model, as they are stored. Collective without ``state_dict=``.
+    """Run ``save_pretrained`` with the tensors of the full model, as they are stored. Collective without ``state_dict=``.
 
     In a hook of ``save_state`` it is not: rank 0 writes, alone (see :mod:`.in_hooks`).
 
@@ -45,7 +45,7 @@ def save_pretrained(module: nn.Module, stock: Callable[..., Any], *args: Any, **
 
     Raises:
         MissingRankError: some rank does not call it; nothing has been written.
-        StateDictError: ``state_dict=`` holds slices without their names' shapes, or nothing on the rank that writes.
+        StateDictError: ``state_dict=`` holds shards without their names' shapes, or nothing on the rank that writes.
         CheckpointError: on all ranks: the files can't be written.
         ConfigError: an argument for which the sharded model itself would have to be changed.
     """
@@ -91,7 +91,7 @@ class _Call:
         if self.arguments.get("distributed_checkpoint"):
             raise ConfigError(
                 f"{self.what}: distributed_checkpoint is for models that transformers has sharded. Leave it out for the whole "
-                "model; accelerator.save_state(...) writes every rank's slices."
+                "model; accelerator.save_state(...) writes every rank's shards."
             )
 
     def write(self, module: nn.Module, found: dict[str, Any]) -> Any:
@@ -119,30 +119,30 @@ def _save_given(module: nn.Module, engine: Engine, call: _Call, given: Mapping[s
             return None
         raise StateDictError(f"rank {rank}: {call.what}: state_dict is empty, so that no model would be written.")
     shapes = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False)}
-    slices = [
+    misfits = [
         f"{name} is {tuple(value.shape)}, and the parameter {tuple(shapes[name])}"
         for name, value in given.items()
         if name in shapes and isinstance(value, torch.Tensor) and value.shape != shapes[name]
     ]
-    if slices:
+    if misfits:
         raise StateDictError(
-            f"rank {rank}: {call.what}: state_dict does not hold the whole parameters; pass accelerator.get_state_dict(model), "
-            "called on all ranks.\n  " + "\n  ".join(slices)
+            f"rank {rank}: {call.what}: state_dict does not hold the full parameters; pass accelerator.get_state_dict(model), "
+            "called on all ranks.\n  " + "\n  ".join(misfits)
         )
     return call.write(module, dict(given))
 
 
 def _save_known(module: nn.Module, in_hook: Known, call: _Call) -> Any:
-    """In a hook of ``save_state``: rank 0 writes, the others return. Not collective."""
+    """Write on rank 0, in a hook of ``save_state``; the other ranks return. Not collective."""
     if not in_hook.is_first or not call.is_main:
         return None
     own = in_hook.state()
     given = own if call.state_dict is None else dict(call.state_dict)
-    # Slices are what hooks have among their weights.
+    # Shards are what hooks have among their weights.
     lost = [name for name, value in given.items() if isinstance(value, ShardTensor) and name not in own]
     if lost:
         raise StateDictError(
-            f"rank 0: {call.what}: state_dict holds slices, and the model has no entries {', '.join(lost[:3])}. Pass entries of "
+            f"rank 0: {call.what}: state_dict holds shards, and the model has no entries {', '.join(lost[:3])}. Pass entries of "
             "accelerator.get_state_dict(model)."
         )
     return call.write(module, {k: own[k] if isinstance(v, ShardTensor) else v for k, v in given.items()})
@@ -182,7 +182,7 @@ def _writers(plans: list[tuple[bool, str]]) -> list[int]:
 
 
 def _wanted(module: nn.Module, call: _Call, found: dict[str, Any]) -> dict[str, Any]:
-    """Those entries of a state dict that will be written: of a model with adapters they are few. Not collective."""
+    """Return the entries of a state dict that will be written: few if the model has adapters. Not collective."""
     adapters = _private.saved_adapters(module, call.arguments)
     if adapters is None:
         return dict(found)

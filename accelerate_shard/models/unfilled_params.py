@@ -1,7 +1,7 @@
-"""A model of ``from_pretrained`` until it is sharded: what needs its values says so, and does nothing.
+"""Guards on a model of ``from_pretrained`` until it is sharded: methods that need values raise, and change nothing.
 
-The checks stand in front of methods of that one model. They go when its values come, and let everything pass where it has some
-before that. Adapters have values of their own, so that they are saved and loaded.
+The guards are replaced methods of that one model. They are removed when the values arrive, and let a call pass if the model has
+got values in another way. Adapters have values from the start, so they can be saved and loaded.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _waits(model: nn.Module) -> bool:
 def _error(what: str, remedy: str) -> SetupError:
     return SetupError(
         f"{what}: the model has no values yet: each rank reads its part of them when the model is sharded. So {remedy}, on all "
-        "ranks; or load the whole model with the class's own from_pretrained."
+        "ranks; or load the full model with the class's own from_pretrained."
     )
 
 
@@ -82,7 +82,7 @@ def _saves(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def _loads_adapter(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """With the adapter's values on the CPU, where its parameters are, and not where the model seems to be."""
+    """Load an adapter to the CPU, where its parameters are, and not to meta, where the model is."""
     if not _waits(module):
         return stock(*args, **kwargs)
     with _private_loading.adapters_on_cpu(module):

@@ -1,4 +1,4 @@
-"""From what ``prepare`` has returned to the module that is sharded."""
+"""The module that is sharded, and its engine, of what ``prepare`` has returned."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["engine_of", "engines_of", "inner"]
 
 
 def inner(model: nn.Module) -> nn.Module:
-    """`model` without what ``torch.compile`` put around it."""
+    """Return `model` without what ``torch.compile`` put around it."""
     return compiled_inner(model)
 
 
 def engine_of(model: nn.Module) -> Engine | None:
-    """The engine of a prepared model, compiled or not; None where it is not sharded. Not collective.
+    """Return the engine of a prepared model, compiled or not; None if it is not sharded. Not collective.
 
     None for its parts, too; :func:`torch_shard.frontend.engine_holding` finds the engine whose shards any module holds.
     """

@@ -1,1 +1,1 @@
-"""What the user chooses: the plugin, and the translations of other sources (launch, FSDP, DDP) into it."""
+"""The user's settings: the plugin, and the translation of other sources (launch, FSDP, DDP) into it."""

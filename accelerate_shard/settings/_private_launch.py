@@ -16,7 +16,7 @@ __all__ = ["launch_environment", "parsed_launch"]
 
 
 def parsed_launch(arguments: list[str]) -> Any:
-    """The options of an ``accelerate launch`` command line; None where this version does not know them."""
+    """Return the options of an ``accelerate launch`` command line; None if this version does not know them."""
     from accelerate.commands.launch import launch_command_parser
 
     with contextlib.redirect_stderr(io.StringIO()):
@@ -27,7 +27,7 @@ def parsed_launch(arguments: list[str]) -> Any:
 
 
 def launch_environment(config_file: str) -> dict[str, str]:
-    """The variables that ``accelerate launch --config_file ...`` exports to its processes.
+    """Return the variables that ``accelerate launch --config_file ...`` exports to its processes.
 
     Raises:
         ValueError: Accelerate does not take the file.

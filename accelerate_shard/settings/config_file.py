@@ -1,7 +1,7 @@
-"""The YAML that ``accelerate launch`` was started with, which it does not tell the processes that it starts.
+"""The YAML that ``accelerate launch`` was started with. The launcher does not tell its processes where it is.
 
-It exports what it knows itself; keys of ``fsdp_config`` that it does not know (our ``shard_*``, and misspelt ones) it drops
-without a word. They are read here from the file, which :data:`FILE_VARIABLE` names, or the launcher's own command line.
+The launcher exports the settings that it knows, and silently drops other keys of ``fsdp_config``: our ``shard_*`` keys, and
+misspelt ones. They are read here from the file, which is found by :data:`FILE_VARIABLE` or in the launcher's command line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GENERATIONS = 4  # of parents: torchrun's agent is Accelerate's own process, MP
 
 
 def launch_file() -> Path | None:
-    """Where the YAML of this launch is; None where this process was not launched with one. Not collective.
+    """Return the path of the YAML of this launch; None if this process was not launched with one. Not collective.
 
     Raises:
         ConfigError: :data:`FILE_VARIABLE` names no file.
@@ -59,7 +59,7 @@ def _of_parents() -> Path | None:
 
 
 def _launch_arguments(command: list[str]) -> list[str] | None:
-    """What follows ``accelerate launch`` in a command line; None where it is another command."""
+    """Return what follows ``accelerate launch`` in a command line; None if it is another command."""
     for index, word in enumerate(command[:4]):  # the interpreter, its -m, ...
         program = Path(word).name
         if (
@@ -76,7 +76,7 @@ def _launch_arguments(command: list[str]) -> list[str] | None:
 
 
 def read_launch_file(path: Path) -> dict[str, Any]:
-    """The contents of a YAML or JSON file of Accelerate's. Not collective.
+    """Return the contents of a YAML or JSON file of Accelerate's. Not collective.
 
     Raises:
         ConfigError: it can't be read, or is no mapping.

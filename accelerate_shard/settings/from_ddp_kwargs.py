@@ -1,4 +1,4 @@
-"""``DistributedDataParallelKwargs``: what of them has a meaning for a sharded model, and what is said about the rest."""
+"""``DistributedDataParallelKwargs`` for a sharded model: what is translated, and warnings about the rest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNAVAILABLE = (
 
 
 def config_with(handler: Any, config: ShardConfig) -> ShardConfig:
-    """`config` with what a ``DistributedDataParallelKwargs`` says; None says nothing. Not collective.
+    """Return `config` with what a ``DistributedDataParallelKwargs`` says; None says nothing. Not collective.
 
     Raises:
         ConfigError: a communication hook that compresses with a state of its own kind.

@@ -1,7 +1,7 @@
-"""Those settings of DeepSpeed that have a counterpart here, for ``accelerate-shard config --deepspeed``, which writes them.
+"""The settings of DeepSpeed that have a counterpart here, for ``accelerate-shard config --deepspeed``.
 
-A launch for DeepSpeed is refused: DeepSpeed itself clips, accumulates and makes optimizers as its configuration says, where here
-the script does, so that the same script would train otherwise. docs/accelerate.md has a table of all keys.
+A launch for DeepSpeed is refused and not translated, because DeepSpeed itself clips, accumulates and makes optimizers as its
+configuration says, where here the script does: the same script would train otherwise. docs/accelerate.md has a table of all keys.
 """
 
 from __future__ import annotations

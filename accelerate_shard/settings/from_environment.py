@@ -1,6 +1,6 @@
-"""The launch's own choice of settings: ``SHARD_*`` variables, ``shard_*`` keys of the YAML, and FSDP's, in this order.
+"""The settings of the launch: ``SHARD_*`` variables, ``shard_*`` keys of the YAML, and FSDP's settings, in this order.
 
-An argument to ``Accelerator(...)`` replaces all of them. :func:`take_over_launch` also makes the environment such that Accelerate
+An argument to ``Accelerator(...)`` replaces all of them. :func:`take_over_launch` also changes the environment so that Accelerate
 does not set FSDP up itself.
 """
 
@@ -149,7 +149,7 @@ def _has_accelerator() -> bool:
 
 
 def launch_plugin() -> ShardPlugin | None:
-    """The settings that the launch has chosen; None where it has chosen none. Not collective.
+    """Return the settings that the launch has chosen; None if it has chosen none. Not collective.
 
     Raises:
         ConfigError: names the variable or key, and a close one where it is unknown.
@@ -176,12 +176,12 @@ def launch_plugin() -> ShardPlugin | None:
 
 
 def own_names() -> list[str]:
-    """Names of the settings that the launch has chosen in our own terms. Not collective."""
+    """Return the names of the ``SHARD_*`` and ``shard_*`` settings that the launch has chosen. Not collective."""
     return [name for name, _ in {**_file_settings()[0], **_own_variables()}.values()]
 
 
 def _own_variables() -> dict[str, tuple[str, Any]]:
-    """Values by field, each with the name under which the user has given it."""
+    """Return the values of ``SHARD_*`` variables by field, each with the variable's name."""
     found, unknown = {}, []
     for name, text in sorted(os.environ.items()):
         if not name.startswith(PREFIX) or name in _OWN:
@@ -200,7 +200,7 @@ def _own_variables() -> dict[str, tuple[str, Any]]:
 
 
 def _file_settings() -> tuple[dict[str, tuple[str, Any]], bool]:
-    """The same from the YAML, and its ``use_cpu``."""
+    """Return the values of the YAML's ``shard_*`` keys by field, each with its key, and the YAML's ``use_cpu``."""
     path = launch_file()
     if path is None:
         return {}, False

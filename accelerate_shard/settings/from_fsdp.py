@@ -1,8 +1,8 @@
-"""Settings of torch's FSDP, key by key, as a :class:`~accelerate_shard.settings.plugin.ShardPlugin`.
+"""Translation of the settings of torch's FSDP 1 and 2 into a :class:`~accelerate_shard.settings.plugin.ShardPlugin`.
 
-They come as the environment that ``accelerate launch`` exports for a YAML with ``distributed_type: FSDP``, or as a
-``FullyShardedDataParallelPlugin`` in ``Accelerator(fsdp_plugin=...)``; FSDP 1 or 2. What has no meaning here and
-was changed is named in one warning. docs/accelerate.md says what each key becomes.
+They come from the environment that ``accelerate launch`` exports for a YAML with ``distributed_type: FSDP``, or from a
+``FullyShardedDataParallelPlugin`` in ``Accelerator(fsdp_plugin=...)``. Changed settings that have no meaning here are named in
+one warning. docs/accelerate.md says what each key becomes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Key:
 
     @property
     def variable(self) -> str:
-        """Of the environment."""
+        """Return the environment variable of this key."""
         return "FSDP_TRANSFORMER_CLS_TO_WRAP" if self.field == "transformer_cls_names_to_wrap" else self.yaml.upper()
 
 
@@ -297,8 +297,8 @@ def _ignored(reading: _Reading) -> tuple[Any, ...]:
 def _finished(reading: _Reading, state_dict: str) -> ShardPlugin:
     if reading.flag("cpu_offload"):
         reading.found.setdefault("offload", "cpu")
-    again, offload = (reading.flag("activation_checkpointing" + end) for end in ("", "_offload"))
-    if offload and not again:
+    recompute, offload = (reading.flag("activation_checkpointing" + end) for end in ("", "_offload"))
+    if offload and not recompute:
         raise ConfigError(
             f"{reading.name('activation_checkpointing_offload')}: {reading.name('activation_checkpointing')} is false, so that "
             "there are no inputs of checkpointed layers to move. Set it to true, too."
@@ -310,7 +310,7 @@ def _finished(reading: _Reading, state_dict: str) -> ShardPlugin:
     return ShardPlugin(
         **reading.found,
         ignore=_ignored(reading),
-        activation_checkpointing=again,
+        activation_checkpointing=recompute,
         activation_offload=offload,
         state_dict_type=_STATE_DICTS[state_dict],
         fp32_masters=True,

@@ -1,4 +1,4 @@
-"""What ``layer_classes`` of the plugin means: units, and which layers compute their activations again."""
+"""``layer_classes`` and the activation settings of the plugin, as units and as layers that are recomputed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["checkpointed_layers", "with_layer_units"]
 
 
 def with_layer_units(config: ShardConfig, model: nn.Module, names: Sequence[str]) -> ShardConfig:
-    """`config` with each module of these classes as a unit; as it is where there are no names. Not collective.
+    """Return `config` with each module of the classes `names` as a unit; `config` itself without names. Not collective.
 
     Raises:
         ConfigError: the model has no module of such a class.
@@ -29,8 +29,7 @@ def with_layer_units(config: ShardConfig, model: nn.Module, names: Sequence[str]
 
 
 def checkpointed_layers(model: nn.Module, plugin: ShardPlugin, config: ShardConfig) -> AbstractContextManager[int]:
-    """Around the sharding of `model`: the layers that `plugin` chooses compute their activations again from now on, and have
-    their inputs in host memory.
+    """Have the layers that `plugin` chooses recompute their activations, and offload their inputs; `model` is sharded inside.
 
     `config`: the engine's settings for this model. See :func:`torch_shard.activation_checkpointing.checkpointed_layers`.
 

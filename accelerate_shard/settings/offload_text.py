@@ -1,4 +1,4 @@
-"""``ShardPlugin.offload`` as text: of an environment variable, a YAML's key, an answer to ``accelerate-shard config``."""
+"""``ShardPlugin.offload`` as text, for an environment variable, a YAML's key, and ``accelerate-shard config``."""
 
 from __future__ import annotations
 

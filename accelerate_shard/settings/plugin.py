@@ -1,4 +1,4 @@
-"""Every choice of the user, in the idiom of Accelerate's plugins: one dataclass."""
+"""``ShardPlugin``: all settings in one dataclass, as Accelerate's plugins are."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class ShardPlugin(ShardConfig):
             chooses, else of those that repeat.
         activation_offload: recompute them, and have each layer's input wait for backward in host memory. Classes and names as
             there; True: of the layers that `activation_checkpointing` chooses; where it chooses none, as True is there.
-        state_dict_type: ``"sharded"``: ``save_state`` writes a folder for each model, to which every rank writes its slices;
+        state_dict_type: ``"sharded"``: ``save_state`` writes a folder for each model, to which every rank writes its shards;
             ``"full"``: the files that Accelerate writes under DDP. Both are loaded whatever this is.
         async_save: ``save_state`` with ``"sharded"`` writes while training goes on.
         defer_gradient_sync: under ``accumulate`` and ``no_sync``, reduce gradients once at the end. Sends less, but holds the
-            whole gradients on every rank meanwhile. By default each micro-batch is reduced.
+            full gradients on every rank meanwhile. By default each micro-batch is reduced.
         weights_only: ``load_state`` reads with torch's safe loader, which runs no code from files.
         timeout: seconds that a rank waits for a missing partner before it raises
             :class:`~torch_shard.errors.MissingRankError`; 30, say, to fail fast. None: as long as the process group waits, which
@@ -83,7 +83,7 @@ class ShardPlugin(ShardConfig):
             super()._check_timeout()
 
     def config(self, timeout: float = ShardConfig.timeout) -> ShardConfig:
-        """The engine's part of the settings. `timeout`: in seconds, where they say None."""
+        """Return the engine's part of the settings, with `timeout`, in seconds, if they say None."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(ShardConfig)}
         if self.timeout is None:
             values["timeout"] = timeout
@@ -91,7 +91,7 @@ class ShardPlugin(ShardConfig):
 
 
 def plugin_of(setting: Any) -> ShardPlugin:
-    """What the user has given as ``shard_plugin``: a :class:`ShardPlugin`, a plain ``ShardConfig``, or None.
+    """Return the :class:`ShardPlugin` for what the user has given: one, a plain ``ShardConfig``, or None.
 
     The ``timeout`` of a ``ShardConfig`` counts where it is not the default.
 

@@ -1,6 +1,6 @@
-"""From what the user has given to ``Accelerator(...)`` to one :class:`~accelerate_shard.settings.plugin.ShardPlugin`.
+"""Resolution of the arguments of ``Accelerator(...)`` and of other sources to one :class:`~.plugin.ShardPlugin`.
 
-What selects other engines is refused here, before anything of Accelerate's state exists.
+Settings that select other engines are refused here, before any of Accelerate's state exists.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _remedy(engine: str) -> str:
 
 
 def chosen_plugin(shard_plugin: Any, fsdp_plugin: Any) -> ShardPlugin:
-    """The settings of sharding: the arguments; else the first Accelerator's, those of ``enable``, of the launch, the defaults.
+    """Return the settings: the arguments; else the first Accelerator's, those of ``enable``, of the launch, the defaults.
 
     Afterwards the environment no longer has Accelerate set FSDP up.
 

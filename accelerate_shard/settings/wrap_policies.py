@@ -1,4 +1,4 @@
-"""FSDP's auto-wrap policies as :attr:`ShardConfig.units`: which modules are gathered for themselves."""
+"""FSDP's auto-wrap policies as :attr:`ShardConfig.units`: which modules are units."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Wrapped:
         return name != "" and self._walk(module)[0]
 
     def _walk(self, module: nn.Module) -> tuple[bool, int]:
-        """Whether `module` is a unit, and how many parameters units in it or itself hold."""
+        """Return True if `module` is a unit, and how many parameters the units in it, or it itself, hold."""
         total = sum(param.numel() for param in module.parameters())
         if not self.policy(module=module, recurse=True, nonwrapped_numel=total):
             return False, 0
@@ -47,7 +47,7 @@ class Wrapped:
 
 
 def size_based(min_num_params: int) -> Wrapped | None:
-    """``SIZE_BASED_WRAP``; None, the automatic plan, for 0, with which Accelerate wraps nothing."""
+    """Return ``SIZE_BASED_WRAP`` as units; None, the automatic plan, for 0, with which Accelerate wraps nothing."""
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
     if min_num_params <= 0:
@@ -56,7 +56,7 @@ def size_based(min_num_params: int) -> Wrapped | None:
 
 
 def units_of_policy(policy: Any, name: str) -> Any:
-    """`policy` as units.
+    """Return `policy` as ``ShardConfig.units``.
 
     Args:
         name: how the user knows the setting, for errors.

@@ -1,4 +1,4 @@
-"""Where checkpoints are: ``automatic_checkpoint_naming``, the latest one, and how many are kept."""
+"""Names of checkpoint directories: ``automatic_checkpoint_naming``, the latest checkpoint, and how many are kept."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _home(accelerator: Any) -> Path:
 
 
 def target(accelerator: Any, output_dir: Any) -> Path:
-    """The folder that ``save_state`` writes.
+    """Return the folder that ``save_state`` writes.
 
     Raises:
         ConfigError: there is no place, or ``automatic_checkpoint_naming`` leads to a checkpoint that is there.
@@ -46,7 +46,7 @@ def target(accelerator: Any, output_dir: Any) -> Path:
 
 
 def followed(folder: Path) -> Path:
-    """Where a link that has the name of a checkpoint leads; `folder` itself where it is none. Rank 0's.
+    """Return where a link that has the name of a checkpoint leads; `folder` itself if it is no link. For rank 0.
 
     A checkpoint takes the place of its folder, and of the link it would, where Accelerate writes into what that leads to.
     """
@@ -54,12 +54,12 @@ def followed(folder: Path) -> Path:
 
 
 def siblings(accelerator: Any) -> re.Pattern[str] | None:
-    """Names of checkpoints that no other program writes beside this one's: automatic ones, of which there is one sequence."""
+    """Return a pattern of the names that no other program gives to checkpoints: automatic ones; None without them."""
     return _NAME if accelerator.project_configuration.automatic_checkpoint_naming else None
 
 
 def source(accelerator: Any, input_dir: Any) -> Path:
-    """The folder that ``load_state`` reads.
+    """Return the folder that ``load_state`` reads.
 
     Raises:
         ConfigError: no folder was named, nor are there automatic names.
@@ -92,14 +92,14 @@ def _hint(folder: Path) -> str:
 
 
 def _numbered(home: Path) -> list[Path]:
-    """The checkpoints in a folder, the oldest first."""
+    """Return the checkpoints in a folder, the oldest first."""
     names = os.listdir(home) if home.is_dir() else []
     matches = sorted((int(match[1]), name) for name in names if (match := _NAME.fullmatch(name)))
     return [home / name for _, name in matches if (home / name).is_dir()]
 
 
 def prune(accelerator: Any, folder: Path) -> None:
-    """Delete the oldest checkpoints beside `folder`, which is whole, so that ``total_limit`` remain with it. Rank 0's."""
+    """Delete the oldest checkpoints beside `folder`, which is complete, so that ``total_limit`` remain with it. For rank 0."""
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming or project.total_limit is None:
         return

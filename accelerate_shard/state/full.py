@@ -1,4 +1,4 @@
-"""Full models and optimizers: state dicts and files as Accelerate writes them under DDP, and how they are loaded."""
+"""Full models and optimizers: state dicts, the files that Accelerate writes under DDP, and loading them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from ..models.unwrap import engine_of, inner
 from .files import OPTIMIZER_NAME, numbered, read, safely
 from .prepared import Prepared, Ranks
 
-__all__ = ["FullModel", "FullOptimizer", "PlainModel", "get_state_dict", "optimizer_state", "save_model", "slice_in"]
+__all__ = ["FullModel", "FullOptimizer", "PlainModel", "get_state_dict", "optimizer_state", "save_model", "shard_in"]
 
 _WHOLE = re.compile(r"(model|pytorch_model)\.(safetensors|bin)")
 _SHARD = re.compile(r"(model|pytorch_model)-\d{5}-of-\d{5}\.(safetensors|bin)")
@@ -51,7 +51,7 @@ _INDEX = re.compile(r"(model\.safetensors|pytorch_model\.bin)\.index\.json")
 
 
 def get_state_dict(model: nn.Module, unwrap: bool) -> dict[str, Any] | None:
-    """See :meth:`.mixin.StateMixin.get_state_dict`; None for a model that is not sharded. Collective."""
+    """Return the full state dict; None for a model that is not sharded. Collective; see :class:`.mixin.StateMixin`."""
     engine = engine_of(model)
     if engine is None:
         return None
@@ -67,14 +67,14 @@ def get_state_dict(model: nn.Module, unwrap: bool) -> dict[str, Any] | None:
     return {f"_orig_mod.{name}": value for name, value in found.items()}
 
 
-def slice_in(obj: Any) -> ShardTensor | None:
-    """A slice in `obj`: in a module, or in containers; None where there is none. Not collective."""
+def shard_in(obj: Any) -> ShardTensor | None:
+    """Return a ShardTensor in `obj`: in a module, or in containers; None if there is none. Not collective."""
     leaves = (list(leaf.parameters()) if isinstance(leaf, nn.Module) else [leaf] for leaf in tree_leaves(obj))
     return next((t for found in leaves for t in found if isinstance(t, ShardTensor)), None)
 
 
 def save_model(model: nn.Module, folder: Any, max_shard_size: int | str, safe: bool) -> bool:
-    """See :meth:`.mixin.StateMixin.save_model`. Returns False where Accelerate's own does it. Collective."""
+    """Write a model's weights; return False if Accelerate's own method has to do it. Collective."""
     engine = engine_of(model)
     if engine is None:
         return False
@@ -118,7 +118,7 @@ def _make(target: Path, beside: Path) -> None:
 
 
 def _write_bins(state: dict[str, Any], folder: Path, limit: int) -> None:
-    """As stock Accelerate divides them."""
+    """Write torch's files, with the entries divided as stock Accelerate divides them."""
     from huggingface_hub import split_torch_state_dict_into_shards
 
     folder.mkdir()
@@ -151,7 +151,7 @@ def _put(new: Path, target: Path, safe: bool) -> None:
 
 
 def optimizer_state(prepared: Prepared, optimizer: Any) -> Any:
-    """``optimizer.state_dict()`` as it is without sharding, whole, on rank 0; None elsewhere. Collective."""
+    """Return the full ``optimizer.state_dict()``, as it is without sharding, on rank 0; None elsewhere. Collective."""
     engine = prepared.engine_for(optimizer)
     if engine is None:
         return optimizer.state_dict()
@@ -174,7 +174,7 @@ def optimizer_state(prepared: Prepared, optimizer: Any) -> Any:
 
 
 class FullModel:
-    """A file of a sharded model: each rank copies its slices out of it."""
+    """A file of a sharded model: each rank copies its shards out of it."""
 
     def __init__(self, engine: Engine, path: Path, strict: bool, dtype: torch.dtype | None) -> None:
         self.path = path
@@ -183,7 +183,7 @@ class FullModel:
 
     @property
     def fingerprint(self) -> object:
-        """Equal on ranks that see the same file."""
+        """Return what is equal on ranks that see the same file."""
         return self._load.file.fingerprint()
 
     def compare(self) -> None:
@@ -231,7 +231,7 @@ class PlainModel:
 
 
 def _place(value: Any) -> Any:
-    """Equal for tied weights."""
+    """Return a key that is equal for tied weights."""
     return (value.data_ptr(), value.shape) if isinstance(value, torch.Tensor) and value.numel() else id(value)
 
 
@@ -258,7 +258,7 @@ class FullOptimizer:
 
     @property
     def fingerprint(self) -> object:
-        """Equal on ranks that see the same file."""
+        """Return what is equal on ranks that see the same file."""
         return self.path.stat().st_size
 
     def compare(self) -> None:

@@ -1,7 +1,7 @@
 """The users' hooks of ``save_state`` and ``load_state``, which may take models and weights away.
 
-They run on every rank, as under DDP; scripts often change the list on the main process only, because only that one writes there.
-So what rank 0's hooks have left is what counts.
+Hooks run on every rank, as under DDP. Scripts often change the list of weights on the main process only, because only that
+process writes under DDP. So the list that rank 0's hooks leave is what counts.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def after_save_hooks(
                 raise StateDictError(
                     f"rank {ranks.rank}: a hook of save_state has left other weights on rank 0 than here (missing: "
                     f"{', '.join(missing[:3])}). In the sharded form every rank writes: the hook must change the entries of "
-                    "weights alike on all ranks. Taking whole models away (weights.pop()) on the main process is enough."
+                    "weights alike on all ranks. Taking full models away (weights.pop()) on the main process is enough."
                 )
             kept = WithMetadata((name, own[name]) for name in wanted if name in own)
             if hasattr(own, "_metadata"):  # versions of the modules' own formats

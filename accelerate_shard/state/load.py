@@ -1,4 +1,4 @@
-"""``load_state``: everything is found, read and compared on all ranks before anything is changed."""
+"""``load_state``: all files are found, read and compared on all ranks before anything is changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Part = FullModel | PlainModel | FullOptimizer
 
 
 def load_state(accelerator: Any, input_dir: Any, load_kwargs: dict[str, Any] | None, options: dict[str, Any]) -> None:
-    """See :meth:`.mixin.StateMixin.load_state`. Collective."""
+    """Load a checkpoint. Collective; see :class:`.mixin.StateMixin`."""
     prepared = Prepared(accelerator)
     ranks = Ranks(prepared.sharded, _WHAT)
 
@@ -81,7 +81,7 @@ class _Load:
         self._optimizers: list[_Part] = []
 
     def check_files(self) -> None:
-        """Before hooks change anything: what is needed whatever they leave. Collective."""
+        """Check what is needed whatever the hooks leave, before they change anything. Collective."""
         if not self.is_sharded or not self.prepared.sharded:
             numbers = range(len(self.prepared.optimizers))
             self._optimizers = self.ranks.each(

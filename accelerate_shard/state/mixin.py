@@ -1,4 +1,4 @@
-"""The part of the Accelerator that saves and loads. Each method only says what it does, and other modules do it."""
+"""The methods of the Accelerator that save and load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from ..models.full_weights_in_hooks import hooks_run
 from ..settings.plugin import ShardPlugin
-from .full import get_state_dict, save_model, slice_in
+from .full import get_state_dict, save_model, shard_in
 from .load import load_state
 from .prepared import Prepared, Ranks
 from .save import PendingState, save_state
@@ -32,7 +32,7 @@ class StateMixin(_Base):  # type: ignore[misc]
 
     # -- models -----------------------------------------------------------------------------------------------------
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Mapping[str, Any]:
-        """The whole state dict, plain tensors on the CPU of rank 0; elsewhere it is empty. Collective: call it on all ranks.
+        """Return the full state dict, plain tensors on the CPU of rank 0; elsewhere it is empty. Collective.
 
         Args:
             model: as ``prepare`` has returned it. One that is not sharded gives its own state dict, on every rank.
@@ -59,7 +59,7 @@ class StateMixin(_Base):  # type: ignore[misc]
 
         As Accelerate's: ``model.safetensors``, or several files of at most `max_shard_size` with an index, and of tied weights
         one. Parameters are gathered a unit at a time (``safe_serialization=False``: all of them to the memory of rank 0). Other
-        files in the folder stay; weights of before are replaced when the new ones are whole.
+        files in the folder stay; weights of before are replaced when the new ones are complete.
 
         Raises:
             CheckpointError: on all ranks: the folder can't be written.
@@ -70,13 +70,13 @@ class StateMixin(_Base):  # type: ignore[misc]
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """As Accelerate's: `obj` is written by the main process (of each node). Not collective.
+        """Write `obj` on the main process (of each node), as Accelerate's method does. Not collective.
 
         Raises:
-            ShardPicklingError: on each rank that calls it, before the file is opened: there are slices in `obj`. In hooks of
-                ``save_state``, where rank 0 has whole weights, on that rank alone.
+            ShardPicklingError: on each rank that calls it, before the file is opened: there are shards in `obj`. In hooks of
+                ``save_state``, where rank 0 has full weights, on that rank alone.
         """
-        found = slice_in(obj)
+        found = shard_in(obj)
         if found is not None:
             if hooks_run() and not self.is_main_process:
                 return
@@ -92,15 +92,15 @@ class StateMixin(_Base):  # type: ignore[misc]
     ) -> Path:
         """Write a checkpoint of everything that was prepared or registered. Collective: call it on all ranks.
 
-        As Accelerate's, with its hooks, automatic names and ``total_limit``; the oldest are deleted when the new one is whole.
+        As Accelerate's, with its hooks, automatic names and ``total_limit``; the oldest are deleted when the new one is complete.
         ``ShardPlugin.state_dict_type`` chooses the form (see :mod:`accelerate_shard.state`). The folder appears in one step, so
         that a process that is killed leaves the checkpoint of before; files of others that are in it stay.
 
-        Hooks get the hidden folder in which it is being written, and weights as ShardTensors (``"full"``: whole, on rank 0). They
+        Hooks get the hidden folder in which it is being written, and weights as ShardTensors (``"full"``: full, on rank 0). They
         may save models on the main process alone, as under DDP: where there are any, all sharded models are gathered before, so
-        that until the last has returned rank 0's CPU holds them whole. In hooks ``save_pretrained``, ``save_model``,
+        that until the last has returned rank 0's CPU holds all of them. In hooks ``save_pretrained``, ``save_model``,
         ``get_state_dict`` and, on rank 0, the models' ``state_dict()`` have these weights, and none of them is collective; on the
-        other ranks they write nothing and ``get_state_dict`` is empty. Slices among the weights can't be written by themselves;
+        other ranks they write nothing and ``get_state_dict`` is empty. Shards among the weights can't be written by themselves;
         ask ``get_state_dict``.
 
         Args:
@@ -129,13 +129,13 @@ class StateMixin(_Base):  # type: ignore[misc]
     ) -> None:
         """Load a checkpoint of either form, of stock Accelerate under DDP as well, saved by any number of ranks. Collective.
 
-        Each rank reads its own slices. Random states are those of its number; where there are fewer, a warning says so.
+        Each rank reads its own shards. Random states are those of its number; where there are fewer, a warning says so.
 
         Args:
             input_dir: the folder; None for the latest one with automatic names.
             load_kwargs: for ``torch.load`` of everything but models; ``{"weights_only": False}`` runs code from the files.
             load_model_func_kwargs: ``strict=False`` accepts missing and unexpected weights; ``dtype`` converts weights that were
-                saved in another one; ``map_location`` has no meaning: slices are read to where they are.
+                saved in another one; ``map_location`` has no meaning: shards are read to where they are.
 
         Raises:
             CheckpointError: on all ranks: there is none, files are missing or damaged, or hold what could run code. Nothing has
@@ -162,11 +162,11 @@ class StateMixin(_Base):  # type: ignore[misc]
             ranks.each(self.finish_saving)
 
     def end_training(self) -> None:
-        """As Accelerate's, after the last asynchronous checkpoint is in its place. Collective then."""
+        """Wait for the last asynchronous checkpoint, and end as Accelerate's method does. Collective after such a save."""
         self._finish_together("Accelerator.end_training")
         super().end_training()
 
     def free_memory(self, *objects: Any) -> Any:
-        """As Accelerate's, after the last asynchronous checkpoint is in its place. Collective then."""
+        """Wait for the last asynchronous checkpoint, and free as Accelerate's method does. Collective after such a save."""
         self._finish_together("Accelerator.free_memory")
         return super().free_memory(*objects)

@@ -1,4 +1,4 @@
-"""What an Accelerator has prepared, as the engine's checkpoints know it, and what its ranks do together."""
+"""The prepared models and optimizers of an Accelerator, and operations that its ranks do together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def path_of(position: int) -> tuple[str, ...]:
-    """Where the model at this place of the list that hooks leave is in a sharded checkpoint."""
+    """Return the place in a sharded checkpoint of the model at this position in the list that hooks leave."""
     return (MODEL,) if position == 0 else (MODELS, str(position))
 
 
@@ -45,17 +45,17 @@ class Prepared:
 
     @property
     def sharded(self) -> list[Engine]:
-        """The engines, in order."""
+        """Return the engines, in order."""
         return [engine for engine in self.engines if engine is not None]
 
     def source(self, number: int, path: tuple[str, ...] = ()) -> Source:
-        """A sharded model as the engine's checkpoints describe it, with its entries at `path`."""
+        """Return a sharded model as the engine's checkpoints describe it, with its entries at `path`."""
         engine = self.engines[number]
         assert engine is not None
         return source_of(engine, path, f"{number}." if number else "")
 
     def named(self) -> list[Source]:
-        """After which optimizers' parameters are named: the models, and what optimizers hold besides."""
+        """Return the sources of names for optimizers' parameters: the models, and what optimizers hold besides."""
         found = [self.source(number) for number, engine in enumerate(self.engines) if engine is not None]
         known = {id(p) for model in self.models for p in model.parameters()}
         known.update(id(p) for engine in self.sharded for unit in engine.units for p in unit.params)
@@ -71,7 +71,7 @@ class Prepared:
         return [*found, plain_source("not_prepared.", others)] if others else found
 
     def engine_for(self, optimizer: Any) -> Engine | None:
-        """That of the model whose parameters an optimizer holds, the first of several; None where it holds no sharded ones."""
+        """Return the engine of the first model of which an optimizer holds parameters; None if it holds no sharded ones."""
         held = [p for group in optimizer.param_groups for p in group["params"]]
         return next(iter(engines_over(self.sharded, held)), None)
 
@@ -124,7 +124,7 @@ class Ranks:
         self.each(function if self.is_first else _nothing)
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's object on every rank. Collective."""
+        """Return rank 0's object on every rank. Collective."""
         if self._engine is not None:
             return broadcast(self._engine, value, self.what)
         objects = [value]
@@ -143,4 +143,4 @@ class Ranks:
 
 
 def _nothing() -> None:
-    """What the others do while rank 0 works."""
+    """Do nothing, as the other ranks while rank 0 works."""

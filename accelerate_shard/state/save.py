@@ -1,4 +1,4 @@
-"""``save_state``: everything under a hidden name, by all ranks, and then in its place in one step."""
+"""``save_state``: all ranks write under a hidden name, and the checkpoint gets its name in one step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torch_shard.frontend.checkpoint import (
 )
 from torch_shard.log import logger
 
-from ..models.full_weights_in_hooks import whole_weights
+from ..models.full_weights_in_hooks import full_weights
 from . import directory_names, full, small_objects
 from .files import OPTIMIZER_NAME, SHARDED, keep_others, numbered, weights_name
 from .hooks import Left, after_save_hooks
@@ -41,7 +41,7 @@ _WHAT = "Accelerator.save_state"
 
 
 def save_state(accelerator: Any, output_dir: Any, safe_serialization: bool, options: Mapping[str, Any]) -> Path:
-    """See :meth:`.mixin.StateMixin.save_state`. Collective."""
+    """Write a checkpoint. Collective; see :class:`.mixin.StateMixin`."""
     prepared = Prepared(accelerator)
     ranks = Ranks(prepared.sharded, _WHAT)
     is_full = accelerator.shard_plugin.state_dict_type == "full"
@@ -93,7 +93,7 @@ class _Save:
 
     # -- before and after -----------------------------------------------------------------------------------------------
     def make_folder(self) -> None:
-        """Rank 0: the hidden folder."""
+        """Make the hidden folder. For rank 0."""
         self.saving = Saving.begin(self.target, self.nonce, _refuse_file, directory_names.siblings(self.accelerator))
 
     def check_shared(self) -> None:
@@ -105,7 +105,7 @@ class _Save:
             )
 
     def put_in_place(self) -> None:
-        """Rank 0: the checkpoint appears; then what was there before goes, and those beyond ``total_limit``."""
+        """Give the checkpoint its name; then delete the one before, and those beyond ``total_limit``. For rank 0."""
         assert self.saving is not None
         for path in self.beside.iterdir():
             if path.is_file():
@@ -115,7 +115,7 @@ class _Save:
         directory_names.prune(self.accelerator, self.target)
 
     def close(self, done: bool) -> None:
-        """Let go; without a checkpoint delete what was written in vain."""
+        """Release the folder's lock; delete what was written if the checkpoint is not `done`."""
         if self.saving is not None:
             self.saving.close(remove=not done)
             self.saving = None
@@ -130,9 +130,9 @@ class _Save:
 
     # -- the sharded form -----------------------------------------------------------------------------------------------
     def write_sharded(self) -> None:
-        """Models and optimizers to a folder that all ranks write. Collective."""
+        """Write models and optimizers to a folder to which all ranks write. Collective."""
         states = self.ranks.each(self._sharded_states)
-        with self._whole_for_hooks():
+        with self._full_for_hooks():
             left = after_save_hooks(self.accelerator, self.ranks, states, self.beside, everywhere=True)
         self._write_small()
         contents: dict[str, Any] = {}
@@ -187,15 +187,15 @@ class _Save:
 
     # -- the full form --------------------------------------------------------------------------------------------------
     def write_full(self) -> None:
-        """Models and optimizers to the files of stock Accelerate, by rank 0. Collective."""
+        """Write models and optimizers to the files of stock Accelerate, on rank 0. Collective."""
         if self.accelerator._save_model_state_pre_hook:
-            with self._whole_for_hooks() as wholes:
+            with self._full_for_hooks() as full_states:
                 states: list[Mapping[str, Any]] = [
-                    model.state_dict() if whole is None else whole
-                    for model, whole in zip(self.prepared.models, wholes, strict=True)
+                    model.state_dict() if full is None else full
+                    for model, full in zip(self.prepared.models, full_states, strict=True)
                 ]
                 left = after_save_hooks(self.accelerator, self.ranks, states, self.beside, everywhere=False)
-            del wholes
+            del full_states
             for position, item in enumerate(left):
                 self._write_model(position, item)
             del states, left
@@ -204,7 +204,7 @@ class _Save:
                 if engine is not None and self.safe:
                     engine.save_full(self.beside / weights_name(number, True))  # a unit at a time
                 else:
-                    self._write_model(number, Left(number, self._whole(number)))
+                    self._write_model(number, Left(number, self._full_state(number)))
         for number, optimizer in enumerate(self.prepared.optimizers):
             state = full.optimizer_state(self.prepared, optimizer)
             path = self.beside / numbered(OPTIMIZER_NAME, number)
@@ -213,13 +213,13 @@ class _Save:
         self._write_small()
         self._finish()
 
-    def _whole_for_hooks(self) -> contextlib.AbstractContextManager[list[dict[str, Any] | None]]:
-        """Inside, hooks have whole models on rank 0; where there are no hooks nothing is gathered. Collective."""
+    def _full_for_hooks(self) -> contextlib.AbstractContextManager[list[dict[str, Any] | None]]:
+        """Gather full models on rank 0 for hooks that run inside; without hooks gather nothing. Collective."""
         if not self.accelerator._save_model_state_pre_hook:
             return contextlib.nullcontext([])
-        return whole_weights(self.prepared.models, self.prepared.engines, self.ranks.is_first)
+        return full_weights(self.prepared.models, self.prepared.engines, self.ranks.is_first)
 
-    def _whole(self, number: int) -> dict[str, Any]:
+    def _full_state(self, number: int) -> dict[str, Any]:
         engine = self.prepared.engines[number]
         if engine is None:
             found: dict[str, Any] = self.prepared.models[number].state_dict()
@@ -227,7 +227,7 @@ class _Save:
         return engine.state_dict(rank0_only=True, offload_to_cpu=True)
 
     def _write_model(self, position: int, item: Left) -> None:
-        """Rank 0: whole weights, to the file of their place in the list. Collective."""
+        """Write full weights, on rank 0, to the file of their position in the list. Collective."""
         path = self.beside / weights_name(position, self.safe)
         state = collections.OrderedDict(item.state)  # as Module.state_dict() gives it, which safe loaders know
         if hasattr(item.state, "_metadata"):
@@ -243,7 +243,7 @@ def _saves(state: Any, path: Path) -> Callable[[], None]:
 
 
 def _nothing() -> None:
-    """What the other ranks do in the end."""
+    """Do nothing, as the other ranks in the end."""
 
 
 def _refuse_file(target: Path) -> None:
@@ -277,7 +277,7 @@ class PendingState:
         threading.Thread(target=self._run, name=f"accelerate_shard save of {target.name}").start()
 
     def done(self) -> bool:
-        """Whether the checkpoint is in its place, or has failed."""
+        """Return True if the checkpoint is in its place, or has failed."""
         return self._ended.is_set()
 
     def wait(self) -> None:

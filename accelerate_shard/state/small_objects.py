@@ -1,5 +1,6 @@
-"""Everything of a checkpoint but models and optimizers, in Accelerate's own files: schedulers, samplers, the scaler, random
-states of every rank, custom objects."""
+"""Everything of a checkpoint but models and optimizers, in Accelerate's own files: schedulers, samplers, the scaler, the random
+states of every rank, custom objects.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ class SmallState:
             self._options,
         )
         for custom, state in zip(accelerator._custom_objects, self._custom, strict=True):
-            custom.load_state_dict(_as_cut(custom, state))
+            custom.load_state_dict(_as_sharded(custom, state))
         self._custom = []
         self._tell_of_other_ranks()
         step: int | None = found.get("step")
@@ -138,7 +139,7 @@ class SmallState:
 
 
 def _file_name(number: int) -> str:
-    """The file of the object of this number."""
+    """Return the file name of the object of this number."""
     return f"custom_checkpoint_{number}.pkl"
 
 
@@ -146,12 +147,12 @@ def write_custom(ranks: Ranks, objects: list[Any], folder: Path) -> None:
     """Write the objects' states, on rank 0. Collective: ``state_dict`` is called on all ranks.
 
     Raises:
-        ShardError: on all ranks; an object can't be saved, or holds other slices on some ranks.
+        ShardError: on all ranks; an object can't be saved, or holds other shards on some ranks.
     """
     for number, custom in enumerate(objects):
         state = ranks.each(custom.state_dict, key=lambda found: [t.shape for t in _shards(found)])
         if _shards(state):
-            state = map_tensors(state, lambda t: _whole(t, ranks.is_first))
+            state = map_tensors(state, lambda t: _full(t, ranks.is_first))
         ranks.on_first(lambda state=state, number=number: _write(state, folder / _file_name(number)))  # type: ignore[misc]
 
 
@@ -159,11 +160,11 @@ def _shards(state: Any) -> list[ShardTensor]:
     return [tensor for tensor in tensors_of(state) if isinstance(tensor, ShardTensor)]
 
 
-def _whole(tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
+def _full(tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
     if not isinstance(tensor, ShardTensor):
         return tensor
-    whole: torch.Tensor = tensor.full_tensor().detach()
-    return whole.cpu() if wanted else whole[:0].clone()
+    full: torch.Tensor = tensor.full_tensor().detach()
+    return full.cpu() if wanted else full[:0].clone()
 
 
 def _write(state: Any, path: Path) -> None:
@@ -178,21 +179,21 @@ def _write(state: Any, path: Path) -> None:
         )
 
 
-def _as_cut(custom: Any, state: Any) -> Any:
-    """`state`, which was saved, with slices where the object has slices now. Not collective."""
+def _as_sharded(custom: Any, state: Any) -> Any:
+    """Return `state`, which was saved, with shards where the object has shards now. Not collective."""
     if not any(tensor.dim() for tensor in tensors_of(state)):
         return state
     own = custom.state_dict()
-    return _cut(state, own) if _shards(own) else state
+    return _sharded_like(state, own) if _shards(own) else state
 
 
-def _cut(value: Any, like: Any) -> Any:
+def _sharded_like(value: Any, like: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if not isinstance(like, ShardTensor) or isinstance(value, ShardTensor) or value.shape != like.shape:
             return value
         return shard_like(value, like)
     if isinstance(value, Mapping) and isinstance(like, Mapping):
-        return {key: _cut(child, like.get(key)) for key, child in value.items()}
+        return {key: _sharded_like(child, like.get(key)) for key, child in value.items()}
     if isinstance(value, (list, tuple)) and isinstance(like, (list, tuple)) and len(value) == len(like):
-        return type(value)([_cut(child, other) for child, other in zip(value, like, strict=True)])
+        return type(value)([_sharded_like(child, other) for child, other in zip(value, like, strict=True)])
     return value

@@ -1,7 +1,7 @@
-"""A Trainer's checkpoints of sharded models: its own files, with whole tensors, written by the ranks that write them anyway.
+"""A Trainer's checkpoints of sharded models: the Trainer's own files, with full tensors.
 
-All ranks gather, and those that save write. Functions for :data:`.mixin.STEPS`; models that are not sharded
-take the Trainer's own way.
+All ranks gather, and the ranks that the Trainer has write them do so. These are functions for :data:`.mixin.STEPS`. Models that
+are not sharded are left to the Trainer's own methods.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
 def save_weights(
     trainer: Any, own: Callable[..., None], output_dir: str | None = None, state_dict: dict[str, Any] | None = None
 ) -> None:
-    """Write the whole model as ``from_pretrained`` reads it, and what goes with it. Collective: call it on all ranks.
+    """Write the full model as ``from_pretrained`` reads it, and what goes with it. Collective: call it on all ranks.
 
     Raises:
         MissingRankError, DivergenceError: only some ranks came, as under ``if trainer.is_world_process_zero():``.
-        StateDictError: `state_dict` holds slices.
+        StateDictError: `state_dict` holds shards.
         SetupError: the model has no values before it is sharded. Nothing has been written.
     """
     engine = engine_holding(trainer.model)  # of a part of the sharded model, too: what merge_and_unload returns is one
     if state_dict is not None:
-        _refuse_slices(state_dict)
+        _refuse_shards(state_dict)
     elif engine is None:
         unfilled_params.refuse(trainer.model, "trainer.save_model()", _TRAINER_FIRST)
     if engine is None or state_dict is not None:
@@ -81,12 +81,12 @@ def save_weights(
                 error = problem
             agree(engine, _SAVING, None, error)
         else:
-            whole = full_state_dict(engine, trainer.model, not trainer.args.save_on_each_node)
-            _together(engine, _SAVING, lambda: own(output_dir, state_dict=whole))
+            state = full_state_dict(engine, trainer.model, not trainer.args.save_on_each_node)
+            _together(engine, _SAVING, lambda: own(output_dir, state_dict=state))
 
 
 def save_optimizer(trainer: Any, own: Callable[[str], None], output_dir: str) -> None:
-    """Write ``optimizer.pt``, with whole state by number as a plain optimizer has it, and ``scheduler.pt``. Collective."""
+    """Write ``optimizer.pt``, with full state by number as a plain optimizer has it, and ``scheduler.pt``. Collective."""
     engine = engine_holding(trainer.model)
     if engine is None:
         own(output_dir)
@@ -121,18 +121,18 @@ class _Saved:
         return self._state
 
 
-def _refuse_slices(state_dict: dict[str, Any]) -> None:
-    cut = [name for name, value in state_dict.items() if isinstance(value, ShardTensor)]
-    if cut:
+def _refuse_shards(state_dict: dict[str, Any]) -> None:
+    sharded = [name for name, value in state_dict.items() if isinstance(value, ShardTensor)]
+    if sharded:
         raise StateDictError(
-            f"{cut[0]} and {len(cut) - 1} more entries of the state dict are slices of sharded parameters, not the whole: call "
+            f"{sharded[0]} and {len(sharded) - 1} more entries of the state dict are shards, not full parameters: call "
             "trainer.save_model() on all ranks, without a state dict of your own."
         )
 
 
 # -- read ---------------------------------------------------------------------------------------------------------------
 def load_weights(trainer: Any, own: Callable[..., None], resume_from_checkpoint: str, model: Any = None) -> None:
-    """Load the weights of a checkpoint: into the plain model, or into slices. Collective where the model is sharded, or on meta.
+    """Load the weights of a checkpoint: into the plain model, or into shards. Collective where the model is sharded, or on meta.
 
     The Trainer loads before it prepares. A model on meta, whose values come when it is sharded, takes none before.
     """
@@ -144,7 +144,7 @@ def load_weights(trainer: Any, own: Callable[..., None], resume_from_checkpoint:
 def load_optimizer(trainer: Any, own: Callable[[str | None], None], checkpoint: str | None) -> None:
     """Load ``optimizer.pt`` and ``scheduler.pt``, of any number of ranks or of plain training. Collective.
 
-    The file is mapped, and each rank copies its slices out of it.
+    The file is mapped, and each rank copies its shards out of it.
 
     Raises:
         StateDictError: on all ranks, with everything that does not fit; nothing was loaded.
@@ -185,13 +185,13 @@ def _check_groups(engine: Engine, optimizer: Any, state: dict[str, Any]) -> None
 
 # -- names and numbers --------------------------------------------------------------------------------------------------
 def _names(engine: Engine, optimizer: Any, model: Any) -> list[str]:
-    """Of the optimizer's parameters, in the order in which torch numbers them."""
+    """Return the names of the optimizer's parameters, in the order in which torch numbers them."""
     names = param_names_of(engine, optimizer, model)
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
 def _renamed(state: Mapping[str, Any], mapping: Mapping[Any, Any]) -> dict[str, Any]:
-    """The same with other keys of parameters. State of no parameter keeps its key, and is listed as the engine lists it."""
+    """Return `state` with the keys of parameters mapped. State of no parameter keeps its key, which is listed."""
     listed = {key for group in state["param_groups"] for key in group["params"]}
     other = [key for key in state["state"] if key not in listed]
     return {

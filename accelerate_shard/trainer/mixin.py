@@ -1,7 +1,7 @@
-"""``transformers.Trainer`` on sharded models: as a mixin, or applied to the class itself.
+"""``transformers.Trainer`` on sharded models, by a mixin or by changing the class itself.
 
-Both do the same: a few methods of the Trainer are run in the functions of :data:`STEPS`, which get the Trainer's own method as
-their second argument. Everything else is the Trainer's.
+Both run the functions of :data:`STEPS` in the place of a few methods of the Trainer; each function gets the Trainer's own method
+as its second argument. Everything else is the Trainer's.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ STEPS: dict[str, Callable[..., Any]] = {
 class ShardTrainerMixin(_Base):  # type: ignore[misc]
     """Makes a Trainer shard its model: ``class MyTrainer(ShardTrainerMixin, Trainer)``, any Trainer, the mixin first.
 
-    ``trainer.model`` stays the plain object that was given, sharded from the first ``train``, ``evaluate`` or ``predict`` on.
-    ``train``, ``evaluate``, ``predict`` and ``save_model`` are collective: all ranks call them. Checkpoints are the Trainer's
-    own files (``model.safetensors``, ``optimizer.pt``, ...), whole, gathered to the rank that writes them; a Trainer without
-    this mixin resumes from them and the other way round, on any number of ranks.
+    ``trainer.model`` stays the plain object that was given. It is sharded from the first ``train``, ``evaluate`` or ``predict``
+    on. ``train``, ``evaluate``, ``predict`` and ``save_model`` are collective: all ranks call them. Checkpoints are the Trainer's
+    own files (``model.safetensors``, ``optimizer.pt``, ...) with full tensors, gathered to the rank that writes them. A Trainer
+    without this mixin resumes from them, and this one from that one's, on any number of ranks.
 
     Args:
         shard_plugin: the settings of sharding, a :class:`~accelerate_shard.ShardPlugin` or a :class:`torch_shard.ShardConfig`;

@@ -1,6 +1,6 @@
 """What a Trainer does differently before it trains or evaluates: its Accelerator, and where the model goes.
 
-Functions for :data:`accelerate_shard.trainer.mixin.STEPS`.
+These are functions for :data:`.mixin.STEPS`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _refuse_others(trainer: Any) -> None:
 
 
 def move_model(trainer: Any, own: Callable[..., None], model: Any, device: Any) -> None:
-    """Leave the model where it is: sharding puts it on the device unit by unit, and the whole may not fit there."""
+    """Leave the model where it is: sharding puts it on the device unit by unit, and the full model may not fit there."""
     if not isinstance(trainer.accelerator, Accelerator):
         own(model, device)
 
@@ -108,7 +108,7 @@ def evaluation_loop(trainer: Any, own: Callable[..., Any], *args: Any, **kwargs:
 
 
 def _full_eval_dtype(trainer: Any) -> torch.dtype | None:
-    """What ``bf16_full_eval`` and ``fp16_full_eval`` turn the model into where no training is going on."""
+    """Return the dtype into which ``bf16_full_eval`` or ``fp16_full_eval`` converts the model while no training runs."""
     if trainer.is_in_train:
         return None
     return torch.float16 if trainer.args.fp16_full_eval else torch.bfloat16 if trainer.args.bf16_full_eval else None

@@ -215,6 +215,3 @@ def test_local_sgd_is_refused_before_it_begins():
         model = acc.prepare(net())
         with LocalSGD(acc, model, 1) as local:
             local.step()
-
-
-# -- uneven batches ---------------------------------------------------------------------------------------------------

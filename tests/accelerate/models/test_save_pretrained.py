@@ -90,7 +90,7 @@ def test_a_state_dict_of_plain_slices_is_refused(tmp_path: Path) -> None:
     with accelerator(OURS) as acc:
         model = acc.prepare(model)
         local = acc_engine(model).state_dict(form="local")
-        with pytest.raises(StateDictError, match="does not hold the whole parameters"):
+        with pytest.raises(StateDictError, match="does not hold the full parameters"):
             model.save_pretrained(tmp_path, state_dict=local)
         assert not list(tmp_path.iterdir())
 
