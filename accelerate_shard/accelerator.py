@@ -51,11 +51,12 @@ _plugins: ByObject[ShardPlugin] = ByObject()
 class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
     """``accelerate.Accelerator`` whose ``prepare`` shards models: parameters, gradients and optimizer state.
 
-    Takes the arguments of Accelerate's class, and:
+    It takes the arguments of Accelerate's class, and these:
 
     Args:
-        shard_plugin: a :class:`~accelerate_shard.ShardPlugin` or a :class:`torch_shard.ShardConfig`; the defaults by default.
-        fsdp_plugin: settings for torch's FSDP, which are translated; what has no meaning here is named in a warning.
+        shard_plugin: a :class:`~accelerate_shard.ShardPlugin` or a :class:`torch_shard.ShardConfig`. Without it the
+            settings of the launch count, else the defaults.
+        fsdp_plugin: settings for torch's FSDP, which are translated. A warning names those that have no meaning here.
 
     ``mixed_precision="bf16"`` and ``"fp16"`` gather parameters in that dtype, norms excepted, and autocast is on, unless
     `shard_plugin` has a ``precision`` of its own (``Precision()``: autocast alone).
@@ -77,8 +78,8 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, dataloaders and schedulers, in any order and number of calls, as Accelerate does.
 
-        Collective where a model is among them. Where it raises, none of them counts as prepared, and models that were sharded
-        by then stay sharded: prepare them again, or call ``engine.close()`` for the plain model.
+        Collective if a model is among them. If it raises, none of the objects counts as prepared, and models that were sharded
+        before the error stay sharded: prepare them again, or call ``engine.close()`` for the plain model.
 
         Raises:
             ConfigError: see :meth:`prepare_model` and :meth:`prepare_optimizer`; before anything has changed.
@@ -105,8 +106,8 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         """Shard `model` in place, with the forward under autocast where ``mixed_precision`` says so. Collective.
 
         Args:
-            device_placement: has no meaning here: shards are on ``self.device``.
-            evaluation_mode: sharded all the same; a model that is only evaluated fits where a sharded one does.
+            device_placement: ignored: shards are on ``self.device``.
+            evaluation_mode: ignored: a model that is only evaluated is sharded, too.
 
         Raises:
             ConfigError: a model that something else has sharded or wrapped, or an Accelerator with other settings.
@@ -121,7 +122,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             config = self._on_each_rank(check)
             if config is not None:
                 self._shard(inner(model), config)
-            # Not moved: sharding did that unit by unit. Not wrapped either, which is what evaluation_mode means there.
+            # It is not moved, for sharding did that unit by unit, and not wrapped, which is what evaluation_mode means there.
             prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         return prepared
 
@@ -200,7 +201,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         """Wrap an optimizer, whose parameters may be sharded already, or be sharded later. Not collective.
 
         Args:
-            device_placement: has no meaning here: state is where its parameter is.
+            device_placement: ignored: state is where its parameter is.
 
         Raises:
             ConfigError: an optimizer whose steps can't be right with sharded models.
@@ -213,12 +214,13 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Accumulate gradients inside: for all micro-batches of an accumulation but the last.
 
-        By default gradients are reduced at each of them and accumulate sharded, which needs no memory for full
-        gradients. ``ShardPlugin(defer_gradient_sync=True)`` reduces once, as DDP does. Either way what is not linear in the
-        gradients waits for the last micro-batch: to clip them, or to step with them.
+        By default each micro-batch reduces its gradients, which accumulate as shards, so that no rank needs memory for full
+        gradients. ``ShardPlugin(defer_gradient_sync=True)`` reduces once, as DDP does. Clipping and optimizer steps, which are
+        not linear in the gradients, have to wait for the last micro-batch.
 
         Raises:
-            ShardError: on all ranks, by an optimizer step or clipping before it; by the backward after an edit of ``.grad``.
+            ShardError: on all ranks: an optimizer step or clipping before the last micro-batch; a backward after an edit of
+                ``.grad``.
         """
         engine = engine_of(model)
         if engine is None:
@@ -234,7 +236,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         """Reduce gradients in the backward inside, though its forward ran under :meth:`no_sync`."""
         engine = engine_of(model)
         if engine is None:
-            # Not by its name, which enable() makes this class's.
+            # super() without arguments needs the class by its name, which enable() makes this class's.
             with super(Accelerator, Accelerator).trigger_sync_in_backward(model):
                 yield
             return
@@ -248,7 +250,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             parameters: any of any prepared models, in any order, the same on all ranks.
 
         Returns:
-            The norm before, a 0-d tensor, equal on all ranks.
+            The norm before clipping, a 0-d tensor, equal on all ranks.
 
         Raises:
             ShardError: between the micro-batches of an accumulation, where DDP would clip each rank's own gradients.
@@ -258,7 +260,11 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         return clip_norm(engines_of(self._models), _listed(parameters), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Limit each element of the gradients to ``[-clip_value, clip_value]``. Not collective; raises as the above."""
+        """Limit each element of the gradients to ``[-clip_value, clip_value]``. Not collective.
+
+        Raises:
+            ShardError: between the micro-batches of an accumulation, as :meth:`clip_grad_norm_`.
+        """
         _refuse_between_syncs(self, "clip_grad_value_")
         self.unscale_gradients()
         limit_values(engines_of(self._models), _listed(parameters), clip_value)
@@ -268,21 +274,21 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
         """Evaluate inside with different numbers of batches on the ranks. Collective.
 
-        Models that are evaluated (``model.eval()``) are gathered, on each rank, where numbers of batches differ;
-        elsewhere this only sets `even_batches`.
+        If the ranks have different numbers of batches, models in evaluation mode are gathered on every rank. Otherwise this only
+        sets `even_batches`.
 
         Args:
             joinables: prepared models.
-            even_batches: overrides that of the dataloaders inside; on GPUs alone, as in Accelerate.
+            even_batches: overrides the dataloaders' own inside; on GPUs alone, as in Accelerate.
 
         Raises:
-            ConfigError: on all ranks, from the first forward over a dataloader whose numbers of batches differ, where a model was
-                in training mode. Training over others goes on as elsewhere.
+            ConfigError: on all ranks: a forward in training mode over a dataloader whose numbers of batches differ between the
+                ranks. Other dataloaders may be trained on.
         """
         if not self.use_distributed:
             yield
             return
-        # Where Accelerate joins nothing, on CPUs, it leaves batches as they are, and scripts count on that.
+        # On CPUs Accelerate joins nothing and leaves batches as they are, and scripts count on that.
         override = even_batches if self.multi_device else None
         with (
             even_batches_set(self._dataloaders, override),

@@ -32,9 +32,9 @@ __all__ = ["save_pretrained"]
 def save_pretrained(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run ``save_pretrained`` with the tensors of the full model, as they are stored. Collective without ``state_dict=``.
 
-    In a hook of ``save_state`` it is not: rank 0 writes, alone (see :mod:`.in_hooks`).
+    In a hook of ``save_state`` it is not collective, and rank 0 writes alone (see :mod:`.full_weights_in_hooks`).
 
-    The ranks that write are those with ``is_main_process=True``; where all of them have that, and the same directory, rank 0.
+    The ranks with ``is_main_process=True`` write. If all of them pass that and the same directory, rank 0 writes.
 
     Args:
         module: sharded, or a part of a sharded model, with a ``save_pretrained`` of its own.
@@ -45,7 +45,7 @@ def save_pretrained(module: nn.Module, stock: Callable[..., Any], *args: Any, **
 
     Raises:
         MissingRankError: some rank does not call it; nothing has been written.
-        StateDictError: ``state_dict=`` holds shards without their names' shapes, or nothing on the rank that writes.
+        StateDictError: ``state_dict=`` holds tensors that are not full, or is empty on the rank that writes.
         CheckpointError: on all ranks: the files can't be written.
         ConfigError: an argument for which the sharded model itself would have to be changed.
     """
@@ -90,7 +90,7 @@ class _Call:
             )
         if self.arguments.get("distributed_checkpoint"):
             raise ConfigError(
-                f"{self.what}: distributed_checkpoint is for models that transformers has sharded. Leave it out for the whole "
+                f"{self.what}: distributed_checkpoint is for models that transformers has sharded. Leave it out for the full "
                 "model; accelerator.save_state(...) writes every rank's shards."
             )
 

@@ -24,18 +24,18 @@ class ShardPlugin(ShardConfig):
 
     Attributes:
         layer_classes: names of the classes of transformer layers, as in ``FSDP_TRANSFORMER_CLS_TO_WRAP``: each such module is a
-            unit, and what `activation_checkpointing` means. Empty: `units` decides; for `activation_checkpointing` the classes
+            unit, and a layer for `activation_checkpointing`. Empty: `units` decides; `activation_checkpointing` takes the classes
             that a transformers model names itself (``_no_split_modules``).
-        activation_checkpointing: recompute each layer's activations in backward in place of keeping them. A sequence of
-            classes, or of their names, says of which modules; True: of `layer_classes`, else of the modules that `units`
-            chooses, else of those that repeat.
-        activation_offload: recompute them, and have each layer's input wait for backward in host memory. Classes and names as
-            there; True: of the layers that `activation_checkpointing` chooses; where it chooses none, as True is there.
+        activation_checkpointing: recompute each layer's activations in backward instead of keeping them. A sequence of
+            classes, or of their names, says for which modules; True: for `layer_classes`, else for the modules that `units`
+            chooses, else for those that repeat.
+        activation_offload: recompute activations, and keep each layer's input in host memory until backward. Classes and names as
+            for `activation_checkpointing`; True: the layers that it chooses, or if it chooses none, those that True means there.
         state_dict_type: ``"sharded"``: ``save_state`` writes a folder for each model, to which every rank writes its shards;
-            ``"full"``: the files that Accelerate writes under DDP. Both are loaded whatever this is.
-        async_save: ``save_state`` with ``"sharded"`` writes while training goes on.
+            ``"full"``: the files that Accelerate writes under DDP. ``load_state`` loads either form.
+        async_save: write ``"sharded"`` checkpoints while training goes on.
         defer_gradient_sync: under ``accumulate`` and ``no_sync``, reduce gradients once at the end. Sends less, but holds the
-            full gradients on every rank meanwhile. By default each micro-batch is reduced.
+            full gradients on every rank until then. By default each micro-batch is reduced.
         weights_only: ``load_state`` reads with torch's safe loader, which runs no code from files.
         timeout: seconds that a rank waits for a missing partner before it raises
             :class:`~torch_shard.errors.MissingRankError`; 30, say, to fail fast. None: as long as the process group waits, which
