@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +18,20 @@ import torch
 from torch import nn
 
 from torch_shard import Engine
-from torch_shard.frontend import anywhere, casts_parameters, engine_holding, parameter_bytes, precision_of
+from torch_shard.frontend import (
+    anywhere,
+    casts_parameters,
+    engine_holding,
+    free_host_bytes,
+    parameter_bytes,
+    precision_of,
+)
 from torch_shard.log import logger
 
 __all__ = ["generate"]
 
 ROOM = 1.25
-"""The full parameters may take what is free divided by this; the rest is for caches of keys and values."""
+"""The full parameters may take the free memory divided by this; the rest is for caches of keys and values."""
 
 
 def generate(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +50,7 @@ def generate(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs:
     several = any(engine.world_size > 1 for engine in engines)
     if several and anywhere(engines[0], what, not fits(engines)):
         logger.warning(
-            "%s: the full model does not fit beside what is in memory, so that parameters are gathered again for every token.",
+            "%s: the full model does not fit beside what is in memory, so that parameters are gathered for every token.",
             what,
         )
         with autocast(engines[0]):
@@ -56,8 +64,9 @@ def generate(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs:
 
 
 def autocast(engine: Engine) -> contextlib.AbstractContextManager[Any]:
-    """Return the autocast for units that are gathered in low precision. ``PeftModel.generate`` does not call the forward that
-    Accelerate puts under autocast.
+    """Return the autocast for units that are gathered in low precision.
+
+    ``PeftModel.generate`` does not call the forward that Accelerate puts under autocast.
     """
     dtype = precision_of(engine.config.precision).param_dtype
     if dtype is None or not casts_parameters(engine):
@@ -75,7 +84,6 @@ def available(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    import psutil  # type: ignore[import-untyped]  # Accelerate needs it, too
-
+    free = free_host_bytes()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # which share this machine's memory
-    return int(psutil.virtual_memory().available) // max(ranks, 1)
+    return sys.maxsize if free is None else free // max(ranks, 1)

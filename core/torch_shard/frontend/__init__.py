@@ -22,8 +22,8 @@ from ..comm.work import default_store
 from ..config.precision import for_autocast, precision_of
 from ..config.shard_config import Strategy
 from ..engine import Engine
+from ..offload.memory_limits import available as free_host_bytes
 from ..optim.checks import refusal_of
-from ..optim.matrix import state as owned_state
 from ..optim.matrix.state import copied as copy_tensors
 from ..optim.matrix.state import mapped as map_tensors
 from ..optim.matrix.state import tensors_of
@@ -39,16 +39,13 @@ from ..state import model_state as full_state
 from ..state import optimizer_state as named_state
 from ..state.model_state import WithMetadata
 from ..state.optimizer_state import OTHER as OTHER_STATE
-from ..unshard.gathered import gathered
 from ..utils.weak_id_map import ByObject
-from . import clipping as clip_together
 from .clipping import clip_norm, engines_over, limit_values
 
 __all__ = [
     "OTHER_STATE",
     "ByObject",
     "Deferred",
-    "Runtime",
     "Statistics",
     "Strategy",
     "WithMetadata",
@@ -60,7 +57,6 @@ __all__ = [
     "casts_parameters",
     "classes_named",
     "clip_norm",
-    "clip_together",
     "copy_tensors",
     "default_store",
     "defer",
@@ -68,19 +64,16 @@ __all__ = [
     "engine_holding",
     "engines_over",
     "for_autocast",
-    "full_state",
+    "free_host_bytes",
     "full_state_dict",
-    "gathered",
     "group_timeout",
     "limit_values",
     "load_optim_state_dict",
     "make_full",
     "map_tensors",
     "meet",
-    "meeting",
     "named_state",
     "optim_state_dict",
-    "owned_state",
     "param_names_of",
     "parameter_bytes",
     "precision_of",

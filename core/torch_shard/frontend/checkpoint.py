@@ -64,7 +64,6 @@ __all__ = [
     "optimizer_state",
     "param_names",
     "parameters_loaded",
-    "phases",
     "plain_source",
     "read_contents",
     "save_contents",
