@@ -19,7 +19,7 @@ __all__ = [
     "from_pretrained",
 ]
 
-# Where each public name is defined. Lazy, since `accelerate` and what it imports take seconds.
+# The module of each public name, imported on first use, since importing `accelerate` takes seconds.
 _HOME = {
     "Accelerator": "accelerate_shard.accelerator",
     "Precision": "torch_shard",

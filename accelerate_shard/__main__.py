@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         refuse_other_engines({})
         enable()
     except ShardError as error:
-        if os.environ.get("RANK", "0") == "0":  # it is the same on all ranks
+        if os.environ.get("RANK", "0") == "0":  # the error is the same on all ranks
             print(f"accelerate_shard: {error}", file=sys.stderr)
         raise SystemExit(_MISUSED) from None
     if not options.module and not os.path.exists(options.script):
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.module:
         runpy.run_module(options.script, run_name="__main__", alter_sys=True)
     else:
-        # As Python has it for a script; with -m it was the working directory.
+        # Python puts a script's folder here; under -m it is the working directory.
         sys.path[0] = os.path.dirname(os.path.realpath(options.script))
         runpy.run_path(options.script, run_name="__main__")
 
@@ -74,7 +74,7 @@ def _without_runner(report):  # type: ignore[no-untyped-def]
         begins = trace
         while begins is not None and _is_runner(begins.tb_frame.f_code.co_filename):
             begins = begins.tb_next
-        # Python's own report looks at the exception, others at the argument.
+        # Python's own hook uses the exception's traceback, others use the argument.
         report(kind, error.with_traceback(begins or trace), begins or trace)
 
     return excepthook

@@ -60,7 +60,7 @@ PREPARED_LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 
 def compiled_inner(model: nn.Module) -> nn.Module:
     """Return the module that ``torch.compile`` has wrapped, or whose regions Accelerate has compiled; else `model` itself."""
-    # torch keeps it as a submodule; Accelerate's compile_regions among the attributes of a copy that shares everything.
+    # torch keeps the module as a submodule, Accelerate's compile_regions as an attribute of a copy that shares everything.
     inner: Any = model.__dict__.get("_modules", {}).get("_orig_mod") or model.__dict__.get("_orig_mod")
     return inner if inner is not None else model
 

@@ -44,7 +44,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by mixed_precision
 
 _SIGNATURE = inspect.signature(accelerate.Accelerator.__init__)
 
-# The plugin by which a model was prepared, by the engine's configuration: copies of the model have the same.
+# The plugin with which a model was prepared, by the engine's configuration, which deep copies of the model share.
 _plugins: ByObject[ShardPlugin] = ByObject()
 
 
@@ -170,7 +170,9 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         return _DTYPES.get(self.mixed_precision)
 
     def _shard(self, model: nn.Module, config: ShardConfig) -> Engine:
-        if self.device_placement and self.shard_plugin.offload is None:  # else the full model need not fit there
+        if (
+            self.device_placement and self.shard_plugin.offload is None
+        ):  # with offload the full model need not fit on the device
             before_sharding(model, self.device)
         with checkpointed_layers(model, self.shard_plugin, config):
             engine = torch_shard.shard(model, config, mesh=self._mesh())
@@ -236,7 +238,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         """Reduce gradients in the backward inside, though its forward ran under :meth:`no_sync`."""
         engine = engine_of(model)
         if engine is None:
-            # super() without arguments needs the class by its name, which enable() makes this class's.
+            # Not accelerate.Accelerator, since enable() makes that name this class.
             with super(Accelerator, Accelerator).trigger_sync_in_backward(model):
                 yield
             return

@@ -162,7 +162,7 @@ def _asked(question: Question, default: Any) -> Any:
 
 def contents_of(answers: dict[str, Any]) -> dict[str, Any]:
     """Return the YAML's contents, by Accelerate's keys, of the answers to :data:`QUESTIONS`."""
-    # A check of the combination, by the class that has the rules.
+    # ShardPlugin checks the combination.
     fields = ("strategy", "layer_classes", "state_dict_type", "offload")
     ShardPlugin(**{field: answers[field] for field in fields})
     offload: Offload | None = answers["offload"]

@@ -65,7 +65,7 @@ def effective(config_file: str | None) -> ShardPlugin:
     before = dict(os.environ)
     try:
         if config_file is not None:
-            read_launch_file(Path(config_file))  # for an error that says what is wrong
+            read_launch_file(Path(config_file))  # raises an error that says what is wrong with the file
             try:
                 os.environ.update(launch_environment(config_file))
             except ValueError as error:

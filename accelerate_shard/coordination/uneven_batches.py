@@ -82,7 +82,7 @@ def _refusing(
     """
     refused = False
     empty = any(_length(loader) == 0 for loader in uneven)
-    # Counted by each rank for itself, as all of them come here in one order.
+    # Each rank counts for itself; the numbers agree because all ranks come here in the same order.
     number = default_store().add(f"accelerate_shard/join/{dist.get_rank()}", 1)
 
     def refuse(module: nn.Module, args: Any) -> None:
@@ -130,7 +130,7 @@ def _uneven(dataloaders: Iterable[Any]) -> list[Any]:
     loaders = list(dataloaders)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [_length(loader) for loader in loaders])
-    if len({len(lengths) for lengths in everyone}) > 1:  # prepared on some ranks only
+    if len({len(lengths) for lengths in everyone}) > 1:  # some ranks have prepared other dataloaders
         return loaders
     return [loader for loader, *found in zip(loaders, *everyone, strict=True) if len(set(found)) > 1]
 

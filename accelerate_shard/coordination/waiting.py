@@ -48,7 +48,7 @@ def each(function: Callable[[], T], what: str, seconds: float, key: object = Non
         error = problem
         said.update(error=type(error).__name__, text=str(error))
     if world > 1:
-        # Counted by each rank for itself, as all of them come here in one order.
+        # Each rank counts for itself; the numbers agree because all ranks come here in the same order.
         number = default_store().add(f"accelerate_shard/each/{dist.get_rank()}", 1)
         place = f"accelerate_shard/each/{number}"
         told = told_by(list(range(world)), place, json.dumps(said), seconds, what)

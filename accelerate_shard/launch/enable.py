@@ -22,7 +22,7 @@ __all__ = ["disable", "enable"]
 _TRAINER = "transformers.trainer"
 _LIBRARIES = ("accelerate", "transformers", "trl", "peft")
 
-_replaced: list[tuple[ModuleType, str, Any]] = []  # modules, names in them, and what they were
+_replaced: list[tuple[ModuleType, str, Any]] = []  # module, name in it, and the original value
 
 
 def enable(plugin: ShardPlugin | ShardConfig | None = None) -> None:
@@ -39,7 +39,7 @@ def enable(plugin: ShardPlugin | ShardConfig | None = None) -> None:
     """
     checked = None if plugin is None else plugin_of(plugin)
     if checked is None:
-        launch_plugin()  # so that a mistake shows here, not once the script has loaded its model
+        launch_plugin()  # so that a mistake shows here and not after the script has loaded its model
     _replace_accelerator()
     set_enabled_plugin(checked)
     take_over_launch()
@@ -73,14 +73,14 @@ def _ours() -> Any:
 
 
 def _stock() -> Any:
-    # From our class, since its name in `accelerate` may be ours by now.
+    # Found through our class, since the name in `accelerate` may be ours by now.
     return next(kind for kind in _ours().__mro__ if kind.__module__ == "accelerate.accelerator")
 
 
 def _replace_accelerator() -> None:
     ours, stock = _ours(), _stock()
     for module in list(sys.modules.values()):
-        # Ours builds on the original, and lazy modules would import what they offer when asked by getattr.
+        # Our modules need the original. __dict__, because lazy modules would import everything on getattr.
         names = getattr(module, "__dict__", None)
         if not isinstance(module, ModuleType) or names is None or module.__name__.split(".")[0] == "accelerate_shard":
             continue
@@ -138,7 +138,7 @@ def _followed(spec: importlib.machinery.ModuleSpec, finder: _Finder) -> None:
     def exec_module(module: ModuleType) -> None:
         execute(module)
         if module.__name__ == _TRAINER and finder in sys.meta_path:
-            # It is complete but for the import machinery's own bookkeeping, which `apply_to_trainer` does not need.
+            # The module is complete but for the import machinery's bookkeeping, which `apply_to_trainer` does not need.
             _apply_to_trainer()
 
     loader.exec_module = exec_module

@@ -150,7 +150,7 @@ def keep_adapters_off_meta(
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper
 
-    # Where a release has no such method, adapters end on meta, and are refused when the model is sharded.
+    # If a release has no such method, adapters are put on meta, and are refused when the model is sharded.
     _wrap(BaseTunerLayer, "_get_base_layer_device_and_dtype", functools.partial(_off_meta, waits))
     for tuner in (BaseTuner, LoraModel):
         _wrap(tuner, "_replace_module", functools.partial(_put_back, waits))

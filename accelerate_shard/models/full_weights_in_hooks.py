@@ -50,7 +50,7 @@ class Known(NamedTuple):
         return state
 
 
-_known: dict[int, Known] = {}  # by module, which the context below keeps
+_known: dict[int, Known] = {}  # by id of modules that the context manager below keeps alive
 
 
 def known(module: nn.Module) -> Known | None:
@@ -87,7 +87,7 @@ def full_weights(
             if engine is None or full is None:
                 continue
             prompts = _private.prompt_encoders(model)
-            if prompts:  # of which PEFT saves what they compute
+            if prompts:  # PEFT saves their output
                 stack.enter_context(engine.gathered(prompts))
             stack.enter_context(_told(model, full, is_first))
         yield [None if full is None else Known(full, "", is_first).state() for full in full_states]

@@ -85,5 +85,5 @@ def available(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = free_host_bytes()
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # which share this machine's memory
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the ranks that share this machine's memory
     return sys.maxsize if free is None else free // max(ranks, 1)

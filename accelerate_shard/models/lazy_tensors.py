@@ -71,7 +71,7 @@ class Recorded(torch.Tensor):
             changed = before != [leaf._version for leaf in given]
         if changed or (name == "__set__" and len(given) > 1):
             raise TypeError(f"{name} changes a tensor in place, which can't be done later.")
-        if any(result is leaf for leaf in given):  # contiguous() of one that is, requires_grad_()
+        if any(result is leaf for leaf in given):  # such as contiguous() of a contiguous tensor, or requires_grad_()
             return result
         if any(not isinstance(leaf, Recorded) and leaf.device.type == "meta" for leaf in given):
             raise TypeError(f"{name} of a tensor on the meta device, which has no values.")
@@ -148,14 +148,14 @@ def _write(step: _Step, place: torch.Tensor, known: dict[int, Any]) -> None:
     """Compute into `place`, which has the shape and dtype of the result."""
     source = step.args[0]._step if step.function is _to else step
     if step.function not in (torch.cat, torch.stack) or not isinstance(step.args[0], (list, tuple)):
-        # Converted while it is copied, where nothing else has to be done.
+        # A conversion alone is done while copying.
         place.copy_(_values(source if source.origin else step, known))
         return
     dim, at = step.kwargs.get("dim", step.args[1] if len(step.args) > 1 else 0), 0
     for number, part in enumerate(step.args[0]):
         if step.function is torch.stack:
             _write(part._step, place.select(dim, number), known)
-        elif part.dim() == place.dim():  # cat takes empty vectors of any kind
+        elif part.dim() == place.dim():  # cat also takes empty vectors, which have no values
             _write(part._step, place.narrow(dim, at, part.shape[dim]), known)
             at += part.shape[dim]
 

@@ -25,7 +25,7 @@ class Shadow:
     def __init__(
         self, module: nn.Module, name: str, function: Callable[..., Any], previous: Any, keeps: object = None
     ) -> None:
-        self._module = weakref.ref(module)  # else every model would be a cycle
+        self._module = weakref.ref(module)  # weak, so that models are no reference cycles
         self.__name__ = name
         self._function = function
         self._previous = previous

@@ -37,7 +37,7 @@ class _CastInputs:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self.cast: list[bool] = []  # by the forwards that run, the innermost last
+        self.cast: list[bool] = []  # one entry for each running forward, the innermost last
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.is_autocast_enabled(self.device):

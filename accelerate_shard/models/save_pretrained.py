@@ -98,7 +98,7 @@ class _Call:
         """Have the library write the tensors of `found`. Not collective."""
         if self.takes_state:
             return self.stock(*self.positional, **self.arguments, state_dict=found)
-        # A library that asks the module itself.
+        # A library that calls module.state_dict() itself.
         before = module.__dict__.get("state_dict")
         module.__dict__["state_dict"] = lambda *args, **kwargs: found
         try:
@@ -114,7 +114,7 @@ def _save_given(module: nn.Module, engine: Engine, call: _Call, given: Mapping[s
     """Write what the user has gathered. Not collective."""
     rank = engine.rank
     if not given:
-        # What a rank other than the first one has from accelerator.get_state_dict.
+        # accelerator.get_state_dict gives an empty dict on ranks other than 0.
         if not call.is_main or rank != 0:
             return None
         raise StateDictError(f"rank {rank}: {call.what}: state_dict is empty, so that no model would be written.")
@@ -138,7 +138,7 @@ def _save_known(module: nn.Module, in_hook: Known, call: _Call) -> Any:
         return None
     own = in_hook.state()
     given = own if call.state_dict is None else dict(call.state_dict)
-    # Shards are what hooks have among their weights.
+    # The weights that hooks get are ShardTensors.
     lost = [name for name, value in given.items() if isinstance(value, ShardTensor) and name not in own]
     if lost:
         raise StateDictError(
@@ -156,7 +156,7 @@ def _save_together(module: nn.Module, engine: Engine, call: _Call, prompts: list
     if not writers:
         return None
     here = engine.rank in writers
-    # Of prompt learning the library saves what the encoder computes.
+    # Under prompt learning PEFT saves what the encoder computes.
     with engine.gathered(prompts) if prompts else contextlib.nullcontext():
         found, wanted, error = {}, {}, None
         try:
@@ -188,7 +188,7 @@ def _wanted(module: nn.Module, call: _Call, found: dict[str, Any]) -> dict[str, 
         return dict(found)
     chosen: set[int] = set()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they come again when the files are written
+        warnings.simplefilter("ignore")  # PEFT warns once more when the files are written
         for name in adapters:
             chosen |= {id(value) for value in _private.adapter_state(module, found, name, call.arguments).values()}
     return {key: value for key, value in found.items() if id(value) in chosen}

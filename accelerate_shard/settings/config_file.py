@@ -21,7 +21,9 @@ FILE_VARIABLE = "SHARD_CONFIG_FILE"
 """Environment variable with the path of the YAML, for launchers whose command line can't be seen (another container, say)."""
 
 _LAUNCHED = "ACCELERATE_MIXED_PRECISION"  # every launcher of Accelerate exports it
-_GENERATIONS = 4  # of parents: torchrun's agent is Accelerate's own process, MPI and shells come between
+_GENERATIONS = (
+    4  # how many parents to look at: torchrun's agent is Accelerate's own process, but MPI and shells come between
+)
 
 
 def launch_file() -> Path | None:
@@ -47,7 +49,7 @@ def _of_parents() -> Path | None:
             if arguments is None:
                 continue
             options = parsed_launch(arguments)
-            if options is None:  # another version's
+            if options is None:  # the command line of another version
                 return None
             if options.config_file is not None:
                 path = Path(parent.cwd(), os.path.expanduser(options.config_file))

@@ -15,7 +15,7 @@ from torch_shard.log import logger
 
 __all__ = ["config_with", "register_hook"]
 
-# Settings of DDP's reducer, which changes nothing about results, and of which there is none here.
+# Settings of DDP's reducer, which don't change results. There is no such reducer here.
 _WITHOUT_MEANING = ("bucket_cap_mb", "check_reduction", "gradient_as_bucket_view", "static_graph", "comm_state_option")
 
 _UNAVAILABLE = (
@@ -56,7 +56,7 @@ def _default(handler: Any, name: str) -> Any:
     for field in dataclasses.fields(handler):
         if field.name == name:
             return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    return None  # of another release of Accelerate's
+    return None  # a field of another release of Accelerate
 
 
 def _hook_dtype(handler: Any) -> torch.dtype | None:
@@ -75,10 +75,10 @@ def _hook_dtype(handler: Any) -> torch.dtype | None:
 
 def _compressed_reduce_scatter(state: Any, grad: torch.Tensor, output: torch.Tensor) -> None:
     group, dtype = state
-    # Divided before the sum, so that fp16 does not overflow.
+    # Gradients are divided before the sum, so that fp16 does not overflow.
     sent = (grad / dist.get_world_size(group)).to(dtype)
     received = torch.empty_like(output, dtype=dtype)
-    if reduce_scatter_single is None:  # register_hook has refused
+    if reduce_scatter_single is None:  # register_hook has refused this before
         raise UnavailableError(_UNAVAILABLE)
     reduce_scatter_single(received, sent, group=group)
     output.copy_(received)

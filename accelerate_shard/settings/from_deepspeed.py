@@ -18,7 +18,7 @@ __all__ = ["fields_of", "of_yaml"]
 
 _STRATEGIES = {0: "no_shard", 1: "shard_optim", 2: "shard_grad_op", 3: "full_shard"}
 _DEVICES = ("none", "cpu", "nvme")
-# Where DeepSpeed's own file has what a YAML of Accelerate's calls so.
+# The keys of a YAML of Accelerate's, and their places in DeepSpeed's own file.
 _IN_JSON = {
     "zero_stage": ("stage",),
     "offload_optimizer_device": ("offload_optimizer", "device"),
@@ -36,7 +36,7 @@ def of_yaml(contents: Mapping[str, Any]) -> dict[str, Any]:
     """
     section = contents.get("deepspeed_config") or {}
     said = {key: value for key, value in section.items() if value is not None}
-    if "deepspeed_config_file" in said:  # then Accelerate allows none of its keys beside it
+    if "deepspeed_config_file" in said:  # then Accelerate allows none of that file's keys beside it
         path = Path(said["deepspeed_config_file"])
         try:
             config = json.loads(path.read_text(encoding="utf-8"))

@@ -162,8 +162,10 @@ def launch_plugin() -> ShardPlugin | None:
     changes = {name: value for name, (_, value) in own.items()}
     moved = "units" in changes or "layer_classes" in changes
     if moved and base.activation_checkpointing is True and base.layer_classes:
-        changes.setdefault("activation_checkpointing", base.layer_classes)  # wherever the units now are
-    # What is gathered together is one choice, whichever setting makes it.
+        changes.setdefault(
+            "activation_checkpointing", base.layer_classes
+        )  # the layers stay the same, whatever the units are
+    # units and layer_classes are one choice: setting one drops the other.
     if "units" in changes and "layer_classes" not in changes:
         changes["layer_classes"] = ()
     elif "layer_classes" in changes and "units" not in changes:
@@ -191,7 +193,7 @@ def _own_variables() -> dict[str, tuple[str, Any]]:
             close = _close(name, _BY_VARIABLE)
             if close is not None:
                 raise ConfigError(f"{name} is no setting of this package. Did you mean {close}?")
-            unknown.append(name)  # of another program, as CI systems have SHARD_INDEX
+            unknown.append(name)  # another program's, such as SHARD_INDEX of CI systems
         elif text.strip():
             found[setting.field] = (name, _value(setting, name, text))
     if unknown:
@@ -234,6 +236,6 @@ def _value(setting: Setting, name: str, value: Any) -> Any:
             return offload_of_fields(value)
         return setting.read(text.strip())
     except ValueError as error:
-        # Of those that are read here, offload has parts, and says which of them is wrong.
+        # Offload has several fields, and its error says which of them is wrong.
         why = f" ({error})" if setting.field == "offload" else ""
         raise ConfigError(f"{name} must be {setting.form}, not {text!r}{why}.") from None

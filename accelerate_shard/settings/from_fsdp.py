@@ -144,7 +144,7 @@ def from_fsdp_environment(environment: Mapping[str, str]) -> ShardPlugin:
     if version not in ("1", "2"):
         raise ConfigError(f"{called('fsdp_version')} must be 1 or 2, not {version!r}.")
     _strategy_of_environment(reading, int(version))
-    # Absent, it is FSDP 1's default; only a YAML that says so can mean it.
+    # If it is absent the engine's default holds. NO_PREFETCH can only come from a YAML that says so.
     prefetch = reading.choice(
         "backward_prefetch", ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"), ("BACKWARD_PRE", "BACKWARD_POST")
     )
@@ -202,7 +202,7 @@ def from_fsdp_plugin(plugin: Any) -> ShardPlugin:
     else:
         strategy = strategy or reading.choice("reshard_after_forward", _ORDER, _ORDER) or "FULL_SHARD"
         reading.found["strategy"] = _STRATEGIES[strategy]
-    # None is also the default: nothing that the user has asked for.
+    # None is also the default, so it does not show that the user has asked for it.
     _prefetch(reading, reading.choice("backward_prefetch", ("BACKWARD_PRE", "BACKWARD_POST")))
     _units_of_plugin(reading, plugin)
     if plugin.mixed_precision_policy is not None:
@@ -211,7 +211,7 @@ def from_fsdp_plugin(plugin: Any) -> ShardPlugin:
 
 
 def _is_accelerates(init_fn: Callable[..., Any]) -> bool:
-    # What the plugin sets by itself under sync_module_states.
+    # The plugin sets this function by itself under sync_module_states.
     return str(getattr(init_fn, "__module__", "")).startswith("accelerate.")
 
 
@@ -220,7 +220,7 @@ def _units_of_plugin(reading: _Reading, plugin: Any) -> None:
 
     policy = plugin.auto_wrap_policy
     if policy is None:
-        # Whether it was left out or is NO_WRAP does not show, and who names classes wants them wrapped.
+        # None may mean NO_WRAP or that it was left out. A user who names classes wants them wrapped.
         _units(reading, None)
     elif policy is transformer_auto_wrap_policy:
         _units(reading, "TRANSFORMER_BASED_WRAP")

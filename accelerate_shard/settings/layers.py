@@ -39,7 +39,7 @@ def checkpointed_layers(model: nn.Module, plugin: ShardPlugin, config: ShardConf
     chosen, offloaded = plugin.activation_checkpointing, plugin.activation_offload
     if plugin.layer_classes:
         named = functools.partial(classes_named, "layer_classes", plugin.layer_classes, model)
-        if offloaded is True and not chosen:  # else of what that chooses
+        if offloaded is True and not chosen:  # otherwise True means the layers that activation_checkpointing chooses
             offloaded = named()
         if chosen is True:
             chosen = named()

@@ -104,7 +104,7 @@ def plugin_of(setting: Any) -> ShardPlugin:
         return setting
     if isinstance(setting, ShardConfig):
         values = {field.name: getattr(setting, field.name) for field in dataclasses.fields(ShardConfig)}
-        if setting.timeout == ShardConfig.timeout:  # not chosen
+        if setting.timeout == ShardConfig.timeout:  # the user has not chosen it
             values["timeout"] = None
         return ShardPlugin(**values)
     raise ConfigError(f"shard_plugin must be a ShardPlugin or a ShardConfig, not {type(setting).__name__}.")

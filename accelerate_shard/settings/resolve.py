@@ -82,7 +82,7 @@ def chosen_plugin(shard_plugin: Any, fsdp_plugin: Any) -> ShardPlugin:
     if fsdp_plugin is not None and shard_plugin is not None:
         raise ConfigError("shard_plugin and fsdp_plugin both say how to shard; give one of them.")
     given = from_fsdp_plugin(fsdp_plugin) if fsdp_plugin is not None else shard_plugin
-    # A library that makes an Accelerator of its own means the program's, as with Accelerate's own plugins.
+    # An Accelerator that a library makes takes the program's settings, as with Accelerate's own plugins.
     earlier = shared_state().get(_SHARED)
     if given is None and earlier is not None:
         take_over_launch()
@@ -94,7 +94,7 @@ def chosen_plugin(shard_plugin: Any, fsdp_plugin: Any) -> ShardPlugin:
     take_over_launch()
     if given is None:
         return launched if launched is not None else ShardPlugin()
-    # An FSDP plugin has read the launch's FSDP_* itself, where its arguments left something open.
+    # An FSDP plugin reads the launch's FSDP_* variables itself for arguments that it was not given.
     ignored = own_names() if name == "fsdp_plugin" or launched is None else ["the sharding settings of the launch"]
     if ignored:
         logger.warning("%s is given; not used: %s.", name, ", ".join(ignored))

@@ -32,7 +32,7 @@ class Wrapped:
     policy: Callable[..., Any]
 
     def __call__(self, name: str, module: nn.Module) -> bool:
-        # The root is a unit anyway: what remains in it.
+        # The root is a unit anyway, of what remains in it.
         return name != "" and self._walk(module)[0]
 
     def _walk(self, module: nn.Module) -> tuple[bool, int]:

@@ -107,7 +107,7 @@ def prune(accelerator: Any, folder: Path) -> None:
     for path in others[: max(0, len(others) + 1 - max(1, project.total_limit))]:
         nonce = secrets.token_hex(8)
         try:
-            os.rename(path, hidden(path, nonce))  # half a checkpoint must not be seen under its own name
+            os.rename(path, hidden(path, nonce))  # a partly deleted checkpoint must not have its name
         except OSError as error:
             logger.warning("%s, beyond total_limit, could not be removed: %s", path, error)
         else:

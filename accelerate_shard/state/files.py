@@ -89,7 +89,7 @@ def keep_others(old: Path, new: Path) -> None:
     names = sorted(os.listdir(old))
     parts = any(_REST.fullmatch(name) for name in names)
     for name in names:
-        # Weights in the folder of a sharded checkpoint are somebody else's: of an export, say.
+        # Weights in the folder of a sharded checkpoint are not the checkpoint's: they may be an export.
         ours = parts and (_REST.fullmatch(name) or (SHARDED not in names and _WEIGHTS.fullmatch(name)))
         if ours or os.path.lexists(new / name):
             continue

@@ -80,7 +80,7 @@ def save_model(model: nn.Module, folder: Any, max_shard_size: int | str, safe: b
         return False
     in_hook = known(inner(model))
     if in_hook is not None:
-        # Accelerate's own way then, which asks for the state dict.
+        # Accelerate's own method writes then, and asks for the state dict.
         return not in_hook.is_first
     ranks = Ranks([engine], "Accelerator.save_model")
     target = Path(os.path.abspath(os.fspath(folder)))
@@ -93,7 +93,7 @@ def save_model(model: nn.Module, folder: Any, max_shard_size: int | str, safe: b
 
     limit = ranks.each(begin, key=lambda size: (str(target), size, bool(safe)))
     nonce = ranks.begin()
-    # Beside the folder's other files, so that putting the new ones in their place is a matter of names.
+    # In the same folder, so that the new files are put in their place by renaming.
     beside = target / f".model.saving-{nonce}"
     try:
         ranks.on_first(lambda: _make(target, beside))
@@ -111,7 +111,7 @@ def save_model(model: nn.Module, folder: Any, max_shard_size: int | str, safe: b
 
 def _make(target: Path, beside: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
-    for name in os.listdir(target):  # of saves that were killed
+    for name in os.listdir(target):  # left by saves that were killed
         if re.fullmatch(r"\.model\.saving-[0-9a-f]{16}", name):
             shutil.rmtree(target / name, ignore_errors=True)
     beside.mkdir()
@@ -135,7 +135,7 @@ def _put(new: Path, target: Path, safe: bool) -> None:
     suffix = ".safetensors" if safe else ".bin"
     names = sorted(os.listdir(new), key=lambda name: bool(_INDEX.fullmatch(name)))
     old = [name for name in os.listdir(target) if (_INDEX.fullmatch(name) or _SHARD.fullmatch(name)) and suffix in name]
-    # The other form's whole file would be read first where both are there.
+    # An older unsharded file would be read first if both were there.
     old += [
         name for name in os.listdir(target) if _WHOLE.fullmatch(name) and name.endswith(suffix) and name not in names
     ]
@@ -164,13 +164,13 @@ def optimizer_state(prepared: Prepared, optimizer: Any) -> Any:
     number_of = {name: number for number, name in enumerate(flat)}
     groups = [{**group, "params": [number_of[name] for name in group["params"]]} for group in named["param_groups"]]
     state = {name: entries for name, entries in named["state"].items() if name not in number_of}
-    # In the order of the numbers, as torch has it.
+    # torch has the state in the order of the numbers.
     state.update((number, named["state"][name]) for number, name in enumerate(flat) if name in named["state"])
     return {"state": state, "param_groups": groups}
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------
-# Each of these is compared first, all of them on all ranks, and then applied. Nothing here is collective.
+# All of these are compared on all ranks before any of them is applied. Nothing here is collective.
 
 
 class FullModel:
@@ -283,7 +283,7 @@ class FullOptimizer:
             return
         try:
             load_optimizer_by_name(self._engine, self.optimizer, self._names, self._given)
-        except Exception as error:  # the optimizer's own, or the user's hooks of it
+        except Exception as error:  # raised by the optimizer, or by the user's hooks on it
             raise StateDictError(
                 f"{self.path}: {type(self.optimizer).__name__} could not be loaded, but the parameters have been; load again "
                 f"before training goes on: {type(error).__name__}: {error}"

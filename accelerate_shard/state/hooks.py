@@ -60,7 +60,7 @@ def after_save_hooks(
         found = []
         for position, (number, wanted) in enumerate(of_first):
             if number is not None:
-                # What this rank's own hooks have done to a dict that rank 0 has kept as it was does not count.
+                # If rank 0 has kept a dict as it was, changes of this rank's own hooks don't count.
                 own = given[number] if set(wanted) <= set(given[number]) else {}
             else:
                 own = left[position] if position < len(left) and id(left[position]) not in number_of else {}

@@ -101,7 +101,7 @@ class _Load:
         parts += self._optimizers
         self.ranks.each(lambda: _compare(parts))
         if self.is_sharded and prepared.sharded:
-            # Compares, too, and raises before it changes anything.
+            # load_contents compares, too, and raises before it changes anything.
             load_contents(
                 prepared.sharded[0],
                 self.folder / SHARDED,

@@ -52,7 +52,7 @@ def save_state(accelerator: Any, output_dir: Any, safe_serialization: bool, opti
             refuse_inside(engine, _WHAT)
         return directory_names.target(accelerator, output_dir)
 
-    # Nothing of the past is waited for yet: a rank that is missing is found here.
+    # This comes before waiting for an earlier save, so that a missing rank is found here.
     target = ranks.each(begin, key=lambda path: (str(path), is_full, safe_serialization, len(prepared.models)))
     nonce = ranks.begin()
     ranks.each(accelerator.finish_saving)
@@ -163,7 +163,7 @@ class _Save:
         if pending is None:
             self._finish()
         else:
-            # Whatever this rank does next, the folder's lock is kept, and let go of by the thread.
+            # The thread of PendingState keeps the folder's lock and releases it, whatever this rank does next.
             place = self.put_in_place if self.ranks.is_first else _nothing
             self.accelerator._pending_state = PendingState(pending, self.target, place, self.close)
 
@@ -174,7 +174,7 @@ class _Save:
         ]
 
     def _optimizers(self) -> dict[str, Any]:
-        if not self.prepared.sharded:  # by the way of the full form
+        if not self.prepared.sharded:  # optimizers are written as in the full form
             self._write_plain_optimizers()
             return {}
         named = self.prepared.named()
@@ -229,7 +229,9 @@ class _Save:
     def _write_model(self, position: int, item: Left) -> None:
         """Write full weights, on rank 0, to the file of their position in the list. Collective."""
         path = self.beside / weights_name(position, self.safe)
-        state = collections.OrderedDict(item.state)  # as Module.state_dict() gives it, which safe loaders know
+        state = collections.OrderedDict(
+            item.state
+        )  # the type that Module.state_dict() returns, which safe loaders know
         if hasattr(item.state, "_metadata"):
             state._metadata = item.state._metadata  # type: ignore[attr-defined]
         self.ranks.on_first(lambda: accelerate.utils.save(state, str(path), safe_serialization=self.safe))
@@ -273,7 +275,7 @@ class PendingState:
         self._close: Callable[[bool], None] | None = close
         self._error: Exception | None = None
         self._ended = threading.Event()
-        # No daemon: a program that ends waits for it.
+        # The thread is no daemon, so that a program waits for it at its end.
         threading.Thread(target=self._run, name=f"accelerate_shard save of {target.name}").start()
 
     def done(self) -> bool:
@@ -294,7 +296,7 @@ class PendingState:
     def _run(self) -> None:
         own, finish, close = self._own, self._finish, self._close
         assert own is not None and finish is not None and close is not None
-        # They hold what the checkpoint was made of, which goes with this thread.
+        # These hold the checkpoint's contents, which are freed with this thread.
         self._own = self._finish = self._close = None
         done = False
         try:

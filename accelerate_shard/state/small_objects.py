@@ -31,7 +31,7 @@ def write(accelerator: Any, folder: Path) -> None:
         [],
         [],
         accelerator._schedulers,
-        accelerator._dataloaders if first else [],  # of which every rank would write the same file
+        accelerator._dataloaders if first else [],  # every rank would write the same file
         accelerator.process_index,
         accelerator.step,
         accelerator.scaler if first else None,

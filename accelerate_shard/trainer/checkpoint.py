@@ -55,7 +55,9 @@ def save_weights(
         StateDictError: `state_dict` holds shards.
         SetupError: the model has no values before it is sharded. Nothing has been written.
     """
-    engine = engine_holding(trainer.model)  # of a part of the sharded model, too: what merge_and_unload returns is one
+    engine = engine_holding(
+        trainer.model
+    )  # also if trainer.model is a part of the sharded model, as merge_and_unload returns one
     if state_dict is not None:
         _refuse_shards(state_dict)
     elif engine is None:
@@ -68,7 +70,7 @@ def save_weights(
     with all_ranks("trainer.save_model()"):
         _together(engine, _SAVING, lambda: os.makedirs(target, exist_ok=True) if writes else None)
         if hasattr(trainer.model, "save_pretrained"):
-            # Which gathers what it writes, of adapters little. The Trainer calls it on ranks that write.
+            # save_pretrained gathers what it writes: little if that is adapters. The Trainer calls it on ranks that write.
             own_part = (
                 functools.partial(own, output_dir)
                 if writes
@@ -159,7 +161,7 @@ def load_optimizer(trainer: Any, own: Callable[[str | None], None], checkpoint: 
     def read() -> tuple[Any, Any]:
         state = torch.load(paths[0], map_location="cpu", mmap=True, weights_only=True)
         with warnings.catch_warnings():
-            # What torch says about saving and loading schedulers is not for the user here.
+            # torch's warnings about saving and loading schedulers are not meant for the user of a Trainer.
             warnings.simplefilter("ignore")
             schedule = torch.load(paths[1], map_location="cpu", weights_only=True)
         _check_groups(engine, optimizer, state)
@@ -168,7 +170,7 @@ def load_optimizer(trainer: Any, own: Callable[[str | None], None], checkpoint: 
     state, schedule = _together(engine, "Trainer: loading the optimizer", read)
     known = {name for group in state["param_groups"] for name in group["params"]}
     for name in sorted(known - set(state["state"])) if state["state"] else ():
-        state["state"][name] = {}  # it never had a gradient
+        state["state"][name] = {}  # the parameter never had a gradient
     load_optim_state_dict(engine, optimizer, state, trainer.model)
     trainer.lr_scheduler.load_state_dict(schedule)
 
@@ -204,7 +206,7 @@ def _renamed(state: Mapping[str, Any], mapping: Mapping[Any, Any]) -> dict[str, 
 # -- together -----------------------------------------------------------------------------------------------------------
 def _together(engine: Engine, what: str, function: Callable[[], T]) -> T:
     """Run it on every rank, however long it takes; all return, or all raise. Collective."""
-    agree(engine, what)  # of which a rank that does something else hears at once; a broadcast would wait
+    agree(engine, what)  # raises at once if a rank does something else; a broadcast would wait
     nonce = broadcast(engine, secrets.token_hex(8), what)
     return each(engine, what, function, nonce=nonce)
 

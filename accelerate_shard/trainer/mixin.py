@@ -128,7 +128,7 @@ def remove_from_trainer() -> None:
 def _applied(own: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self, ShardTrainerMixin):  # which has come here through its own method of this name
+        if isinstance(self, ShardTrainerMixin):  # the mixin's method of this name has called this one
             return own(self, *args, **kwargs)
         return function(self, functools.partial(own, self), *args, **kwargs)
 

@@ -99,9 +99,9 @@ def evaluation_loop(trainer: Any, own: Callable[..., Any], *args: Any, **kwargs:
                 "out: bf16=True and fp16=True evaluate in 16 bits too. Or evaluate a model that is loaded anew."
             )
         if not sharded:
-            trainer.model.to(dtype)  # now; the Trainer does it when the model is sharded
+            trainer.model.to(dtype)  # now, because the Trainer would do it when the model is sharded
     if engine is not None:
-        # A rank that is elsewhere, in a trainer.save_model() of its own perhaps, hears of it here, and not after a timeout.
+        # If a rank is elsewhere, say in a trainer.save_model() of its own, all raise here and not after a timeout.
         with all_ranks("evaluation by the Trainer"):
             agree(engine, "evaluation by the Trainer")
     return own(*args, **kwargs)
