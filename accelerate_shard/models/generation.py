@@ -84,6 +84,6 @@ def available(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = free_host_bytes()
+    on_host = free_host_bytes()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the ranks that share this machine's memory
-    return sys.maxsize if free is None else free // max(ranks, 1)
+    return sys.maxsize if on_host is None else on_host // max(ranks, 1)

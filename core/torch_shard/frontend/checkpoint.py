@@ -29,8 +29,9 @@ from ..checkpoint.sharded.read_tree import Contents, read_contents
 from ..comm import collective_steps as phases
 from ..engine import Engine
 from ..optim.matrix import state as owned_state
+from ..runtime.runtime import Runtime
 from ..state import optimizer_state as named_state
-from . import Runtime, _runtime
+from . import _runtime
 
 __all__ = [
     "EXTRA",
