@@ -21,9 +21,8 @@ FILE_VARIABLE = "SHARD_CONFIG_FILE"
 """Environment variable with the path of the YAML, for launchers whose command line can't be seen (another container, say)."""
 
 _LAUNCHED = "ACCELERATE_MIXED_PRECISION"  # every launcher of Accelerate exports it
-_GENERATIONS = (
-    4  # how many parents to look at: torchrun's agent is Accelerate's own process, but MPI and shells come between
-)
+# How many parents to look at: torchrun's agent is Accelerate's own process, but MPI and shells come between.
+_GENERATIONS = 4
 
 
 def launch_file() -> Path | None:
@@ -63,17 +62,12 @@ def _of_parents() -> Path | None:
 def _launch_arguments(command: list[str]) -> list[str] | None:
     """Return what follows ``accelerate launch`` in a command line; None if it is another command."""
     for index, word in enumerate(command[:4]):  # the interpreter, its -m, ...
-        program = Path(word).name
-        if (
-            program == "accelerate-launch"
-            or word == "accelerate.commands.launch"
-            or word.endswith("commands/launch.py")
-        ):
-            return command[index + 1 :]
-        if (program == "accelerate" or word == "accelerate.commands.accelerate_cli") and command[index + 1 :][:1] == [
-            "launch"
-        ]:
-            return command[index + 2 :]
+        program, rest = Path(word).name, command[index + 1 :]
+        launches = program == "accelerate-launch" or word == "accelerate.commands.launch"
+        if launches or word.endswith("commands/launch.py"):
+            return rest
+        if (program == "accelerate" or word == "accelerate.commands.accelerate_cli") and rest[:1] == ["launch"]:
+            return rest[1:]
     return None
 
 
@@ -81,7 +75,7 @@ def read_launch_file(path: Path) -> dict[str, Any]:
     """Return the contents of a YAML or JSON file of Accelerate's. Not collective.
 
     Raises:
-        ConfigError: it can't be read, or is no mapping.
+        ConfigError: the file can't be read, or holds no mapping.
     """
     import yaml  # JSON is YAML
 

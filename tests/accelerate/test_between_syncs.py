@@ -12,11 +12,11 @@ from tests.accelerate.support.accelerators import (
     Result,
     accelerator,
     assert_same,
+    full_parameters,
     loader,
     loss_of,
     net,
     sgd,
-    whole_parameters,
 )
 from tests.marks import quick
 from tests.ranks import ranks
@@ -79,14 +79,14 @@ def test_after_a_backward_under_no_sync_what_ddp_would_do_with_each_ranks_own_gr
     with accelerator(OURS, shard_plugin=PLUGINS[plugin]) as acc:
         model = net()
         model, optimizer, data = acc.prepare(model, sgd(model.parameters()), loader())
-        before = whole_parameters(acc.unwrap_model(model))
+        before = full_parameters(acc.unwrap_model(model))
         batch = next(iter(data))
         with pytest.raises(ShardError, match="no_sync"):
             with acc.no_sync(model):
                 acc.backward(loss_of(model, batch))
             mistake(acc, model, optimizer)
             acc.backward(loss_of(model, batch))
-        after = whole_parameters(acc.unwrap_model(model))
+        after = full_parameters(acc.unwrap_model(model))
         assert all(torch.equal(after[name], value) for name, value in before.items())
         # And it trains on, once they are cleared.
         optimizer.zero_grad()
@@ -156,6 +156,6 @@ def test_gradients_that_were_cleared_or_added_to_by_a_loss_on_parameters_are_no_
                 found.losses.append(loss.item())
                 optimizer.step()
                 optimizer.zero_grad()
-            found.parameters = whole_parameters(acc.unwrap_model(model))
+            found.parameters = full_parameters(acc.unwrap_model(model))
             results.append(found)
     assert_same(results[1], results[0])

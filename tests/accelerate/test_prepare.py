@@ -24,11 +24,11 @@ from tests.accelerate.support.accelerators import (
     assert_same,
     dataset,
     engine_of,
+    full_parameters,
     loader,
     loss_of,
     net,
     sgd,
-    whole_parameters,
 )
 from tests.marks import exhaustive
 from tests.ranks import ranks
@@ -48,7 +48,7 @@ def steps(acc, model, optimizer, data, scheduler=None):
             scheduler.step()
         optimizer.zero_grad()
         result.losses.append(value.item())
-    result.parameters = whole_parameters(acc.unwrap_model(model))
+    result.parameters = full_parameters(acc.unwrap_model(model))
     return result
 
 

@@ -21,9 +21,9 @@ from tests.accelerate.support.accelerators import (
     accelerator,
     clean_state,
     engine_of,
+    full_parameters,
     net,
     sgd,
-    whole_parameters,
 )
 from tests.logs import captured_log
 from tests.ranks import ranks
@@ -205,12 +205,12 @@ def test_lomo_optimizers_are_refused_by_name(monkeypatch):
 def test_local_sgd_is_refused_before_it_begins():
     with accelerator() as acc:
         model = acc.prepare(net())
-        before = whole_parameters(model)
+        before = full_parameters(model)
         with pytest.raises(ConfigError, match=r"LocalSGD.*enabled=False"), LocalSGD(acc, model, 2):
             raise AssertionError
         with LocalSGD(acc, model, 2, enabled=False) as local:
             local.step()
-        assert all(torch.equal(p, before[n]) for n, p in whole_parameters(model).items())
+        assert all(torch.equal(p, before[n]) for n, p in full_parameters(model).items())
     with accelerator(STOCK) as acc:
         model = acc.prepare(net())
         with LocalSGD(acc, model, 1) as local:

@@ -18,12 +18,12 @@ from tests.accelerate.support.accelerators import (
     accelerator,
     assert_same,
     engine_of,
+    full_parameters,
     loader,
     loss_of,
     net,
     sgd,
     train,
-    whole_parameters,
 )
 from tests.logs import captured_log
 from tests.marks import exhaustive, quick
@@ -112,7 +112,7 @@ def test_no_sync_and_trigger_sync_in_backward_do_what_they_do_under_ddp(way, plu
                 optimizer.zero_grad()
                 with torch.no_grad():
                     found.losses.append(loss_of(model, batches[0]).item())
-            found.parameters = whole_parameters(acc.unwrap_model(model))
+            found.parameters = full_parameters(acc.unwrap_model(model))
             results.append(found)
     assert_same(results[1], results[0])
 

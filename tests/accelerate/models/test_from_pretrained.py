@@ -395,7 +395,7 @@ def test_what_would_place_or_quantize_weights_is_refused_with_the_remedy(tmp_pat
 
 
 @ranks(1)
-def test_files_that_cannot_be_read_in_slices_are_refused(tmp_path):
+def test_files_that_cannot_be_read_in_shards_are_refused(tmp_path):
     cls = saved("gpt2", tmp_path / "good")
     model = cls.from_pretrained(tmp_path / "good")
     model.config.save_pretrained(tmp_path / "bin")

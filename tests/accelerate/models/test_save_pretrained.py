@@ -34,7 +34,7 @@ def assert_loads(folder: Path, wanted: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", *exhaustive("llama")])
 @ranks(2)
-def test_called_on_all_ranks_it_saves_the_whole_model(tmp_path: Path, name: str) -> None:
+def test_called_on_all_ranks_it_saves_the_full_model(tmp_path: Path, name: str) -> None:
     model, _, _ = build(name)
     wanted = weights(model)
     with accelerator(OURS) as acc:
@@ -47,7 +47,7 @@ def test_called_on_all_ranks_it_saves_the_whole_model(tmp_path: Path, name: str)
 
 
 @ranks(2)
-def test_the_standard_idiom_saves_the_whole_model(tmp_path: Path) -> None:
+def test_the_standard_idiom_saves_the_full_model(tmp_path: Path) -> None:
     model, _, _ = build("gpt2")
     wanted = weights(model)
     with accelerator(OURS) as acc:
@@ -75,7 +75,7 @@ def test_a_gathered_state_dict_is_written_though_every_rank_takes_itself_for_the
 
 
 @ranks(2)
-def test_a_state_dict_of_slices_is_gathered(tmp_path: Path) -> None:
+def test_a_state_dict_of_shards_is_gathered(tmp_path: Path) -> None:
     model, _, _ = build("gpt2")
     wanted = weights(model)
     with accelerator(OURS) as acc:
@@ -85,7 +85,7 @@ def test_a_state_dict_of_slices_is_gathered(tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_a_state_dict_of_plain_slices_is_refused(tmp_path: Path) -> None:
+def test_a_state_dict_of_plain_shards_is_refused(tmp_path: Path) -> None:
     model, _, _ = build("gpt2")
     with accelerator(OURS) as acc:
         model = acc.prepare(model)

@@ -11,7 +11,7 @@ from accelerate import load_checkpoint_in_model
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.accelerate.support.accelerators import OURS, STOCK, accelerator, loader, loss_of, net, sgd, whole_parameters
+from tests.accelerate.support.accelerators import OURS, STOCK, accelerator, full_parameters, loader, loss_of, net, sgd
 from tests.accelerate.support.checkpoints import Noisy, plugin
 from tests.marks import exhaustive
 from tests.ranks import ranks
@@ -63,7 +63,7 @@ class Pair:
         return found
 
     def state(self):
-        found = [whole_parameters(model) for model in (*self.models, self.teacher)]
+        found = [full_parameters(model) for model in (*self.models, self.teacher)]
         return [*found, {"scale": self.scale.detach().clone(), **copied(self.other.state_dict())}]
 
 
@@ -123,7 +123,7 @@ def test_an_optimizer_over_two_models_goes_through_both_forms_unchanged(tmp_path
 def test_a_compiled_model_is_saved_under_its_plain_names(form, tmp_path):
     with accelerator(OURS, shard_plugin=plugin(form)) as acc:
         model = acc.prepare(net())
-        wanted = whole_parameters(model)
+        wanted = full_parameters(model)
         compiled = torch.compile(model, backend="eager")
         acc._models[0] = compiled
         assert list(acc.get_state_dict(compiled, unwrap=False)) in ([f"_orig_mod.{name}" for name in wanted], [])
@@ -132,7 +132,7 @@ def test_a_compiled_model_is_saved_under_its_plain_names(form, tmp_path):
     with accelerator(OURS) as acc:
         plain = acc.prepare(net(3))
         acc.load_state(tmp_path / "c")
-        found = whole_parameters(plain)
+        found = full_parameters(plain)
         assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
@@ -197,7 +197,7 @@ def test_a_model_of_transformers_with_tied_weights_is_saved_as_it_reads_it(rank,
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("safe", [False, True])
 @ranks(2)
-def test_slices_are_not_saved_on_any_rank_and_leave_no_file(rank, safe, tmp_path):
+def test_shards_are_not_saved_on_any_rank_and_leave_no_file(rank, safe, tmp_path):
     with accelerator(OURS) as acc:
         model = net()
         model, optimizer, data = acc.prepare(model, torch.optim.Adam(model.parameters()), loader())

@@ -185,11 +185,11 @@ def train(
                     steps.step()
                     steps.zero_grad()
                 result.losses.append(value.item())
-        result.parameters = whole_parameters(acc.unwrap_model(model))
+        result.parameters = full_parameters(acc.unwrap_model(model))
         return result
 
 
-def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of the whole parameters by name, on the CPU. Collective."""
     engine = torch_shard.engine_of(model)
     with contextlib.nullcontext() if engine is None else engine.gathered():

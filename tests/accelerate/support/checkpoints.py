@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accelerate_shard import ShardPlugin
-from tests.accelerate.support.accelerators import Layer, loader, whole_parameters
+from tests.accelerate.support.accelerators import Layer, full_parameters, loader
 
 __all__ = ["Counter", "Noisy", "Run", "folder_of", "plugin"]
 
@@ -98,7 +98,7 @@ class Run:
         """Whole parameters and buffers, and what else has been trained. Collective."""
         inner = self.accelerator.unwrap_model(self.model)
         return {
-            **whole_parameters(inner),
+            **full_parameters(inner),
             "seen": inner.seen.clone(),
             "lr": [group["lr"] for group in self.optimizer.param_groups],
             "custom": self.custom.count,

@@ -34,7 +34,7 @@ def test_saving_on_one_rank_only_is_an_error_where_the_other_does_nothing(tmp_pa
 
 
 @ranks(2)
-def test_slices_are_not_saved(tmp_path, rank):
+def test_shards_are_not_saved(tmp_path, rank):
     with trainer(Ours, tmp_path, max_steps=1) as own:
         own.train()
         if rank == 0:
