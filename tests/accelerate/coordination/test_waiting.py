@@ -16,7 +16,7 @@ from tests.accelerate.support.accelerators import BOTH, accelerator, engine_of, 
 from tests.logs import captured_log
 from tests.ranks import ranks
 from torch_shard import ShardConfig
-from torch_shard.comm import process_groups, watchdog
+from torch_shard.comm import rendezvous, watchdog
 from torch_shard.comm.process_groups import group_timeout
 from torch_shard.errors import ConfigError, DivergenceError, MissingRankError
 
@@ -68,7 +68,7 @@ def test_a_timeout_that_is_no_time_is_refused():
 @ranks(2)
 def test_a_main_process_that_works_alone_is_waited_for_with_a_warning(rank):
     slow = watchdog.SLOW
-    watchdog.SLOW, process_groups.SLOW = 1.5, 0.3
+    watchdog.SLOW, rendezvous.SLOW = 1.5, 0.3
     try:
         with captured_log() as seen, accelerator() as acc:
             model = net()
@@ -82,7 +82,7 @@ def test_a_main_process_that_works_alone_is_waited_for_with_a_warning(rank):
                 optimizer.step()
                 optimizer.zero_grad()
     finally:
-        watchdog.SLOW = process_groups.SLOW = slow
+        watchdog.SLOW = rendezvous.SLOW = slow
     if rank == 1:
         (prepare,) = [line for line in seen if "rank 1 has waited 0.3 s in Accelerator.prepare at" in line]
         assert "tests/accelerate" in prepare and "for ranks [0]" in prepare
