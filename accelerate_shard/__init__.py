@@ -1,6 +1,6 @@
-"""The Hugging Face Accelerate front end: ``from accelerate_shard import Accelerator`` is the whole change.
+"""The Hugging Face Accelerate front end. ``from accelerate_shard import Accelerator`` is the only line that a script changes.
 
-Importing the package works anywhere; what needs Accelerate, transformers or PEFT imports them when it is used.
+The package can be imported anywhere: Accelerate, transformers and PEFT are imported when something needs them.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = [
     "from_pretrained",
 ]
 
-# Where each public name is defined. Lazy, since `accelerate` and what it imports take seconds.
+# The module of each public name, imported on first use, since importing `accelerate` takes seconds.
 _HOME = {
     "Accelerator": "accelerate_shard.accelerator",
     "Precision": "torch_shard",
     "ShardConfig": "torch_shard",
-    "ShardPlugin": "accelerate_shard.plugin",
-    "ShardTrainerMixin": "accelerate_shard.trainer",
-    "disable": "accelerate_shard.enabling",
-    "enable": "accelerate_shard.enabling",
-    "from_pretrained": "accelerate_shard.loading",
+    "ShardPlugin": "accelerate_shard.settings.plugin",
+    "ShardTrainerMixin": "accelerate_shard.trainer.mixin",
+    "disable": "accelerate_shard.launch.enable",
+    "enable": "accelerate_shard.launch.enable",
+    "from_pretrained": "accelerate_shard.models.from_pretrained",
 }
 
 

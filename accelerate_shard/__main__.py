@@ -1,7 +1,8 @@
 """``python -m accelerate_shard [-m] script [arguments]``: run an unmodified script with sharded models.
 
-For ``accelerate launch --config_file x.yaml -m accelerate_shard train.py ...``, torchrun, and a single process alike. The script
-finds ``accelerate.Accelerator`` and ``transformers.Trainer`` replaced, and all else as if Python had run it.
+It works under ``accelerate launch --config_file x.yaml -m accelerate_shard train.py ...``, under torchrun, and in a single
+process. The script finds ``accelerate.Accelerator`` and ``transformers.Trainer`` replaced, and everything else as if Python had
+run it.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(argv)
     from torch_shard.errors import ShardError
 
-    from .enabling import enable
-    from .settings import refuse_other_engines
+    from .launch.enable import enable
+    from .settings.resolve import refuse_other_engines
 
     try:
         refuse_other_engines({})
         enable()
     except ShardError as error:
-        if os.environ.get("RANK", "0") == "0":  # it is the same on all ranks
+        if os.environ.get("RANK", "0") == "0":  # the error is the same on all ranks
             print(f"accelerate_shard: {error}", file=sys.stderr)
         raise SystemExit(_MISUSED) from None
     if not options.module and not os.path.exists(options.script):
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.module:
         runpy.run_module(options.script, run_name="__main__", alter_sys=True)
     else:
-        # As Python has it for a script; with -m it was the working directory.
+        # Python puts a script's folder here; under -m it is the working directory.
         sys.path[0] = os.path.dirname(os.path.realpath(options.script))
         runpy.run_path(options.script, run_name="__main__")
 
@@ -67,13 +68,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _without_runner(report):  # type: ignore[no-untyped-def]
-    """`report`, an excepthook, with tracebacks that begin in the script."""
+    """Return `report`, an excepthook, changed so that tracebacks begin in the script."""
 
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         begins = trace
         while begins is not None and _is_runner(begins.tb_frame.f_code.co_filename):
             begins = begins.tb_next
-        # Python's own report looks at the exception, others at the argument.
+        # Python's own hook uses the exception's traceback, others use the argument.
         report(kind, error.with_traceback(begins or trace), begins or trace)
 
     return excepthook

@@ -17,7 +17,7 @@ Attributes of Accelerate's own objects that the front end reads or writes, and w
   methods of the tuner within, to which ``PeftModel`` passes them on;
 - ``GenerationMixin.generate`` runs under ``no_grad`` and takes ``synced_gpus``.
 
-Of transformers' Trainer, besides the names of the methods in :data:`accelerate_shard.trainer.STEPS`:
+Of transformers' Trainer, besides the names of the methods in :data:`accelerate_shard.trainer.mixin.STEPS`:
 
 - ``transformers.trainer.Accelerator``: the global name that ``create_accelerator_and_postprocess`` calls;
 - ``Trainer._save`` is called on all ranks by ``save_model``, writes where ``args.should_save`` is true, and takes a state dict;
@@ -36,7 +36,6 @@ from typing import Any
 from torch import nn
 
 __all__ = [
-    "PREPARED_ATTRIBUTES",
     "PREPARED_LISTS",
     "TESTED",
     "accelerator_of_trainers",
@@ -58,19 +57,16 @@ TESTED = {"accelerate": ("1.15.0",), "transformers": ("5.23.0",), "peft": ("0.21
 PREPARED_LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 """Attributes of the Accelerator: lists of what was prepared."""
 
-PREPARED_ATTRIBUTES = ("forward", "_original_forward", "_is_accelerate_prepared")
-"""What ``prepare_model`` sets on a model: autocast around its forward, the forward as it was, and that it was here."""
-
 
 def compiled_inner(model: nn.Module) -> nn.Module:
-    """The module that ``torch.compile`` has wrapped, or whose regions Accelerate has compiled; `model` itself otherwise."""
-    # torch keeps it as a submodule; Accelerate's compile_regions among the attributes of a copy that shares everything.
+    """Return the module that ``torch.compile`` has wrapped, or whose regions Accelerate has compiled; else `model` itself."""
+    # torch keeps the module as a submodule, Accelerate's compile_regions as an attribute of a copy that shares everything.
     inner: Any = model.__dict__.get("_modules", {}).get("_orig_mod") or model.__dict__.get("_orig_mod")
     return inner if inner is not None else model
 
 
 def plain_optimizer(optimizer: Any) -> Any:
-    """The user's own optimizer within Accelerate's wrapper, or `optimizer` itself."""
+    """Return the user's own optimizer within Accelerate's wrapper, or `optimizer` itself."""
     from accelerate.optimizer import AcceleratedOptimizer
 
     while isinstance(optimizer, AcceleratedOptimizer):
@@ -79,7 +75,7 @@ def plain_optimizer(optimizer: Any) -> Any:
 
 
 def shared_state() -> dict[str, Any]:
-    """What all Accelerators of this process share; empty before the first, and after ``AcceleratorState._reset_state``."""
+    """Return what all Accelerators of this process share; it is empty before the first and after ``_reset_state``."""
     from accelerate.state import AcceleratorState
 
     shared: dict[str, Any] = AcceleratorState._shared_state
@@ -106,7 +102,7 @@ def refuse_local_sgd(check: Callable[[nn.Module], None]) -> None:
 
 @contextlib.contextmanager
 def accelerator_of_trainers(kind: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a Trainer that makes its Accelerator calls `kind`."""
+    """Have a Trainer that makes its Accelerator inside call `kind`."""
     module: Any = importlib.import_module("transformers.trainer")
     before = module.Accelerator
     module.Accelerator = kind
@@ -117,7 +113,7 @@ def accelerator_of_trainers(kind: Callable[..., Any]) -> Iterator[None]:
 
 
 def _is_a(module: nn.Module, package: str, path: str, name: str) -> bool:
-    """Whether `module` is of a class of a library, which is imported only where it has been already."""
+    """Return True if `module` is of a class of a library, which is not imported for it."""
     if package not in sys.modules:
         return False
     home = sys.modules.get(path)
@@ -126,35 +122,35 @@ def _is_a(module: nn.Module, package: str, path: str, name: str) -> bool:
 
 
 def generates(module: nn.Module) -> bool:
-    """Whether `module` has transformers' ``generate``, or PEFT's around it."""
+    """Return True if `module` has transformers' ``generate``, or PEFT's around it."""
     return _is_a(module, "transformers", "transformers.generation.utils", "GenerationMixin") or is_peft_model(module)
 
 
 def is_peft_model(module: nn.Module) -> bool:
-    """Whether `module` is a ``PeftModel`` (or a ``PeftMixedModel``)."""
+    """Return True if `module` is a ``PeftModel`` or a ``PeftMixedModel``."""
     return _is_a(module, "peft", "peft.peft_model", "PeftModel") or _is_a(
         module, "peft", "peft.mixed_model", "PeftMixedModel"
     )
 
 
 def takes_adapters(module: nn.Module) -> bool:
-    """Whether adapters can be added to `module`: a ``PeftModel``, or a transformers model with PEFT's methods."""
+    """Return True if adapters can be added to `module`: a ``PeftModel``, or a transformers model with PEFT's methods."""
     return is_peft_model(module) or _is_a(module, "transformers", "transformers.integrations.peft", "PeftAdapterMixin")
 
 
 def is_tuner(module: nn.Module) -> bool:
-    """Whether `module` is what merges adapters into weights: ``LoraModel`` and its like, within a ``PeftModel``."""
+    """Return True if `module` merges adapters into weights, as a ``LoraModel`` within a ``PeftModel`` does."""
     return _is_a(module, "peft", "peft.tuners.tuners_utils", "BaseTuner")
 
 
 def prompt_encoders(module: nn.Module) -> list[nn.Module]:
-    """The modules whose output ``PeftModel.save_pretrained`` computes and saves, under prompt learning."""
+    """Return the modules whose output ``PeftModel.save_pretrained`` computes and saves under prompt learning."""
     encoders = getattr(module, "prompt_encoder", None) if is_peft_model(module) else None
     return list(encoders.values()) if encoders is not None else []
 
 
 def saved_adapters(module: nn.Module, arguments: dict[str, Any]) -> list[str] | None:
-    """The adapters that ``save_pretrained(**arguments)`` writes, in place of the model; None where it writes that."""
+    """Return the adapters that ``save_pretrained(**arguments)`` writes; None if it writes the model."""
     if is_peft_model(module):
         return list(arguments.get("selected_adapters") or module.peft_config)  # type: ignore[arg-type]
     if getattr(module, "_hf_peft_config_loaded", False):
@@ -163,7 +159,7 @@ def saved_adapters(module: nn.Module, arguments: dict[str, Any]) -> list[str] | 
 
 
 def adapter_state(module: nn.Module, found: dict[str, Any], name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What of a state dict PEFT saves of an adapter, by PEFT's own names."""
+    """Return the entries of the state dict `found` that PEFT saves for an adapter, by PEFT's own names."""
     import peft
 
     embeddings = arguments.get("save_embedding_layers", "auto")

@@ -1,7 +1,7 @@
-"""The Accelerator: Accelerate's own, with models sharded where that one would wrap them in DistributedDataParallel.
+"""The Accelerator: Accelerate's own class, which shards models instead of wrapping them in DistributedDataParallel.
 
-Only what has to differ is overridden; everything else is Accelerate's. ``distributed_type`` stays ``MULTI_GPU`` or
-``MULTI_CPU``, so that scripts, the Trainer and the utilities take the ways they take under DDP.
+It overrides only what has to differ. ``distributed_type`` stays ``MULTI_GPU`` or ``MULTI_CPU``, so that scripts, the Trainer and
+Accelerate's utilities behave as they do under DDP.
 """
 
 from __future__ import annotations
@@ -20,23 +20,21 @@ from torch import nn
 
 import torch_shard
 from torch_shard import Engine, ShardConfig
-from torch_shard.errors import ConfigError
-from torch_shard.frontend import ByObject, for_autocast, group_timeout, precision_of
+from torch_shard.errors import ConfigError, ShardError
+from torch_shard.frontend import ByObject, clip_norm, for_autocast, group_timeout, limit_values, precision_of
 
-from . import model_methods, outside_autocast
-from ._private import refuse_local_sgd
-from .clipping import clip_norm, limit_values, refuse_between_syncs
-from .ddp_kwargs import config_with, register_hook
-from .layers import checkpointed_layers, with_layer_units
-from .model_checks import check_model, check_optimizer, not_for_local_sgd
-from .placement import before_sharding, left_behind
-from .plugin import ShardPlugin
-from .rollback import all_or_nothing
-from .settings import chosen_plugin, refuse_other_engines, share
-from .state import StateMixin
-from .uneven import even_batches_set, join
-from .waiting import each, meet
-from .wrapped import engine_of, inner
+from ._private import PREPARED_LISTS, refuse_local_sgd
+from .coordination.uneven_batches import even_batches_set, join
+from .coordination.waiting import barrier, each
+from .models import methods, outside_autocast
+from .models.checks import check_model, check_optimizer, not_for_local_sgd
+from .models.placement import before_sharding, left_behind
+from .models.unwrap import engine_of, engines_of, inner
+from .settings.from_ddp_kwargs import config_with, register_hook
+from .settings.layers import checkpointed_layers, with_layer_units
+from .settings.plugin import ShardPlugin
+from .settings.resolve import chosen_plugin, refuse_other_engines, share
+from .state.mixin import StateMixin
 
 __all__ = ["Accelerator"]
 
@@ -46,18 +44,19 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by mixed_precision
 
 _SIGNATURE = inspect.signature(accelerate.Accelerator.__init__)
 
-# The plugin by which a model was prepared, by the engine's configuration: copies of the model have the same.
+# The plugin with which a model was prepared, by the engine's configuration, which deep copies of the model share.
 _plugins: ByObject[ShardPlugin] = ByObject()
 
 
 class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
     """``accelerate.Accelerator`` whose ``prepare`` shards models: parameters, gradients and optimizer state.
 
-    Takes the arguments of Accelerate's class, and:
+    It takes the arguments of Accelerate's class, and these:
 
     Args:
-        shard_plugin: a :class:`~accelerate_shard.ShardPlugin` or a :class:`torch_shard.ShardConfig`; the defaults by default.
-        fsdp_plugin: settings for torch's FSDP, which are translated; what has no meaning here is named in a warning.
+        shard_plugin: a :class:`~accelerate_shard.ShardPlugin` or a :class:`torch_shard.ShardConfig`. Without it the
+            settings of the launch count, else the defaults.
+        fsdp_plugin: settings for torch's FSDP, which are translated. A warning names those that have no meaning here.
 
     ``mixed_precision="bf16"`` and ``"fp16"`` gather parameters in that dtype, norms excepted, and autocast is on, unless
     `shard_plugin` has a ``precision`` of its own (``Precision()``: autocast alone).
@@ -79,11 +78,12 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, dataloaders and schedulers, in any order and number of calls, as Accelerate does.
 
-        Collective where a model is among them. Where it raises on all ranks, nothing is prepared, and the models are as they
-        were. On a rank that has failed alone models stay sharded that were by then, and can be prepared again.
+        Collective if a model is among them. If it raises, none of the objects counts as prepared, and models that were sharded
+        before the error stay sharded: prepare them again, or call ``engine.close()`` for the plain model.
 
         Raises:
-            ConfigError, SetupError: see :meth:`prepare_model` and :meth:`prepare_optimizer`; before anything has changed.
+            ConfigError: see :meth:`prepare_model` and :meth:`prepare_optimizer`; before anything has changed.
+            SetupError: see :func:`torch_shard.shard`.
         """
 
         def check() -> None:
@@ -97,7 +97,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             self._on_each_rank(check)
         else:
             check()
-        with all_or_nothing(self, *args):
+        with _lists_restored(self):
             return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -106,8 +106,8 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         """Shard `model` in place, with the forward under autocast where ``mixed_precision`` says so. Collective.
 
         Args:
-            device_placement: has no meaning here: shards are on ``self.device``.
-            evaluation_mode: sharded all the same; a model that is only evaluated fits where a sharded one does.
+            device_placement: ignored: shards are on ``self.device``.
+            evaluation_mode: ignored: a model that is only evaluated is sharded, too.
 
         Raises:
             ConfigError: a model that something else has sharded or wrapped, or an Accelerator with other settings.
@@ -118,11 +118,11 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             self._check(model)
             return self._config_for(inner(model)) if engine_of(model) is None else None
 
-        with all_or_nothing(self, model):
+        with _lists_restored(self):
             config = self._on_each_rank(check)
             if config is not None:
                 self._shard(inner(model), config)
-            # Not moved: sharding did that unit by unit. Not wrapped either, which is what evaluation_mode means there.
+            # It is not moved, for sharding did that unit by unit, and not wrapped, which is what evaluation_mode means there.
             prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         return prepared
 
@@ -144,12 +144,12 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             )
 
     def _on_each_rank(self, check: Callable[[], T]) -> T:
-        """A refusal on one rank is one on all: the others would wait for that rank in ``shard()``. Collective."""
+        """Run `check` on every rank; raise on all if it raises on one, for which they would wait in ``shard()``. Collective."""
         limit = self.shard_plugin.timeout
         return each(check, "Accelerator.prepare", group_timeout(self.device) if limit is None else limit)
 
     def _config_for(self, model: nn.Module) -> ShardConfig:
-        """The settings of `model`'s engine. Not collective."""
+        """Return the settings of `model`'s engine. Not collective."""
         config = with_layer_units(
             self.shard_plugin.config(group_timeout(self.device)), model, self.shard_plugin.layer_classes
         )
@@ -163,14 +163,16 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         return config
 
     def _autocast_dtype(self) -> torch.dtype | None:
-        """The dtype of the autocast that Accelerate puts around forwards; None where there is none, or it is switched off."""
+        """Return the dtype of the autocast that Accelerate puts around forwards; None if there is none or it is off."""
         off = self.autocast_handler is not None and not self.autocast_handler.enabled
         if not self.native_amp or off:
             return None
         return _DTYPES.get(self.mixed_precision)
 
     def _shard(self, model: nn.Module, config: ShardConfig) -> Engine:
-        if self.device_placement and self.shard_plugin.offload is None:  # else the whole need not fit there
+        if (
+            self.device_placement and self.shard_plugin.offload is None
+        ):  # with offload the full model need not fit on the device
             before_sharding(model, self.device)
         with checkpointed_layers(model, self.shard_plugin, config):
             engine = torch_shard.shard(model, config, mesh=self._mesh())
@@ -180,11 +182,11 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             outside_autocast.register(model, precision_of(config.precision), self.device)
         register_hook(self.ddp_handler, engine)
         _plugins.set(engine.config, self.shard_plugin)
-        model_methods.install(model)
+        methods.install(model)
         return engine
 
     def _mesh(self) -> Any:
-        """None for the default group; on GPUs a mesh of their kind, so that parameters still on the CPU move there."""
+        """Return None for the default group; on GPUs a mesh of their kind, so that parameters on the CPU move there."""
         if self.device.type == "cpu":
             return None
         if not dist.is_initialized():
@@ -201,7 +203,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         """Wrap an optimizer, whose parameters may be sharded already, or be sharded later. Not collective.
 
         Args:
-            device_placement: has no meaning here: state is where its parameter is.
+            device_placement: ignored: state is where its parameter is.
 
         Raises:
             ConfigError: an optimizer whose steps can't be right with sharded models.
@@ -212,14 +214,15 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
     # -- gradients --------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Around all micro-batches of an accumulation but the last.
+        """Accumulate gradients inside: for all micro-batches of an accumulation but the last.
 
-        By default gradients are reduced at each of them and accumulate sharded, which needs no memory for whole
-        gradients. ``ShardPlugin(defer_gradient_sync=True)`` reduces once, as DDP does. Either way what is not linear in the
-        gradients waits for the last micro-batch: to clip them, or to step with them.
+        By default each micro-batch reduces its gradients, which accumulate as shards, so that no rank needs memory for full
+        gradients. ``ShardPlugin(defer_gradient_sync=True)`` reduces once, as DDP does. Clipping and optimizer steps, which are
+        not linear in the gradients, have to wait for the last micro-batch.
 
         Raises:
-            ShardError: on all ranks, by an optimizer step or clipping before it; by the backward after an edit of ``.grad``.
+            ShardError: on all ranks: an optimizer step or clipping before the last micro-batch; a backward after an edit of
+                ``.grad``.
         """
         engine = engine_of(model)
         if engine is None:
@@ -232,10 +235,10 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
     @staticmethod
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-        """The backward inside reduces gradients, though its forward ran under :meth:`no_sync`."""
+        """Reduce gradients in the backward inside, though its forward ran under :meth:`no_sync`."""
         engine = engine_of(model)
         if engine is None:
-            # Not by its name, which enable() makes this class's.
+            # Not accelerate.Accelerator, since enable() makes that name this class.
             with super(Accelerator, Accelerator).trigger_sync_in_backward(model):
                 yield
             return
@@ -249,46 +252,50 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             parameters: any of any prepared models, in any order, the same on all ranks.
 
         Returns:
-            The norm before, a 0-d tensor, equal on all ranks.
+            The norm before clipping, a 0-d tensor, equal on all ranks.
 
         Raises:
             ShardError: between the micro-batches of an accumulation, where DDP would clip each rank's own gradients.
         """
-        refuse_between_syncs(self, "clip_grad_norm_")
+        _refuse_between_syncs(self, "clip_grad_norm_")
         self.unscale_gradients()
-        return clip_norm(self._models, parameters, max_norm, norm_type)
+        return clip_norm(engines_of(self._models), _listed(parameters), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Limit each element of the gradients to ``[-clip_value, clip_value]``. Not collective; raises as the above."""
-        refuse_between_syncs(self, "clip_grad_value_")
+        """Limit each element of the gradients to ``[-clip_value, clip_value]``. Not collective.
+
+        Raises:
+            ShardError: between the micro-batches of an accumulation, as :meth:`clip_grad_norm_`.
+        """
+        _refuse_between_syncs(self, "clip_grad_value_")
         self.unscale_gradients()
-        limit_values(self._models, parameters, clip_value)
+        limit_values(engines_of(self._models), _listed(parameters), clip_value)
 
     # -- batches ----------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Evaluation in which ranks have different numbers of batches. Collective.
+        """Evaluate inside with different numbers of batches on the ranks. Collective.
 
-        Models that are evaluated (``model.eval()``) are gathered, whole on each rank, where numbers of batches differ;
-        elsewhere this only sets `even_batches`.
+        If the ranks have different numbers of batches, models in evaluation mode are gathered on every rank. Otherwise this only
+        sets `even_batches`.
 
         Args:
             joinables: prepared models.
-            even_batches: overrides that of the dataloaders inside; on GPUs alone, as in Accelerate.
+            even_batches: overrides the dataloaders' own inside; on GPUs alone, as in Accelerate.
 
         Raises:
-            ConfigError: on all ranks, from the first forward over a dataloader whose numbers of batches differ, where a model was
-                in training mode. Training over others goes on as elsewhere.
+            ConfigError: on all ranks: a forward in training mode over a dataloader whose numbers of batches differ between the
+                ranks. Other dataloaders may be trained on.
         """
         if not self.use_distributed:
             yield
             return
-        # Where Accelerate joins nothing, on CPUs, it leaves batches as they are, and scripts count on that.
+        # On CPUs Accelerate joins nothing and leaves batches as they are, and scripts count on that.
         override = even_batches if self.multi_device else None
         with (
             even_batches_set(self._dataloaders, override),
             join(
-                joinables,
+                [(model, engine) for model in joinables if (engine := engine_of(model)) is not None],
                 self._dataloaders,
                 lambda: self.gradient_state.active_dataloader,
                 group_timeout(self.device),
@@ -304,5 +311,39 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             DivergenceError: at once, on all ranks: another rank is in something else that is collective, as in ``save_state``
                 under ``if accelerator.is_main_process:``.
         """
-        meet(self._models, group_timeout(self.device), "Accelerator.wait_for_everyone")
+        barrier(engines_of(self._models), group_timeout(self.device), "Accelerator.wait_for_everyone")
         super().wait_for_everyone()
+
+
+@contextlib.contextmanager
+def _lists_restored(accelerator: Accelerator) -> Iterator[None]:
+    """Take what was prepared inside off the Accelerator's lists if it raises."""
+    before = {name: list(getattr(accelerator, name)) for name in PREPARED_LISTS}
+    try:
+        yield
+    except BaseException:
+        for name, entries in before.items():
+            getattr(accelerator, name)[:] = entries
+        raise
+
+
+def _refuse_between_syncs(accelerator: Any, name: str) -> None:
+    """Refuse to clip between the micro-batches of an accumulation, where each rank of DDP clips gradients of its own.
+
+    Raises:
+        ShardError: on all ranks, before anything has changed.
+    """
+    state = accelerator.gradient_state
+    # With sync_each_batch gradients are the mean over the ranks under DDP, too.
+    if accelerator.num_processes == 1 or state.sync_gradients or state.plugin_kwargs.get("sync_each_batch", False):
+        return
+    raise ShardError(
+        f"accelerator.{name} was called while accelerator.sync_gradients is False. DistributedDataParallel clips each rank's own "
+        "gradients then; sharded gradients are the mean over the ranks already, so that other numbers would come out. Clip under "
+        "`if accelerator.sync_gradients:`, or reduce gradients in each micro-batch with "
+        "GradientAccumulationPlugin(sync_each_batch=True)."
+    )
+
+
+def _listed(parameters: Any) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

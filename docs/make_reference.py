@@ -291,11 +291,20 @@ def pages() -> tuple[Page, ...]:
                     constructor=True,
                     bases=(("accelerate_shard/state/mixin.py", "StateMixin"),),
                 ),
-                Entry("accelerate_shard/plugin.py", "ShardPlugin", "accelerate_shard.ShardPlugin", constructor=True),
-                Entry("accelerate_shard/trainer.py", "ShardTrainerMixin", "accelerate_shard.ShardTrainerMixin", ()),
-                Entry("accelerate_shard/enabling.py", "enable", "accelerate_shard.enable"),
-                Entry("accelerate_shard/enabling.py", "disable", "accelerate_shard.disable"),
-                Entry("accelerate_shard/loading.py", "from_pretrained", "accelerate_shard.from_pretrained"),
+                Entry(
+                    "accelerate_shard/settings/plugin.py",
+                    "ShardPlugin",
+                    "accelerate_shard.ShardPlugin",
+                    constructor=True,
+                ),
+                Entry(
+                    "accelerate_shard/trainer/mixin.py", "ShardTrainerMixin", "accelerate_shard.ShardTrainerMixin", ()
+                ),
+                Entry("accelerate_shard/launch/enable.py", "enable", "accelerate_shard.enable"),
+                Entry("accelerate_shard/launch/enable.py", "disable", "accelerate_shard.disable"),
+                Entry(
+                    "accelerate_shard/models/from_pretrained.py", "from_pretrained", "accelerate_shard.from_pretrained"
+                ),
             ),
         ),
     )

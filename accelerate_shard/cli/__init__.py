@@ -1,4 +1,4 @@
-"""The command line: ``accelerate-shard config | test | env``."""
+"""The command line: ``accelerate-shard config | env``."""
 
 from __future__ import annotations
 

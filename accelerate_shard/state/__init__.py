@@ -9,9 +9,3 @@ A checkpoint of ``save_state`` is a folder. Of its two forms only models and opt
 
 It is written under a hidden name beside the target and takes its place in one step, when all ranks have written everything.
 """
-
-from __future__ import annotations
-
-from .mixin import StateMixin
-
-__all__ = ["StateMixin"]

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: what they are called, how they are read, and what stays when a checkpoint is replaced."""
+"""Files of a checkpoint: their names, how they are read, and which stay when a checkpoint is replaced."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ _RANDOM = re.compile(rf"{RNG_STATE_NAME}_(\d+)\.pkl")
 
 
 def numbered(name: str, number: int, suffix: str = ".bin") -> str:
-    """The file of the object of this number: the first has none in its name."""
+    """Return the file name of the object of this number: the first has none in its name."""
     return f"{name}{suffix}" if number == 0 else f"{name}_{number}{suffix}"
 
 
 def weights_name(number: int, safe: bool) -> str:
-    """The file that a model is written to."""
+    """Return the name of the file that a model is written to."""
     return numbered(SAFE_MODEL_NAME, number, ".safetensors") if safe else numbered(MODEL_NAME, number)
 
 
 def model_file(folder: Path, number: int) -> Path | None:
-    """The file, or the index of files, that holds a model; None where there is none."""
+    """Return the file, or the index of files, that holds a model; None if there is none."""
     names = [weights_name(number, True), weights_name(number, False)]
     if number == 0:
         names.insert(1, f"{SAFE_MODEL_NAME}.safetensors.index.json")
@@ -72,13 +72,13 @@ def model_file(folder: Path, number: int) -> Path | None:
 
 
 def random_states(folder: Path) -> dict[int, str]:
-    """Names of the files with the random states, by rank."""
+    """Return the names of the files with the random states, by rank."""
     found = ((_RANDOM.fullmatch(name), name) for name in os.listdir(folder))
     return {int(match[1]): name for match, name in found if match is not None}
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder holds what ``save_state`` writes, here or in stock Accelerate."""
+    """Return True if a folder holds what ``save_state`` writes, here or in stock Accelerate."""
     return folder.is_dir() and any(_REST.fullmatch(name) or _WEIGHTS.fullmatch(name) for name in os.listdir(folder))
 
 
@@ -89,7 +89,7 @@ def keep_others(old: Path, new: Path) -> None:
     names = sorted(os.listdir(old))
     parts = any(_REST.fullmatch(name) for name in names)
     for name in names:
-        # Weights in the folder of a sharded checkpoint are somebody else's: of an export, say.
+        # Weights in the folder of a sharded checkpoint are not the checkpoint's: they may be an export.
         ours = parts and (_REST.fullmatch(name) or (SHARDED not in names and _WEIGHTS.fullmatch(name)))
         if ours or os.path.lexists(new / name):
             continue
@@ -101,7 +101,7 @@ def keep_others(old: Path, new: Path) -> None:
 
 
 def _linked(source: str, target: str, *, follow_symlinks: bool = False) -> str:
-    """One file under two names: a program that has it open goes on writing to both."""
+    """Link one file under two names: a program that has it open goes on writing to both."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:  # a file system without links
@@ -113,7 +113,7 @@ def _linked(source: str, target: str, *, follow_symlinks: bool = False) -> str:
 
 
 def read(path: Path, weights_only: bool, **options: Any) -> Any:
-    """What a pickled file holds, on the CPU unless `options` (of ``torch.load``) say otherwise. Not collective.
+    """Return what a pickled file holds, on the CPU unless `options` (of ``torch.load``) say otherwise. Not collective.
 
     Args:
         path: of the file.

@@ -1,69 +1,189 @@
-"""The full form: models and optimizers in the files that Accelerate writes under DDP."""
+"""Full models and optimizers: state dicts, the files that Accelerate writes under DDP, and loading them."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
+from accelerate.utils import is_compiled_module
+from accelerate.utils.constants import WEIGHTS_INDEX_NAME, WEIGHTS_PATTERN_NAME
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from torch_shard import Engine
+from torch_shard import Engine, ShardTensor
 from torch_shard.errors import CheckpointError, StateDictError
-from torch_shard.frontend import named_state, owned_state
+from torch_shard.frontend import copy_tensors, optim_state_dict, param_names_of, refuse_inside
 from torch_shard.frontend.checkpoint import (
     FullLoad,
     Optimizers,
     Source,
     all_parameters,
     by_name,
+    load_optimizer_by_name,
+    misfits_by_name,
     open_full,
     param_names,
+    parameters_loaded,
+    size_of,
+    sync,
 )
 
+from ..models.full_weights_in_hooks import known
+from ..models.unwrap import engine_of, inner
 from .files import OPTIMIZER_NAME, numbered, read, safely
-from .prepared import Prepared
+from .prepared import Prepared, Ranks
 
-__all__ = ["FullModel", "FullOptimizer", "PlainModel", "optimizer_state"]
+__all__ = ["FullModel", "FullOptimizer", "PlainModel", "get_state_dict", "optimizer_state", "save_model", "shard_in"]
+
+_WHOLE = re.compile(r"(model|pytorch_model)\.(safetensors|bin)")
+_SHARD = re.compile(r"(model|pytorch_model)-\d{5}-of-\d{5}\.(safetensors|bin)")
+_INDEX = re.compile(r"(model\.safetensors|pytorch_model\.bin)\.index\.json")
 
 
-# -- saving -----------------------------------------------------------------------------------------------------------
+# -- a model by itself -------------------------------------------------------------------------------------------------
+
+
+def get_state_dict(model: nn.Module, unwrap: bool) -> dict[str, Any] | None:
+    """Return the full state dict; None for a model that is not sharded. Collective; see :class:`.mixin.StateMixin`."""
+    engine = engine_of(model)
+    if engine is None:
+        return None
+    in_hook = known(inner(model))
+    if in_hook is not None:
+        found = in_hook.state()
+    else:
+        ranks = Ranks([engine], "Accelerator.get_state_dict")
+        ranks.each(lambda: refuse_inside(engine, ranks.what))
+        found = engine.state_dict(rank0_only=True, offload_to_cpu=True)
+    if unwrap or not is_compiled_module(model):
+        return found
+    return {f"_orig_mod.{name}": value for name, value in found.items()}
+
+
+def shard_in(obj: Any) -> ShardTensor | None:
+    """Return a ShardTensor in `obj`: in a module, or in containers; None if there is none. Not collective."""
+    leaves = (list(leaf.parameters()) if isinstance(leaf, nn.Module) else [leaf] for leaf in tree_leaves(obj))
+    return next((t for found in leaves for t in found if isinstance(t, ShardTensor)), None)
+
+
+def save_model(model: nn.Module, folder: Any, max_shard_size: int | str, safe: bool) -> bool:
+    """Write a model's weights; return False if Accelerate's own method has to do it. Collective."""
+    engine = engine_of(model)
+    if engine is None:
+        return False
+    in_hook = known(inner(model))
+    if in_hook is not None:
+        # Accelerate's own method writes then, and asks for the state dict.
+        return not in_hook.is_first
+    ranks = Ranks([engine], "Accelerator.save_model")
+    target = Path(os.path.abspath(os.fspath(folder)))
+
+    def begin() -> int:
+        refuse_inside(engine, ranks.what)
+        if ranks.is_first and target.is_file():
+            raise CheckpointError(f"Provided path ({target}) should be a directory, not a file")
+        return size_of(max_shard_size)
+
+    limit = ranks.each(begin, key=lambda size: (str(target), size, bool(safe)))
+    nonce = ranks.begin()
+    # In the same folder, so that the new files are put in their place by renaming.
+    beside = target / f".model.saving-{nonce}"
+    try:
+        ranks.on_first(lambda: _make(target, beside))
+        if safe:
+            engine.save_full(beside / "weights", format="safetensors", max_shard_size=limit)
+        else:
+            state = engine.state_dict(rank0_only=True, offload_to_cpu=True)
+            ranks.on_first(lambda: _write_bins(state, beside / "weights", limit))
+        ranks.on_first(lambda: _put(beside / "weights", target, safe))
+    finally:
+        if ranks.is_first:
+            shutil.rmtree(beside, ignore_errors=True)
+    return True
+
+
+def _make(target: Path, beside: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for name in os.listdir(target):  # left by saves that were killed
+        if re.fullmatch(r"\.model\.saving-[0-9a-f]{16}", name):
+            shutil.rmtree(target / name, ignore_errors=True)
+    beside.mkdir()
+
+
+def _write_bins(state: dict[str, Any], folder: Path, limit: int) -> None:
+    """Write torch's files, with the entries divided as stock Accelerate divides them."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    folder.mkdir()
+    split = split_torch_state_dict_into_shards(state, filename_pattern=WEIGHTS_PATTERN_NAME, max_shard_size=limit)
+    for name, entries in split.filename_to_tensors.items():
+        accelerate.utils.save({entry: state[entry] for entry in entries}, str(folder / name))
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _put(new: Path, target: Path, safe: bool) -> None:
+    """Move the new files to the target. In between there is no index rather than one that mixes old files and new ones."""
+    suffix = ".safetensors" if safe else ".bin"
+    names = sorted(os.listdir(new), key=lambda name: bool(_INDEX.fullmatch(name)))
+    old = [name for name in os.listdir(target) if (_INDEX.fullmatch(name) or _SHARD.fullmatch(name)) and suffix in name]
+    # An older unsharded file would be read first if both were there.
+    old += [
+        name for name in os.listdir(target) if _WHOLE.fullmatch(name) and name.endswith(suffix) and name not in names
+    ]
+    for name in sorted(old, key=lambda name: not _INDEX.fullmatch(name)):
+        if _INDEX.fullmatch(name) or name not in names:
+            (target / name).unlink()
+    for name in names:
+        os.replace(new / name, target / name)
+    sync(target)
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
 
 
 def optimizer_state(prepared: Prepared, optimizer: Any) -> Any:
-    """``optimizer.state_dict()`` as it is without sharding, whole, on rank 0; None elsewhere. Collective."""
+    """Return the full ``optimizer.state_dict()``, as it is without sharding, on rank 0; None elsewhere. Collective."""
     engine = prepared.engine_for(optimizer)
     if engine is None:
         return optimizer.state_dict()
     parameters = all_parameters(prepared.named())
-    named = named_state.optim_state_dict(engine._runtime, optimizer, True, parameters)
+    named = optim_state_dict(engine, optimizer, True, parameters)
     if not named:
         return None
-    names = named_state.names_of(engine._runtime, optimizer, parameters)
+    names = param_names_of(engine, optimizer, parameters)
     flat = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     number_of = {name: number for number, name in enumerate(flat)}
     groups = [{**group, "params": [number_of[name] for name in group["params"]]} for group in named["param_groups"]]
     state = {name: entries for name, entries in named["state"].items() if name not in number_of}
-    # In the order of the numbers, as torch has it.
+    # torch has the state in the order of the numbers.
     state.update((number, named["state"][name]) for number, name in enumerate(flat) if name in named["state"])
     return {"state": state, "param_groups": groups}
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------
-# Each of these is compared first, all of them on all ranks, and then applied. Nothing here is collective.
+# All of these are compared on all ranks before any of them is applied. Nothing here is collective.
 
 
 class FullModel:
-    """A file of a sharded model: each rank copies its slices out of it."""
+    """A file of a sharded model: each rank copies its shards out of it."""
 
     def __init__(self, engine: Engine, path: Path, strict: bool, dtype: torch.dtype | None) -> None:
         self.path = path
+        self._engine = engine
         self._load = FullLoad(engine, open_full(path), Optimizers.of(None), dtype, strict)
 
     @property
     def fingerprint(self) -> object:
-        """Equal on ranks that see the same file."""
+        """Return what is equal on ranks that see the same file."""
         return self._load.file.fingerprint()
 
     def compare(self) -> None:
@@ -73,8 +193,7 @@ class FullModel:
     def apply(self) -> None:
         """Load it."""
         self._load.load_model()
-        self._load.runtime.parameters_changed()
-        self._load.runtime.forget_residuals()
+        parameters_loaded(self._engine)
 
 
 class PlainModel:
@@ -112,7 +231,7 @@ class PlainModel:
 
 
 def _place(value: Any) -> Any:
-    """Equal for tied weights."""
+    """Return a key that is equal for tied weights."""
     return (value.data_ptr(), value.shape) if isinstance(value, torch.Tensor) and value.numel() else id(value)
 
 
@@ -122,8 +241,7 @@ class FullOptimizer:
     def __init__(self, prepared: Prepared, number: int, folder: Path, weights_only: bool) -> None:
         self.optimizer = prepared.optimizers[number]
         self.path = folder / numbered(OPTIMIZER_NAME, number)
-        engine = prepared.engine_for(self.optimizer)
-        self._runtime = engine._runtime if engine is not None else None
+        self._engine = engine = prepared.engine_for(self.optimizer)
         self._names: dict[int, str] = {}
         if not self.path.is_file():
             raise CheckpointError(
@@ -140,19 +258,19 @@ class FullOptimizer:
 
     @property
     def fingerprint(self) -> object:
-        """Equal on ranks that see the same file."""
+        """Return what is equal on ranks that see the same file."""
         return self.path.stat().st_size
 
     def compare(self) -> None:
         """Raise a StateDictError with all that does not fit."""
         what = f"{self.path} does not fit this {type(self.optimizer).__name__}, and nothing was loaded."
-        if self._runtime is None:
+        if self._engine is None:
             here = [len(group["params"]) for group in self.optimizer.param_groups]
             there = [len(group["params"]) for group in self._given["param_groups"]]
             if here != there:
                 raise StateDictError(f"{what} Its groups have {there} parameters, and here {here}.")
             return
-        missing, unexpected, problems = named_state.misfits(self._runtime, self.optimizer, self._names, self._given)
+        missing, unexpected, problems = misfits_by_name(self._engine, self.optimizer, self._names, self._given)
         lines = [f"missing: {', '.join(missing)}"] if missing else []
         lines += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
         if lines or problems:
@@ -160,16 +278,13 @@ class FullOptimizer:
 
     def apply(self) -> None:
         """Load it."""
-        if self._runtime is None:
-            self.optimizer.load_state_dict(owned_state.copied(self._given))
+        if self._engine is None:
+            self.optimizer.load_state_dict(copy_tensors(self._given))
             return
-        elsewhere = owned_state.elsewhere(self._runtime, self.optimizer, self._names, self._given["state"])
-        state = named_state.by_number(self.optimizer, self._names, self._given, elsewhere, in_place=True)
         try:
-            self.optimizer.load_state_dict(state)
-        except Exception as error:  # the optimizer's own, or the user's hooks of it
+            load_optimizer_by_name(self._engine, self.optimizer, self._names, self._given)
+        except Exception as error:  # raised by the optimizer, or by the user's hooks on it
             raise StateDictError(
                 f"{self.path}: {type(self.optimizer).__name__} could not be loaded, but the parameters have been; load again "
                 f"before training goes on: {type(error).__name__}: {error}"
             ) from error
-        named_state.keep_as_saved(self.optimizer, state["state"])

@@ -1,7 +1,7 @@
 """The users' hooks of ``save_state`` and ``load_state``, which may take models and weights away.
 
-They run on every rank, as under DDP; scripts often change the list on the main process only, because only that one writes there.
-So what rank 0's hooks have left is what counts.
+Hooks run on every rank, as under DDP. Scripts often change the list of weights on the main process only, because only that
+process writes under DDP. So the list that rank 0's hooks leave is what counts.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from torch_shard.errors import StateDictError
-from torch_shard.frontend import full_state
+from torch_shard.frontend import WithMetadata
 
-from .ranks import Ranks
+from .prepared import Ranks
 
 __all__ = ["Left", "after_load_hooks", "after_save_hooks"]
 
@@ -60,7 +60,7 @@ def after_save_hooks(
         found = []
         for position, (number, wanted) in enumerate(of_first):
             if number is not None:
-                # What this rank's own hooks have done to a dict that rank 0 has kept as it was does not count.
+                # If rank 0 has kept a dict as it was, changes of this rank's own hooks don't count.
                 own = given[number] if set(wanted) <= set(given[number]) else {}
             else:
                 own = left[position] if position < len(left) and id(left[position]) not in number_of else {}
@@ -69,9 +69,9 @@ def after_save_hooks(
                 raise StateDictError(
                     f"rank {ranks.rank}: a hook of save_state has left other weights on rank 0 than here (missing: "
                     f"{', '.join(missing[:3])}). In the sharded form every rank writes: the hook must change the entries of "
-                    "weights alike on all ranks. Taking whole models away (weights.pop()) on the main process is enough."
+                    "weights alike on all ranks. Taking full models away (weights.pop()) on the main process is enough."
                 )
-            kept = full_state.WithMetadata((name, own[name]) for name in wanted if name in own)
+            kept = WithMetadata((name, own[name]) for name in wanted if name in own)
             if hasattr(own, "_metadata"):  # versions of the modules' own formats
                 kept._metadata = own._metadata
             found.append(Left(number, kept))

@@ -1,4 +1,4 @@
-"""The part of the Accelerator that saves and loads. Each method only says what it does, and other modules do it."""
+"""The methods of the Accelerator that save and load."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
-from ..in_hooks import hooks_run
-from ..plugin import ShardPlugin
-from .loading import load_state
-from .model_files import get_state_dict, save_model, slice_in
-from .pending import PendingState
-from .prepared import Prepared
-from .ranks import Ranks
-from .saving import save_state
+from ..models.full_weights_in_hooks import hooks_run
+from ..settings.plugin import ShardPlugin
+from .full import get_state_dict, save_model, shard_in
+from .load import load_state
+from .prepared import Prepared, Ranks
+from .save import PendingState, save_state
 
 if TYPE_CHECKING:
     _Base: TypeAlias = Any
@@ -34,14 +32,14 @@ class StateMixin(_Base):  # type: ignore[misc]
 
     # -- models -----------------------------------------------------------------------------------------------------
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Mapping[str, Any]:
-        """The whole state dict, plain tensors on the CPU of rank 0; elsewhere it is empty. Collective: call it on all ranks.
+        """Return the full state dict, plain tensors on the CPU of rank 0; elsewhere it is empty. Collective.
 
         Args:
-            model: as ``prepare`` has returned it. One that is not sharded gives its own state dict, on every rank.
-            unwrap: names as the plain model has them; False: as `model` itself has them (compiled: with ``_orig_mod.``).
+            model: as ``prepare`` has returned it. A model that is not sharded gives its own state dict, on every rank.
+            unwrap: True: the plain model's names; False: those of `model` itself (compiled: with ``_orig_mod.``).
 
         Raises:
-            MissingRankError: not all ranks have called it; names it, within ``ShardPlugin.timeout`` seconds.
+            MissingRankError: some rank has not called it within ``ShardPlugin.timeout`` seconds; names that rank.
             UnitStateError: inside a forward.
         """
         found = get_state_dict(model, unwrap)
@@ -59,9 +57,9 @@ class StateMixin(_Base):  # type: ignore[misc]
     ) -> None:
         """Write a model's weights, to be loaded with ``load_checkpoint_in_model`` or ``from_pretrained``. Collective.
 
-        As Accelerate's: ``model.safetensors``, or several files of at most `max_shard_size` with an index, and of tied weights
-        one. Parameters are gathered a unit at a time (``safe_serialization=False``: all of them to the memory of rank 0). Other
-        files in the folder stay; weights of before are replaced when the new ones are whole.
+        It writes what Accelerate writes: ``model.safetensors``, or several files of at most `max_shard_size` with an index, and
+        tied weights once. Parameters are gathered a unit at a time; with ``safe_serialization=False`` all of them are in the
+        memory of rank 0. Other files in the folder stay, and older weights are replaced when the new ones are complete.
 
         Raises:
             CheckpointError: on all ranks: the folder can't be written.
@@ -72,13 +70,13 @@ class StateMixin(_Base):  # type: ignore[misc]
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """As Accelerate's: `obj` is written by the main process (of each node). Not collective.
+        """Write `obj` on the main process (of each node), as Accelerate's method does. Not collective.
 
         Raises:
-            ShardPicklingError: on each rank that calls it, before the file is opened: there are slices in `obj`. In hooks of
-                ``save_state``, where rank 0 has whole weights, on that rank alone.
+            ShardPicklingError: `obj` holds shards; raised on each rank that calls it, before the file is opened. In hooks of
+                ``save_state``, in which rank 0 has full weights, on that rank alone.
         """
-        found = slice_in(obj)
+        found = shard_in(obj)
         if found is not None:
             if hooks_run() and not self.is_main_process:
                 return
@@ -94,31 +92,31 @@ class StateMixin(_Base):  # type: ignore[misc]
     ) -> Path:
         """Write a checkpoint of everything that was prepared or registered. Collective: call it on all ranks.
 
-        As Accelerate's, with its hooks, automatic names and ``total_limit``; the oldest are deleted when the new one is whole.
-        ``ShardPlugin.state_dict_type`` chooses the form (see :mod:`accelerate_shard.state`). The folder appears in one step, so
-        that a process that is killed leaves the checkpoint of before; files of others that are in it stay.
+        Hooks, automatic names and ``total_limit`` work as in Accelerate; the oldest checkpoints are deleted when the new one is
+        complete. ``ShardPlugin.state_dict_type`` chooses the form (see :mod:`accelerate_shard.state`). The folder appears in one
+        step, so that a process that is killed leaves the checkpoint of before. Other files in the folder stay.
 
-        Hooks get the hidden folder in which it is being written, and weights as ShardTensors (``"full"``: whole, on rank 0). They
-        may save models on the main process alone, as under DDP: where there are any, all sharded models are gathered before, so
-        that until the last has returned rank 0's CPU holds them whole. In hooks ``save_pretrained``, ``save_model``,
-        ``get_state_dict`` and, on rank 0, the models' ``state_dict()`` have these weights, and none of them is collective; on the
-        other ranks they write nothing and ``get_state_dict`` is empty. Slices among the weights can't be written by themselves;
-        ask ``get_state_dict``.
+        Hooks get the hidden folder in which the checkpoint is being written, and weights as ShardTensors (``"full"``: full, on
+        rank 0). They may save models on the main process alone, as under DDP: if there are hooks, all sharded models are gathered
+        before, and rank 0's CPU holds them until the last hook has returned. In hooks ``save_pretrained``, ``save_model``,
+        ``get_state_dict`` and, on rank 0, the models' ``state_dict()`` have these weights and are not collective. On the other
+        ranks they write nothing, and ``get_state_dict`` is empty. ShardTensors among the weights can't be written by themselves;
+        use ``get_state_dict``.
 
         Args:
-            output_dir: the folder, on a file system that all ranks share, or a link to it.
-            safe_serialization: ``"full"`` only: models in safetensors, and not in torch's files.
-            save_model_func_kwargs: of other engines; without a meaning here.
+            output_dir: the folder, on a file system that all ranks share, or a link to one.
+            safe_serialization: for ``"full"``: write models as safetensors and not as torch's files.
+            save_model_func_kwargs: ignored; they are for other engines.
 
         Returns:
-            The folder. With ``ShardPlugin(async_save=True)`` it may not be there yet: the next ``save_state``, ``load_state``,
+            The folder. With ``ShardPlugin(async_save=True)`` it may not exist yet: the next ``save_state``, ``load_state``,
             ``free_memory`` or ``end_training`` waits for it.
 
         Raises:
-            CheckpointError: on all ranks: it can't be written; or the asynchronous save before this one has failed. The
+            CheckpointError: on all ranks: the checkpoint can't be written, or the asynchronous save before it has failed. The
                 checkpoint of before is as it was.
-            ConfigError: there is no place for it.
-            MissingRankError: not all ranks have called it, as under ``if accelerator.is_main_process:``.
+            ConfigError: neither `output_dir` nor automatic names say where to save.
+            MissingRankError: some rank has not called it, as under ``if accelerator.is_main_process:``.
             StateDictError: hooks have left different weights on different ranks.
         """
         return save_state(self, output_dir, safe_serialization, save_model_func_kwargs)
@@ -129,21 +127,21 @@ class StateMixin(_Base):  # type: ignore[misc]
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Load a checkpoint of either form, of stock Accelerate under DDP as well, saved by any number of ranks. Collective.
+        """Load a checkpoint of either form, or of stock Accelerate under DDP, saved by any number of ranks. Collective.
 
-        Each rank reads its own slices. Random states are those of its number; where there are fewer, a warning says so.
+        Each rank reads its own shards, and the random states of its number; if the checkpoint has fewer, a warning says so.
 
         Args:
             input_dir: the folder; None for the latest one with automatic names.
             load_kwargs: for ``torch.load`` of everything but models; ``{"weights_only": False}`` runs code from the files.
             load_model_func_kwargs: ``strict=False`` accepts missing and unexpected weights; ``dtype`` converts weights that were
-                saved in another one; ``map_location`` has no meaning: slices are read to where they are.
+                saved in another one; ``map_location`` is ignored: shards are read to where they are.
 
         Raises:
-            CheckpointError: on all ranks: there is none, files are missing or damaged, or hold what could run code. Nothing has
-                changed.
-            ConfigError: an option is unknown, or there is neither a folder nor automatic names.
-            StateDictError: on all ranks, with everything that does not fit. Nothing has changed.
+            CheckpointError: on all ranks: there is no checkpoint, or its files are missing, damaged, or could run code. Nothing
+                has changed.
+            ConfigError: an option is unknown, or neither `input_dir` nor automatic names say what to load.
+            StateDictError: on all ranks; lists everything that does not fit. Nothing has changed.
         """
         load_state(self, input_dir, load_kwargs, load_model_func_kwargs)
 
@@ -151,7 +149,7 @@ class StateMixin(_Base):  # type: ignore[misc]
         """Wait for the last asynchronous ``save_state``, as far as this rank writes it. Not collective.
 
         Raises:
-            CheckpointError: it has failed; raised once.
+            CheckpointError: that save has failed; raised once.
         """
         pending, self._pending_state = self._pending_state, None
         if pending is not None:
@@ -164,11 +162,11 @@ class StateMixin(_Base):  # type: ignore[misc]
             ranks.each(self.finish_saving)
 
     def end_training(self) -> None:
-        """As Accelerate's, after the last asynchronous checkpoint is in its place. Collective then."""
+        """Wait for the last asynchronous checkpoint, and end as Accelerate's method does. Collective after such a save."""
         self._finish_together("Accelerator.end_training")
         super().end_training()
 
     def free_memory(self, *objects: Any) -> Any:
-        """As Accelerate's, after the last asynchronous checkpoint is in its place. Collective then."""
+        """Wait for the last asynchronous checkpoint, and free as Accelerate's method does. Collective after such a save."""
         self._finish_together("Accelerator.free_memory")
         return super().free_memory(*objects)

@@ -1,22 +1,31 @@
-"""What an Accelerator has prepared, as the engine's checkpoints know it: models, optimizers and their parameters' names."""
+"""The prepared models and optimizers of an Accelerator, and operations that its ranks do together."""
 
 from __future__ import annotations
 
-from typing import Any
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from torch_shard import Engine
-from torch_shard.frontend.checkpoint import MODEL, MODELS, Source, plain_source
+from torch_shard.errors import CheckpointError
+from torch_shard.frontend import engines_over, group_timeout
+from torch_shard.frontend.checkpoint import MODEL, MODELS, Source, broadcast, each, plain_source, source_of
 
 from .._private import plain_optimizer
-from ..wrapped import engine_of, inner
+from ..coordination import waiting
+from ..models.unwrap import engine_of, inner
 
-__all__ = ["Prepared", "path_of"]
+__all__ = ["Prepared", "Ranks", "path_of"]
+
+T = TypeVar("T")
 
 
 def path_of(position: int) -> tuple[str, ...]:
-    """Where the model at this place of the list that hooks leave is in a sharded checkpoint."""
+    """Return the place in a sharded checkpoint of the model at this position in the list that hooks leave."""
     return (MODEL,) if position == 0 else (MODELS, str(position))
 
 
@@ -36,17 +45,17 @@ class Prepared:
 
     @property
     def sharded(self) -> list[Engine]:
-        """The engines, in order."""
+        """Return the engines, in order."""
         return [engine for engine in self.engines if engine is not None]
 
     def source(self, number: int, path: tuple[str, ...] = ()) -> Source:
-        """A sharded model as the engine's checkpoints describe it, with its entries at `path`."""
+        """Return a sharded model as the engine's checkpoints describe it, with its entries at `path`."""
         engine = self.engines[number]
         assert engine is not None
-        return Source(path, f"{number}." if number else "", engine.model, engine._runtime)
+        return source_of(engine, path, f"{number}." if number else "")
 
     def named(self) -> list[Source]:
-        """After which optimizers' parameters are named: the models, and what optimizers hold besides."""
+        """Return the sources of names for optimizers' parameters: the models, and what optimizers hold besides."""
         found = [self.source(number) for number, engine in enumerate(self.engines) if engine is not None]
         known = {id(p) for model in self.models for p in model.parameters()}
         known.update(id(p) for engine in self.sharded for unit in engine.units for p in unit.params)
@@ -62,9 +71,76 @@ class Prepared:
         return [*found, plain_source("not_prepared.", others)] if others else found
 
     def engine_for(self, optimizer: Any) -> Engine | None:
-        """That of the model whose parameters an optimizer holds, the first of several; None where it holds no sharded ones."""
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for engine in self.sharded:
-            if any(id(p) in held for unit in engine.units for p in unit.params):
-                return engine
-        return None
+        """Return the engine of the first model of which an optimizer holds parameters; None if it holds no sharded ones."""
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        return next(iter(engines_over(self.sharded, held)), None)
+
+
+class Ranks:
+    """The ranks of a run, for one operation.
+
+    Args:
+        engines: of the prepared models; the first one's messages are used, which have a timeout. Without any the ranks
+            talk through the process group's store.
+        what: the operation, for messages.
+    """
+
+    def __init__(self, engines: Sequence[Engine], what: str) -> None:
+        self.what = what
+        self._engine = engines[0] if engines else None
+        together = dist.is_available() and dist.is_initialized()
+        self.world = dist.get_world_size() if together else 1
+        self.rank = dist.get_rank() if together else 0
+        self._nonce = ""
+        self._count = 0
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def begin(self) -> str:
+        """Agree on sixteen hexadecimal digits, never used before; what follows may take any time. Collective."""
+        self._nonce = self.broadcast(secrets.token_hex(8))
+        return self._nonce
+
+    def each(self, function: Callable[[], T], key: object = None) -> T:
+        """Run `function` on every rank, without collectives; all of them return, or all raise. Collective.
+
+        Args:
+            function: this rank's work.
+            key: must be equal on all ranks; a function is called with the result.
+
+        Raises:
+            ShardError: this rank's own, or one that quotes another rank's. An OSError becomes a CheckpointError.
+        """
+        self._count += 1
+        if self._engine is not None:
+            nonce = f"{self._nonce}/accelerate/{self._count}" if self._nonce else ""
+            return each(self._engine, self.what, function, nonce, key)
+        return self._plain(function, key)
+
+    def on_first(self, function: Callable[[], Any]) -> None:
+        """Run `function` on rank 0 while the others wait. Collective; raises as :meth:`each`."""
+        self.each(function if self.is_first else _nothing)
+
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's object on every rank. Collective."""
+        if self._engine is not None:
+            return broadcast(self._engine, value, self.what)
+        objects = [value]
+        if self.world > 1:
+            dist.broadcast_object_list(objects, 0)
+        return objects[0]
+
+    def _plain(self, function: Callable[[], T], key: object) -> T:
+        def work() -> T:
+            try:
+                return function()
+            except OSError as problem:
+                raise CheckpointError(f"rank {self.rank}: {self.what}: {problem}.") from problem
+
+        return waiting.each(work, self.what, group_timeout(torch.device("cpu")), key)
+
+
+def _nothing() -> None:
+    """Do nothing, as the other ranks while rank 0 works."""

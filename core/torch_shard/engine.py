@@ -54,6 +54,7 @@ class Engine:
         self._runtime = runtime
         self.plan = plan
         self.config = config
+        registry.note_runtime(runtime, self)
         self._watch = StepWatch(runtime)
         backward_inputs.install(runtime)
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from accelerate_shard import ShardPlugin
-from tests.accelerate.helpers import (
+from tests.accelerate.support.accelerators import (
     BOTH,
     OURS,
     Result,
     accelerator,
     assert_same,
+    full_parameters,
     loader,
     loss_of,
     net,
     sgd,
-    whole_parameters,
 )
 from tests.marks import quick
 from tests.ranks import ranks
@@ -80,14 +79,14 @@ def test_after_a_backward_under_no_sync_what_ddp_would_do_with_each_ranks_own_gr
     with accelerator(OURS, shard_plugin=PLUGINS[plugin]) as acc:
         model = net()
         model, optimizer, data = acc.prepare(model, sgd(model.parameters()), loader())
-        before = whole_parameters(acc.unwrap_model(model))
+        before = full_parameters(acc.unwrap_model(model))
         batch = next(iter(data))
         with pytest.raises(ShardError, match="no_sync"):
             with acc.no_sync(model):
                 acc.backward(loss_of(model, batch))
             mistake(acc, model, optimizer)
             acc.backward(loss_of(model, batch))
-        after = whole_parameters(acc.unwrap_model(model))
+        after = full_parameters(acc.unwrap_model(model))
         assert all(torch.equal(after[name], value) for name, value in before.items())
         # And it trains on, once they are cleared.
         optimizer.zero_grad()
@@ -157,61 +156,6 @@ def test_gradients_that_were_cleared_or_added_to_by_a_loss_on_parameters_are_no_
                 found.losses.append(loss.item())
                 optimizer.step()
                 optimizer.zero_grad()
-            found.parameters = whole_parameters(acc.unwrap_model(model))
-            results.append(found)
-    assert_same(results[1], results[0])
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.net = nn.BatchNorm1d(12), net()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(self.norm(x))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("plugin", list(PLUGINS))
-@ranks(2)
-def test_a_model_evaluated_in_the_middle_of_an_accumulation_has_the_statistics_that_it_has_under_ddp(plugin):
-    """Each rank its own, since forwards under no_sync send no buffers."""
-    seen = []
-    for kind in BOTH:
-        with accelerator(kind, shard_plugin=PLUGINS[plugin], gradient_accumulation_steps=3) as acc:
-            model = Normed()
-            model, optimizer, data = acc.prepare(model, sgd(model.parameters()), loader(48))
-            found = []
-            for n, batch in enumerate(data):
-                with acc.accumulate(model):
-                    acc.backward(loss_of(model, batch))
-                    optimizer.step()
-                    optimizer.zero_grad()
-                model.eval()
-                with torch.no_grad():
-                    found.append((n, acc.unwrap_model(model).norm.running_mean.clone(), loss_of(model, batch)))
-                model.train()
-            seen.append(found)
-    torch.testing.assert_close(seen[1], seen[0], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.exhaustive
-@ranks(1)
-def test_one_rank_clips_and_steps_whenever_it_wants():
-    results = []
-    for kind in BOTH:
-        with accelerator(kind) as acc:
-            model = net()
-            model, optimizer, data = acc.prepare(model, sgd(model.parameters()), loader())
-            found = Result()
-            for batch in data:
-                with acc.no_sync(model):
-                    loss = loss_of(model, batch)
-                    acc.backward(loss)
-                found.norms.append(float(acc.clip_grad_norm_(model.parameters(), 0.05)))
-                found.losses.append(loss.item())
-                optimizer.step()
-                optimizer.zero_grad()
-            found.parameters = whole_parameters(acc.unwrap_model(model))
+            found.parameters = full_parameters(acc.unwrap_model(model))
             results.append(found)
     assert_same(results[1], results[0])

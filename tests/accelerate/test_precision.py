@@ -7,7 +7,7 @@ import torch
 from accelerate.utils import AutocastKwargs
 
 from accelerate_shard import Precision, ShardPlugin
-from tests.accelerate.helpers import (
+from tests.accelerate.support.accelerators import (
     BOTH,
     FEATURES,
     OURS,
@@ -17,12 +17,12 @@ from tests.accelerate.helpers import (
     assert_same,
     differs_between_ranks,
     engine_of,
+    full_parameters,
     loader,
     loss_of,
     net,
     sgd,
     train,
-    whole_parameters,
 )
 from tests.marks import exhaustive
 from tests.ranks import ranks
@@ -118,7 +118,7 @@ def test_layers_called_where_autocast_is_off_work_and_give_back_fp32():
             if kind is OURS:
                 with engine_of(model).gathered():
                     results.append([model.net.embed(x)])
-                whole = whole_parameters(model)
+                whole = full_parameters(model)
                 plain = torch.nn.functional.linear(x, whole["net.embed.weight"], whole["net.embed.bias"])
                 torch.testing.assert_close(results.pop()[0], plain)
                 with pytest.raises(RuntimeError, match="shape"):
@@ -126,21 +126,6 @@ def test_layers_called_where_autocast_is_off_work_and_give_back_fp32():
                 assert model.net.embed(x).dtype == torch.float32
     for found, wanted in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)
-
-
-@ranks(2)
-def test_a_model_stored_in_bf16_trains_as_under_ddp():
-    def make():
-        return net().to(torch.bfloat16)
-
-    def loss(model, batch):
-        x, y = batch
-        return torch.nn.functional.cross_entropy(model(x.to(torch.bfloat16)).float(), y)
-
-    wanted = train(STOCK, make=make, loss=loss)
-    found = train(OURS, make=make, loss=loss)
-    assert found.parameters["head.weight"].dtype == torch.bfloat16
-    assert distance(found, wanted) < 0.02
 
 
 @ranks(2)
@@ -187,7 +172,7 @@ def test_with_fp16_an_overflow_on_one_rank_skips_the_step_on_all_as_under_ddp(st
                     found.losses.append(value.item())
             assert skipped == [False, True, False, False, False]
             assert not differs_between_ranks((skipped, rates))
-            found.parameters = whole_parameters(acc.unwrap_model(model))
+            found.parameters = full_parameters(acc.unwrap_model(model))
             results.append((found, rates))
     assert results[0][1] == results[1][1]
     assert distance(results[1][0], results[0][0]) < 2e-3
@@ -243,7 +228,7 @@ def test_compiled_models_train_as_under_ddp(way, mixed_precision):
             if kind is OURS:
                 assert model is not plain
                 assert engine_of(model) is engine_of(acc.unwrap_model(model)) is engine_of(plain)
-            found.parameters = whole_parameters(plain)
+            found.parameters = full_parameters(plain)
             results.append(found)
     if mixed_precision == "no":
         assert_same(results[1], results[0])

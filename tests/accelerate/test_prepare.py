@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
-import sys
 import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 import torch_shard
 from accelerate_shard import ShardPlugin
-from tests.accelerate.helpers import (
+from tests.accelerate.support.accelerators import (
     FEATURES,
     OURS,
     STOCK,
+    Layer,
     Result,
     accelerator,
     assert_same,
+    dataset,
     engine_of,
+    full_parameters,
     loader,
     loss_of,
     net,
     sgd,
-    whole_parameters,
 )
 from tests.marks import exhaustive
 from tests.ranks import ranks
@@ -47,7 +48,7 @@ def steps(acc, model, optimizer, data, scheduler=None):
             scheduler.step()
         optimizer.zero_grad()
         result.losses.append(value.item())
-    result.parameters = whole_parameters(acc.unwrap_model(model))
+    result.parameters = full_parameters(acc.unwrap_model(model))
     return result
 
 
@@ -109,55 +110,6 @@ def test_prepare_returns_the_same_model_and_a_model_prepared_again_is_left_as_it
         assert acc.prepare(model) is model and engine_of(model) is engine and acc._models == [model]
 
 
-class GAN:
-    """Two networks that are trained in turn, the second through the first."""
-
-    def __init__(self) -> None:
-        self.generator = net(3, features=4, classes=FEATURES)
-        self.critic = net(4, classes=1)
-
-
-@ranks(2)
-def test_two_models_with_an_optimizer_each_train_in_turn_as_under_ddp():
-    results = []
-    for kind in (STOCK, OURS):
-        with accelerator(kind, gradient_accumulation_steps=2) as acc:
-            gan = GAN()
-            optimizers = [sgd(gan.critic.parameters()), torch.optim.SGD(gan.generator.parameters(), lr=0.05)]
-            data = loader(32)
-            critic, first, generator, second, data = acc.prepare(
-                gan.critic, optimizers[0], gan.generator, optimizers[1], data
-            )
-            noise = torch.Generator().manual_seed(acc.process_index)
-            found = Result()
-            for x, _ in data:
-                z = torch.randn(len(x), 4, generator=noise)
-                with acc.accumulate(critic, generator):
-                    loss = critic(generator(z).detach()).mean() - critic(x).mean()
-                    acc.backward(loss)
-                    if acc.sync_gradients:
-                        found.norms.append(float(acc.clip_grad_norm_(critic.parameters(), 0.5)))
-                    first.step()
-                    first.zero_grad()
-                    for p in critic.parameters():
-                        p.requires_grad_(False)
-                    game = -critic(generator(z)).mean()
-                    acc.backward(game)
-                    if acc.sync_gradients:
-                        found.norms.append(float(acc.clip_grad_norm_(generator.parameters(), 0.5)))
-                    second.step()
-                    second.zero_grad()
-                    for p in critic.parameters():
-                        p.requires_grad_(True)
-                found.losses += [loss.item(), game.item()]
-            found.parameters = {
-                **{f"c.{n}": p for n, p in whole_parameters(acc.unwrap_model(critic)).items()},
-                **{f"g.{n}": p for n, p in whole_parameters(acc.unwrap_model(generator)).items()},
-            }
-            results.append(found)
-    assert_same(results[1], results[0], rtol=2e-5)
-
-
 @ranks(2)
 def test_a_model_that_is_only_evaluated_is_sharded_and_right():
     x = torch.randn(3, FEATURES)
@@ -176,25 +128,6 @@ def test_a_model_that_is_only_evaluated_is_sharded_and_right():
 
 
 @ranks(2)
-def test_an_optimizer_that_has_state_goes_on_with_it():
-    results = []
-    for kind in (STOCK, OURS):
-        with accelerator(kind) as acc:
-            model = net()
-            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-            for batch in loader(8):  # alone, before prepare; the same on all ranks
-                loss_of(model, batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            model, optimizer, data = acc.prepare(model, optimizer, loader())
-            results.append(steps(acc, model, optimizer, data))
-            if kind is OURS:
-                held = engine_of(model).memory_summary(optimizer.optimizer)
-                assert held["optimizer"] < 1.4 * held["parameters"] * 2  # not whole on every rank
-    assert_same(results[1], results[0], rtol=1e-4)  # of numbers that Adam divides
-
-
-@ranks(2)
 def test_a_model_that_was_given_back_by_its_engine_can_be_prepared_again():
     with accelerator() as acc:
         model = acc.prepare(net())
@@ -209,7 +142,7 @@ def engine_of_or_none(model: nn.Module) -> Engine | None:
     return torch_shard.engine_of(model)
 
 
-# -- all or nothing ---------------------------------------------------------------------------------------------------
+# -- a prepare that fails ---------------------------------------------------------------------------------------------
 class Sparse(nn.Module):
     """Something that can't be sharded."""
 
@@ -223,68 +156,82 @@ class Sparse(nn.Module):
 
 @pytest.mark.parametrize("mixed_precision", ["no", *exhaustive("bf16")])
 @ranks(2)
-def test_a_prepare_that_fails_leaves_nothing_half_done(mixed_precision):
-    with accelerator(mixed_precision=mixed_precision) as acc:
-        model, optimizer, data, scheduler = objects()
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        attributes = set(model.__dict__)
-        with pytest.raises(ShardError, match=r"sparse|layout"):
-            acc.prepare(scheduler, model, optimizer, data, Sparse())
-        assert not (acc._models or acc._optimizers or acc._schedulers or acc._dataloaders)
-        assert torch_shard.engine_of(model) is None and set(model.__dict__) == attributes
-        for name, p in model.named_parameters():
-            assert type(p) is nn.Parameter and torch.equal(p, before[name])
-        assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
-        # And both are as usable as before.
-        model, optimizer, data = acc.prepare(model, optimizer, data)
-        assert steps(acc, model, optimizer, data).losses
+def test_after_a_prepare_that_fails_nothing_counts_as_prepared_and_all_can_be_prepared_again(mixed_precision):
+    results = []
+    for fails in (False, True):
+        with accelerator(mixed_precision=mixed_precision) as acc:
+            model, optimizer, data, scheduler = objects()
+            if fails:
+                with pytest.raises(ShardError, match=r"sparse|layout"):
+                    acc.prepare(scheduler, model, optimizer, data, Sparse())
+                assert not (acc._models or acc._optimizers or acc._schedulers or acc._dataloaders)
+            model, optimizer, data = acc.prepare(model, optimizer, data)
+            assert acc._models == [model]
+            results.append(steps(acc, model, optimizer, data))
+    assert_same(results[1], results[0])
 
 
-@pytest.mark.parametrize("with_state", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+class Faulty(DataLoader):
+    """A loader of the user's with a mistake, which ``prepare`` comes upon after the models."""
+
+    error: Exception | None = AttributeError("no such thing")
+
+    @property
+    def batch_sampler(self):
+        if self.error is not None and "_ready" in self.__dict__:
+            raise self.error
+        return self.__dict__["_sampler"]
+
+    @batch_sampler.setter
+    def batch_sampler(self, value):
+        self.__dict__["_sampler"] = value
+
+
+def faulty(error: Exception) -> DataLoader:
+    found = Faulty(dataset(8), batch_size=4)
+    found.error = error
+    found._ready = True
+    return found
+
+
+class Saves(nn.Module):
+    """A model with a method of a library that sharding replaces, and layers that repeat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def save_pretrained(self, folder: str) -> None:
+        """As transformers has it."""
+
+
+def is_whole_and_prepared(model: Saves) -> bool:
+    """Whether everything that belongs to a sharded model is there."""
+    return "save_pretrained" in model.__dict__ and all("forward" in layer.__dict__ for layer in model.net.layers)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @ranks(2)
-def test_a_prepare_that_fails_gives_back_every_model_and_optimizer_and_says_why(with_state):
-    """Two models with an optimizer each, and one over both and a parameter of neither."""
-    with accelerator() as acc:
-        first, second, alone = net(), net(1), nn.Parameter(torch.ones(3))
-        optimizers = [sgd(first.parameters()), sgd(second.parameters())]
-        optimizers.append(torch.optim.Adam([*first.parameters(), *second.parameters(), alone]))
-        if with_state:
-            for p in [*first.parameters(), *second.parameters(), alone]:
-                p.grad = torch.ones_like(p)
-            for optimizer in optimizers:
-                optimizer.step()
-        before = [p.detach().clone() for model in (first, second) for p in model.parameters()]
-        states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
-        with pytest.raises(ShardError, match="layout") as caught:
-            acc.prepare(first, second, *optimizers, Sparse())
-        assert not getattr(caught.value, "__notes__", [])
-        assert torch_shard.engine_of(first) is None and torch_shard.engine_of(second) is None
-        after = [p for model in (first, second) for p in model.parameters()]
-        assert all(type(p) is nn.Parameter and torch.equal(p, old) for p, old in zip(after, before, strict=True))
-        for optimizer, state in zip(optimizers, states, strict=True):
-            torch.testing.assert_close(optimizer.state_dict(), state)
-
-
-@ranks(2)
-def test_a_rollback_that_fails_does_not_hide_the_error_nor_stop_that_of_other_models():
-    with accelerator() as acc:
-        first, second = net(), net(1)
-        close = Engine.close
-
-        def fails(engine, *optimizers):
-            if engine.model is first:
-                raise RuntimeError("no memory")
-            close(engine, *optimizers)
-
-        Engine.close = fails
-        try:
-            with pytest.raises(ShardError, match="layout") as caught:
-                acc.prepare(first, second, Sparse())
-        finally:
-            Engine.close = close
-        if sys.version_info >= (3, 11):
-            assert "Net could not be given back, and stays sharded: no memory" in caught.value.__notes__[0]
-        assert torch_shard.engine_of(first) is not None and torch_shard.engine_of(second) is None
+def test_a_prepare_that_fails_on_one_rank_leaves_a_model_to_prepare_again(rank, error):
+    plugin = ShardPlugin(activation_checkpointing=[Layer])
+    with accelerator(OURS, shard_plugin=plugin, mixed_precision="bf16") as acc:
+        model = Saves()
+        if rank == 1:
+            with pytest.raises(error, match="mistake"):
+                acc.prepare(model, faulty(error("a mistake")))
+            assert not acc._models
+        else:
+            acc.prepare(model, loader())
+        model, optimizer, data = acc.prepare(model, sgd(model.parameters()), loader())
+        assert is_whole_and_prepared(model) and engine_of(model) is not None
+        for batch in data:
+            acc.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @ranks(2)
@@ -294,7 +241,7 @@ def test_models_that_share_a_module_are_refused_with_what_to_do():
         second.embed = first.embed
         with pytest.raises(SetupError, match=r"embed\.weight is already sharded.*put both into one nn\.Module"):
             acc.prepare(first, second)
-        assert torch_shard.engine_of(first) is None and not acc._models
+        assert not acc._models
 
 
 @ranks(2)

@@ -9,28 +9,25 @@ import types
 import pytest
 import torch
 from accelerate.local_sgd import LocalSGD
-from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, FP8RecipeKwargs, ParallelismConfig
+from accelerate.utils import DistributedDataParallelKwargs, FP8RecipeKwargs, ParallelismConfig
 from torch import nn
 
 import torch_shard
 from accelerate_shard import ShardConfig, ShardPlugin
-from accelerate_shard.ddp_kwargs import config_with
-from tests.accelerate.helpers import (
-    BOTH,
+from accelerate_shard.settings.from_ddp_kwargs import config_with
+from tests.accelerate.support.accelerators import (
     OURS,
     STOCK,
     accelerator,
     clean_state,
     engine_of,
-    loader,
-    loss_of,
+    full_parameters,
     net,
     sgd,
-    whole_parameters,
 )
 from tests.logs import captured_log
 from tests.ranks import ranks
-from torch_shard.errors import ConfigError, ShardError, ShardPicklingError
+from torch_shard.errors import ConfigError
 
 
 def refused(match: str, **options) -> None:
@@ -179,15 +176,6 @@ def test_a_model_that_one_rank_alone_refuses_is_an_error_on_all_at_once(rank):
             assert engine_of(getattr(acc, method)(model))
 
 
-@ranks(2)
-def test_different_models_on_the_ranks_are_an_error_on_both(rank):
-    with accelerator() as acc:
-        model = net() if rank == 0 else net(classes=3)
-        with pytest.raises(ShardError, match="different models"):
-            acc.prepare(model)
-        assert not acc._models
-
-
 def test_settings_of_ddps_hooks_that_do_nothing_are_named():
     handler = DistributedDataParallelKwargs(comm_state_option={"rank": 1}, static_graph=True)
     with captured_log() as log:
@@ -212,91 +200,18 @@ def test_lomo_optimizers_are_refused_by_name(monkeypatch):
         assert not acc._optimizers and torch_shard.engine_of(model) is None
 
 
-@ranks(2)
-def test_a_learning_rate_for_backward_is_the_error_that_stock_gives():
-    for kind in (STOCK, OURS):
-        with accelerator(kind) as acc:
-            model, data = acc.prepare(net(), loader())
-            with pytest.raises(TypeError, match="learning_rate"):
-                acc.backward(loss_of(model, next(iter(data))), learning_rate=0.1)
-
-
 # -- what scripts do with prepared models -----------------------------------------------------------------------------
 @ranks(2)
 def test_local_sgd_is_refused_before_it_begins():
     with accelerator() as acc:
         model = acc.prepare(net())
-        before = whole_parameters(model)
+        before = full_parameters(model)
         with pytest.raises(ConfigError, match=r"LocalSGD.*enabled=False"), LocalSGD(acc, model, 2):
             raise AssertionError
         with LocalSGD(acc, model, 2, enabled=False) as local:
             local.step()
-        assert all(torch.equal(p, before[n]) for n, p in whole_parameters(model).items())
+        assert all(torch.equal(p, before[n]) for n, p in full_parameters(model).items())
     with accelerator(STOCK) as acc:
         model = acc.prepare(net())
         with LocalSGD(acc, model, 1) as local:
             local.step()
-
-
-@ranks(2)
-def test_saving_a_state_dict_on_the_main_process_alone_is_an_error_and_no_file_with_slices(tmp_path):
-    with accelerator() as acc:
-        model = acc.prepare(net())
-        if acc.is_main_process:
-            with pytest.raises(ShardPicklingError, match="state_dict"):
-                torch.save(acc.unwrap_model(model).state_dict(), tmp_path / "model.pt")
-            with pytest.raises(ShardPicklingError):
-                torch.save(model, tmp_path / "model.pt")
-        acc.wait_for_everyone()
-
-
-@ranks(2)
-def test_the_usual_ways_to_the_module_inside_lead_to_the_model():
-    with accelerator() as acc:
-        model = acc.prepare(net())
-        assert (model.module if hasattr(model, "module") else model) is model
-        assert acc.unwrap_model(model) is getattr(model, "module", model) is model
-        while hasattr(model, "module"):  # as some scripts unwrap
-            model = model.module
-        with pytest.raises(AttributeError, match="module"):
-            model.module  # noqa: B018 - as without a launcher under stock
-
-
-# -- uneven batches ---------------------------------------------------------------------------------------------------
-@ranks(2)
-def test_training_with_different_numbers_of_batches_is_refused_on_all_ranks_before_it_begins():
-    with accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False)) as acc:
-        model, data, even = acc.prepare(net(), loader(20), loader(24))  # 3 batches and 2; 3 and 3
-        hooks = len(model._forward_pre_hooks)
-        for used in (data, acc.skip_first_batches(data, 1)):
-            with acc.join_uneven_inputs([model]):
-                for batch in even:  # nobody goes on alone here
-                    acc.backward(loss_of(model, batch))
-            with (
-                pytest.raises(ConfigError, match=r"join_uneven_inputs.*even_batches"),
-                acc.join_uneven_inputs([model]),
-            ):
-                for batch in used:
-                    loss_of(model, batch)
-                    raise AssertionError
-        assert len(model._forward_pre_hooks) == hooks
-
-
-@ranks(2)
-def test_training_over_an_even_loader_is_not_disturbed_by_an_uneven_one():
-    results = []
-    for kind in BOTH:
-        with accelerator(kind, dataloader_config=DataLoaderConfiguration(even_batches=False)) as acc:
-            model = net()
-            model, optimizer, data, _ = acc.prepare(model, sgd(model.parameters()), loader(24), loader(20))
-            losses = []
-            with acc.join_uneven_inputs([model]):
-                for batch in data:
-                    loss = loss_of(model, batch)
-                    acc.backward(loss)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    losses.append(loss.item())
-        results.append(losses)
-    assert len(results[0]) == 3
-    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=0)

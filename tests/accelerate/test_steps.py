@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 
 import pytest
 import torch
@@ -11,21 +10,20 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from torch import nn
 
 from accelerate_shard import ShardPlugin
-from tests.accelerate.helpers import (
+from tests.accelerate.support.accelerators import (
     BOTH,
-    FEATURES,
     OURS,
     STOCK,
     Result,
     accelerator,
     assert_same,
     engine_of,
+    full_parameters,
     loader,
     loss_of,
     net,
     sgd,
     train,
-    whole_parameters,
 )
 from tests.logs import captured_log
 from tests.marks import exhaustive, quick
@@ -40,72 +38,6 @@ DEFERRED = ShardPlugin(defer_gradient_sync=True)
 @ranks(2)
 def test_losses_norms_and_weights_are_those_of_ddp(strategy):
     assert_same(train(OURS, shard_plugin=ShardPlugin(strategy=strategy), epochs=2), train(STOCK, epochs=2))
-
-
-# -- one optimizer over two models --------------------------------------------------------------------------------------
-OVER_TWO = {
-    "SGD": sgd,
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.02, weight_decay=0.1),
-    "Muon": lambda params: torch.optim.Muon([p for p in params if p.ndim == 2], lr=0.02),
-}
-
-
-def train_two(kind, optimizer, folder=None, load=None, **options):
-    """An encoder and a head under one optimizer, with their gradients clipped together. Every third step is the head's alone,
-    but where gradients are accumulated: DDP leaves those of a model unreduced that the last micro-batch does not use."""
-    with accelerator(kind, **options) as acc:
-        encoder, head = net(3, classes=FEATURES), net(4)
-        params = itertools.chain(encoder.parameters(), head.parameters())
-        encoder, head, steps, data = acc.prepare(encoder, head, OVER_TWO[optimizer](params), loader())
-        if load is not None:
-            acc.load_state(load)
-        found = Result()
-        for n, (x, y) in enumerate(data):
-            with acc.accumulate(encoder, head):
-                hidden = encoder(x)
-                if n % 3 == 2 and acc.gradient_accumulation_steps == 1:
-                    hidden = hidden.detach()
-                loss = nn.functional.cross_entropy(head(hidden).float(), y)
-                acc.backward(loss)
-                if acc.sync_gradients:
-                    both = itertools.chain(encoder.parameters(), head.parameters())
-                    found.norms.append(float(acc.clip_grad_norm_(both, 0.5)))
-                steps.step()
-                steps.zero_grad()
-            found.losses.append(loss.item())
-        for model, name in ((encoder, "encoder"), (head, "head")):
-            whole = whole_parameters(acc.unwrap_model(model))
-            found.parameters.update({f"{name}.{key}": value for key, value in whole.items()})
-        if folder is not None:
-            acc.save_state(str(folder))
-            acc.wait_for_everyone()
-        return found
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("optimizer", quick(OVER_TWO, ["SGD"]))
-@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
-@ranks(2)
-def test_one_optimizer_over_two_models_trains_and_resumes_as_under_ddp(strategy, optimizer, tmp_path):
-    """From a checkpoint of its own, in both forms, and from stock Accelerate's."""
-    wanted = train_two(STOCK, optimizer, tmp_path / "stock")
-    plugin = ShardPlugin(strategy=strategy)
-    assert_same(train_two(OURS, optimizer, tmp_path / "ours", shard_plugin=plugin), wanted)
-    wanted = train_two(STOCK, optimizer, load=str(tmp_path / "stock"))
-    for name in ("ours", "stock"):
-        assert_same(train_two(OURS, optimizer, load=tmp_path / name, shard_plugin=plugin), wanted)
-    full = ShardPlugin(strategy=strategy, state_dict_type="full")
-    train_two(OURS, optimizer, tmp_path / "full", shard_plugin=full)
-    assert_same(train_two(STOCK, optimizer, load=str(tmp_path / "full")), wanted)
-
-
-@pytest.mark.exhaustive
-@ranks(2)
-def test_one_optimizer_over_two_models_accumulates_and_computes_in_bf16_as_under_ddp():
-    options = {"gradient_accumulation_steps": 2}
-    assert_same(train_two(OURS, "SGD", **options), train_two(STOCK, "SGD", **options))
-    options = {"mixed_precision": "bf16"}
-    assert_same(train_two(OURS, "SGD", **options), train_two(STOCK, "SGD", **options), rtol=0.02)
 
 
 # -- accumulation -----------------------------------------------------------------------------------------------------
@@ -180,25 +112,7 @@ def test_no_sync_and_trigger_sync_in_backward_do_what_they_do_under_ddp(way, plu
                 optimizer.zero_grad()
                 with torch.no_grad():
                     found.losses.append(loss_of(model, batches[0]).item())
-            found.parameters = whole_parameters(acc.unwrap_model(model))
-            results.append(found)
-    assert_same(results[1], results[0])
-
-
-@ranks(2)
-def test_loss_backward_without_the_accelerator_works_too():
-    results = []
-    for kind in BOTH:
-        with accelerator(kind) as acc:
-            model = net()
-            model, optimizer, data = acc.prepare(model, sgd(model.parameters()), loader())
-            found = Result()
-            for batch in data:
-                loss = loss_of(model, batch)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                found.losses.append(loss.item())
+            found.parameters = full_parameters(acc.unwrap_model(model))
             results.append(found)
     assert_same(results[1], results[0])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
@@ -30,7 +30,8 @@ from ..checkpoint.sharded.extra_shards import joined, mapped, split
 from ..checkpoint.sharded.read_tree import Contents, read_contents
 from ..comm import collective_steps as phases
 from ..engine import Engine
-from . import Runtime, _runtime
+from ..optim.matrix import state as owned_state
+from ..state import optimizer_state as named_state
 
 __all__ = [
     "EXTRA",
@@ -56,18 +57,21 @@ __all__ = [
     "hidden",
     "joined",
     "load_contents",
+    "load_optimizer_by_name",
     "make_durable",
     "mapped",
+    "misfits_by_name",
     "named_parameters_of",
     "open_full",
     "optimizer_state",
     "param_names",
-    "phases",
+    "parameters_loaded",
     "plain_source",
     "read_contents",
     "save_contents",
     "sees",
     "size_of",
+    "source_of",
     "sources_of",
     "split",
     "sync",
@@ -80,19 +84,19 @@ T = TypeVar("T")
 # -- the ranks ----------------------------------------------------------------------------------------------------------
 
 
-def each(engine: Engine | Runtime, what: str, function: Callable[[], T], nonce: str = "", key: object = None) -> T:
-    """Run `function` on every rank; all of them return, or all raise. See ``checkpoint.phases.each``. Collective."""
-    return phases.each(_runtime(engine), what, function, nonce, key)
+def each(engine: Engine, what: str, function: Callable[[], T], nonce: str = "", key: object = None) -> T:
+    """Run `function` on every rank; all of them return, or all raise. See ``comm.collective_steps.each``. Collective."""
+    return phases.each(engine._runtime, what, function, nonce, key)
 
 
-def broadcast(engine: Engine | Runtime, value: T, what: str) -> T:
+def broadcast(engine: Engine, value: T, what: str) -> T:
     """Return rank 0's object on every rank. Collective."""
-    return phases.broadcast(_runtime(engine), value, what)
+    return phases.broadcast(engine._runtime, value, what)
 
 
-def gather(engine: Engine | Runtime, value: T, what: str) -> list[T] | None:
+def gather(engine: Engine, value: T, what: str) -> list[T] | None:
     """Return every rank's object, by rank, on rank 0; None elsewhere. Collective."""
-    return phases.gather(_runtime(engine), value, what)
+    return phases.gather(engine._runtime, value, what)
 
 
 # -- models and optimizers ----------------------------------------------------------------------------------------------
@@ -111,3 +115,33 @@ def named_parameters_of(engines: Sequence[Engine], optimizer: Any) -> nn.Module:
     if len(engines) == 1 and not others:
         return engines[0].model
     return all_parameters([*sources, plain_source("", others)])
+
+
+def source_of(engine: Engine, path: tuple[str, ...], prefix: str) -> Source:
+    """Return the engine's model as a checkpoint describes it: entries at `path`, parameters named with `prefix`."""
+    return Source(path, prefix, engine.model, engine._runtime)
+
+
+def parameters_loaded(engine: Engine) -> None:
+    """Forget what was computed with the parameters that a load has replaced. Not collective; call it on all ranks."""
+    engine._runtime.parameters_changed()
+    engine._runtime.forget_residuals()
+
+
+def misfits_by_name(
+    engine: Engine, optimizer: Any, names: dict[int, str], given: Mapping[str, Any]
+) -> tuple[list[str], list[str], list[str]]:
+    """Return what of full state by name does not fit the optimizer: missing, unexpected, and other problems. Not collective."""
+    return named_state.misfits(engine._runtime, optimizer, names, given)
+
+
+def load_optimizer_by_name(engine: Engine, optimizer: Any, names: dict[int, str], given: Mapping[str, Any]) -> None:
+    """Load full state by name, which fits; this rank keeps its shards of it. Not collective; call it on all ranks.
+
+    Raises:
+        Exception: what the optimizer's own ``load_state_dict``, or the user's hooks of it, raise.
+    """
+    elsewhere = owned_state.elsewhere(engine._runtime, optimizer, names, given["state"])
+    state = named_state.by_number(optimizer, names, given, elsewhere, in_place=True)
+    optimizer.load_state_dict(state)
+    named_state.keep_as_saved(optimizer, state["state"])

@@ -1,21 +1,26 @@
 """Which engine shards a module, and which runtime a unit belongs to.
 
-The engine is kept on the module itself, so that it goes and is copied with it.
+The engine is kept on the module itself, so that it goes and is copied with it. A part of a sharded model holds shards, which lead
+to their runtime: the engine of a runtime is looked up in a table that keeps neither.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
+
+from ..shard_tensor.tensor import ShardTensor
 
 if TYPE_CHECKING:
     from ..unit.unit import Unit
     from .runtime import Runtime
 
-__all__ = ["engine_for", "engine_of", "forget", "note", "runtime_of"]
+__all__ = ["engine_for", "engine_holding", "engine_of", "forget", "note", "note_runtime", "runtime_of"]
 
 _ATTRIBUTE = "_torch_shard_engine"
+_ENGINES: weakref.WeakKeyDictionary[Runtime, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def engine_of(model: nn.Module) -> Any:
@@ -45,3 +50,21 @@ def forget(model: nn.Module) -> None:
 def runtime_of(unit: Unit) -> Runtime:
     """Return the runtime of `unit`, which knows it by a narrower type."""
     return cast("Runtime", unit.runtime)
+
+
+def note_runtime(runtime: Runtime, engine: object) -> None:
+    """Make `engine` the engine of `runtime`; neither is kept alive."""
+    _ENGINES[runtime] = weakref.ref(engine)
+
+
+def engine_holding(module: nn.Module) -> Any:
+    """Return the engine whose shards `module` holds now: the sharded model, a part of it, or a module around it.
+
+    None if it holds none, as inside ``engine.gathered()``, where parameters are full. Not collective.
+    """
+    for param in module.parameters():
+        unit: Any = param._unit_ref() if isinstance(param, ShardTensor) and param._unit_ref is not None else None
+        if unit is not None:
+            found = _ENGINES.get(unit.runtime)
+            return None if found is None else found()
+    return None

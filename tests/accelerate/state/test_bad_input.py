@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate_shard import ShardPlugin
-from tests.accelerate.helpers import OURS, STOCK, accelerator, engine_of, net, sgd, whole_parameters
-from tests.accelerate.state.helpers import Counter, Noisy, Run, plugin
+from tests.accelerate.support.accelerators import OURS, STOCK, accelerator, engine_of, full_parameters, net, sgd
+from tests.accelerate.support.checkpoints import Counter, Noisy, Run, plugin
 from tests.marks import exhaustive, quick
 from tests.ranks import ranks
 from torch_shard.errors import (
@@ -160,14 +160,14 @@ def test_a_checkpoint_of_another_model_is_refused_with_everything_that_does_not_
     with accelerator(OURS) as acc:
         model = net(2)
         model, _, other = acc.prepare(model, sgd(model.parameters()), Other())
-        before = [whole_parameters(model), whole_parameters(other)]
+        before = [full_parameters(model), full_parameters(other)]
         with pytest.raises(StateDictError) as caught:
             acc.load_state(tmp_path / "c")
         text = str(caught.value)
         assert "nothing was loaded" in text
         for name in ("extra.weight", "extra.bias", "tail.weight", "tail.bias", "head.weight", "head.bias"):
             assert name in text, text
-        after = [whole_parameters(model), whole_parameters(other)]
+        after = [full_parameters(model), full_parameters(other)]
         assert str(before) == str(after)
 
 
@@ -182,10 +182,10 @@ def test_another_optimizer_is_refused(form, tmp_path):
         model = net(2)
         parts = [{"params": model.embed.parameters()}, {"params": model.head.parameters()}]
         model, _ = acc.prepare(model, sgd(parts))
-        before = whole_parameters(model)
+        before = full_parameters(model)
         with pytest.raises(StateDictError, match="groups"):
             acc.load_state(tmp_path / "c")
-        assert str(before) == str(whole_parameters(model))
+        assert str(before) == str(full_parameters(model))
 
 
 @ranks(2)

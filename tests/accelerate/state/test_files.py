@@ -11,8 +11,8 @@ import pytest
 import torch
 from accelerate.utils import ProjectConfiguration
 
-from tests.accelerate.helpers import OURS, STOCK, accelerator, loader, net, sgd
-from tests.accelerate.state.helpers import Counter, Run, plugin
+from tests.accelerate.support.accelerators import OURS, STOCK, accelerator, loader, net, sgd
+from tests.accelerate.support.checkpoints import Counter, Run, plugin
 from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard.errors import CheckpointError, ConfigError

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from tests.accelerate.helpers import OURS, STOCK, accelerator, net, sgd, whole_parameters
-from tests.accelerate.state.helpers import plugin
+from tests.accelerate.support.accelerators import OURS, STOCK, accelerator, full_parameters, net, sgd
+from tests.accelerate.support.checkpoints import plugin
 from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard.errors import ShardError, StateDictError
@@ -44,7 +43,7 @@ def test_the_idiom_of_diffusers_saves_and_loads_models_its_own_way(rank, form, t
         one, two = net(0), net(1)
         one, two, _ = acc.prepare(one, two, sgd(two.parameters()))
         register(acc)
-        wanted = whole_parameters(one)
+        wanted = full_parameters(one)
         acc.save_state(tmp_path / "c")
         assert (tmp_path / "c" / "model.safetensors").is_file() == (form == "full")
         assert not (tmp_path / "c" / "model_1.safetensors").exists()
@@ -52,10 +51,10 @@ def test_the_idiom_of_diffusers_saves_and_loads_models_its_own_way(rank, form, t
         one, two = net(5), net(6)
         one, two, _ = acc.prepare(one, two, sgd(two.parameters()))
         register(acc)
-        untouched = whole_parameters(two)
+        untouched = full_parameters(two)
         acc.load_state(tmp_path / "c")
-        assert not differ(whole_parameters(one), wanted)
-        assert not differ(whole_parameters(two), untouched)
+        assert not differ(full_parameters(one), wanted)
+        assert not differ(full_parameters(two), untouched)
         assert seen == [{"models": 2}]
 
 
@@ -70,22 +69,22 @@ def test_hooks_that_take_everything_leave_the_optimizers(form, tmp_path):
         model, optimizer = build(0)
         acc.backward(model(torch.ones(2, 12)).sum())
         optimizer.step()
-        wanted = whole_parameters(model)
+        wanted = full_parameters(model)
         acc.register_save_state_pre_hook(lambda models, weights, folder: weights.clear())
         acc.save_state(tmp_path / "c")
         momentum = optimizer.optimizer.state[model.head.weight]["momentum_buffer"].full_tensor()
     with accelerator(OURS) as acc:
         model, optimizer = build(3)
-        before = whole_parameters(model)
+        before = full_parameters(model)
         acc.register_load_state_pre_hook(lambda models, folder: models.clear())
         acc.load_state(tmp_path / "c")
-        assert not differ(whole_parameters(model), before)
+        assert not differ(full_parameters(model), before)
         assert differ(before, wanted)
         assert torch.equal(optimizer.optimizer.state[model.head.weight]["momentum_buffer"].full_tensor(), momentum)
 
 
 @ranks(2)
-def test_in_the_full_form_hooks_see_whole_weights_on_the_first_rank(rank, tmp_path):
+def test_in_the_full_form_hooks_see_full_weights_on_the_first_rank(rank, tmp_path):
     seen = []
     with accelerator(OURS, shard_plugin=plugin("full")) as acc:
         plain = net().state_dict()
@@ -107,9 +106,9 @@ def test_a_hook_may_drop_entries_alike_on_all_ranks_and_is_refused_where_it_does
         handle.remove()
         with pytest.raises(StateDictError, match=r"missing: head\.weight, head\.bias"):
             acc.load_state(tmp_path / "c")
-        before = whole_parameters(model)
+        before = full_parameters(model)
         acc.load_state(tmp_path / "c", strict=False)
-        assert not differ(whole_parameters(model), before)
+        assert not differ(full_parameters(model), before)
 
         def on_first_only(models, weights, folder):
             if rank == 0:
@@ -138,26 +137,6 @@ def test_a_hook_that_raises_on_one_rank_is_an_error_on_all_and_leaves_the_checkp
         acc.wait_for_everyone()
         assert os.listdir(tmp_path) == ["c"]
         acc.load_state(tmp_path / "c")
-
-
-@ranks(2)
-def test_a_hook_may_save_a_whole_model_by_itself(rank, tmp_path):
-    with accelerator(OURS) as acc:
-        model = acc.prepare(net())
-        wanted = whole_parameters(model)
-
-        def save(models, weights, folder):
-            acc.save_model(models[0], os.path.join(folder, "export"))
-            weights.pop()
-
-        acc.register_save_state_pre_hook(save)
-        acc.save_state(tmp_path / "c")
-    fresh = nn.Module.state_dict(net(4))
-    from safetensors.torch import load_file
-
-    found = load_file(tmp_path / "c" / "export" / "model.safetensors")
-    assert not differ(found, wanted)
-    assert found.keys() == fresh.keys()
 
 
 @pytest.mark.parametrize("kind", [STOCK, OURS])

@@ -12,9 +12,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.accelerate.helpers import OURS, STOCK, Net, accelerator, loader, loss_of, net, sgd, whole_parameters
-from tests.accelerate.peft_models import adapted
-from tests.accelerate.state.helpers import plugin
+from tests.accelerate.support.accelerators import (
+    OURS,
+    STOCK,
+    Net,
+    accelerator,
+    full_parameters,
+    loader,
+    loss_of,
+    net,
+    sgd,
+)
+from tests.accelerate.support.checkpoints import plugin
+from tests.accelerate.support.peft_models import adapted
 from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard import ShardTensor
@@ -96,7 +106,7 @@ def idiom(kind, folder, **options):
         accelerate.register_save_state_pre_hook(save_model_hook)
         accelerate.register_load_state_pre_hook(load_model_hook)
         losses = train(accelerate, model, optimizer, data)
-        saved = whole_parameters(accelerate.unwrap_model(model))
+        saved = full_parameters(accelerate.unwrap_model(model))
         accelerate.save_state(str(folder))
         accelerate.wait_for_everyone()
         losses += train(accelerate, model, optimizer, data)
@@ -118,10 +128,10 @@ def test_the_hooks_of_diffusers_work_unedited(form, tmp_path):
 
 @pytest.mark.parametrize("form", ["sharded", *exhaustive("full")])
 @ranks(2)
-def test_on_the_main_process_every_way_to_a_models_weights_gives_whole_ones(rank, form, tmp_path):
+def test_on_the_main_process_every_way_to_a_models_weights_gives_full_ones(rank, form, tmp_path):
     with accelerator(OURS, shard_plugin=plugin(form)) as acc:
         one, two = acc.prepare(unet(), net(3))
-        wanted, other = whole_parameters(one), whole_parameters(two)
+        wanted, other = full_parameters(one), full_parameters(two)
 
         def save(models, weights, folder):
             if acc.is_main_process:
@@ -146,7 +156,7 @@ def test_on_the_main_process_every_way_to_a_models_weights_gives_whole_ones(rank
         with torch.no_grad():
             one.net.head.weight.zero_()
         acc.load_state(tmp_path / "c")  # what hooks have left in the list is there, too
-        assert not differ(whole_parameters(one), wanted)
+        assert not differ(full_parameters(one), wanted)
 
 
 @ranks(2)
@@ -154,7 +164,7 @@ def test_hooks_that_save_on_all_ranks_work_too(rank, tmp_path):
     given = []
     with accelerator(OURS) as acc:
         model = acc.prepare(unet())
-        wanted = whole_parameters(model)
+        wanted = full_parameters(model)
 
         def save(models, weights, folder):
             given.append(acc.get_state_dict(models[0]))
@@ -215,17 +225,17 @@ def test_hooks_for_lora_write_and_read_the_adapter_alone(form, tmp_path):
         acc.save_state(tmp_path / "c")
         assert not differ(load_file(tmp_path / "c" / "lora"), wanted)
         assert not differ(load_file(tmp_path / "c" / "adapter" / "adapter_model.safetensors"), wanted)
-        before = whole_parameters(model)
+        before = full_parameters(model)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.zero_()
         acc.load_state(tmp_path / "c")
-        assert not differ(whole_parameters(model), before)
+        assert not differ(full_parameters(model), before)
 
 
 @ranks(2)
-def test_slices_of_the_given_weights_are_made_whole_by_save_pretrained_and_refused_by_torch_save(rank, tmp_path):
+def test_shards_of_the_given_weights_are_made_whole_by_save_pretrained_and_refused_by_torch_save(rank, tmp_path):
     with accelerator(OURS) as acc:
         model = acc.prepare(adapted()[0])
         wanted = peft.get_peft_model_state_dict(adapted()[0])

@@ -11,10 +11,11 @@ from accelerate import load_checkpoint_in_model
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.accelerate.helpers import OURS, STOCK, accelerator, loader, loss_of, net, sgd, whole_parameters
-from tests.accelerate.state.helpers import Noisy, plugin
+from tests.accelerate.support.accelerators import OURS, STOCK, accelerator, full_parameters, loader, loss_of, net, sgd
+from tests.accelerate.support.checkpoints import Noisy, plugin
 from tests.marks import exhaustive
 from tests.ranks import ranks
+from torch_shard.errors import ShardPicklingError
 
 FORMS = ["sharded", *exhaustive("full")]
 
@@ -62,7 +63,7 @@ class Pair:
         return found
 
     def state(self):
-        found = [whole_parameters(model) for model in (*self.models, self.teacher)]
+        found = [full_parameters(model) for model in (*self.models, self.teacher)]
         return [*found, {"scale": self.scale.detach().clone(), **copied(self.other.state_dict())}]
 
 
@@ -122,7 +123,7 @@ def test_an_optimizer_over_two_models_goes_through_both_forms_unchanged(tmp_path
 def test_a_compiled_model_is_saved_under_its_plain_names(form, tmp_path):
     with accelerator(OURS, shard_plugin=plugin(form)) as acc:
         model = acc.prepare(net())
-        wanted = whole_parameters(model)
+        wanted = full_parameters(model)
         compiled = torch.compile(model, backend="eager")
         acc._models[0] = compiled
         assert list(acc.get_state_dict(compiled, unwrap=False)) in ([f"_orig_mod.{name}" for name in wanted], [])
@@ -131,7 +132,7 @@ def test_a_compiled_model_is_saved_under_its_plain_names(form, tmp_path):
     with accelerator(OURS) as acc:
         plain = acc.prepare(net(3))
         acc.load_state(tmp_path / "c")
-        found = whole_parameters(plain)
+        found = full_parameters(plain)
         assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
@@ -191,3 +192,30 @@ def test_a_model_of_transformers_with_tied_weights_is_saved_as_it_reads_it(rank,
             found = type(model).from_pretrained(tmp_path / "m").state_dict()
             assert all(torch.equal(found[name], value) for name, value in wanted.items())
         acc.wait_for_everyone()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("safe", [False, True])
+@ranks(2)
+def test_shards_are_not_saved_on_any_rank_and_leave_no_file(rank, safe, tmp_path):
+    with accelerator(OURS) as acc:
+        model = net()
+        model, optimizer, data = acc.prepare(model, torch.optim.Adam(model.parameters()), loader())
+        acc.backward(loss_of(model, next(iter(data))))
+        optimizer.step()
+        plain = acc.unwrap_model(model)
+        objects = [plain.state_dict(), {"epoch": 1, "state": [optimizer.state_dict()]}, plain, plain.head]
+        for number, found in enumerate(objects[: 1 if safe else None]):
+            with pytest.raises(ShardPicklingError):
+                acc.save(found, tmp_path / f"{number}", safe_serialization=safe)
+        assert not list(tmp_path.iterdir())
+        whole = acc.get_state_dict(model)
+        acc.save(whole, tmp_path / "whole", safe_serialization=safe)
+        acc.wait_for_everyone()
+        assert [file.name for file in tmp_path.iterdir()] == ["whole"]
+        acc.wait_for_everyone()
+        acc.register_save_state_pre_hook(
+            lambda models, weights, folder: acc.save(models[0].state_dict(), f"{folder}/hook", safe_serialization=safe)
+        )
+        acc.save_state(tmp_path / "state")
+        assert (tmp_path / "state" / "hook").stat().st_size > 1000

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.accelerate.helpers import OURS, STOCK, accelerator, net, whole_parameters
-from tests.accelerate.state.helpers import Run, plugin
+from tests.accelerate.support.accelerators import OURS, STOCK, accelerator, full_parameters, net
+from tests.accelerate.support.checkpoints import Run, plugin
 from tests.marks import exhaustive
 from tests.ranks import ranks, run
 from torch_shard.errors import CheckpointError, StateDictError
@@ -107,7 +107,7 @@ class Average:
 
 @pytest.mark.parametrize(("writer", "reader"), [(OURS, OURS), *exhaustive((OURS, STOCK), (STOCK, OURS))])
 @ranks(2)
-def test_averages_of_parameters_are_saved_whole_and_loaded_as_slices(writer, reader, tmp_path):
+def test_averages_of_parameters_are_saved_whole_and_loaded_as_shards(writer, reader, tmp_path):
     with accelerator(writer, shard_plugin=plugin("full")) as acc:
         model = acc.unwrap_model(acc.prepare(net(0)))
         average = Average(model)
@@ -156,5 +156,5 @@ def test_weights_of_another_dtype_are_converted_where_that_is_asked_for(form, tm
         with pytest.raises(StateDictError, match=r"pass dtype=torch\.bfloat16"):
             acc.load_state(tmp_path / "c")
         acc.load_state(tmp_path / "c", dtype=torch.bfloat16)
-        found = whole_parameters(model)
+        found = full_parameters(model)
         assert all(torch.equal(found[name], p.bfloat16()) for name, p in net(0).named_parameters())

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import GPT2LMHeadModel, Trainer
 
 import accelerate_shard
-from tests.accelerate.trainer.helpers import Ours, assert_same_logs, trained, trainer
+from tests.accelerate.support.trainers import Ours, assert_same_logs, trained, trainer
 from tests.hf_models import build
 from tests.marks import exhaustive
 from tests.ranks import ranks, run

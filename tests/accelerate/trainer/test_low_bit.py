@@ -7,16 +7,12 @@ import torch
 from transformers import Trainer
 
 import torch_shard
-from tests.accelerate.trainer.helpers import Ours, assert_same_logs, trained, trainer
+from tests.accelerate.support.trainers import Ours, assert_same_logs, trained, trainer
 from tests.hf_models import build
 from tests.marks import exhaustive
 from tests.ranks import ranks
 from torch_shard.errors import ConfigError
 
-OF_BITSANDBYTES = [
-    "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit", "lion_32bit", "paged_lion_8bit",
-    "ademamix_8bit", "rmsprop_bnb", "rmsprop_bnb_8bit",
-]  # fmt: skip
 OF_TORCHAO = ["adamw_torch_8bit", "adamw_torch_4bit"]
 TORCHAO = {"learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 3}
 
@@ -30,15 +26,6 @@ def _refused(own, *named):
         assert part in str(error.value)
     assert torch_shard.engine_of(own.model) is None and own.state.global_step == 0
     assert all(torch.equal(value, before[name]) for name, value in own.model.state_dict().items())
-
-
-@pytest.mark.parametrize("name", exhaustive(*OF_BITSANDBYTES))
-@ranks(2)
-def test_an_optimizer_of_bitsandbytes_is_refused_with_a_remedy(name, tmp_path):
-    pytest.importorskip("bitsandbytes")
-    with trainer(Ours, tmp_path, optim=name) as own:
-        in_8_bits = "8bit" in name
-        _refused(own, "bitsandbytes.optim", "blocks" if in_8_bits else "addresses", "torch.optim")
 
 
 @pytest.mark.parametrize(

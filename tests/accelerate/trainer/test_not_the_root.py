@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer
 
 from accelerate_shard import from_pretrained
-from tests.accelerate.trainer.helpers import Ours, Tokens, trainer
+from tests.accelerate.support.trainers import Ours, Tokens, trainer
 from tests.hf_models import build
 from tests.ranks import ranks
 from torch_shard.errors import SetupError

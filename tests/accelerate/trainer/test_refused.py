@@ -6,8 +6,8 @@ import pytest
 from transformers import Trainer
 
 from accelerate_shard import ShardPlugin
-from accelerate_shard.trainer import ShardTrainerMixin
-from tests.accelerate.trainer.helpers import Ours, trainer
+from accelerate_shard.trainer.mixin import ShardTrainerMixin
+from tests.accelerate.support.trainers import Ours, trainer
 from tests.hf_models import build
 from tests.ranks import ranks
 from torch_shard.errors import ConfigError, DivergenceError, MissingRankError, StateDictError
@@ -34,7 +34,7 @@ def test_saving_on_one_rank_only_is_an_error_where_the_other_does_nothing(tmp_pa
 
 
 @ranks(2)
-def test_slices_are_not_saved(tmp_path, rank):
+def test_shards_are_not_saved(tmp_path, rank):
     with trainer(Ours, tmp_path, max_steps=1) as own:
         own.train()
         if rank == 0:

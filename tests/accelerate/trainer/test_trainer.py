@@ -9,7 +9,7 @@ from transformers import Trainer
 
 import torch_shard
 from accelerate_shard import ShardPlugin
-from tests.accelerate.trainer.helpers import Ours, assert_same_logs, trained, trainer
+from tests.accelerate.support.trainers import Ours, assert_same_logs, trained, trainer
 from tests.marks import exhaustive, quick
 from tests.ranks import ranks
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from accelerate_shard.trainer import ShardTrainerMixin
-from tests.accelerate.helpers import clean_state
-from tests.accelerate.trainer.helpers import Steps, Tokens, assert_same_logs
+from accelerate_shard.trainer.mixin import ShardTrainerMixin
+from tests.accelerate.support.accelerators import clean_state
+from tests.accelerate.support.trainers import Steps, Tokens, assert_same_logs
 from tests.hf_models import VOCAB, build
 from tests.ranks import ranks
 

@@ -1,0 +1,1 @@
+"""Running scripts that are not edited, by replacing names of Accelerate and transformers with ours."""

@@ -1,0 +1,147 @@
+"""``enable()``: replace Accelerate's ``Accelerator`` by ours wherever it is known by name, for scripts that are not edited.
+
+Names are replaced in the modules that are loaded. Modules that are loaded later import our class from ``accelerate``.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch_shard import ShardConfig
+
+from ..settings.chosen import set_enabled_plugin
+from ..settings.from_environment import launch_plugin, take_over_launch
+from ..settings.plugin import ShardPlugin, plugin_of
+
+__all__ = ["disable", "enable"]
+
+_TRAINER = "transformers.trainer"
+_LIBRARIES = ("accelerate", "transformers", "trl", "peft")
+
+_replaced: list[tuple[ModuleType, str, Any]] = []  # module, name in it, and the original value
+
+
+def enable(plugin: ShardPlugin | ShardConfig | None = None) -> None:
+    """Have ``accelerate.Accelerator`` be ours from now on, and ``transformers.Trainer`` train with it. Not collective.
+
+    For scripts and notebooks that are left as they are: call it first, before or after ``from accelerate import Accelerator``.
+    Accelerators that exist already are not changed. Calling it again replaces the settings.
+
+    Args:
+        plugin: settings of every Accelerator that is given none, in place of those of the launch.
+
+    Raises:
+        ConfigError: `plugin` is neither a :class:`ShardPlugin` nor a ``ShardConfig``; or the launch's settings are wrong.
+    """
+    checked = None if plugin is None else plugin_of(plugin)
+    if checked is None:
+        launch_plugin()  # so that a mistake shows here and not after the script has loaded its model
+    _replace_accelerator()
+    set_enabled_plugin(checked)
+    take_over_launch()
+    _FINDER.install()
+    if _TRAINER in sys.modules:
+        _apply_to_trainer()
+
+
+def disable() -> None:
+    """Undo :func:`enable`: the names are what they were. Accelerators that exist go on as they are. Not collective.
+
+    A module of the user's that was loaded in between keeps ours, which it may have imported from here.
+    """
+    set_enabled_plugin(None)
+    _FINDER.remove()
+    ours = _ours()
+    for module, name, before in [*_replaced, *_imported_since(ours)]:
+        if module.__dict__.get(name) is ours:
+            setattr(module, name, before)
+    _replaced.clear()
+    if _TRAINER in sys.modules:
+        from ..trainer.mixin import remove_from_trainer
+
+        remove_from_trainer()
+
+
+def _ours() -> Any:
+    from ..accelerator import Accelerator
+
+    return Accelerator
+
+
+def _stock() -> Any:
+    # Found through our class, since the name in `accelerate` may be ours by now.
+    return next(kind for kind in _ours().__mro__ if kind.__module__ == "accelerate.accelerator")
+
+
+def _replace_accelerator() -> None:
+    ours, stock = _ours(), _stock()
+    for module in list(sys.modules.values()):
+        # Our modules need the original. __dict__, because lazy modules would import everything on getattr.
+        names = getattr(module, "__dict__", None)
+        if not isinstance(module, ModuleType) or names is None or module.__name__.split(".")[0] == "accelerate_shard":
+            continue
+        for name in [name for name, value in list(names.items()) if value is stock]:
+            _replaced.append((module, name, stock))
+            setattr(module, name, ours)
+
+
+def _imported_since(ours: Any) -> list[tuple[ModuleType, str, Any]]:
+    """Return the places where libraries have imported our class by the name of Accelerate's."""
+    modules = [m for name, m in list(sys.modules.items()) if name.split(".")[0] in _LIBRARIES and _replaced]
+    return [
+        (module, name, _stock())
+        for module in modules
+        for name, value in list(getattr(module, "__dict__", {}).items())
+        if value is ours
+    ]
+
+
+def _apply_to_trainer() -> None:
+    from ..trainer.mixin import apply_to_trainer
+
+    apply_to_trainer()
+
+
+class _Finder:
+    """Finds nothing itself: lets the other finders find the Trainer's module, and has it followed by ours."""
+
+    def install(self) -> None:
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+
+    def remove(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _TRAINER:
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec: importlib.machinery.ModuleSpec | None = (
+                find(fullname, path, target) if find and finder is not self else None
+            )
+            if spec is not None:
+                _followed(spec, self)
+                return spec
+        return None
+
+
+def _followed(spec: importlib.machinery.ModuleSpec, finder: _Finder) -> None:
+    loader: Any = spec.loader
+    execute: Callable[[ModuleType], None] = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        if module.__name__ == _TRAINER and finder in sys.meta_path:
+            # The module is complete but for the import machinery's bookkeeping, which `apply_to_trainer` does not need.
+            _apply_to_trainer()
+
+    loader.exec_module = exec_module
+
+
+_FINDER = _Finder()

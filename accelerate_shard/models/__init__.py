@@ -1,0 +1,1 @@
+"""What changes on a model that is sharded or loaded: checks before, and methods that know about shards after."""

@@ -1,0 +1,194 @@
+"""``model.save_pretrained`` on a sharded model: full tensors, written by transformers' and PEFT's own code.
+
+Without ``state_dict=`` the call is collective: the tensors are gathered unit by unit on the CPU of the rank that writes, and all
+ranks return when the files are there. With full tensors in ``state_dict=``, from ``accelerator.get_state_dict(model)``, it is not
+collective. The libraries never see a state dict of shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import secrets
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_shard import Engine, ShardTensor
+from torch_shard.errors import ConfigError, StateDictError
+from torch_shard.frontend import agree, engine_holding, make_full
+from torch_shard.frontend.checkpoint import broadcast, each, gather
+
+from .. import _private
+from .full_weights_in_hooks import Known, known
+
+__all__ = ["save_pretrained"]
+
+
+def save_pretrained(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run ``save_pretrained`` with the tensors of the full model, as they are stored. Collective without ``state_dict=``.
+
+    In a hook of ``save_state`` it is not collective, and rank 0 writes alone (see :mod:`.full_weights_in_hooks`).
+
+    The ranks with ``is_main_process=True`` write. If all of them pass that and the same directory, rank 0 writes.
+
+    Args:
+        module: sharded, or a part of a sharded model, with a ``save_pretrained`` of its own.
+        stock: that method, with its arguments.
+
+    Returns:
+        What `stock` returns, on a rank that writes.
+
+    Raises:
+        MissingRankError: some rank does not call it; nothing has been written.
+        StateDictError: ``state_dict=`` holds tensors that are not full, or is empty on the rank that writes.
+        CheckpointError: on all ranks: the files can't be written.
+        ConfigError: an argument for which the sharded model itself would have to be changed.
+    """
+    in_hook = known(module)
+    if in_hook is not None:
+        return _save_known(module, in_hook, _Call(module, stock, args, kwargs))
+    engine = engine_holding(module)
+    if engine is None:
+        return stock(*args, **kwargs)
+    call = _Call(module, stock, args, kwargs)
+    given = call.state_dict
+    prompts = _private.prompt_encoders(module)
+    if given is not None and not prompts and not any(isinstance(value, ShardTensor) for value in given.values()):
+        return _save_given(module, engine, call, given)
+    return _save_together(module, engine, call, prompts)
+
+
+class _Call:
+    """The user's call, with its arguments by name."""
+
+    def __init__(self, module: nn.Module, stock: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self.what = f"{type(module).__name__}.save_pretrained"
+        self.stock = stock
+        signature = inspect.signature(stock)
+        bound = signature.bind(*args, **kwargs)
+        rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+        self.arguments: dict[str, Any] = dict(bound.arguments)
+        self.arguments.update(self.arguments.pop(rest, {}) if rest is not None else {})
+        self.positional = [
+            self.arguments.pop(p.name) for p in signature.parameters.values() if p.kind is p.POSITIONAL_ONLY
+        ]
+        self.takes_state = "state_dict" in signature.parameters or _private.is_peft_model(module)
+        self.state_dict: Mapping[str, Any] | None = self.arguments.pop("state_dict", None)
+        self.is_main = bool(self.arguments.get("is_main_process", True))
+        first = self.positional[0] if self.positional else next(iter(bound.arguments.values()), None)
+        self.directory = os.path.abspath(first) if isinstance(first, (str, os.PathLike)) else repr(first)
+        if self.arguments.get("path_initial_model_for_weight_conversion") is not None:
+            raise ConfigError(
+                f"{self.what}: path_initial_model_for_weight_conversion loads one more adapter into the model, which can't be "
+                "done while it is sharded. Save the adapter as it is, load it into the plain model with "
+                "PeftModel.from_pretrained, and convert it there."
+            )
+        if self.arguments.get("distributed_checkpoint"):
+            raise ConfigError(
+                f"{self.what}: distributed_checkpoint is for models that transformers has sharded. Leave it out for the full "
+                "model; accelerator.save_state(...) writes every rank's shards."
+            )
+
+    def write(self, module: nn.Module, found: dict[str, Any]) -> Any:
+        """Have the library write the tensors of `found`. Not collective."""
+        if self.takes_state:
+            return self.stock(*self.positional, **self.arguments, state_dict=found)
+        # A library that calls module.state_dict() itself.
+        before = module.__dict__.get("state_dict")
+        module.__dict__["state_dict"] = lambda *args, **kwargs: found
+        try:
+            return self.stock(*self.positional, **self.arguments)
+        finally:
+            if before is None:
+                del module.__dict__["state_dict"]
+            else:
+                module.__dict__["state_dict"] = before
+
+
+def _save_given(module: nn.Module, engine: Engine, call: _Call, given: Mapping[str, Any]) -> Any:
+    """Write what the user has gathered. Not collective."""
+    rank = engine.rank
+    if not given:
+        # accelerator.get_state_dict gives an empty dict on ranks other than 0.
+        if not call.is_main or rank != 0:
+            return None
+        raise StateDictError(f"rank {rank}: {call.what}: state_dict is empty, so that no model would be written.")
+    shapes = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False)}
+    misfits = [
+        f"{name} is {tuple(value.shape)}, and the parameter {tuple(shapes[name])}"
+        for name, value in given.items()
+        if name in shapes and isinstance(value, torch.Tensor) and value.shape != shapes[name]
+    ]
+    if misfits:
+        raise StateDictError(
+            f"rank {rank}: {call.what}: state_dict does not hold the full parameters; pass accelerator.get_state_dict(model), "
+            "called on all ranks.\n  " + "\n  ".join(misfits)
+        )
+    return call.write(module, dict(given))
+
+
+def _save_known(module: nn.Module, in_hook: Known, call: _Call) -> Any:
+    """Write on rank 0, in a hook of ``save_state``; the other ranks return. Not collective."""
+    if not in_hook.is_first or not call.is_main:
+        return None
+    own = in_hook.state()
+    given = own if call.state_dict is None else dict(call.state_dict)
+    # The weights that hooks get are ShardTensors.
+    lost = [name for name, value in given.items() if isinstance(value, ShardTensor) and name not in own]
+    if lost:
+        raise StateDictError(
+            f"rank 0: {call.what}: state_dict holds shards, and the model has no entries {', '.join(lost[:3])}. Pass entries of "
+            "accelerator.get_state_dict(model)."
+        )
+    return call.write(module, {k: own[k] if isinstance(v, ShardTensor) else v for k, v in given.items()})
+
+
+def _save_together(module: nn.Module, engine: Engine, call: _Call, prompts: list[nn.Module]) -> Any:
+    what = call.what
+    agree(engine, what)
+    plans = gather(engine, (call.is_main, call.directory), what)
+    writers, nonce = broadcast(engine, (_writers(plans or []), secrets.token_hex(8)), what)
+    if not writers:
+        return None
+    here = engine.rank in writers
+    # Under prompt learning PEFT saves what the encoder computes.
+    with engine.gathered(prompts) if prompts else contextlib.nullcontext():
+        found, wanted, error = {}, {}, None
+        try:
+            found = dict(call.state_dict if call.state_dict is not None else module.state_dict())
+            wanted = _wanted(module, call, found)
+        except Exception as problem:  # the other ranks must hear of it
+            error = problem
+        if prompts:
+            agree(engine, what, None, error)
+            wanted = {key: value for key, value in wanted.items() if isinstance(value, ShardTensor)}
+            for key, value in wanted.items():
+                wanted[key] = value.full_tensor().cpu()
+        else:
+            make_full(engine, wanted, writers == [0], what, error)
+        found.update(wanted)
+        return each(engine, what, lambda: call.write(module, found) if here else None, nonce=nonce)
+
+
+def _writers(plans: list[tuple[bool, str]]) -> list[int]:
+    asked = [rank for rank, (is_main, _) in enumerate(plans) if is_main]
+    same = len({plans[rank][1] for rank in asked}) == 1
+    return [0] if len(asked) == len(plans) and same else asked
+
+
+def _wanted(module: nn.Module, call: _Call, found: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a state dict that will be written: few if the model has adapters. Not collective."""
+    adapters = _private.saved_adapters(module, call.arguments)
+    if adapters is None:
+        return dict(found)
+    chosen: set[int] = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT warns once more when the files are written
+        for name in adapters:
+            chosen |= {id(value) for value in _private.adapter_state(module, found, name, call.arguments).values()}
+    return {key: value for key, value in found.items() if id(value) in chosen}

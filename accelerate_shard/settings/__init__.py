@@ -1,0 +1,1 @@
+"""The user's settings: the plugin, and the translation of other sources (launch, FSDP, DDP) into it."""

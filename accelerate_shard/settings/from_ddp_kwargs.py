@@ -1,0 +1,91 @@
+"""``DistributedDataParallelKwargs`` for a sharded model: what is translated, and warnings about the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_shard import Engine, ShardConfig
+from torch_shard.errors import ConfigError, UnavailableError
+from torch_shard.frontend import reduce_scatter_single
+from torch_shard.log import logger
+
+__all__ = ["config_with", "register_hook"]
+
+# Settings of DDP's reducer, which don't change results. There is no such reducer here.
+_WITHOUT_MEANING = ("bucket_cap_mb", "check_reduction", "gradient_as_bucket_view", "static_graph", "comm_state_option")
+
+_UNAVAILABLE = (
+    "DistributedDataParallelKwargs: a communication hook needs torch.distributed with reduce_scatter, which this build of torch "
+    "lacks. Leave comm_hook out, or use ShardPlugin(strategy='no_shard')."
+)
+
+
+def config_with(handler: Any, config: ShardConfig) -> ShardConfig:
+    """Return `config` with what a ``DistributedDataParallelKwargs`` says; None says nothing. Not collective.
+
+    Raises:
+        ConfigError: a communication hook that compresses with a state of its own kind.
+    """
+    if handler is None:
+        return config
+    if handler.dim != 0:
+        raise ConfigError(f"DistributedDataParallelKwargs.dim={handler.dim!r}: batches are not scattered here.")
+    _hook_dtype(handler)
+    changed = [name for name in _WITHOUT_MEANING if getattr(handler, name, None) != _default(handler, name)]
+    if changed:
+        logger.warning("DistributedDataParallelKwargs: %s without a meaning for sharded models.", ", ".join(changed))
+    return dataclasses.replace(config, broadcast_buffers=config.broadcast_buffers and handler.broadcast_buffers)
+
+
+def register_hook(handler: Any, engine: Engine) -> None:
+    """Have the engine send gradients in the dtype that the handler's communication hook compresses to. Collective."""
+    dtype = _hook_dtype(handler) if handler is not None else None
+    if dtype is not None and engine.world_size > 1:
+        replicated = engine.config.strategy == "no_shard"
+        if not replicated and reduce_scatter_single is None:
+            raise UnavailableError(_UNAVAILABLE)
+        hook = _compressed_all_reduce if replicated else _compressed_reduce_scatter
+        engine.register_comm_hook((engine.shard_group, dtype), hook)
+
+
+def _default(handler: Any, name: str) -> Any:
+    for field in dataclasses.fields(handler):
+        if field.name == name:
+            return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return None  # a field of another release of Accelerate
+
+
+def _hook_dtype(handler: Any) -> torch.dtype | None:
+    hook, wrapper = (str(getattr(kind, "value", kind)) for kind in (handler.comm_hook, handler.comm_wrapper))
+    kinds = {hook, wrapper} - {"no"} if hook != "no" else set()  # without a hook there is nothing to wrap
+    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
+    unknown = sorted(kinds - set(dtypes))
+    if unknown or len(kinds) > 1:
+        raise ConfigError(
+            f"DistributedDataParallelKwargs: the communication hook {' with '.join(sorted(kinds))} is made for DDP's buckets. "
+            "fp16 and bf16 are done here; for another one give engine.register_comm_hook a hook with FSDP's signature, or see "
+            "ShardConfig.quantized."
+        )
+    return dtypes[kinds.pop()] if kinds else None
+
+
+def _compressed_reduce_scatter(state: Any, grad: torch.Tensor, output: torch.Tensor) -> None:
+    group, dtype = state
+    # Gradients are divided before the sum, so that fp16 does not overflow.
+    sent = (grad / dist.get_world_size(group)).to(dtype)
+    received = torch.empty_like(output, dtype=dtype)
+    if reduce_scatter_single is None:  # register_hook has refused this before
+        raise UnavailableError(_UNAVAILABLE)
+    reduce_scatter_single(received, sent, group=group)
+    output.copy_(received)
+
+
+def _compressed_all_reduce(state: Any, grad: torch.Tensor) -> None:
+    group, dtype = state
+    sent = (grad / dist.get_world_size(group)).to(dtype)
+    dist.all_reduce(sent, group=group)
+    grad.copy_(sent)

@@ -1,0 +1,62 @@
+"""``ShardPlugin.offload`` as text, for an environment variable, a YAML's key, and ``accelerate-shard config``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch_shard import Offload
+from torch_shard.errors import ConfigError
+
+__all__ = ["FORM", "offload_of_fields", "read_offload", "text_of"]
+
+_NOTHING, _ALL = ("none", "no", "false", "off", "0"), ("cpu", "yes", "true", "on", "1")
+_VALUES = {**dict.fromkeys(_NOTHING, False), **dict.fromkeys(_ALL, True), "none": None}
+_FIELDS = tuple(field.name for field in dataclasses.fields(Offload))
+FORM = "none, cpu, or fields of Offload: " + ", ".join(_FIELDS) + " (params=false,nvme=DIR)"
+
+
+def read_offload(text: str) -> Offload | None:
+    """Return what ``none``, ``cpu``, or ``name=value`` separated by commas means; ``cpu`` in front is allowed. Not collective.
+
+    Raises:
+        ValueError: it is none of these; says why.
+    """
+    text = text.strip()
+    if text.lower() in _NOTHING:
+        return None
+    if text.lower() in _ALL:
+        return Offload()
+    first, _, rest = text.partition(",")
+    pairs = {}
+    for part in (rest if rest and first.strip().lower() in _ALL else text).split(","):
+        name, _, value = (word.strip() for word in part.partition("="))
+        if not value:
+            raise ValueError(f"{part.strip()!r} is no name=value")
+        pairs[name] = value
+    return offload_of_fields(pairs)
+
+
+def offload_of_fields(pairs: Mapping[str, Any]) -> Offload:
+    """Return what a mapping means, as a YAML may have it. Not collective.
+
+    Raises:
+        ValueError: there is no such field, or its value is bad; says why.
+    """
+    unknown = [name for name in pairs if name not in _FIELDS]
+    if unknown:
+        raise ValueError(f"Offload has no field {unknown[0]!r}")
+    try:
+        return Offload(**{name: _VALUES.get(str(value).lower(), value) for name, value in pairs.items()})
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+def text_of(offload: Offload | None) -> str:
+    """Return what :func:`read_offload` reads as `offload`. Not collective."""
+    if offload is None:
+        return "none"
+    changed = {name: value for name in _FIELDS if (value := getattr(offload, name)) != getattr(Offload(), name)}
+    plain = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in changed.items()}
+    return ",".join(f"{name}={value}" for name, value in plain.items()) or "cpu"

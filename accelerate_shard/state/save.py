@@ -1,0 +1,317 @@
+"""``save_state``: all ranks write under a hidden name, and the checkpoint gets its name in one step."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+
+from torch_shard.errors import CheckpointError, ConfigError
+from torch_shard.frontend import refuse_inside
+from torch_shard.frontend.checkpoint import (
+    OPTIMIZER,
+    PendingSave,
+    Saving,
+    commit,
+    discard,
+    hidden,
+    make_durable,
+    optimizer_state,
+    save_contents,
+    sees,
+)
+from torch_shard.log import logger
+
+from ..models.full_weights_in_hooks import full_weights
+from . import directory_names, full, small_objects
+from .files import OPTIMIZER_NAME, SHARDED, keep_others, numbered, weights_name
+from .hooks import Left, after_save_hooks
+from .prepared import Prepared, Ranks, path_of
+
+__all__ = ["PendingState", "save_state"]
+
+_WHAT = "Accelerator.save_state"
+
+
+def save_state(accelerator: Any, output_dir: Any, safe_serialization: bool, options: Mapping[str, Any]) -> Path:
+    """Write a checkpoint. Collective; see :class:`.mixin.StateMixin`."""
+    prepared = Prepared(accelerator)
+    ranks = Ranks(prepared.sharded, _WHAT)
+    is_full = accelerator.shard_plugin.state_dict_type == "full"
+
+    def begin() -> Path:
+        _refuse(accelerator, options)
+        for engine in prepared.sharded:
+            refuse_inside(engine, _WHAT)
+        return directory_names.target(accelerator, output_dir)
+
+    # This comes before waiting for an earlier save, so that a missing rank is found here.
+    target = ranks.each(begin, key=lambda path: (str(path), is_full, safe_serialization, len(prepared.models)))
+    nonce = ranks.begin()
+    ranks.each(accelerator.finish_saving)
+    place = ranks.broadcast(directory_names.followed(target))
+    save = _Save(accelerator, prepared, ranks, place, nonce, bool(safe_serialization))
+    try:
+        ranks.on_first(save.make_folder)
+        ranks.each(save.check_shared)
+        save.write_full() if is_full else save.write_sharded()
+    except BaseException:
+        save.close(False)
+        raise
+    accelerator.project_configuration.iteration += 1
+    return target
+
+
+def _refuse(accelerator: Any, options: Mapping[str, Any]) -> None:
+    if options and accelerator.is_main_process:
+        logger.warning("save_state: %s: without a meaning for sharded models", ", ".join(sorted(options)))
+    # The launcher says how many processes there are on this node.
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    if accelerator.project_configuration.save_on_each_node and accelerator.num_processes > here:
+        raise ConfigError(
+            "save_on_each_node: one checkpoint is written by all ranks, to a file system that all nodes share. Leave it out."
+        )
+
+
+class _Save:
+    """One save on one rank."""
+
+    def __init__(
+        self, accelerator: Any, prepared: Prepared, ranks: Ranks, target: Path, nonce: str, safe: bool
+    ) -> None:
+        self.accelerator, self.prepared, self.ranks = accelerator, prepared, ranks
+        self.target, self.nonce, self.safe = target, nonce, safe
+        self.beside = hidden(target, nonce)
+        self.saving: Saving | None = None
+
+    # -- before and after -----------------------------------------------------------------------------------------------
+    def make_folder(self) -> None:
+        """Make the hidden folder. For rank 0."""
+        self.saving = Saving.begin(self.target, self.nonce, _refuse_file, directory_names.siblings(self.accelerator))
+
+    def check_shared(self) -> None:
+        """Raise where this rank has another folder of that name, or none."""
+        if not sees(self.beside, self.nonce):
+            raise CheckpointError(
+                f"rank {self.ranks.rank} does not see {self.beside}, which rank 0 has just made: the ranks don't share this "
+                "path. Save to a file system that all nodes mount at the same place. Nothing was saved."
+            )
+
+    def put_in_place(self) -> None:
+        """Give the checkpoint its name; then delete the one before, and those beyond ``total_limit``. For rank 0."""
+        assert self.saving is not None
+        for path in self.beside.iterdir():
+            if path.is_file():
+                make_durable(path)
+        commit(self.saving, self.target, keep_others)
+        discard(self.target, self.nonce)
+        directory_names.prune(self.accelerator, self.target)
+
+    def close(self, done: bool) -> None:
+        """Release the folder's lock; delete what was written if the checkpoint is not `done`."""
+        if self.saving is not None:
+            self.saving.close(remove=not done)
+            self.saving = None
+
+    def _write_small(self) -> None:
+        self.ranks.each(lambda: small_objects.write(self.accelerator, self.beside))
+        small_objects.write_custom(self.ranks, self.accelerator._custom_objects, self.beside)
+
+    def _finish(self) -> None:
+        self.ranks.on_first(self.put_in_place)
+        self.close(True)
+
+    # -- the sharded form -----------------------------------------------------------------------------------------------
+    def write_sharded(self) -> None:
+        """Write models and optimizers to a folder to which all ranks write. Collective."""
+        states = self.ranks.each(self._sharded_states)
+        with self._full_for_hooks():
+            left = after_save_hooks(self.accelerator, self.ranks, states, self.beside, everywhere=True)
+        self._write_small()
+        contents: dict[str, Any] = {}
+        described = []
+        for position, item in enumerate(left):
+            engine = self.prepared.engines[item.number] if item.number is not None else None
+            if item.number is not None and engine is None:
+                self._write_model(position, item)
+                continue
+            path = path_of(position)
+            if item.number is not None:
+                described.append(self.prepared.source(item.number, path))
+            holder = contents if len(path) == 1 else contents.setdefault(path[0], {})
+            holder[path[-1]] = item.state
+        contents.update(self.ranks.each(self._optimizers))
+        engines = self.prepared.sharded
+        if not contents or not engines:
+            self._finish()
+            return
+        asynchronous = self.accelerator.shard_plugin.async_save
+        pending = save_contents(
+            engines[0],
+            self.beside / SHARDED,
+            contents,
+            sources=described or [self.prepared.source(self.prepared.engines.index(engines[0]))],
+            asynchronous=asynchronous,
+        )
+        if pending is None:
+            self._finish()
+        else:
+            # The thread of PendingState keeps the folder's lock and releases it, whatever this rank does next.
+            place = self.put_in_place if self.ranks.is_first else _nothing
+            self.accelerator._pending_state = PendingState(pending, self.target, place, self.close)
+
+    def _sharded_states(self) -> list[Mapping[str, Any]]:
+        return [
+            model.state_dict() if engine is None else engine.state_dict(form="sharded", offload_to_cpu=False)
+            for model, engine in zip(self.prepared.models, self.prepared.engines, strict=True)
+        ]
+
+    def _optimizers(self) -> dict[str, Any]:
+        if not self.prepared.sharded:  # optimizers are written as in the full form
+            self._write_plain_optimizers()
+            return {}
+        named = self.prepared.named()
+        states = {str(n): optimizer_state(named, [own]) for n, own in enumerate(self.prepared.optimizers)}
+        return {OPTIMIZER: states} if states else {}
+
+    def _write_plain_optimizers(self) -> None:
+        for number, optimizer in enumerate(self.prepared.optimizers if self.ranks.is_first else ()):
+            torch.save(optimizer.state_dict(), self.beside / numbered(OPTIMIZER_NAME, number))
+
+    # -- the full form --------------------------------------------------------------------------------------------------
+    def write_full(self) -> None:
+        """Write models and optimizers to the files of stock Accelerate, on rank 0. Collective."""
+        if self.accelerator._save_model_state_pre_hook:
+            with self._full_for_hooks() as full_states:
+                states: list[Mapping[str, Any]] = [
+                    model.state_dict() if full is None else full
+                    for model, full in zip(self.prepared.models, full_states, strict=True)
+                ]
+                left = after_save_hooks(self.accelerator, self.ranks, states, self.beside, everywhere=False)
+            del full_states
+            for position, item in enumerate(left):
+                self._write_model(position, item)
+            del states, left
+        else:
+            for number, engine in enumerate(self.prepared.engines):
+                if engine is not None and self.safe:
+                    engine.save_full(self.beside / weights_name(number, True))  # a unit at a time
+                else:
+                    self._write_model(number, Left(number, self._full_state(number)))
+        for number, optimizer in enumerate(self.prepared.optimizers):
+            state = full.optimizer_state(self.prepared, optimizer)
+            path = self.beside / numbered(OPTIMIZER_NAME, number)
+            self.ranks.on_first(_saves(state, path))
+            del state
+        self._write_small()
+        self._finish()
+
+    def _full_for_hooks(self) -> contextlib.AbstractContextManager[list[dict[str, Any] | None]]:
+        """Gather full models on rank 0 for hooks that run inside; without hooks gather nothing. Collective."""
+        if not self.accelerator._save_model_state_pre_hook:
+            return contextlib.nullcontext([])
+        return full_weights(self.prepared.models, self.prepared.engines, self.ranks.is_first)
+
+    def _full_state(self, number: int) -> dict[str, Any]:
+        engine = self.prepared.engines[number]
+        if engine is None:
+            found: dict[str, Any] = self.prepared.models[number].state_dict()
+            return found
+        return engine.state_dict(rank0_only=True, offload_to_cpu=True)
+
+    def _write_model(self, position: int, item: Left) -> None:
+        """Write full weights, on rank 0, to the file of their position in the list. Collective."""
+        path = self.beside / weights_name(position, self.safe)
+        state = collections.OrderedDict(
+            item.state
+        )  # the type that Module.state_dict() returns, which safe loaders know
+        if hasattr(item.state, "_metadata"):
+            state._metadata = item.state._metadata  # type: ignore[attr-defined]
+        self.ranks.on_first(lambda: accelerate.utils.save(state, str(path), safe_serialization=self.safe))
+
+
+def _saves(state: Any, path: Path) -> Callable[[], None]:
+    def save() -> None:
+        torch.save(state, path)
+
+    return save
+
+
+def _nothing() -> None:
+    """Do nothing, as the other ranks in the end."""
+
+
+def _refuse_file(target: Path) -> None:
+    if os.path.lexists(target) and not target.is_dir():
+        raise CheckpointError(f"{target} is a file; a checkpoint is a directory. Give another path, or delete it.")
+
+
+# -- while training goes on --------------------------------------------------------------------------------------------
+
+
+class PendingState:
+    """One asynchronous ``save_state`` on one rank. Nothing here is collective.
+
+    Args:
+        engines_own: of the models and optimizers.
+        target: of the checkpoint.
+        finish: on rank 0: put it in its place.
+        close: on rank 0, in the end: with whether that was done.
+    """
+
+    def __init__(
+        self, engines_own: PendingSave, target: Path, finish: Callable[[], None], close: Callable[[bool], None]
+    ) -> None:
+        self.path = target
+        self._own: PendingSave | None = engines_own
+        self._finish: Callable[[], None] | None = finish
+        self._close: Callable[[bool], None] | None = close
+        self._error: Exception | None = None
+        self._ended = threading.Event()
+        # The thread is no daemon, so that a program waits for it at its end.
+        threading.Thread(target=self._run, name=f"accelerate_shard save of {target.name}").start()
+
+    def done(self) -> bool:
+        """Return True if the checkpoint is in its place, or has failed."""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is in its place as far as this rank knows.
+
+        Raises:
+            CheckpointError: it has failed; raised once.
+        """
+        self._ended.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self) -> None:
+        own, finish, close = self._own, self._finish, self._close
+        assert own is not None and finish is not None and close is not None
+        # These hold the checkpoint's contents, which are freed with this thread.
+        self._own = self._finish = self._close = None
+        done = False
+        try:
+            own.wait()
+            finish()
+            done = True
+        except CheckpointError as error:
+            self._error = error
+        except Exception as error:
+            self._error = CheckpointError(
+                f"the asynchronous save to {self.path} failed: {error}. What was at that path before is there still."
+            )
+            self._error.__cause__ = error
+            logger.error("%s", self._error)
+        finally:
+            close(done)
+            del own, finish, close
+            self._ended.set()

@@ -1,0 +1,234 @@
+"""A Trainer's checkpoints of sharded models: the Trainer's own files, with full tensors.
+
+All ranks gather, and the ranks that the Trainer has write them do so. These are functions for :data:`.mixin.STEPS`. Models that
+are not sharded are left to the Trainer's own methods.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from torch_shard import Engine, ShardTensor
+from torch_shard.errors import DivergenceError, MissingRankError, StateDictError
+from torch_shard.frontend import (
+    OTHER_STATE,
+    agree,
+    engine_holding,
+    full_state_dict,
+    load_optim_state_dict,
+    optim_state_dict,
+    param_names_of,
+)
+from torch_shard.frontend.checkpoint import broadcast, each
+
+from .._private import plain_optimizer
+from ..accelerator import Accelerator
+from ..models import unfilled_params
+
+__all__ = ["all_ranks", "load_optimizer", "load_weights", "save_optimizer", "save_weights"]
+
+T = TypeVar("T")
+
+_SAVING = "saving a model by the Trainer"
+_TRAINER_FIRST = (
+    "call trainer.train() or trainer.evaluate() before, or trainer.accelerator.prepare_model(trainer.model)"
+)
+_OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
+
+
+# -- written ------------------------------------------------------------------------------------------------------------
+def save_weights(
+    trainer: Any, own: Callable[..., None], output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+) -> None:
+    """Write the full model as ``from_pretrained`` reads it, and what goes with it. Collective: call it on all ranks.
+
+    Raises:
+        MissingRankError, DivergenceError: only some ranks came, as under ``if trainer.is_world_process_zero():``.
+        StateDictError: `state_dict` holds shards.
+        SetupError: the model has no values before it is sharded. Nothing has been written.
+    """
+    engine = engine_holding(
+        trainer.model
+    )  # also if trainer.model is a part of the sharded model, as merge_and_unload returns one
+    if state_dict is not None:
+        _refuse_shards(state_dict)
+    elif engine is None:
+        unfilled_params.refuse(trainer.model, "trainer.save_model()", _TRAINER_FIRST)
+    if engine is None or state_dict is not None:
+        own(output_dir, state_dict=state_dict)
+        return
+    writes = bool(trainer.args.should_save)
+    target = trainer.args.output_dir if output_dir is None else output_dir
+    with all_ranks("trainer.save_model()"):
+        _together(engine, _SAVING, lambda: os.makedirs(target, exist_ok=True) if writes else None)
+        if hasattr(trainer.model, "save_pretrained"):
+            # save_pretrained gathers what it writes: little if that is adapters. The Trainer calls it on ranks that write.
+            own_part = (
+                functools.partial(own, output_dir)
+                if writes
+                else functools.partial(trainer.model.save_pretrained, target, is_main_process=False)
+            )
+            error: Exception | None = None
+            try:
+                own_part()
+            except Exception as problem:  # the other ranks must hear of it
+                error = problem
+            agree(engine, _SAVING, None, error)
+        else:
+            state = full_state_dict(engine, trainer.model, not trainer.args.save_on_each_node)
+            _together(engine, _SAVING, lambda: own(output_dir, state_dict=state))
+
+
+def save_optimizer(trainer: Any, own: Callable[[str], None], output_dir: str) -> None:
+    """Write ``optimizer.pt``, with full state by number as a plain optimizer has it, and ``scheduler.pt``. Collective."""
+    engine = engine_holding(trainer.model)
+    if engine is None:
+        own(output_dir)
+        return
+    optimizer = plain_optimizer(trainer.optimizer)
+    with all_ranks("saving a Trainer's checkpoint"):
+        state = optim_state_dict(engine, optimizer, not trainer.args.save_on_each_node, trainer.model)
+        if state:
+            names = _names(engine, optimizer, trainer.model)
+            state = _renamed(state, {name: number for number, name in enumerate(names)})
+            state["state"] = dict(sorted(state["state"].items(), key=_number_first))
+
+        def write() -> None:
+            with _in_place(trainer, "optimizer", _Saved(state)):
+                own(output_dir)
+
+        _together(engine, "Trainer: saving the optimizer", write)
+
+
+def _number_first(item: tuple[Any, Any]) -> tuple[bool, Any]:
+    key = item[0]
+    return (True, str(key)) if not isinstance(key, int) else (False, key)
+
+
+class _Saved:
+    """In place of the optimizer while the Trainer writes what ``state_dict()`` gives."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+
+def _refuse_shards(state_dict: dict[str, Any]) -> None:
+    sharded = [name for name, value in state_dict.items() if isinstance(value, ShardTensor)]
+    if sharded:
+        raise StateDictError(
+            f"{sharded[0]} and {len(sharded) - 1} more entries of the state dict are shards, not full parameters: call "
+            "trainer.save_model() on all ranks, without a state dict of your own."
+        )
+
+
+# -- read ---------------------------------------------------------------------------------------------------------------
+def load_weights(trainer: Any, own: Callable[..., None], resume_from_checkpoint: str, model: Any = None) -> None:
+    """Load the weights of a checkpoint: into the plain model, or into shards. Collective where the model is sharded, or on meta.
+
+    The Trainer loads before it prepares. A model on meta, whose values come when it is sharded, takes none before.
+    """
+    if isinstance(trainer.accelerator, Accelerator) and any(p.is_meta for p in trainer.model.parameters()):
+        trainer.accelerator.prepare_model(trainer.model)
+    own(resume_from_checkpoint, model)
+
+
+def load_optimizer(trainer: Any, own: Callable[[str | None], None], checkpoint: str | None) -> None:
+    """Load ``optimizer.pt`` and ``scheduler.pt``, of any number of ranks or of plain training. Collective.
+
+    The file is mapped, and each rank copies its shards out of it.
+
+    Raises:
+        StateDictError: on all ranks, with everything that does not fit; nothing was loaded.
+    """
+    engine = engine_holding(trainer.model)
+    paths = [os.path.join(checkpoint or "", name) for name in (_OPTIMIZER, _SCHEDULER)]
+    if checkpoint is None or engine is None or not all(map(os.path.isfile, paths)):
+        own(checkpoint)
+        return
+    optimizer = plain_optimizer(trainer.optimizer)
+
+    def read() -> tuple[Any, Any]:
+        state = torch.load(paths[0], map_location="cpu", mmap=True, weights_only=True)
+        with warnings.catch_warnings():
+            # torch's warnings about saving and loading schedulers are not meant for the user of a Trainer.
+            warnings.simplefilter("ignore")
+            schedule = torch.load(paths[1], map_location="cpu", weights_only=True)
+        _check_groups(engine, optimizer, state)
+        return _renamed(state, dict(enumerate(_names(engine, optimizer, trainer.model)))), schedule
+
+    state, schedule = _together(engine, "Trainer: loading the optimizer", read)
+    known = {name for group in state["param_groups"] for name in group["params"]}
+    for name in sorted(known - set(state["state"])) if state["state"] else ():
+        state["state"][name] = {}  # the parameter never had a gradient
+    load_optim_state_dict(engine, optimizer, state, trainer.model)
+    trainer.lr_scheduler.load_state_dict(schedule)
+
+
+def _check_groups(engine: Engine, optimizer: Any, state: dict[str, Any]) -> None:
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != here:
+        raise StateDictError(
+            f"rank {engine.rank}: the checkpoint's optimizer has groups of {saved} parameters, this one of "
+            f"{here}; resume with the model and the arguments that it was saved with."
+        )
+
+
+# -- names and numbers --------------------------------------------------------------------------------------------------
+def _names(engine: Engine, optimizer: Any, model: Any) -> list[str]:
+    """Return the names of the optimizer's parameters, in the order in which torch numbers them."""
+    names = param_names_of(engine, optimizer, model)
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def _renamed(state: Mapping[str, Any], mapping: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return `state` with the keys of parameters mapped. State of no parameter keeps its key, which is listed."""
+    listed = {key for group in state["param_groups"] for key in group["params"]}
+    other = [key for key in state["state"] if key not in listed]
+    return {
+        "state": {mapping[key] if key in listed else key: value for key, value in state["state"].items()},
+        "param_groups": [{**group, "params": [mapping[k] for k in group["params"]]} for group in state["param_groups"]],
+        **({OTHER_STATE: other} if other else {}),
+    }
+
+
+# -- together -----------------------------------------------------------------------------------------------------------
+def _together(engine: Engine, what: str, function: Callable[[], T]) -> T:
+    """Run it on every rank, however long it takes; all return, or all raise. Collective."""
+    agree(engine, what)  # raises at once if a rank does something else; a broadcast would wait
+    nonce = broadcast(engine, secrets.token_hex(8), what)
+    return each(engine, what, function, nonce=nonce)
+
+
+@contextlib.contextmanager
+def all_ranks(what: str) -> Iterator[None]:
+    """Say what to do where only some ranks call it."""
+    try:
+        yield
+    except (DivergenceError, MissingRankError) as error:
+        _again(error, f"{what} is called on all ranks, not under `if trainer.is_world_process_zero():` or the like.")
+
+
+def _again(error: Exception, remedy: str) -> NoReturn:
+    raise type(error)(f"{error}\n{remedy}") from error
+
+
+@contextlib.contextmanager
+def _in_place(target: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(target, name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        setattr(target, name, before)

@@ -1,0 +1,170 @@
+"""Ranks that are far apart, as under DDP, and ranks that do different things, which hear of it at once."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_shard
+from accelerate_shard import ShardPlugin
+from tests.accelerate.support.accelerators import BOTH, accelerator, engine_of, loader, loss_of, net, sgd
+from tests.logs import captured_log
+from tests.ranks import ranks
+from torch_shard import ShardConfig
+from torch_shard.comm import rendezvous, watchdog
+from torch_shard.comm.process_groups import group_timeout
+from torch_shard.errors import ConfigError, DivergenceError, MissingRankError
+
+CPU = torch.device("cpu")
+
+
+def timeout_of(acc, model=None) -> float:
+    return engine_of(acc.prepare(net() if model is None else model)).config.timeout
+
+
+# -- which timeout --------------------------------------------------------------------------------------------------------
+@ranks(2)
+def test_by_default_ranks_wait_as_long_as_the_process_group_does():
+    """120 s in these tests. Chosen ones count, also those of a plain ShardConfig."""
+    with accelerator() as acc:
+        assert timeout_of(acc) == group_timeout(CPU) == 120
+    for plugin in (ShardPlugin(timeout=7), ShardConfig(timeout=7)):
+        with accelerator(shard_plugin=plugin) as acc:
+            assert timeout_of(acc) == 7
+    with accelerator(shard_plugin=ShardConfig(prefetch=2)) as acc:
+        assert timeout_of(acc) == 120
+
+
+@ranks(2, fresh=True, group_timeout=4000)
+def test_the_engines_own_groups_wait_longer_than_the_engine():
+    with accelerator() as acc:
+        engine = engine_of(acc.prepare(net()))
+        assert engine.config.timeout == 4000
+        for purpose in ("gather", "control", "scalar"):
+            group = getattr(engine._runtime.collectives.watch.channels["control"].groups, purpose)
+            assert group._get_backend(CPU).options._timeout == timedelta(seconds=4060)
+
+
+def test_without_a_process_group_it_is_torchs_default():
+    assert group_timeout(CPU) == 1800
+    with accelerator() as acc:
+        assert timeout_of(acc) == 1800
+
+
+def test_a_timeout_that_is_no_time_is_refused():
+    for value in (0, -1.0, "30", float("inf"), True):
+        with pytest.raises(ConfigError, match="timeout"):
+            ShardPlugin(timeout=value)
+    assert ShardPlugin().timeout is None and ShardPlugin().config().timeout == ShardConfig().timeout == 30
+
+
+# -- one rank at work ---------------------------------------------------------------------------------------------------
+@pytest.mark.exhaustive
+@ranks(2)
+def test_a_main_process_that_works_alone_is_waited_for_with_a_warning(rank):
+    slow = watchdog.SLOW
+    watchdog.SLOW, rendezvous.SLOW = 1.5, 0.3
+    try:
+        with captured_log() as seen, accelerator() as acc:
+            model = net()
+            if rank == 0:
+                time.sleep(1)
+            model, optimizer, data = acc.prepare(model, sgd(model.parameters()), loader(16))
+            for number, batch in enumerate(data):
+                if number == 1 and acc.is_main_process:
+                    time.sleep(3)
+                acc.backward(loss_of(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        watchdog.SLOW = rendezvous.SLOW = slow
+    if rank == 1:
+        (prepare,) = [line for line in seen if "rank 1 has waited 0.3 s in Accelerator.prepare at" in line]
+        assert "tests/accelerate" in prepare and "for ranks [0]" in prepare
+        (forward,) = [line for line in seen if "rank 1 has waited 1.5 s in the start of a forward at" in line]
+        assert "tests/accelerate" in forward and "rank 0 waits in no operation of the engine" in forward
+
+
+# -- ranks that do different things ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "what",
+    [
+        "save_state",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("get_state_dict", "forward", "clip")),
+    ],
+)
+@ranks(2, fresh=True)
+def test_something_collective_on_the_main_process_alone_is_an_error_at_once(what, tmp_path):
+    with accelerator() as acc:
+        model, _ = acc.prepare(net(), sgd(net().parameters()))
+        begin = time.monotonic()
+        with pytest.raises(DivergenceError, match=r"wait_for_everyone.*test_waiting\.py") as caught:
+            if acc.is_main_process:
+                if what == "save_state":
+                    acc.save_state(tmp_path / "state")
+                elif what == "get_state_dict":
+                    acc.get_state_dict(model)
+                elif what == "forward":
+                    model(torch.ones(2, 12))
+                else:
+                    acc.clip_grad_norm_(model.parameters(), 1.0)
+            acc.wait_for_everyone()
+        assert time.monotonic() - begin < 8 and str(caught.value).count("tests/accelerate/") == 2
+
+
+class Waits(nn.Module):
+    def __init__(self, acc) -> None:
+        super().__init__()
+        self.net, self.waits = net(), [acc.wait_for_everyone]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.waits[0]()
+        return self.net(x)
+
+
+@ranks(2)
+def test_wait_for_everyone_is_a_barrier_wherever_stock_allows_one(rank):
+    """Without models, in a forward and a backward, between micro-batches, after a forward that failed, on a closed engine."""
+    for kind in BOTH:
+        with accelerator(kind, gradient_accumulation_steps=2) as acc:
+            acc.wait_for_everyone()
+            model = Waits(acc)
+            model.net.head.weight.register_hook(lambda grad: acc.wait_for_everyone())
+            model, optimizer, data = acc.prepare(model, sgd(model.parameters()), loader(16))
+            for batch in data:
+                with acc.accumulate(model):
+                    acc.backward(loss_of(model, batch))
+                    acc.wait_for_everyone()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            with pytest.raises(RuntimeError, match="shape"):
+                model(torch.ones(2, 3))
+            acc.wait_for_everyone()
+            if rank == 0:
+                acc.wait_for_everyone()
+            else:
+                acc.wait_for_everyone()
+            engine = torch_shard.engine_of(model)
+            if engine is not None:
+                engine.close(optimizer.optimizer)
+                acc.wait_for_everyone()
+            acc.free_memory()
+            acc.wait_for_everyone()
+
+
+@pytest.mark.exhaustive
+@ranks(2, fresh=True)
+def test_wait_for_everyone_stays_a_barrier_after_an_engine_was_given_up(rank):
+    with accelerator(shard_plugin=ShardPlugin(timeout=2.0)) as acc:
+        model = acc.prepare(net())
+        if rank == 0:
+            with pytest.raises(MissingRankError):
+                model(torch.ones(2, 12))
+        dist.barrier()
+        acc.free_memory()
+        acc.wait_for_everyone()
