@@ -32,6 +32,9 @@ PUBLIC = {
 }  # fmt: skip
 FRONT_ENDS = ("lightning_shard", "accelerate_shard")
 
+# Attributes of engines and of sharded tensors that are the engine's own.
+PRIVATE = {"_runtime", "_watch", "_pending", "_staging", "_abandon", "_spec", "_local", "_unit_ref", "_shard_state"}
+
 # Of torch.distributed, what rooms other than comm may import: types and file formats, no collectives.
 TYPES = (
     "torch.distributed.tensor",
@@ -117,6 +120,17 @@ def beyond_public(file: Path, source: str | None = None) -> list[str]:
     return found
 
 
+def reads_private(file: Path, source: str | None = None) -> list[str]:
+    """Return where a front end's file uses a private attribute of the engine."""
+    tree = ast.parse(file.read_text() if source is None else source)
+    return [
+        f"{file.relative_to(ROOT)}:{node.lineno} uses .{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in PRIVATE
+        if not (isinstance(node.value, ast.Name) and node.value.id == "self")  # the front end's own
+    ]
+
+
 def communicates(file: Path, source: str | None = None) -> list[str]:
     """Return the imports through which a file could call torch.distributed."""
     found = []
@@ -145,6 +159,11 @@ def test_rooms_import_downwards_only():
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 def test_front_ends_import_public_names_and_the_frontend_only(front_end):
     assert [line for file in files_of(ROOT / front_end) for line in beyond_public(file)] == []
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_front_ends_use_no_private_attribute_of_the_engine(front_end):
+    assert [line for file in files_of(ROOT / front_end) for line in reads_private(file)] == []
 
 
 def test_only_comm_can_call_torch_distributed():
@@ -178,6 +197,10 @@ def test_a_front_end_that_reaches_into_the_engine_is_found():
     file = ROOT / "lightning_shard" / "__init__.py"
     source = "from torch_shard.unit.unit import Unit\nfrom torch_shard import runtime, Engine\nimport torch_shard.comm"
     assert len(beyond_public(file, source)) == 3
+
+
+def test_a_front_end_that_uses_a_private_attribute_is_found():
+    assert len(reads_private(ROOT / "lightning_shard" / "__init__.py", "engine._runtime.units[0].params[0]._local")) == 2
 
 
 def test_a_room_that_communicates_past_comm_is_found():
