@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests import ranks as rank_pool
+from tests.support import ranks as rank_pool
 
 torch.set_num_threads(1)
 

@@ -18,8 +18,8 @@ from tests.accelerate.support.accelerators import (
     net,
     sgd,
 )
-from tests.marks import quick
-from tests.ranks import ranks
+from tests.support.marks import quick
+from tests.support.ranks import ranks
 from torch_shard.errors import ShardError
 
 PLUGINS = {

@@ -21,8 +21,8 @@ from tests.accelerate.support.accelerators import (
 from tests.accelerate.support.checkpoints import Run
 from tests.accelerate.support.trainers import Ours, assert_same_logs, trained, trainer
 from tests.accelerate.trainer.test_fsdp_arguments import VERSION_1
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import Offload
 
 KEEPS = Offload(params=False)

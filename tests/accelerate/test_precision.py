@@ -24,8 +24,8 @@ from tests.accelerate.support.accelerators import (
     sgd,
     train,
 )
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 
 BF16 = {"mixed_precision": "bf16", "epochs": 2}
 KEPT = {"keep": [torch.nn.LayerNorm], "cast_inputs": False}

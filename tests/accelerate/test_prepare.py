@@ -30,8 +30,8 @@ from tests.accelerate.support.accelerators import (
     net,
     sgd,
 )
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import Engine
 from torch_shard.errors import SetupError, ShardError
 

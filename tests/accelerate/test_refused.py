@@ -25,8 +25,8 @@ from tests.accelerate.support.accelerators import (
     net,
     sgd,
 )
-from tests.logs import captured_log
-from tests.ranks import ranks
+from tests.support.logs import captured_log
+from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError
 
 

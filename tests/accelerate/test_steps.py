@@ -25,9 +25,9 @@ from tests.accelerate.support.accelerators import (
     sgd,
     train,
 )
-from tests.logs import captured_log
-from tests.marks import exhaustive, quick
-from tests.ranks import ranks
+from tests.support.logs import captured_log
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError, ShardError
 
 STRATEGIES = ["full_shard", "shard_grad_op", "shard_optim", "no_shard"]

@@ -20,7 +20,7 @@ from tests.accelerate.support.accelerators import (
     net,
     sgd,
 )
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 
 
 def evaluate(acc, model, data):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import torch_shard
-from tests.odd_model import Net, batch
+from tests.support.odd_model import Net, batch
 from torch_shard.checkpoint import load, save
 
 

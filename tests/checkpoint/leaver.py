@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint.helpers import build, save, train, whole
-from tests.odd_model import Net
+from tests.support.odd_model import Net
 from torch_shard.checkpoint.sharded.writer import ShardWriter
 
 original = ShardWriter.write_data

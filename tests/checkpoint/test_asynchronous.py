@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from tests.checkpoint.helpers import build, files_of, load, same, save, train, whole
 from tests.checkpoint.test_one_step import verified
-from tests.marks import exhaustive
-from tests.odd_model import Net
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.odd_model import Net
+from tests.support.ranks import ranks
 from torch_shard.checkpoint.sharded.host_snapshot import Staging
 from torch_shard.checkpoint.sharded.writer import ShardWriter
 from torch_shard.errors import CheckpointError, MissingRankError, ShardError

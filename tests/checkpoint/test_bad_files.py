@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tests.checkpoint.helpers import adamw, build, files_of, load, same, save, train, whole
-from tests.marks import exhaustive
-from tests.odd_model import Net
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.odd_model import Net
+from tests.support.ranks import ranks
 from torch_shard.checkpoint.format.dcp_metadata import load_metadata
 from torch_shard.errors import CheckpointError, StateDictError
 

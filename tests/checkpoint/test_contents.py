@@ -13,11 +13,11 @@ from torch import nn
 import torch_shard
 from tests.checkpoint.helpers import build, load, same, save, train, whole
 from tests.compat.harness import MLP, batch, plain_backward
-from tests.marks import exhaustive, quick
-from tests.odd_model import Net
 from tests.optim.helpers import Odd
 from tests.optim.matrix_optimizers import MAKE, maker
-from tests.ranks import ranks, run
+from tests.support.marks import exhaustive, quick
+from tests.support.odd_model import Net
+from tests.support.ranks import ranks, run
 from torch_shard.errors import CheckpointError, ConfigError, DivergenceError, StateDictError
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import torch_shard
 from tests.checkpoint.helpers import load, same, save, whole
-from tests.ranks import close_all, ranks, run
+from tests.support.ranks import close_all, ranks, run
 from torch_shard.checkpoint.tools.verify import verify
 
 KEPT = Path(__file__).parent / "format_1"

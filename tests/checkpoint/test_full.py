@@ -16,11 +16,11 @@ from torch import nn
 from tests.checkpoint.helpers import Model, adamw, build, same, train, whole
 from tests.compat.harness import batch as matrix_batch
 from tests.compat.harness import plain_backward
-from tests.marks import exhaustive, quick
-from tests.odd_model import Net
 from tests.optim.helpers import Odd
 from tests.optim.matrix_optimizers import MAKE, maker
-from tests.ranks import RankFailure, ranks, run
+from tests.support.marks import exhaustive, quick
+from tests.support.odd_model import Net
+from tests.support.ranks import RankFailure, ranks, run
 from torch_shard.errors import CheckpointError, ConfigError, DivergenceError, StateDictError
 
 

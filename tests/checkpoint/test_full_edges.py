@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from tests.checkpoint.helpers import build, files_of, same, whole
-from tests.odd_model import Net
-from tests.ranks import ranks
+from tests.support.odd_model import Net
+from tests.support.ranks import ranks
 from torch_shard.checkpoint.format.atomic_directory import find
 from torch_shard.checkpoint.format.dcp_metadata import load_metadata
 from torch_shard.checkpoint.format.safetensors import SafetensorsWriter, size_of

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import torch_shard
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 
 UNIT = 4 << 20
 UNITS = 12

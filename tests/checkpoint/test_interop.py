@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.checkpoint.helpers import build, load, same, save, whole
 from tests.compat.harness import MLP, batch, plain_backward
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import torch_shard
 from tests.checkpoint.helpers import build, files_of, load, same, save, train, whole
-from tests.marks import exhaustive
-from tests.odd_model import Net, batch
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.odd_model import Net, batch
+from tests.support.ranks import ranks
 from torch_shard import optim_state, state_dict_type
 from torch_shard.checkpoint.format.dcp_metadata import load_metadata
 from torch_shard.checkpoint.sharded import load as sharded_load

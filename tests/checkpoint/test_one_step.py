@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.checkpoint.helpers import build, files_of, load, same, save, train, whole
-from tests.marks import exhaustive
-from tests.odd_model import Net
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.odd_model import Net
+from tests.support.ranks import ranks
 from torch_shard.checkpoint.format import atomic_directory
 from torch_shard.checkpoint.format.atomic_directory import PROBE, Saving, commit, discard, find
 from torch_shard.checkpoint.sharded.checkpoint_dir import Checkpoint

@@ -10,7 +10,7 @@ import torch
 
 import torch_shard
 from tests.compat.harness import MLP, batch, plain_backward
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 from torch_shard.checkpoint.sharded.read_tree import read_contents
 from torch_shard.errors import StateDictError
 from torch_shard.shard_tensor.tensor import ShardTensor

@@ -14,8 +14,8 @@ from torch import nn
 
 import torch_shard
 from tests.checkpoint.helpers import build, files_of, same, whole
-from tests.odd_model import Net
-from tests.ranks import ranks
+from tests.support.odd_model import Net
+from tests.support.ranks import ranks
 from torch_shard.checkpoint.format.safetensors import SafetensorsWriter, size_of
 from torch_shard.checkpoint.full.open_files import open_full
 from torch_shard.errors import CheckpointError, ConfigError, StateDictError, UnavailableError

@@ -12,9 +12,9 @@ import torch
 import torch_shard
 from tests.checkpoint.helpers import build, load, loads, same, save, saved_by, train, whole
 from tests.compat.harness import MLP
-from tests.marks import exhaustive, quick
-from tests.odd_model import Net
-from tests.ranks import ranks, run
+from tests.support.marks import exhaustive, quick
+from tests.support.odd_model import Net
+from tests.support.ranks import ranks, run
 
 SIZES = (1, 2, 3, 4)
 

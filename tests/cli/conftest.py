@@ -13,7 +13,7 @@ import torch
 
 from tests.cli.makers import RANKS, lightning_net, make_all
 from tests.lightning.support import loader, single
-from tests.ranks import run
+from tests.support.ranks import run
 from torch_shard.cli import main
 
 Command = Callable[..., Any]

@@ -19,8 +19,8 @@ from tests.checkpoint.test_interop import adamw as adamw_of_mlp
 from tests.checkpoint.test_interop import double, plain
 from tests.cli.makers import fit, lightning_net
 from tests.lightning.support import loader, single
-from tests.marks import exhaustive
-from tests.ranks import run
+from tests.support.marks import exhaustive
+from tests.support.ranks import run
 
 
 def loaded(path: Path) -> Any:

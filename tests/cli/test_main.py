@@ -14,7 +14,7 @@ import termios
 
 import pytest
 
-from tests.run_python import run_python
+from tests.support.run_python import run_python
 from torch_shard.cli import main
 from torch_shard.cli.output import fitted, plain, size
 

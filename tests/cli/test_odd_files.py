@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoint.helpers import same
-from tests.run_python import run_python
+from tests.support.run_python import run_python
 
 
 def loaded(path: Any) -> Any:

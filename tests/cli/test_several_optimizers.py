@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.checkpoint.helpers import build, load, same, train, whole
-from tests.ranks import run
+from tests.support.ranks import run
 from torch_shard.checkpoint import save
 from torch_shard.cli import main
 

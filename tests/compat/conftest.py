@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests import ranks as rank_pool
 from tests.compat.modes import MODES, Mode
+from tests.support import ranks as rank_pool
 
 QUICK = {
     "test_a_plain_step_trains_like_the_plain_model",

@@ -13,9 +13,9 @@ from torch import nn
 import torch_shard
 from tests.compat.harness import MLP, average_grads, batch, loss_of
 from tests.compat.modes import as_computed
-from tests.marks import exhaustive, quick
 from tests.precision.harness import low_copy, mean_over_ranks
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks
 
 
 def blocks(model: Any, **options: Any) -> Callable[..., Any]:

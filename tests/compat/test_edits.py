@@ -9,8 +9,8 @@ from torch import nn
 from tests.compat.harness import MLP, Pair, batch, loss_of, plain_backward, train_both
 from tests.compat.modes import mixed
 from tests.compat.test_hooks import WHEN, _pair
-from tests.marks import exhaustive, seldom
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, seldom
+from tests.support.ranks import ranks
 from torch_shard.errors import ShardError
 
 

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_shard
 from tests.compat.harness import MLP, Pair, batch, loss_of, plain_backward, same, train_both
 from tests.compat.modes import as_computed
-from tests.marks import exhaustive, seldom
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, seldom
+from tests.support.ranks import ranks
 from torch_shard.errors import ShardError
 
 STRATEGIES = pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, average_grads, batch, loss_of, plain_backward, same, same_params
-from tests.marks import exhaustive, seldom
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, seldom
+from tests.support.ranks import ranks
 
 
 class Oops(Exception):

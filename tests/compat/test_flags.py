@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.compat.harness import MLP, Block, Pair, average_grads, batch, loss_of, plain_backward, same, same_grads
-from tests.marks import exhaustive, seldom
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, seldom
+from tests.support.ranks import ranks
 
 
 def everything(model: nn.Module) -> list[nn.Parameter]:

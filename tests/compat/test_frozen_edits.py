@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import torch_shard
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 from torch_shard.errors import NeedsGatherError, ShardError
 
 

@@ -9,8 +9,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from tests.compat.harness import MLP, Block, Pair, batch, loss_of, plain_backward, same, same_grads, train_both
-from tests.marks import exhaustive, seldom
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, seldom
+from tests.support.ranks import ranks
 
 
 @ranks(2, exhaustive=(3, 4))

@@ -11,8 +11,8 @@ from torch import nn
 import torch_shard
 from tests.compat.harness import MLP, Pair, _sgd, batch, plain_backward, same, same_grads
 from tests.compat.modes import as_computed
-from tests.marks import seldom
-from tests.ranks import ranks
+from tests.support.marks import seldom
+from tests.support.ranks import ranks
 
 
 def _pair(register, when, optimizer=_sgd):

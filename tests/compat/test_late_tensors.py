@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tests.compat.harness import train_both
-from tests.marks import exhaustive, seldom
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, seldom
+from tests.support.ranks import ranks
 from torch_shard.engine import engine_of
 from torch_shard.unit.unit import State
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, average_grads, batch, plain_backward, same, same_grads, same_params
-from tests.marks import exhaustive, seldom
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, seldom
+from tests.support.ranks import ranks
 from torch_shard.errors import NeedsGatherError, ReplacedParameterError, SetupError, ShardError
 
 

@@ -12,8 +12,8 @@ from torch import nn
 import torch_shard
 from tests.compat.harness import MLP, Pair, average_grads, batch, loss_of, plain_backward, same, same_grads, train_both
 from tests.compat.modes import as_computed
-from tests.marks import exhaustive, seldom
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, seldom
+from tests.support.ranks import ranks
 from torch_shard.unit.unit import State
 from torch_shard.versions import at_least
 

@@ -23,8 +23,8 @@ from tests.compat.harness import (
     train_both,
 )
 from tests.compat.modes import as_computed
-from tests.marks import exhaustive, quick, seldom
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, quick, seldom
+from tests.support.ranks import ranks
 from torch_shard.errors import NeedsGatherError
 from torch_shard.shard_tensor.tensor import ShardTensor
 

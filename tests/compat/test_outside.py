@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.compat.harness import Pair, batch, loss_of, plain_backward, same, whole
-from tests.marks import exhaustive, quick, seldom
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, quick, seldom
+from tests.support.ranks import ranks
 from torch_shard.errors import NeedsGatherError, ShardError
 from torch_shard.shard_tensor.tensor import ShardTensor
 

@@ -24,8 +24,8 @@ from tests.compat.harness import (
     whole,
 )
 from tests.compat.modes import tolerance
-from tests.marks import exhaustive, seldom
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, seldom
+from tests.support.ranks import ranks
 
 
 @ranks(3, exhaustive=(2, 4))

@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.compat.harness import MLP, Block, Pair, batch, loss_of, plain_backward, same, train_both
 from tests.compat.modes import as_computed
-from tests.marks import exhaustive, seldom
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, seldom
+from tests.support.ranks import ranks
 
 
 @ranks(2, 3, exhaustive=(1, 4))

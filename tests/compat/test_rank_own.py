@@ -11,8 +11,8 @@ from torch import nn
 import torch_shard
 from tests.compat.harness import MLP, Block, Pair, average_grads, batch, loss_of, plain_backward, same_grads
 from tests.compat.modes import as_computed
-from tests.marks import seldom
-from tests.ranks import ranks
+from tests.support.marks import seldom
+from tests.support.ranks import ranks
 
 WIDTH = 5
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_shard
 from tests.compat.harness import average_grads, batch, loss_of, same, same_grads
 from tests.compat.modes import as_computed
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 from torch_shard.errors import DivergenceError
 
 

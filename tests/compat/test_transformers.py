@@ -9,9 +9,9 @@ import torch
 
 import torch_shard
 from tests.compat.modes import as_computed
-from tests.hf_models import NAMES, build
-from tests.marks import exhaustive, quick
-from tests.ranks import ranks
+from tests.support.hf_models import NAMES, build
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks
 
 pytest.importorskip("transformers")
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from tests.compat.harness import MLP, Block, batch
 from tests.fsdp.programs import build, loss_of, plain, same_as_plain, sgd, train
-from tests.logs import captured_log
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.logs import captured_log
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import ShardTensor, engine_of
 from torch_shard.errors import ConfigError
 from torch_shard.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy, translate_settings

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from tests.compat.harness import MLP, Block
 from tests.fsdp.programs import build, sgd, train
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import ShardTensor
 from torch_shard.errors import ConfigError
 from torch_shard.fsdp import FullStateDictConfig, OptimStateKeyType, StateDictType, fully_shard

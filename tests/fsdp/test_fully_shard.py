@@ -16,8 +16,8 @@ from torch.distributed.tensor import Shard
 import torch_shard.fsdp
 from tests.compat.harness import MLP, Block, batch
 from tests.fsdp.programs import build, loss_of, plain, sgd, train
-from tests.logs import captured_log
-from tests.ranks import ranks
+from tests.support.logs import captured_log
+from tests.support.ranks import ranks
 from torch_shard import ShardTensor, engine_of
 from torch_shard.errors import ConfigError, ShardError, ShardPicklingError
 from torch_shard.fsdp import (

@@ -15,8 +15,8 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 import torch_shard
 from tests.compat.harness import MLP, Block, average_grads, batch
 from tests.fsdp.programs import OURS, build, loss_of, package, plain, same_as_plain, sgd, train, weights
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import ShardTensor, engine_of
 from torch_shard.errors import ConfigError, SetupError, ShardError, ShardPicklingError
 from torch_shard.fsdp import FullyShardedDataParallel as FSDP

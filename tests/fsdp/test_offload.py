@@ -8,9 +8,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from tests.compat.harness import Block, batch
 from tests.fsdp.programs import build, loss_of, plain, sgd, train
-from tests.logs import captured_log
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.logs import captured_log
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import Offload, engine_of
 from torch_shard.errors import ConfigError
 from torch_shard.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy, fully_shard, translate_settings

@@ -7,8 +7,8 @@ import torch
 
 from tests.fsdp import programs
 from tests.fsdp.programs import OURS, PROGRAMS, TORCH, package, plain
-from tests.marks import quick
-from tests.ranks import ranks
+from tests.support.marks import quick
+from tests.support.ranks import ranks
 
 # Where torch can't run it on a CPU in float64 (its clip_grad_norm_ insists on float32), or computes the next step with weights
 # from before the optimizer's (set_reshard_after_backward(False)): another program, or a plain one, gives the numbers.

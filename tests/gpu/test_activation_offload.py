@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import torch_shard
 from tests.gpu.models import GPT, VOCABULARY, Block, tokens
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 from torch_shard import ShardConfig
 from torch_shard.activation_checkpointing import checkpointed_layers, offload_of
 

@@ -9,7 +9,7 @@ import torch
 
 import torch_shard
 from tests.gpu.models import GPT, Block, nbytes, peak_bytes, tokens, train_step
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch sees none here")
 

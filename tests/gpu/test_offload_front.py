@@ -7,7 +7,7 @@ import torch
 
 import torch_shard
 from tests.gpu.models import GPT, tokens
-from tests.run_python import run_python
+from tests.support.run_python import run_python
 from torch_shard import Precision, ShardTensor
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch sees none here")

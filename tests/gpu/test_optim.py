@@ -7,9 +7,9 @@ import torch
 
 from tests.compat.harness import plain_backward, train_both
 from tests.gpu.models import GPT, tokens
-from tests.marks import exhaustive
 from tests.optim.helpers import by_ndim, same_optimizers
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch sees none here")
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import torch_shard
 from tests.gpu.models import GPT, Block, tokens, train_step
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch sees none here")
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.compat.harness import MLP, Pair, batch, plain_backward
 from tests.gpu.test_training import Delay
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 from torch_shard import Quantized
 from torch_shard.errors import UnavailableError
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import torch_shard
 from tests.compat.harness import same_params
 from tests.gpu.models import GPT, Block, nbytes, peak_bytes, tokens, train_step
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 from torch_shard.errors import SetupError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch sees none here")
@@ -113,7 +113,7 @@ def test_a_gpt_on_meta_trains_on_a_shared_gpu(rank, device):
     assert all(bool(p.detach().full_tensor().isfinite().all()) for p in model.parameters())
 
 
-# -- what is refused; parameters of one model on several devices: tests/test_bad_input.py ---------------------------------
+# -- what is refused; parameters of one model on several devices: tests/setup/test_bad_input.py ---------------------------------
 
 
 @ranks(1, backend="nccl", timeout=240)

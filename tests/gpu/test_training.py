@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.compat.harness import batch, plain_backward, train_both
 from tests.gpu.models import GPT, tokens
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch sees none here")
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import torch_shard
 from tests.gpu.models import GPT, Block, tokens, train_step
-from tests.ranks import ranks, run
+from tests.support.ranks import ranks, run
 from torch_shard.errors import DivergenceError, MissingRankError, ShardError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and torch sees none here")

@@ -26,8 +26,8 @@ from tests.compat.harness import (
     whole,
 )
 from tests.hybrid.harness import TWO, same_copies
-from tests.marks import exhaustive, quick
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks
 from torch_shard.errors import ShardError
 
 HYBRID = ["hybrid_shard", "hybrid_shard_zero2"]

@@ -18,7 +18,7 @@ from tests.compat.harness import (
     train_both,
 )
 from tests.hybrid.harness import TWO
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError, DivergenceError, MissingRankError, SetupError, ShardError
 
 

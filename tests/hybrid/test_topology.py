@@ -12,8 +12,8 @@ from tests.compat.harness import (
     train_both,
 )
 from tests.hybrid.harness import same_copies
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError, ShardError
 from torch_shard.layout.rank_topology import Topology
 

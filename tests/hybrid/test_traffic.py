@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 
 import torch_shard
+from tests.comm.test_traffic import Collectives
 from tests.compat.harness import (
     MLP,
     batch,
     loss_of,
 )
 from tests.hybrid.harness import TWO
-from tests.marks import exhaustive
-from tests.ranks import ranks
-from tests.test_traffic import Collectives
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 
 
 def _crossing(calls: Collectives, engine: torch_shard.Engine) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_shard
-from tests.marks import quick
+from tests.support.marks import quick
 
 assert lightning_shard  # its import makes the names known where autoloading is off
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ranks import run
 from tests.support import cells, training
 from tests.support.examples import many, quick
+from tests.support.ranks import run
 from torch_shard import Offload
 
 OFFLOADS = [Offload(), Offload(params=False)]

@@ -12,7 +12,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torch_shard
 from tests.checkpoint.test_asynchronous import writing
-from tests.marks import one_at_a_time
 from tests.offload.models import (
     HALF,
     OFFLOADS,
@@ -27,7 +26,8 @@ from tests.offload.models import (
     steps,
 )
 from tests.offload.test_host_step import held_up
-from tests.ranks import ranks
+from tests.support.marks import one_at_a_time
+from tests.support.ranks import ranks
 
 
 @one_at_a_time(precision=[None, HALF], offload=OFFLOADS, optimizer=["AdamW", "SGD"])

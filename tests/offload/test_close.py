@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from tests.marks import exhaustive
 from tests.offload.models import Training, same
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", *exhaustive("AdamW")])

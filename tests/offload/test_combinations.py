@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_shard
-from tests.marks import one_at_a_time
+from tests.comm.test_comm_hook import PowerSGD
 from tests.offload.models import HALF, OFFLOADS, Model, Training, alike, chosen, inputs, loss_of, steps
-from tests.ranks import ranks
+from tests.support.marks import one_at_a_time
+from tests.support.ranks import ranks
 from tests.tensor_parallel import harness as tensor_parallel
-from tests.test_comm_hook import PowerSGD
 from torch_shard import Precision, Quantized
 from torch_shard.comm import process_group_ops
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_shard
-from tests.marks import exhaustive, one_at_a_time
 from tests.offload.beside_gpu import beside_gpu
 from tests.offload.models import WIDTH, Model, inputs, loss_of, same
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, one_at_a_time
+from tests.support.ranks import ranks
 from torch_shard import Precision, errors
 from torch_shard.config.offload import IN_FLIGHT, STAGED
 

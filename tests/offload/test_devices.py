@@ -8,7 +8,7 @@ import torch
 
 import torch_shard
 from tests.offload.models import Model, inputs
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 from torch_shard.runtime.mixed_precision_hooks import moved
 
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_shard
-from tests.marks import one_at_a_time
 from tests.offload.models import HALF, OFFLOADS, Training, alike, chosen, inputs, loss_of, same
-from tests.ranks import ranks
+from tests.support.marks import one_at_a_time
+from tests.support.ranks import ranks
 
 
 def scale(model, by):

@@ -8,9 +8,9 @@ import threading
 import pytest
 import torch
 
-from tests.marks import exhaustive, quick
 from tests.offload.models import Training, inputs, loss_of, same
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks
 from torch_shard import Precision
 from torch_shard.offload import Offload
 from torch_shard.offload.exported_tensors import HandedOut

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 from torch_shard.errors import HostMemoryError, ShardError
 from torch_shard.offload import memory_limits
 from torch_shard.offload.memory_limits import Limit, available, check, limits

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import torch_shard
-from tests.marks import exhaustive
 from tests.offload.models import Model, Training, inputs, loss_of, same
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import errors
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.marks import exhaustive
 from tests.offload.models import Training, inputs, loss_of, same
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import Precision, errors
 from torch_shard.offload import Offload
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import torch_shard
-from tests.marks import exhaustive
 from tests.offload.models import Model, Training, inputs, loss_of, same
 from tests.offload.test_training import trains_alike
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import Precision, errors
 from torch_shard.offload import Offload
 from torch_shard.offload.host import Host

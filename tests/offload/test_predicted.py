@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import torch_shard
-from tests.marks import exhaustive
 from tests.offload.models import WIDTH, Model, Training
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import Precision, Quantized, ShardConfig
 from torch_shard.offload import Offload
 from torch_shard.offload.host import Host

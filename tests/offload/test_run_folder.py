@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.marks import exhaustive
-from tests.ranks import ranks, run
-from tests.run_python import run_python
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks, run
+from tests.support.run_python import run_python
 from torch_shard.errors import DiskError
 from torch_shard.offload import run_folder
 from torch_shard.offload.disk import DiskStore

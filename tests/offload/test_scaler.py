@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.offload.models import Training, inputs, loss_of, same
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from tests.marks import exhaustive
 from tests.offload.models import Training, inputs, loss_of, same
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import errors
 from torch_shard.offload.host_thread import Later
 from torch_shard.unit.gradient_buffer import GradientBuffer

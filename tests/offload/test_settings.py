@@ -6,7 +6,7 @@ import pytest
 
 import torch_shard
 from tests.offload.models import Model
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 from torch_shard import Offload, ShardConfig, errors
 from torch_shard.offload import memory_limits, pinned
 

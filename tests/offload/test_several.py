@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import torch_shard
-from tests.marks import one_at_a_time
 from tests.offload.models import (
     HALF,
     OFFLOADS,
@@ -22,7 +21,8 @@ from tests.offload.models import (
     same,
     steps,
 )
-from tests.ranks import ranks
+from tests.support.marks import one_at_a_time
+from tests.support.ranks import ranks
 from torch_shard import errors
 
 DISKS = ("disk", "all on disk")

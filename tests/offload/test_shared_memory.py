@@ -9,7 +9,7 @@ import torch
 
 import torch_shard
 from tests.offload.models import Training, inputs, loss_of, same
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 from torch_shard.offload import Offload
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import torch_shard
-from tests.marks import exhaustive
 from tests.offload.models import Model, Training, same
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import Precision
 from torch_shard.offload import Offload
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from tests.compat.harness import ATOL, RTOL, Pair, average_grads, batch, plain_backward, whole
-from tests.marks import exhaustive
+from tests.support.marks import exhaustive
 from torch_shard.shard_tensor.spec import slice_full
 from torch_shard.shard_tensor.tensor import ShardTensor
 

@@ -9,9 +9,9 @@ import torch
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, batch, plain_backward
-from tests.marks import exhaustive
 from tests.optim.helpers import Odd, by_ndim, same_optimizers, trainable
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError, ShardError
 from torch_shard.shard_tensor.tensor import ShardTensor
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from tests.compat.harness import Pair, average_grads, batch, plain_backward, whole
-from tests.marks import exhaustive, quick
 from tests.optim.helpers import (
     MAKE,
     O,
@@ -24,7 +23,8 @@ from tests.optim.helpers import (
     same_optimizers,
     trainable,
 )
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks
 
 # -- groups and optimizers --------------------------------------------------------------------------------------------------
 

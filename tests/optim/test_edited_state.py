@@ -9,9 +9,9 @@ import torch
 
 import torch_shard
 from tests.compat.harness import Pair, average_grads, batch, plain_backward, same_params, whole
-from tests.marks import exhaustive, quick
 from tests.optim.helpers import MAKE, Odd, both, close, go, in_strides_of, same_optimizers, trainable
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks
 from torch_shard.shard_tensor.tensor import ShardTensor
 
 stateful = pytest.mark.parametrize("name", ["AdamW", *exhaustive("AdamW foreach", "AdamW fused", "NAdam", "ASGD")])

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.compat.harness import Pair, average_grads, batch, loss_of, plain_backward, same_params
-from tests.marks import quick
 from tests.optim.helpers import O, Odd, both, by_ndim, copy_grads, same_optimizers, trainable
-from tests.ranks import ranks
+from tests.support.marks import quick
+from tests.support.ranks import ranks
 
 FOR_LOOP, FOREACH, NOT_FOREACH = {"foreach": False}, {"foreach": True}, {"foreach": None}
 FUSED, NOT_FUSED = {"fused": True}, {"fused": False}

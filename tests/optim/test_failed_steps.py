@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 
 from tests.compat.harness import Pair, same_params
-from tests.marks import exhaustive
 from tests.optim.helpers import (
     MAKE,
     O,
@@ -21,7 +20,8 @@ from tests.optim.helpers import (
     same_optimizers,
     step_hooks,
 )
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 
 
 class Stop(Exception):

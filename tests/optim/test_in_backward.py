@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, average_grads, batch, plain_backward, same, same_params
-from tests.marks import exhaustive
 from tests.optim.helpers import Odd, by_ndim, same_optimizers
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError, ShardError
 from torch_shard.shard_tensor.spec import slice_full
 

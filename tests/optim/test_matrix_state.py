@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch_shard
 import torch_shard.optim
 from tests.compat.harness import Pair, average_grads, batch, plain_backward, same_params
-from tests.marks import exhaustive, quick
 from tests.optim.helpers import Odd
 from tests.optim.matrix_optimizers import MAKE, Shampoo, advance, gradients, maker, same_state, same_values, takes
-from tests.ranks import ranks, run
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks, run
 from torch_shard.errors import StateDictError
 from torch_shard.optim.matrix import state as matrix_state
 

@@ -14,10 +14,10 @@ from torch import nn
 
 import torch_shard.optim
 from tests.compat.harness import MLP, Pair, batch, plain_backward, same_params, whole
-from tests.marks import exhaustive, quick
 from tests.optim.helpers import O, Odd, trainable
 from tests.optim.matrix_optimizers import MAKE, Shampoo, advance, gradients, maker, same_state, takes
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks
 from torch_shard.errors import DivergenceError, ShardError
 from torch_shard.optim.matrix import state as matrix_state
 

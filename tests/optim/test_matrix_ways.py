@@ -8,10 +8,10 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, batch, plain_backward, same
-from tests.marks import quick
 from tests.optim.helpers import O
-from tests.ranks import ranks
-from tests.run_python import run_python
+from tests.support.marks import quick
+from tests.support.ranks import ranks
+from tests.support.run_python import run_python
 from torch_shard.errors import DivergenceError, ShardError
 
 

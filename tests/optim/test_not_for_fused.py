@@ -9,9 +9,9 @@ import torch
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, batch, plain_backward
-from tests.marks import exhaustive
 from tests.optim.helpers import backward_both, both, go, same_optimizers
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 
 O = torch.optim
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.compat.harness import Pair, average_grads, batch, plain_backward
-from tests.marks import exhaustive, quick
 from tests.optim.helpers import MAKE, O, Odd, both, by_ndim, in_strides_of, same_optimizers, trainable
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks
 
 # Not SGD(fused=True) with momentum: torch refuses a step over parameters of which only some have a momentum buffer.
 KINDS = {

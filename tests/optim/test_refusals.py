@@ -9,7 +9,6 @@ import torch
 
 import torch_shard
 from tests.compat.harness import Pair, average_grads, batch, loss_of, plain_backward, same_params
-from tests.marks import exhaustive, quick
 from tests.optim.helpers import (
     MAKE,
     O,
@@ -22,7 +21,8 @@ from tests.optim.helpers import (
     same_optimizers,
     trainable,
 )
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks
 from torch_shard.errors import NeedsGatherError, ShardError
 from torch_shard.shard_tensor.tensor import ShardTensor
 

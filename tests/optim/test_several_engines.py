@@ -14,10 +14,10 @@ from torch import nn
 import torch_shard
 import torch_shard.optim
 from tests.compat.harness import MLP, Pair, average_grads, batch, plain_backward, same, same_params
-from tests.marks import exhaustive, quick
 from tests.optim.helpers import O, Odd, same_optimizers, trainable
 from tests.optim.matrix_optimizers import Shampoo
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError, DivergenceError, ShardError, StateDictError, UnitStateError
 from torch_shard.shard_tensor.tensor import ShardTensor
 

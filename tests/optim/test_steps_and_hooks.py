@@ -10,7 +10,6 @@ import torch
 
 import torch_shard
 from tests.compat.harness import Pair, average_grads, batch, plain_backward, same
-from tests.marks import exhaustive
 from tests.optim.helpers import (
     MAKE,
     O,
@@ -26,7 +25,8 @@ from tests.optim.helpers import (
     step_hooks,
     trainable,
 )
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 
 # -- hooks --------------------------------------------------------------------------------------------------------------
 

@@ -10,9 +10,9 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, batch, plain_backward, same_params
-from tests.marks import exhaustive, quick
 from tests.optim.helpers import O
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks
 from torch_shard.errors import NeedsGatherError
 
 MAKE = {

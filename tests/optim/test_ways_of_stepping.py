@@ -14,9 +14,9 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import Pair, batch, plain_backward, same, train_alike
-from tests.marks import exhaustive, quick
 from tests.optim.helpers import same_optimizers
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError, ShardError
 from torch_shard.shard_tensor.tensor import ShardTensor
 

@@ -11,9 +11,9 @@ import torch
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, average_grads, batch, plain_backward
-from tests.marks import exhaustive
 from tests.optim.helpers import O
-from tests.ranks import ranks, run
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks, run
 from torch_shard.errors import CheckpointError, ShardError
 
 MANY = 20  # elements, from which a parameter's state is kept in codes

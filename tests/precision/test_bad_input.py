@@ -10,7 +10,7 @@ from torch import nn
 
 import torch_shard
 from tests.precision.harness import MLP, Mixed, batch, loss_of
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 from torch_shard import Precision, ShardConfig
 from torch_shard.errors import ConfigError, UnitStateError
 

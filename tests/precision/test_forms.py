@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import torch_shard
-from tests.marks import exhaustive
 from tests.precision.harness import MLP, Mixed, batch, loss_of, same_bits
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import Precision
 from torch_shard.errors import UnitStateError
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import average_grads
-from tests.marks import exhaustive
 from tests.precision.harness import MLP, Mixed, batch, loss_of, low_copy, mean_over_ranks, same_bits
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import Precision
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.marks import exhaustive
 from tests.precision.harness import MLP, Mixed, batch, loss_of, same_bits
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import Precision
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -14,7 +14,6 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import batch, loss_of, whole
-from tests.marks import exhaustive
 from tests.precision.harness import same_bits
 from tests.precision.rounding_harness import (
     BF16,
@@ -32,7 +31,8 @@ from tests.precision.rounding_harness import (
     train,
     wholes,
 )
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 
 # -- state ------------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from tests.precision.rounding_harness import (
     ROUND,
     O,
 )
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 from torch_shard import Precision
 
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 import torch_shard
 from tests.compat.harness import batch, loss_of
-from tests.marks import exhaustive
 from tests.precision.harness import same_bits
 from tests.precision.rounding_harness import (
     BF16,
@@ -27,7 +26,8 @@ from tests.precision.rounding_harness import (
     train,
     wholes,
 )
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 
 
 @pytest.mark.exhaustive

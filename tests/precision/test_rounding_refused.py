@@ -21,7 +21,7 @@ from tests.precision.rounding_harness import (
     train,
     wholes,
 )
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 from torch_shard import Precision
 from torch_shard.errors import ConfigError, ShardError
 

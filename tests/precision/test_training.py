@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import torch_shard
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 from torch_shard import Precision, norms_in
 
 BF16 = torch.bfloat16

@@ -12,7 +12,7 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP, batch
-from tests.marks import exhaustive
+from tests.support.marks import exhaustive
 from torch_shard import Quantized
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

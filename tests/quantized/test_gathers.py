@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.compat.harness import MLP, batch, loss_of, plain_backward
-from tests.marks import exhaustive
 from tests.precision.harness import same_bits
 from tests.quantized.harness import (
     BF16,
@@ -26,7 +25,8 @@ from tests.quantized.harness import (
     inputs,
     sharded,
 )
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import Precision, Quantized
 from torch_shard.errors import UnitStateError
 

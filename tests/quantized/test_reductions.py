@@ -13,7 +13,6 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP, loss_of, plain_backward
-from tests.marks import exhaustive
 from tests.precision.harness import same_bits
 from tests.quantized.harness import (
     BF16,
@@ -33,7 +32,8 @@ from tests.quantized.harness import (
     picked,
     sharded,
 )
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import Precision, Quantized
 from torch_shard.errors import ConfigError
 

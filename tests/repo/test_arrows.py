@@ -200,7 +200,9 @@ def test_a_front_end_that_reaches_into_the_engine_is_found():
 
 
 def test_a_front_end_that_uses_a_private_attribute_is_found():
-    assert len(reads_private(ROOT / "lightning_shard" / "__init__.py", "engine._runtime.units[0].params[0]._local")) == 2
+    assert (
+        len(reads_private(ROOT / "lightning_shard" / "__init__.py", "engine._runtime.units[0].params[0]._local")) == 2
+    )
 
 
 def test_a_room_that_communicates_past_comm_is_found():

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.ranks import RankFailure, run
 from tests.support.cells import Case, Pass, branches, cases, predict, record
 from tests.support.examples import many, quick
+from tests.support.ranks import RankFailure, run
 
 
 def hold(case: Case, ranks: int) -> None:

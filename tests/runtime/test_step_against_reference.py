@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.ranks import run
 from tests.support.examples import many, quick
+from tests.support.ranks import run
 from tests.support.training import Case, cases, same, train
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 from tests.tensor_parallel.harness import (
     DTYPE,
     EXACT,

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from tests.tensor_parallel.harness import (
     DTYPE,
     EXACT,

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 from tests.tensor_parallel.harness import (
     DTYPE,
     EXACT,

@@ -17,7 +17,7 @@ from accelerate_shard.cli.config import QUESTIONS
 from accelerate_shard.cli.show import effective
 from tests.accelerate.support.accelerators import clean_state
 from tests.accelerate.support.launching import FSDP2, write_yaml
-from tests.marks import exhaustive
+from tests.support.marks import exhaustive
 from torch_shard import Offload
 
 CPU = ("--yes", "--cpu", "yes")

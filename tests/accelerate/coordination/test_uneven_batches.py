@@ -10,7 +10,7 @@ from torch import nn
 
 from accelerate_shard import ShardPlugin
 from tests.accelerate.support.accelerators import BOTH, OURS, accelerator, loader, loss_of, net, sgd
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError, MissingRankError
 
 UNEVEN = {"dataloader_config": DataLoaderConfiguration(even_batches=False)}

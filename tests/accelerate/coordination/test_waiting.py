@@ -13,8 +13,8 @@ from torch import nn
 import torch_shard
 from accelerate_shard import ShardPlugin
 from tests.accelerate.support.accelerators import BOTH, accelerator, engine_of, loader, loss_of, net, sgd
-from tests.logs import captured_log
-from tests.ranks import ranks
+from tests.support.logs import captured_log
+from tests.support.ranks import ranks
 from torch_shard import ShardConfig
 from torch_shard.comm import rendezvous, watchdog
 from torch_shard.comm.process_groups import group_timeout

@@ -13,7 +13,7 @@ import accelerate_shard
 from accelerate_shard import ShardConfig, ShardPlugin
 from tests.accelerate.support.accelerators import OURS, STOCK, clean_state
 from tests.accelerate.support.launching import SCRIPT
-from tests.run_python import run_python
+from tests.support.run_python import run_python
 from torch_shard.errors import ConfigError
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from tests.accelerate.support.accelerators import clean_state
 from tests.accelerate.support.launching import FSDP1, FSDP2, SCRIPT, accelerate_launch, write_yaml
-from tests.ranks import run
-from tests.run_python import run_python
+from tests.support.ranks import run
+from tests.support.run_python import run_python
 
 RUNNER = ("-m", "accelerate_shard")
 

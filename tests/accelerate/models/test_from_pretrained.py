@@ -21,9 +21,9 @@ import transformers
 import torch_shard
 from accelerate_shard import from_pretrained
 from tests.accelerate.support.accelerators import OURS, STOCK, accelerator
-from tests.hf_models import NAMES, build
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.hf_models import NAMES, build
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard.errors import CheckpointError, ConfigError, SetupError
 
 TEXT = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -17,7 +17,7 @@ import torch_shard
 from accelerate_shard import from_pretrained
 from tests.accelerate.support.accelerators import OURS, accelerator
 from tests.checkpoint.test_full_memory import peak
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 
 pytestmark = [
     pytest.mark.exhaustive,

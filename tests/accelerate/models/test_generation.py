@@ -12,9 +12,9 @@ from torch import nn
 from accelerate_shard import ShardPlugin
 from accelerate_shard.models import generation
 from tests.accelerate.support.accelerators import OURS, STOCK, accelerator, engine_of
-from tests.hf_models import VOCAB, build
-from tests.marks import exhaustive, quick
-from tests.ranks import ranks
+from tests.support.hf_models import VOCAB, build
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks
 
 
 def prompt(rank: int, length: int | None = None) -> torch.Tensor:

@@ -15,8 +15,8 @@ from torch import nn
 from accelerate_shard import from_pretrained
 from tests.accelerate.models.test_from_pretrained import assert_equal, saved
 from tests.accelerate.support.accelerators import OURS, accelerator
-from tests.hf_models import build
-from tests.ranks import ranks
+from tests.support.hf_models import build
+from tests.support.ranks import ranks
 from torch_shard.errors import SetupError, ShardPicklingError
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from tests.accelerate.support.accelerators import BOTH, OURS, accelerator, engine_of
 from tests.accelerate.support.peft_models import lora
 from tests.accelerate.support.peft_models import train as peft_train
-from tests.hf_models import build
-from tests.ranks import ranks
+from tests.support.hf_models import build
+from tests.support.ranks import ranks
 from torch_shard.errors import SetupError
 
 WIDTH, GROUP = 24, 8

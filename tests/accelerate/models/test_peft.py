@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from tests.accelerate.support.accelerators import BOTH, OURS, STOCK, accelerator, engine_of
 from tests.accelerate.support.peft_models import adapted, compare, lora, train
-from tests.hf_models import build
-from tests.marks import exhaustive, quick
-from tests.ranks import ranks
+from tests.support.hf_models import build
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError
 
 CONFIGS: dict[str, Any] = {

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from accelerate_shard import ShardPlugin
 from tests.accelerate.support.accelerators import OURS, accelerator
-from tests.hf_models import build
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.hf_models import build
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError, MissingRankError, ShardError, StateDictError
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from accelerate_shard import ShardPlugin
-from tests import hf_models
 from tests.accelerate.support.accelerators import (
     OURS,
     STOCK,
@@ -23,9 +22,10 @@ from tests.accelerate.support.accelerators import (
     net,
     train,
 )
-from tests.logs import captured_log
-from tests.marks import exhaustive, quick
-from tests.ranks import ranks
+from tests.support import hf_models
+from tests.support.logs import captured_log
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError
 
 EVERY: list[dict[str, Any]] = [

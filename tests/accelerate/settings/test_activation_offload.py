@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from accelerate_shard import ShardPlugin
-from tests import hf_models
 from tests.accelerate.support.accelerators import (
     HIDDEN,
     OURS,
@@ -21,9 +20,10 @@ from tests.accelerate.support.accelerators import (
     net,
     train,
 )
-from tests.logs import captured_log
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support import hf_models
+from tests.support.logs import captured_log
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import activation_checkpointing
 from torch_shard.activation_checkpointing import offload_of
 from torch_shard.activation_offload import MIN_BYTES

@@ -18,7 +18,7 @@ from accelerate_shard.settings import from_environment
 from accelerate_shard.settings.from_environment import SETTINGS, launch_plugin, take_over_launch
 from tests.accelerate.support.accelerators import OURS, clean_state
 from tests.accelerate.support.launching import FSDP1, FSDP2, write_yaml
-from tests.logs import captured_log
+from tests.support.logs import captured_log
 from torch_shard import Offload
 from torch_shard.errors import ConfigError
 

@@ -19,8 +19,8 @@ from accelerate_shard.settings.from_fsdp import KEYS, from_fsdp_environment, fro
 from accelerate_shard.settings.wrap_policies import WholeModel, Wrapped
 from tests.accelerate.support.accelerators import Layer, clean_state, net
 from tests.accelerate.support.launching import FSDP1, FSDP2, exported, write_yaml
-from tests.logs import captured_log
-from tests.marks import quick
+from tests.support.logs import captured_log
+from tests.support.marks import quick
 from torch_shard.errors import ConfigError
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")

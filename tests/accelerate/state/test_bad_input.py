@@ -15,8 +15,8 @@ from torch import nn
 from accelerate_shard import ShardPlugin
 from tests.accelerate.support.accelerators import OURS, STOCK, accelerator, engine_of, full_parameters, net, sgd
 from tests.accelerate.support.checkpoints import Counter, Noisy, Run, plugin
-from tests.marks import exhaustive, quick
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks
 from torch_shard.errors import (
     CheckpointError,
     ConfigError,

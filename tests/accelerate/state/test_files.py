@@ -13,8 +13,8 @@ from accelerate.utils import ProjectConfiguration
 
 from tests.accelerate.support.accelerators import OURS, STOCK, accelerator, loader, net, sgd
 from tests.accelerate.support.checkpoints import Counter, Run, plugin
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard.errors import CheckpointError, ConfigError
 
 

@@ -11,8 +11,8 @@ import torch
 
 from tests.accelerate.support.accelerators import OURS, STOCK, accelerator, full_parameters, net, sgd
 from tests.accelerate.support.checkpoints import plugin
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard.errors import ShardError, StateDictError
 
 

@@ -25,8 +25,8 @@ from tests.accelerate.support.accelerators import (
 )
 from tests.accelerate.support.checkpoints import plugin
 from tests.accelerate.support.peft_models import adapted
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import ShardTensor
 from torch_shard.errors import ShardError, ShardPicklingError
 

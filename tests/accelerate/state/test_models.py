@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.accelerate.support.accelerators import OURS, STOCK, accelerator, full_parameters, loader, loss_of, net, sgd
 from tests.accelerate.support.checkpoints import Noisy, plugin
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard.errors import ShardPicklingError
 
 FORMS = ["sharded", *exhaustive("full")]
@@ -179,7 +179,7 @@ def test_a_saved_model_is_loaded_by_stock_accelerate_whole_and_in_several_files(
 
 @ranks(2)
 def test_a_model_of_transformers_with_tied_weights_is_saved_as_it_reads_it(rank, tmp_path):
-    from tests.hf_models import build
+    from tests.support.hf_models import build
 
     with accelerator(OURS) as acc:
         model, _, _ = build("gpt2", 0)

@@ -7,8 +7,8 @@ import torch
 
 from tests.accelerate.support.accelerators import OURS, STOCK, accelerator, full_parameters, net
 from tests.accelerate.support.checkpoints import Run, plugin
-from tests.marks import exhaustive
-from tests.ranks import ranks, run
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks, run
 from torch_shard.errors import CheckpointError, StateDictError
 
 

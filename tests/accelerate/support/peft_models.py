@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.accelerate.support.accelerators import accelerator, engine_of
-from tests.hf_models import VOCAB, build
+from tests.support.hf_models import VOCAB, build
 from torch_shard import ShardTensor
 
 TARGETS = {"gpt2": ["c_attn", "c_proj"], "llama": ["q_proj", "v_proj", "down_proj"], "t5": ["q", "v"]}

@@ -11,7 +11,7 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, Trai
 
 from accelerate_shard.trainer.mixin import ShardTrainerMixin
 from tests.accelerate.support.accelerators import clean_state
-from tests.hf_models import VOCAB, build
+from tests.support.hf_models import VOCAB, build
 
 LENGTH = 10
 
@@ -70,7 +70,7 @@ def trainer(
 
     Args:
         folder: its ``output_dir``, shared by the ranks.
-        model: a name of :mod:`tests.hf_models`, or a model.
+        model: a name of :mod:`tests.support.hf_models`, or a model.
         options: of the Trainer.
         arguments: of TrainingArguments.
     """

@@ -11,7 +11,7 @@ from transformers import Seq2SeqTrainer, Trainer
 import torch_shard
 from accelerate_shard.trainer.mixin import STEPS, apply_to_trainer, remove_from_trainer
 from tests.accelerate.support.trainers import Ours, assert_same_logs, trained, trainer
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError
 
 

@@ -14,9 +14,9 @@ from transformers import GPT2LMHeadModel, Trainer
 
 import accelerate_shard
 from tests.accelerate.support.trainers import Ours, assert_same_logs, trained, trainer
-from tests.hf_models import build
-from tests.marks import exhaustive
-from tests.ranks import ranks, run
+from tests.support.hf_models import build
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks, run
 
 EVERY_3 = {
     "save_strategy": "steps",

@@ -10,8 +10,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Seq2SeqTrainer, Trainer
 
 from tests.accelerate.support.trainers import Ours, OursSeq2Seq, Tokens, assert_same_logs, trained, trainer
-from tests.hf_models import VOCAB, build
-from tests.ranks import ranks
+from tests.support.hf_models import VOCAB, build
+from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError
 
 

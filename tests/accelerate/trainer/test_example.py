@@ -9,7 +9,7 @@ import pytest
 from peft import PeftModel
 from transformers import LlamaForCausalLM
 
-from tests.run_python import run_python
+from tests.support.run_python import run_python
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "trainer_sft.py"
 

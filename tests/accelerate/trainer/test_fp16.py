@@ -10,7 +10,7 @@ from transformers import Trainer
 
 import torch_shard
 from tests.accelerate.support.trainers import Ours, trainer
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 
 
 @pytest.mark.exhaustive

@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, Trainer
 
 from accelerate_shard import from_pretrained
 from tests.accelerate.support.trainers import Ours, assert_same_logs, trained
-from tests.hf_models import build
-from tests.ranks import ranks
+from tests.support.hf_models import build
+from tests.support.ranks import ranks
 
 
 @ranks(2)

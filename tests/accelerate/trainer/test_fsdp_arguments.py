@@ -8,8 +8,8 @@ from transformers import Trainer
 import torch_shard
 from accelerate_shard import ShardPlugin
 from tests.accelerate.support.trainers import Ours, assert_same_logs, trained, trainer
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError
 
 VERSION_1 = {

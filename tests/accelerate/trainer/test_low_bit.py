@@ -8,9 +8,9 @@ from transformers import Trainer
 
 import torch_shard
 from tests.accelerate.support.trainers import Ours, assert_same_logs, trained, trainer
-from tests.hf_models import build
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.hf_models import build
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError
 
 OF_TORCHAO = ["adamw_torch_8bit", "adamw_torch_4bit"]

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, Trainer
 
 from accelerate_shard import from_pretrained
 from tests.accelerate.support.trainers import Ours, Tokens, trainer
-from tests.hf_models import build
-from tests.ranks import ranks
+from tests.support.hf_models import build
+from tests.support.ranks import ranks
 from torch_shard.errors import SetupError
 
 

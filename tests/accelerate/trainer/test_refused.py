@@ -8,8 +8,8 @@ from transformers import Trainer
 from accelerate_shard import ShardPlugin
 from accelerate_shard.trainer.mixin import ShardTrainerMixin
 from tests.accelerate.support.trainers import Ours, trainer
-from tests.hf_models import build
-from tests.ranks import ranks
+from tests.support.hf_models import build
+from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError, DivergenceError, MissingRankError, StateDictError
 
 

@@ -10,8 +10,8 @@ from transformers import Trainer
 import torch_shard
 from accelerate_shard import ShardPlugin
 from tests.accelerate.support.trainers import Ours, assert_same_logs, trained, trainer
-from tests.marks import exhaustive, quick
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks
 
 ADAMW = {"learning_rate": 1e-3, "adam_epsilon": 1e-4, "weight_decay": 0.1}
 CASES: dict[str, dict[str, Any]] = {

@@ -9,8 +9,8 @@ import pytest
 from accelerate_shard.trainer.mixin import ShardTrainerMixin
 from tests.accelerate.support.accelerators import clean_state
 from tests.accelerate.support.trainers import Steps, Tokens, assert_same_logs
-from tests.hf_models import VOCAB, build
-from tests.ranks import ranks
+from tests.support.hf_models import VOCAB, build
+from tests.support.ranks import ranks
 
 pytest.importorskip("trl")
 

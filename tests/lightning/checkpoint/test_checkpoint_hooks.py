@@ -18,8 +18,8 @@ from torch import nn
 
 from lightning_shard.for_lightning import ShardStrategy
 from tests.lightning.support import NAMESPACES, loader, net_class, trainer
-from tests.marks import quick
-from tests.ranks import ranks
+from tests.support.marks import quick
+from tests.support.ranks import ranks
 from torch_shard import ShardConfig
 from torch_shard.checkpoint.sharded import save as sharded_save
 from torch_shard.checkpoint.sharded.checkpoint_dir import Checkpoint

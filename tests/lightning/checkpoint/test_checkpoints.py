@@ -13,8 +13,8 @@ import torch
 
 from lightning_shard.for_lightning import ShardStrategy
 from tests.lightning.support import BATCHES, assert_same_state, either_namespace, loader, net_class, single, trainer
-from tests.marks import exhaustive
-from tests.ranks import ranks, run
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks, run
 from torch_shard import ShardConfig
 from torch_shard.errors import ShardError
 

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 
 from lightning_shard.for_lightning import ShardStrategy
 from tests.lightning.support import BATCHES, assert_same_state, loader, net_class, single, trainer
-from tests.logs import captured_log
-from tests.marks import quick
-from tests.ranks import ranks, run
+from tests.support.logs import captured_log
+from tests.support.marks import quick
+from tests.support.ranks import ranks, run
 from torch_shard.checkpoint.sharded.entry_lookup import model_entries
 from torch_shard.cli.main import main as command_line
 from torch_shard.errors import CheckpointError

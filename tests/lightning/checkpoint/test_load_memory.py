@@ -15,8 +15,8 @@ from torch import nn
 
 from lightning_shard.for_lightning import ShardStrategy
 from tests.lightning.support import NAMESPACES, loader, trainer
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 
 WIDTH, BLOCKS = 724, 8
 UNIT = WIDTH * (WIDTH + 1) * 4

@@ -16,8 +16,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning_shard.checkpoint import files
 from lightning_shard.for_lightning import ShardStrategy
 from tests.lightning.support import BATCHES, assert_same_state, loader, net_class, single, trainer
-from tests.marks import exhaustive, quick
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks
 from torch_shard.checkpoint.sharded import save as sharded_save
 from torch_shard.checkpoint.sharded.checkpoint_dir import Checkpoint
 from torch_shard.errors import CheckpointError

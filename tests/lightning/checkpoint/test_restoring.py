@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule
 
 from tests.lightning.support import assert_same_state, loader, net_class, single, trainer
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 
 
 class Data(LightningDataModule):

@@ -13,9 +13,9 @@ import torch
 from lightning_shard.for_lightning import ShardStrategy
 from lightning_shard.registration.registry import strategy_class
 from tests.lightning.support import assert_same_state, either_namespace, loader, net_class, trainer
-from tests.logs import captured_log
-from tests.marks import exhaustive
-from tests.ranks import ranks, run
+from tests.support.logs import captured_log
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks, run
 from torch_shard import ShardTensor
 from torch_shard.errors import CheckpointError, ConfigError, StateDictError
 

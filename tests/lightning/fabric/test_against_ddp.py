@@ -11,8 +11,8 @@ from torch import nn
 
 from tests.lightning.fabric.support import NAMESPACES, assert_same, batch, fabric, net, whole
 from tests.lightning.support import NAMESPACES as TRAINERS
-from tests.marks import quick
-from tests.ranks import ranks
+from tests.support.marks import quick
+from tests.support.ranks import ranks
 
 # The other files have the first one.
 both = pytest.mark.parametrize("namespace", quick(NAMESPACES, NAMESPACES[1:]))

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tests.lightning.fabric.support import NAMESPACES, assert_same, batch, fabric, net, strategy, whole
-from tests.marks import exhaustive, quick
-from tests.ranks import ranks, run
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks, run
 from torch_shard.errors import CheckpointError, ConfigError, StateDictError
 
 FORMS = ["full", "sharded"]

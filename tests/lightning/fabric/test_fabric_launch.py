@@ -11,7 +11,7 @@ import pytest
 
 import lightning_shard
 from tests.lightning.fabric.support import NAMESPACES
-from tests.run_python import run_python
+from tests.support.run_python import run_python
 
 NAMES = [
     "shard", "shard_zero2", "shard_zero1", "shard_hybrid", "shard_hybrid_zero2", "shard_offload", "shard_spawn", "shard_fork",

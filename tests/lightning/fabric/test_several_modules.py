@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tests.lightning.fabric.support import NAMESPACES, assert_same, batch, fabric, net, strategy, whole
-from tests.marks import quick
-from tests.ranks import ranks
+from tests.support.marks import quick
+from tests.support.ranks import ranks
 from torch_shard import engine_of
 from torch_shard.errors import ConfigError, NonFiniteError, StateDictError
 

@@ -10,8 +10,8 @@ from lightning.fabric.plugins import MixedPrecision
 from torch import nn
 
 from tests.lightning.fabric.support import NAMESPACES, Net, assert_same, batch, fabric, net, strategy, whole
-from tests.marks import exhaustive, quick
-from tests.ranks import ranks
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks
 from torch_shard import ShardTensor, engine_of
 from torch_shard.errors import ConfigError
 

@@ -28,9 +28,9 @@ from tests.lightning.support import (
     single,
     trainer,
 )
-from tests.logs import captured_log
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.logs import captured_log
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError
 
 

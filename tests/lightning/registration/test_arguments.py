@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.lightning.support import BATCH, assert_same_state, loader, net_class, single, trainer
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 
 
 class Records(net_class("lightning")):

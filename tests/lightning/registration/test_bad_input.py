@@ -17,8 +17,8 @@ import lightning_shard
 import torch_shard
 from lightning_shard.registration.registry import FABRIC, TRAINER, strategy_class
 from tests.lightning.support import loader, net_class, trainer
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import ShardTensor
 from torch_shard.errors import ConfigError, SetupError, UnitStateError
 

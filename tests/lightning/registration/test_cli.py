@@ -12,8 +12,8 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningCLI
 
 from tests.lightning.support import assert_same_state, loader, net_class, quiet
-from tests.marks import quick
-from tests.ranks import ranks
+from tests.support.marks import quick
+from tests.support.ranks import ranks
 
 OPTIONS = {
     "accelerator": "cpu",

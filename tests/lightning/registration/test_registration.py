@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import lightning_shard
-from tests.run_python import run_python
+from tests.support.run_python import run_python
 
 NAMES = [
     "shard",

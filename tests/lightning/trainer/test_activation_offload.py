@@ -12,8 +12,8 @@ from torch import nn
 import torch_shard
 from tests.lightning.fabric import support as fabric_helpers
 from tests.lightning.support import BATCH, BATCHES, assert_same_state, loader, net_class, single, trainer
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard.activation_checkpointing import offload_of
 from torch_shard.activation_offload import MIN_BYTES
 from torch_shard.errors import ConfigError

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.lightning.support import loader, net_class, trainer
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard.errors import DivergenceError
 
 

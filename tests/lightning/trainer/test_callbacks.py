@@ -19,8 +19,8 @@ from torch.nn.utils import prune
 import torch_shard
 from lightning_shard.for_lightning import ShardStrategy
 from tests.lightning.support import BATCHES, assert_same_state, loader, net_class, single, trainer
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 
 ELSEWHERE = {
     "Callback", "Checkpoint", "ProgressBar",  # base classes

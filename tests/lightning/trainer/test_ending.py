@@ -18,9 +18,9 @@ from torch.utils.data import ConcatDataset, DataLoader
 
 import lightning_shard.trainer.sigterm
 from tests.lightning.support import BATCHES, assert_same_state, loader, net_class, trainer
-from tests.marks import exhaustive
-from tests.ranks import ranks
-from tests.run_python import run_python
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
+from tests.support.run_python import run_python
 from torch_shard import ShardConfig, ShardError
 from torch_shard.frontend import anywhere
 

@@ -9,8 +9,8 @@ from torch import nn
 import torch_shard
 from lightning_shard.registration.registry import strategy_class
 from tests.lightning.support import both_namespaces, late_class, loader, net_class, trainer
-from tests.logs import captured_log
-from tests.ranks import ranks
+from tests.support.logs import captured_log
+from tests.support.ranks import ranks
 from torch_shard import errors
 
 

@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 import lightning_shard.trainer.strategy
 from lightning_shard.for_lightning import ShardStrategy
 from tests.lightning.support import assert_same_state, loader, net_class, trainer
-from tests.logs import captured_log
-from tests.ranks import ranks
+from tests.support.logs import captured_log
+from tests.support.ranks import ranks
 
 
 class Traces(Logger):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.run_python import run_python
+from tests.support.run_python import run_python
 
 # Prints what a run leaves in the process that called fit: of ddp and of shard this must be the same.
 SCRIPT = """

@@ -28,7 +28,7 @@ from lightning.pytorch.loggers import CSVLogger
 import lightning_shard
 import torch_shard
 from tests.lightning.support import loader, net_class, trainer
-from tests.ranks import ranks, run
+from tests.support.ranks import ranks, run
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 MIB = 1 << 20

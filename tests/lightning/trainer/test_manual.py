@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tests.lightning.support import NAMESPACES, assert_same_state, either_namespace, loader, net_class, single, trainer
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import ShardError
 
 

@@ -17,8 +17,8 @@ from tests.lightning.fabric.test_strategy import assert_trains_like_ddp
 from tests.lightning.registration.test_cli import CLASS, cli
 from tests.lightning.support import assert_same_state, either_namespace, loader, net_class, trainer
 from tests.lightning.trainer.test_weight_averaging import assert_same_average, ema, fit_both, swa
-from tests.marks import exhaustive, quick
-from tests.ranks import ranks, run
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks, run
 from torch_shard import Offload, ShardConfig
 
 KEEPS = Offload(params=False)

@@ -8,7 +8,7 @@ import torch
 from lightning_shard.for_lightning import ShardStrategy
 from tests.lightning.support import net_class
 from tests.lightning.trainer.test_training import compare
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 from torch_shard import ShardError
 
 

@@ -14,9 +14,9 @@ import lightning_shard
 from lightning_shard.registration.registry import strategy_class
 from lightning_shard.trainer.clipping import ShardedClipping
 from tests.lightning.support import NAMESPACES, assert_same_state, loader, net_class, single, trainer
-from tests.logs import captured_log
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.logs import captured_log
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import Precision
 from torch_shard.errors import ConfigError
 

@@ -13,8 +13,8 @@ from torch import nn
 import torch_shard
 from tests.lightning.support import BATCHES, assert_same_state, loader, net_class, single, trainer
 from tests.lightning.trainer.test_training import compare
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import ShardConfig, ShardError, ShardTensor
 
 

@@ -12,9 +12,9 @@ import torch
 from lightning_shard import ShardStrategy
 from tests.lightning.fabric import support as fabric_helpers
 from tests.lightning.support import NAMESPACES, either_namespace, lightning_shard, loader, net_class, trainer
-from tests.logs import captured_log
-from tests.ranks import ranks
-from tests.run_python import run_python
+from tests.support.logs import captured_log
+from tests.support.ranks import ranks
+from tests.support.run_python import run_python
 from torch_shard import ShardConfig
 from torch_shard.comm import watchdog
 from torch_shard.comm.process_groups import group_timeout

@@ -26,8 +26,8 @@ from tests.lightning.support import (
     single,
     trainer,
 )
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import ShardConfig, ShardError, ShardTensor
 
 

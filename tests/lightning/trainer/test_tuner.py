@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_shard.for_lightning import ShardStrategy
 from tests.lightning.support import assert_same_state, loader, net_class, trainer
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 
 
 class Tuned(net_class("lightning")):

@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 import lightning_shard.trainer.uneven_batches
 from tests.lightning.support import NAMESPACES, assert_same_state, loader, net_class, trainer
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard.errors import DivergenceError
 
 

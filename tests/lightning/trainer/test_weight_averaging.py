@@ -24,8 +24,8 @@ from tests.lightning.support import (
     single,
     trainer,
 )
-from tests.marks import exhaustive
-from tests.ranks import ranks
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
 from torch_shard import ShardTensor
 from torch_shard.cli.main import main as command_line
 

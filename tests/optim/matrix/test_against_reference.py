@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torch_shard
-from tests.ranks import run
 from tests.support.examples import many, quick
+from tests.support.ranks import run
 from tests.support.reference import ReferenceEngine, muon, sgd, work_on_matrix
 
 RATES = (0.1, 0.02)  # of the two groups

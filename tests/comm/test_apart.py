@@ -1,0 +1,415 @@
+"""Ranks that part ways, and come together again: every exchange has a limit, and groups are made anew on all or on none."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_shard
+from tests.support.marks import quick
+from tests.support.ranks import ranks, run
+from torch_shard.comm import process_groups
+from torch_shard.comm.work import caller_line, default_store
+from torch_shard.errors import ConfigError, DivergenceError, MissingRankError, SetupError, ShardError
+from torch_shard.runtime.load_hooks import NoteLoad, forget_loads
+
+SHORT = 3.0  # seconds that a rank waits for a partner in these tests
+small = {"units": [nn.Linear], "timeout": SHORT}
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def step(model):
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def trains(model):
+    """Whether a step gives the numbers of plain training."""
+    plain = net()
+    model.zero_grad()
+    step(model)
+    step(plain)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+def a_new_one_trains(**settings):
+    """Shard a new model, and compare a step of it with plain training."""
+    model = net()
+    torch_shard.shard(model, **{**small, **settings})
+    trains(model)
+
+
+def stepped(**settings):
+    """A sharded model after one step, and its engine."""
+    model = net()
+    engine = torch_shard.shard(model, **{**small, **settings})
+    step(model)
+    return model, engine
+
+
+LONELY = {
+    "evaluation": lambda e, m: torch.no_grad()(m)(torch.ones(2, 4)),
+    "forward": lambda e, m: m(torch.ones(2, 4)),
+    "save": lambda e, m: e.state_dict(),
+    "norm": lambda e, m: m[0].weight.norm(),
+    "gathered": lambda e, m: e.gathered(m[0]).__enter__(),
+}
+
+
+def lonely(rank, model, engine, what):
+    if rank == 0:
+        with pytest.raises(MissingRankError):
+            LONELY[what](engine, model)
+    dist.barrier()
+
+
+# -- the error on the other rank ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("what", quick(LONELY, ["save"]))
+@ranks(2, timeout=40)
+def test_training_after_an_operation_that_one_rank_alone_ran_is_an_error_on_both_at_once(rank, what):
+    model, engine = stepped()
+    lonely(rank, model, engine, what)
+    begin = time.monotonic()
+    with pytest.raises(ShardError, match="shard a new model") as caught:
+        step(model)
+        step(model)
+    assert time.monotonic() - begin < SHORT + 1
+    assert "rank 0 waited 3 s" in str(caught.value), "what rank 0 had been doing"
+    assert __file__ in str(caught.value)
+    assert "needs a torch.distributed.barrier() behind it" in str(caught.value)
+    with pytest.raises(DivergenceError, match="earlier error"):
+        step(model)
+
+
+@pytest.mark.exhaustive
+@ranks(3, timeout=40)
+def test_all_other_ranks_hear_of_a_rank_that_gave_up(rank):
+    model, engine = stepped()
+    lonely(rank, model, engine, "evaluation")
+    begin = time.monotonic()
+    with pytest.raises(ShardError, match="rank 0"):
+        step(model)
+        step(model)
+    assert time.monotonic() - begin < SHORT + 1
+
+
+@pytest.mark.exhaustive
+@ranks(2, timeout=30)
+def test_a_comparison_whose_partner_does_not_come_ends_and_tells_its_own_side(rank):
+    engine = torch_shard.shard(net(), **small)
+    agreement = engine._runtime.agreement
+    agreement.note(1, "does something")
+    if rank == 1:  # as if it had been interrupted between the message and the comparison
+        agreement.collectives.watch.exchange = lambda *_: pytest.skip("interrupted")
+        agreement.note(2, "does something else")
+    begin = time.monotonic()
+    with pytest.raises(
+        (MissingRankError, pytest.skip.Exception), match=r"rank 1 did not come.*does something|interrup"
+    ):
+        agreement.check("a check")
+    assert time.monotonic() - begin < SHORT + 2
+
+
+def dies_in_comparison(rank, world_size):
+    engine = torch_shard.shard(net(), **small)
+    agreement = engine._runtime.agreement
+    agreement.note(rank, f"rank {rank}'s own way")
+    if rank == 1:
+        agreement.collectives.watch.exchange = lambda *_: os._exit(1)
+    begin = time.monotonic()
+    try:
+        agreement.check("a check")
+    except ShardError as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_dies_before_the_comparison_does_not_hang_the_other():
+    (kind, text, seconds), _ = run(2, dies_in_comparison, may_die=(1,), timeout=40)
+    assert kind == "MissingRankError" and "rank 1 did not come" in text and "rank 0's own way" in text
+    assert seconds < SHORT + 2
+
+
+@ranks(2)
+def test_both_sides_of_a_comparison_still_name_the_first_difference(rank):
+    model = net()
+    torch_shard.shard(model, **small)
+    with pytest.raises(DivergenceError, match=r"rank 0: .*; rank 1: "):
+        if rank == 0:
+            model(torch.ones(2, 4))
+        else:
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+    step(model)  # no rank was left alone, so the engine goes on
+
+
+@pytest.mark.exhaustive
+@ranks(2, timeout=40)
+def test_a_barrier_lets_one_rank_write_a_checkpoint_for_longer_than_the_timeout(rank, tmp_path):
+    model, engine = stepped(timeout=2.0)
+    state = engine.state_dict()
+    if rank == 0:
+        time.sleep(4.0)
+        torch.save(state, tmp_path / "model.pt")
+    dist.barrier()
+    trains(model)
+
+
+# -- the line that a message names --------------------------------------------------------------------------------------
+
+
+def function_of(module):
+    """A function that calls its argument, of a module of that name."""
+    return eval(compile("lambda function: function()", f"<{module}>", "eval"), {"__name__": module})
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["lightning.pytorch.core.module", "pytorch_lightning.loops", "transformers.trainer", "contextlib", "torch.nn"],
+)
+def test_a_message_names_the_users_line_and_not_a_frameworks(module):
+    assert function_of(module)(caller_line).startswith(f"{__file__}:")
+    users = partial(function_of("train"), partial(function_of(module), caller_line))
+    assert function_of(module)(users) == "<train>:1"
+
+
+def test_where_there_is_no_line_of_the_users_a_message_names_the_innermost_one_of_a_framework():
+    inner, outer = function_of("lightning.pytorch.core.module"), function_of("lightning.fabric.launchers")
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(outer, partial(inner, caller_line)).result() == "<lightning.pytorch.core.module>:1"
+        assert pool.submit(caller_line).result() == "unknown line"
+
+
+# -- sharding a new model -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("what", LONELY)
+@ranks(2, timeout=40)
+def test_a_new_model_can_be_sharded_after_an_error_on_one_rank(rank, what):
+    model, engine = stepped()
+    lonely(rank, model, engine, what)
+    again = net()
+    begin = time.monotonic()
+    torch_shard.shard(again, **small)
+    assert time.monotonic() - begin < SHORT
+    trains(again)
+    if rank == 1:
+        with pytest.raises(ShardError):
+            step(model)  # the old one stays apart
+            step(model)
+    dist.barrier()
+    trains(again)
+
+
+@pytest.mark.exhaustive
+@ranks(2, timeout=40)
+def test_a_new_model_over_a_subgroup_can_be_sharded_after_an_error_on_one_rank(rank):
+    group = dist.new_group([0, 1], use_local_synchronization=True)
+    for _ in range(2):
+        model, engine = stepped(mesh=group)
+        lonely(rank, model, engine, "evaluation")
+    a_new_one_trains(mesh=group)
+
+
+@ranks(3, timeout=40)
+def test_subgroups_that_overlap_can_be_sharded_over_in_turn(rank):
+    pairs = [[0, 1], [0, 2], [1, 2]]
+    for pair, group in [(pair, dist.new_group(pair)) for pair in pairs]:
+        if rank in pair:
+            a_new_one_trains(mesh=group)
+
+
+@ranks(2)
+def test_groups_that_one_rank_has_destroyed_are_made_anew_on_all(rank):
+    engine = torch_shard.shard(net(), **small)
+    if rank == 1:
+        dist.destroy_process_group(engine._runtime.collectives.scalar.channel.group)
+    a_new_one_trains()
+
+
+@pytest.mark.exhaustive
+@ranks(2, timeout=40)
+def test_a_rank_that_tries_again_after_nobody_came_meets_the_other(rank):
+    group = dist.new_group([0, 1])
+    for _ in range(2):  # the first use of the group, and a later one
+        if rank == 0:
+            with pytest.raises(MissingRankError, match=r"shard\(\) at .* for ranks \[1\]"):
+                torch_shard.shard(net(), mesh=group, **small)
+        else:
+            time.sleep(SHORT + 1)
+        a_new_one_trains(mesh=group)
+
+
+@pytest.mark.exhaustive
+@ranks(2, timeout=40)
+def test_a_rank_that_shards_while_the_other_trains_is_an_error_that_says_so(rank):
+    model, _engine = stepped()
+    dist.barrier()
+    with pytest.raises(MissingRankError) as caught:
+        if rank == 0:
+            torch_shard.shard(net(), **{**small, "timeout": SHORT + 1})
+        else:
+            time.sleep(0.5)
+            step(model)
+    # The one that gives up first finds the other's word; the other may find it withdrawn.
+    assert rank == 0 or "rank 0 waits in shard()" in str(caught.value)
+    dist.barrier()
+    a_new_one_trains()
+
+
+@pytest.mark.exhaustive
+@ranks(3, timeout=40)
+def test_all_ranks_that_wait_for_one_in_shard_give_up_together_and_can_come_back(rank):
+    dist.barrier()
+    if rank < 2:
+        with pytest.raises(MissingRankError, match=r"for ranks \[2\]"):
+            torch_shard.shard(net(), units=[nn.Linear], timeout=2.0 + rank)
+    dist.barrier()
+    a_new_one_trains()
+
+
+@ranks(2)
+def test_sharding_one_more_model_costs_a_few_store_operations(rank):
+    torch_shard.shard(net(), **small)
+    store = default_store()
+    counted = []
+
+    class Counting:
+        def __getattr__(self, name):
+            def call(*args):
+                counted.append(name)
+                return getattr(store, name)(*args)
+
+            return call
+
+    before = process_groups.default_store
+    process_groups.default_store = Counting
+    try:
+        dist.barrier()
+        made = len(dist.distributed_c10d._world.pg_map)
+        torch_shard.shard(net(), **small)
+    finally:
+        process_groups.default_store = before
+    assert len(dist.distributed_c10d._world.pg_map) == made, "groups are shared"
+    assert len([name for name in counted if name != "check"]) <= 5, counted
+    assert counted.count("check") <= 20, counted  # it asks now and then while the other is on its way
+
+
+# -- settings -----------------------------------------------------------------------------------------------------------
+
+DIFFERENT = {
+    "strategy": ("full_shard", "no_shard"),
+    "unit_bytes": (100, 1000),
+    "prefetch": (1, 2),
+    "sync_module_states": (True, False),
+    "broadcast_buffers": (True, False),
+    "single_communicator": (True, False),
+    "units": ([["0.weight", "0.bias"]], [["0.weight", "2.bias"]]),
+    "ignore": (["0.bias"], ["2.bias"]),
+}
+
+
+@pytest.mark.parametrize("field", DIFFERENT)
+@ranks(2)
+def test_settings_that_differ_are_an_error_that_names_the_field_and_the_values(rank, field):
+    values = DIFFERENT[field]
+    shown = [re.escape(str(v)) for v in values]
+    with pytest.raises(ConfigError, match=rf"^{field}.*ranks?.*{shown[0]}.*ranks?.*{shown[1]}"):
+        torch_shard.shard(net(), timeout=SHORT, **{field: values[rank]})
+    a_new_one_trains()
+
+
+@ranks(2)
+def test_settings_that_are_a_ranks_own_affair_may_differ(rank):
+    model = net()
+    torch_shard.shard(model, timeout=20.0 + rank, debug=bool(rank), units=[nn.Linear] if rank else ["0", "2"])
+    trains(model)
+
+
+def test_a_config_or_model_of_the_wrong_type_is_an_error_that_names_the_argument():
+    with pytest.raises(ConfigError, match=r"^config must be a ShardConfig, not dict; .*\*\*config"):
+        torch_shard.shard(net(), {"strategy": "no_shard"})
+    with pytest.raises(ConfigError, match=r"^config must be a ShardConfig, not str"):
+        torch_shard.shard(net(), "no_shard")
+    with pytest.raises(ConfigError, match=r"^config"):
+        torch_shard.shard(net(), {}, prefetch=2)
+    for wrong in ([1, 2], nn.Linear, None):
+        with pytest.raises(SetupError, match=r"^model must be a torch\.nn\.Module, not"):
+            torch_shard.shard(wrong)
+    with pytest.raises(SetupError, match=r"^mesh must be"):
+        torch_shard.shard(net(), mesh=[0, 1])
+
+
+# -- torch's own load_state_dict ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", ["model", "layer"])
+@ranks(2)
+def test_a_state_dict_that_one_rank_alone_loads_is_an_error_in_the_next_forward(rank, part):
+    model, engine = stepped()
+    state = {name: torch.ones(p.shape) for name, p in model.named_parameters()}
+    if rank == 0:
+        if part == "model":
+            model.load_state_dict(state)
+        else:
+            model[2].load_state_dict({"weight": state["2.weight"], "bias": state["2.bias"]})
+    with (
+        pytest.raises(DivergenceError, match=r"did not load alike.*rank 0: loads a state dict into '[02]'.*every rank"),
+        torch.no_grad(),
+    ):
+        model(torch.ones(2, 4))
+    model.load_state_dict(state)
+    assert all((v == 1).all() for v in engine.state_dict(rank0_only=False).values())
+    step(model)
+
+
+@ranks(2)
+def test_loading_on_all_ranks_or_inside_gathered_is_no_difference(rank):
+    model = net()
+    engine = torch_shard.shard(model, **small)
+    state = {name: torch.ones(p.shape) for name, p in model.named_parameters()}
+    model.load_state_dict(state)
+    step(model)
+    engine.load_state_dict(state)
+    step(model)
+    with engine.gathered(ranks=0, write=True):
+        if rank == 0:
+            model.load_state_dict({name: 2 * value for name, value in state.items()})
+    step(model)
+    assert all((v == 2).all() for v in engine.state_dict(rank0_only=False).values())
+    if rank == 1:
+        del state["0.bias"]
+    with pytest.raises(ShardError, match=r"0\.bias"):  # found before anything is loaded: no difference either
+        engine.load_state_dict(state)
+    step(model)
+
+
+@ranks(2)
+def test_the_notes_of_loading_follow_a_copy_and_go_with_the_engine(rank):
+    model = net()
+    torch_shard.shard(model, **small)
+    twin = copy.deepcopy(model)
+    if rank == 0:
+        twin.load_state_dict({name: torch.ones(p.shape) for name, p in model.named_parameters()})
+    step(model)  # only the copy differs
+    with pytest.raises(DivergenceError, match="did not load alike"):
+        step(twin)
+    forget_loads(model)
+    assert not any(isinstance(h, NoteLoad) for m in model.modules() for h in m._load_state_dict_post_hooks.values())

@@ -1,0 +1,142 @@
+"""Several sharded models over one group: what one of them runs must not pair with what another one runs."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import torch_shard
+from tests.compat.harness import Block, average_grads, batch, same, same_grads
+from tests.support.marks import exhaustive
+from tests.support.ranks import ranks
+from torch_shard.errors import DivergenceError, ShardError
+
+WIDTH = 5
+
+
+def _twins(kind: str) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    first = nn.Sequential(Block(WIDTH), Block(WIDTH)).double()
+    second = nn.Sequential(Block(WIDTH), Block(WIDTH), *([Block(WIDTH)] if kind == "larger" else [])).double()
+    torch_shard.shard(first, unit_bytes=300, timeout=20.0)
+    if kind == "copy":
+        return first, copy.deepcopy(first)
+    torch_shard.shard(second, unit_bytes=300, timeout=20.0)
+    return first, second
+
+
+@pytest.mark.parametrize("how", ["no_grad", "one_loss", "two_losses"])
+@pytest.mark.parametrize("kind", ["twin", *exhaustive("larger"), "copy"])
+@ranks(2)
+def test_forwards_of_two_models_in_another_order_on_one_rank_are_an_error(rank, kind, how):
+    pair = _twins(kind)
+    x = batch(rank, 0)
+    with pytest.raises(DivergenceError, match="different models"):  # noqa: SIM117
+        with torch.no_grad() if how == "no_grad" else torch.enable_grad():
+            outputs = [model(x).sum() for model in (pair if rank == 0 else pair[::-1])]
+            if how == "one_loss":
+                sum(outputs).backward()
+            elif how == "two_losses":
+                for output in outputs:
+                    output.backward()
+
+
+@ranks(2)
+def test_one_model_on_one_rank_and_its_twin_on_the_other_is_an_error(rank):
+    pair = _twins("twin")
+    for step in range(2):
+        for model in pair:
+            model(batch(rank, step)).sum().backward()
+    with pytest.raises(DivergenceError, match=r"rank 0 is in .* of model 1 .*rank 1 is in .* of model 2"):
+        pair[rank](batch(rank, 2))
+
+
+@ranks(2)
+def test_a_copy_that_one_rank_alone_makes_disturbs_nothing(rank):
+    pair = _twins("twin")
+    kept = copy.deepcopy(pair[0]) if rank == 0 else None
+    plain = [nn.Sequential(Block(WIDTH), Block(WIDTH)).double() for _ in pair]
+    for model, other in zip(pair, plain, strict=True):
+        for p, q in zip(other.parameters(), model.parameters(), strict=True):
+            p.data.copy_(q.detach().full_tensor())
+    third = torch_shard.shard(plain[0].__class__(nn.Linear(WIDTH, WIDTH)).double()).rank
+    for step in range(2):
+        for model, other in zip(pair, plain, strict=True):
+            model.zero_grad()
+            other.zero_grad()
+            loss, expected = model(batch(rank, step)).sum(), other(batch(rank, step)).sum()
+            same(loss, expected)
+            loss.backward()
+            expected.backward()
+            average_grads(other)
+            same_grads(model, other)
+    assert third == rank and (kept is None) == (rank != 0)
+
+
+@pytest.mark.exhaustive
+@ranks(2)
+def test_ranks_that_wait_in_operations_of_different_models_hear_of_each_other_at_once(rank):
+    first, second = _twins("twin")
+    for _ in range(3):  # that the other model has had as many is no sign that an operation of this one was issued
+        torch_shard.engine_of(second).clip_grad_norm_(1.0)
+    begin = time.monotonic()
+    with pytest.raises(DivergenceError, match=r"run different operations"):
+        if rank == 0:
+            torch_shard.engine_of(first).clip_grad_norm_(1.0)
+        else:
+            second(batch(rank, 0))
+    assert time.monotonic() - begin < 10.0  # the timeout is 20 s
+
+
+# -- a model that refuses its backward ------------------------------------------------------------------------------------
+
+
+def _edited_under_no_sync(rank: int) -> nn.Module:
+    """A model with a gradient that was edited while its reduction is deferred, which its next backward refuses."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH)).double()
+    engine = torch_shard.shard(model, timeout=20.0)
+    with engine.no_sync():
+        model(batch(rank, 0)).sum().backward()
+    _halve_gradients(model)
+    return model
+
+
+def _halve_gradients(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+
+
+@ranks(2)
+def test_a_gradient_that_one_model_refuses_stops_no_backward_of_another(rank):
+    other, refused = _twins("twin")[0], _edited_under_no_sync(rank)
+    plain = copy.deepcopy(nn.Sequential(Block(WIDTH), Block(WIDTH)).double())
+    for p, q in zip(plain.parameters(), other.parameters(), strict=True):
+        p.data.copy_(q.detach().full_tensor())
+    for _ in range(2):  # nor is the refusal forgotten by a backward that it does not concern
+        for model in (other, plain):
+            model.zero_grad()
+            model(batch(rank, 1)).sum().backward()
+        average_grads(plain)
+        same_grads(other, plain)
+        with pytest.raises(ShardError, match=r"0\.\w+ was edited"):
+            refused(batch(rank, 1)).sum().backward()
+
+
+@ranks(2)
+def test_a_backward_that_one_model_refuses_leaves_another_free_to_edit_its_gradients(rank):
+    """What an engine notes of a backward that runs ends with it, though another engine has raised."""
+    other, refused = _twins("twin")[0], _edited_under_no_sync(rank)
+    engine = torch_shard.engine_of(other)
+    with engine.no_sync():
+        other(batch(rank, 1)).sum().backward()
+    with pytest.raises(ShardError, match=r"0\.\w+ was edited"):
+        refused(batch(rank, 1)).sum().backward()
+    _halve_gradients(other)
+    with pytest.raises(ShardError, match="was edited"):
+        torch.autograd.grad(other(batch(rank, 2)).sum(), list(other.parameters()))

@@ -1,0 +1,120 @@
+"""Reductions of ShardTensors: one number, which is that of the whole tensor on all ranks."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.ranks import ranks
+from tests.support.shard_cases import REDUCTIONS
+from tests.support.shard_helpers import SHAPES, GroupComm, same, sharded, values
+
+
+@ranks(1, 2, exhaustive=(3,))
+def test_reductions_to_a_scalar_are_those_of_the_whole(rank, world_size):
+    plain = values()
+    shards = sharded(plain, rank, world_size)
+    for name in SHAPES:
+        for function in REDUCTIONS:
+            try:
+                expected = function(plain[name])
+            except (RuntimeError, IndexError):
+                with pytest.raises((RuntimeError, IndexError)):
+                    function(shards[name])
+                continue
+            result = function(shards[name])
+            assert type(result) is torch.Tensor
+            assert result.shape == expected.shape
+            same(result, expected)
+    assert shards["scalar"].item() == plain["scalar"].item()
+    assert float(shards["one"]) == plain["one"].item()
+    assert f"{shards['scalar']:.3f}" == f"{plain['scalar']:.3f}"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@ranks(2, 3)
+def test_a_value_that_is_not_finite_reaches_all_ranks(rank, world_size, bad):
+    plain = values()
+    plain["matrix"][4, 6] = bad
+    shards = sharded(plain, rank, world_size)
+    for function in (*REDUCTIONS[:8], torch.max, torch.min, torch.amax, torch.amin, lambda a: a.isnan().any()):
+        same(function(shards["matrix"]), function(plain["matrix"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int32, torch.bool, torch.uint8])
+@ranks(2)
+def test_reductions_keep_to_the_dtype_of_plain_torch(rank, world_size, dtype):
+    plain = {name: (t * 4).to(dtype) for name, t in values().items()}
+    shards = sharded(plain, rank, world_size)
+    for name in ("matrix", "scalar", "cube", "none"):
+        for function in (torch.sum, torch.any, torch.all, torch.count_nonzero):
+            same(function(shards[name]), function(plain[name]))
+        if name != "none":
+            same(torch.max(shards[name]), torch.max(plain[name]))
+        if dtype.is_floating_point:
+            same(shards[name].norm(), plain[name].norm())
+
+
+@ranks(2)
+def test_equal_and_allclose_agree_on_all_ranks(rank, world_size):
+    plain = values()
+    a, b = sharded(plain, rank, world_size), sharded(plain, rank, world_size)
+    assert torch.equal(a["cube"], b["cube"]) and torch.allclose(a["cube"], b["cube"])
+    assert torch.equal(a["cube"], plain["cube"])
+    other = plain["cube"].clone()
+    other[-1, -1, -1] += 1  # on the last rank only
+    assert not torch.equal(a["cube"], other) and not torch.allclose(a["cube"], other)
+    assert not torch.equal(a["cube"], plain["matrix"])
+    assert (a["cube"] == b["cube"]).all() and not (a["cube"] != b["cube"]).any()
+
+
+@ranks(2, 3)
+def test_foreach_norm_is_one_collective_and_right(rank, world_size):
+    comm = GroupComm(world_size, rank)
+    plain = values()
+    plain.pop("none")  # without elements there is no largest one
+    shards = sharded(plain, rank, world_size, comm)
+    for order in (1, 2, math.inf, 3):
+        before = comm.calls
+        norms = torch._foreach_norm(list(shards.values()), order)
+        assert comm.calls == before + 1
+        for result, expected in zip(norms, torch._foreach_norm(list(plain.values()), order), strict=True):
+            same(result, expected)
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@ranks(2, exhaustive=(3,))
+def test_clip_grad_norm_of_torch_is_right(rank, world_size, foreach):
+    for order in (2.0, 1.0, math.inf):
+        parameters, reference = [], []
+        for name, full in sharded(values(), rank, world_size).items():
+            if name == "none" and order == math.inf:
+                continue  # plain torch has no largest of no elements either
+            p, q = nn.Parameter(full), nn.Parameter(values()[name])
+            q.grad = values(seed=3)[name]
+            p.grad = q.grad.clone()
+            parameters.append(p)
+            reference.append(q)
+        result = nn.utils.clip_grad_norm_(parameters, 0.5, order, foreach=foreach)
+        same(result, nn.utils.clip_grad_norm_(reference, 0.5, order))
+        nn.utils.clip_grad_value_(parameters, 0.1)
+        nn.utils.clip_grad_value_(reference, 0.1)
+        for p, q in zip(parameters, reference, strict=True):
+            same(p.grad, q.grad)
+
+
+@ranks(2)
+def test_the_check_for_non_finite_gradients_sees_all_ranks(rank, world_size):
+    for bad in (None, 0, -1):
+        plain = values()
+        if bad is not None:
+            plain["matrix"].view(-1)[bad] = math.inf
+        shards = sharded(plain, rank, world_size)
+        results = []
+        for tensors in (shards, plain):
+            found, scale = torch.zeros(()), torch.tensor(0.5)
+            torch._amp_foreach_non_finite_check_and_unscale_(list(tensors.values()), found, scale)
+            results.append(found.item())
+        assert results == [float(bad is not None)] * 2
+        same(shards["cube"], plain["cube"])
