@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
+import resource
 import signal
 from typing import Any
 
@@ -21,6 +21,7 @@ from tests.odd_model import Net
 from tests.optim.helpers import Odd
 from tests.optim.matrix_optimizers import MAKE, maker
 from tests.ranks import RankFailure, ranks, run
+from torch_shard.checkpoint.format.torch_file import Slot, TorchFileWriter
 from torch_shard.errors import CheckpointError, ConfigError, DivergenceError, StateDictError
 
 
@@ -368,20 +369,13 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(rank, tmp_path):
     _model, engine, _ = build(model=Net, make=lambda m: None)
     before = whole(engine)["model"]
     engine.save_full(tmp_path / "c.pt")
-    written, limit = os.pwrite, [3]
-
-    def full(fd: int, data: Any, at: int) -> int:
-        limit[0] -= 1
-        if limit[0] < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return written(fd, data, at)
-
-    os.pwrite = full
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "c.pt").stat().st_size - 1, limits[1]))
     try:
-        with pytest.raises(CheckpointError, match="No space left"):
+        with pytest.raises(CheckpointError, match=r"File too large: '.*c\.pt'"):
             engine.save_full(tmp_path / "c.pt")
     finally:
-        os.pwrite = written
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     dist.barrier()
     assert [p.name for p in tmp_path.iterdir()] == ["c.pt"]
     same(dict(torch.load(tmp_path / "c.pt", weights_only=True)), before)
@@ -412,15 +406,15 @@ def dies_while_saving(rank: int, world_size: int, path: str) -> None:
     engine.save_full(f"{path}/c.pt")
     if rank == 0:
         torch.save(dict(engine.state_dict(rank0_only=False)), f"{path}/expected")
-        written, left = os.pwrite, [4]
+        written, left = TorchFileWriter.write, [4]
 
-        def last(fd: int, data: Any, at: int) -> int:
+        def last(self: TorchFileWriter, slot: Slot, tensor: torch.Tensor) -> None:
             left[0] -= 1
             if left[0] < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return written(fd, data, at)
+            written(self, slot, tensor)
 
-        os.pwrite = last
+        TorchFileWriter.write = last  # type: ignore[method-assign]
     else:
         engine.state_dict(rank0_only=False)
     engine.save_full(f"{path}/c.pt")

@@ -14,7 +14,6 @@ import io
 import os
 import pickle
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,17 +23,14 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ..format.archive import ALIGNMENT
 from ..format.checksum import SMALLEST, block_sum
 from ..format.dcp_metadata import METADATA, StorageInfo
 from ..format.fileio import naming
 from ..format.manifest import FileRecord, Item
-from ..format.tensor_entry import crc_of_part, tensor_blob
+from ..format.mmap_buffer import memory_of, row_major
+from ..format.tensor_entry import ALIGNMENT, surroundings
 
-__all__ = ["BLOCK", "DataFile", "ShardWriter", "checksum_of", "result_of", "write_tensor"]
-
-BLOCK = 4 << 20
-"""Bytes of values that are checked, written and later verified at a time."""
+__all__ = ["DataFile", "ShardWriter", "checksum_of", "result_of", "write_tensor"]
 
 _SMALL = 256 << 10  # bytes up to which an entry goes through the buffer
 _BUFFER = 1 << 20
@@ -146,30 +142,19 @@ def result_of(item: WriteItem, name: str, start: int, length: int) -> WriteResul
 
 
 def write_tensor(file: DataFile, tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Write one entry: where it starts, how long it is, where its values are."""
-    blob = tensor_blob(tensor.shape, tensor.dtype)
-    tensor = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    """Write one entry; return where it starts, how long it is, and where its values are."""
+    head, tail = surroundings(tensor.shape, tensor.dtype)
+    tensor = row_major(tensor)
     start = file.begin()
-    file.write(blob.head)
+    file.write(head)
     values = file.position
-    if blob.nbytes <= _SMALL:
-        raw = b"".join(bytes(block) for block in _blocks(tensor))
-        crc = zlib.crc32(raw)
-        file.write(raw)
-    else:
-        before = file.crc
-        for block in _blocks(tensor):
+    for block in memory_of(tensor):
+        if tensor.nbytes <= _SMALL:
+            file.write(block)
+        else:
             file.write_block(block)
-        crc = crc_of_part(before, file.crc, blob.nbytes)
-    file.write(blob.tail(crc))
+    file.write(tail)
     return start, file.position - start, values
-
-
-def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The memory of a row-major tensor on the CPU, in parts. The tensor must outlive them."""
-    size, address = tensor.numel() * tensor.element_size(), tensor.data_ptr()
-    for at in range(0, size, BLOCK):
-        yield memoryview((ctypes.c_char * min(BLOCK, size - at)).from_address(address + at)).cast("B")
 
 
 class DataFile:
