@@ -24,7 +24,7 @@ from ..format.manifest import MANIFEST
 from ..format.safetensors import INDEX, SINGLE, library
 from ..format.torch_file import first_line, refused
 
-__all__ = ["FullFile", "is_full", "open_full"]
+__all__ = ["FullFile", "is_full", "kind_of", "open_full"]
 
 _SUFFIX = ".safetensors"
 _ENDS = 64 << 10  # bytes at both ends of a file that tell it from another one
@@ -98,11 +98,19 @@ def open_full(path: str | os.PathLike[str]) -> FullFile:
         raise CheckpointError(f"there is no checkpoint at {found}.")
     if found.name.endswith(INDEX):
         return _open_index(found)
-    with open(found, "rb") as file:
+    return _open_safetensors(found) if kind_of(found) == "safetensors" else _open_torch(found)
+
+
+def kind_of(path: Path) -> str | None:
+    """Return ``"torch"`` or ``"safetensors"`` by name and first bytes of a full checkpoint; None for any other file."""
+    if path.is_dir() or path.name.endswith(INDEX) or path.suffix == _SUFFIX:
+        return "safetensors"
+    with open(path, "rb") as file:
         first = file.read(9)
+    if first[:2] == b"PK":
+        return "torch"
     # Eight bytes for the length of the header, which is JSON; a file from a download cache may have any name.
-    is_safetensors = found.suffix == _SUFFIX or first[:2] != b"PK" and first[8:] == b"{"
-    return _open_safetensors(found) if is_safetensors else _open_torch(found, first)
+    return "safetensors" if first[8:] == b"{" else None
 
 
 def _ends(path: Path) -> tuple[int, int]:
@@ -116,14 +124,16 @@ def _ends(path: Path) -> tuple[int, int]:
 # -- torch ------------------------------------------------------------------------------------------------------------
 
 
-def _open_torch(path: Path, first: bytes) -> FullFile:
-    if first[:2] != b"PK":
+def _open_torch(path: Path) -> FullFile:
+    if kind_of(path) is None:
+        with open(path, "rb") as file:
+            first = file.read(4)
         legacy = first[:1] == b"\x80"  # a pickle
         raise CheckpointError(
             f"{path} is in torch's form from before 1.6, which can't be read in parts. Convert it once: "
             f"torch.save(torch.load({str(path)!r}, weights_only=True), 'converted.pt')"
             if legacy
-            else f"{path} is a file, and neither a torch file nor safetensors: it begins with {first[:4]!r}."
+            else f"{path} is a file, and neither a torch file nor safetensors: it begins with {first!r}."
         )
     return FullFile(path, "torch", _loaded(path), (path,))
 
