@@ -6,9 +6,11 @@ Memory that was never touched costs several times as much as the copy into it, s
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
+
+from ..full.tied_weights import memory_key
 
 __all__ = ["Staging"]
 
@@ -33,12 +35,12 @@ class Staging:
         Args:
             tensors: of any dtype, shape and device.
         """
-        places: dict[tuple[object, ...], int] = {}
+        places: dict[Hashable, int] = {}
         positions = []
         unique: list[torch.Tensor] = []
         for tensor in tensors:
             tensor = tensor.detach().resolve_conj().resolve_neg()
-            key = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+            key = memory_key(tensor)
             if not tensor.numel() or key not in places:
                 places[key] = len(unique)
                 unique.append(tensor)

@@ -21,12 +21,12 @@ from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state
 from ..format.atomic_directory import Saving, commit, discard, hidden, pattern, prune, sees
 from ..format.dcp_metadata import METADATA
-from ..format.manifest import MANIFEST, SAVE_ID, FileRecord, Manifest
+from ..format.manifest import SAVE_ID, FileRecord, Manifest
 from .async_save import PendingSave
 from .entries import EXTRA, MODEL, MODELS, OPTIMIZER, Optimizers, Source, optimizer_state, sources_of
 from .host_snapshot import Staging
 from .save_plan import SavePlanner, decide, propose
-from .writer import ShardWriter, checksum_of
+from .writer import write_file, write_manifest, write_metadata
 
 __all__ = ["save", "save_contents"]
 
@@ -113,7 +113,7 @@ def _save(
         each(runtime, what, work.begin, nonce=f"{nonce}/begin")
         each(runtime, what, work.check_shared)
         with uncollected():
-            work.proposal = propose(runtime, what, work.planner, work.writer, contents)
+            work.proposal = propose(runtime, what, work.planner, contents)
         if asynchronous:
             staging = engine._staging = engine._staging or Staging()
             each(runtime, what, lambda: work.stage(staging), nonce=f"{nonce}/stage")
@@ -158,7 +158,7 @@ class _Save:
         self.target, self.nonce, self.keep, self.facts = target, nonce, keep, facts
         self.rank, self.world = collectives.world_rank, collectives.world
         self.beside = hidden(target, nonce)
-        self.planner, self.writer = SavePlanner(), ShardWriter(self.beside, save_id=SAVE_ID + nonce)
+        self.planner, self.save_id = SavePlanner(), SAVE_ID + nonce
         self.proposal = SavePlan([])
         self.source: SavePlanner | _Staged = self.planner
         self.metadata: Metadata | None = None  # on rank 0
@@ -184,27 +184,23 @@ class _Save:
 
     def decide(self, proposals: list[SavePlan]) -> list[SavePlan]:
         """Rank 0: who writes what."""
-        plans, self.metadata = decide(self.planner, self.writer, proposals)
+        plans, self.metadata = decide(self.planner, proposals)
         return plans
 
     def write(self, plan: SavePlan) -> _Part:
         """This rank's file."""
-        results: list[WriteResult] = self.writer.write_data(plan, self.source).wait()
-        return self.writer.name, self.writer.record, results, self.facts["whole"]
+        record, results = write_file(self.beside, plan, self.source)
+        return str(plan.storage_data), record, results, self.facts["whole"]
 
     def finish(self, parts: list[_Part]) -> None:
         """Rank 0: metadata and manifest, and the whole at its place; then what was there before, and what `keep` says, goes."""
         assert self.saving is not None and self.metadata is not None
-        self.writer.finish(self.metadata, [results for _, _, results, _ in parts])
         files = {name: record for name, record, _, _ in parts if record is not None}
-        files[METADATA] = checksum_of(self.beside / METADATA)
+        results = [results for _, _, results, _ in parts]
+        files[METADATA] = write_metadata(self.beside, self.metadata, results, self.save_id)
         # Ranks need not have the same state: of optimizers that step on whole matrices each has some parameters'.
         whole = tuple(dict.fromkeys(name for *_, names in parts for name in names))
-        manifest = Manifest(id=str(self.writer.save_id), files=files, **{**self.facts, "whole": whole})
-        with open(self.beside / MANIFEST, "w", encoding="utf-8") as file:
-            file.write(manifest.to_text())
-            file.flush()
-            os.fsync(file.fileno())
+        write_manifest(self.beside, Manifest(id=self.save_id, files=files, **{**self.facts, "whole": whole}))
         commit(self.saving, self.target)
         self.committed = True  # whatever fails now is no reason to fail
         discard(self.target, self.nonce)

@@ -19,7 +19,6 @@ from ...runtime.runtime import Runtime
 from ...shard_tensor.tensor import ShardTensor
 from ...shard_tensor.wrapper_subclasses import is_wrapper
 from .entries import EXTRA, OPTIMIZER
-from .writer import ShardWriter
 
 __all__ = ["SavePlanner", "decide", "propose"]
 
@@ -151,24 +150,24 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {(lines or [str(error).strip()])[0]}"
 
 
-def propose(
-    runtime: Runtime, what: str, planner: SavePlanner, writer: ShardWriter, contents: dict[str, Any]
-) -> SavePlan:
-    """What this rank has, and rank 0 not just as well. Collective."""
+def propose(runtime: Runtime, what: str, planner: SavePlanner, contents: dict[str, Any]) -> SavePlan:
+    """Return what this rank has, and rank 0 not just as well. Collective."""
     first = runtime.collectives.world_rank == 0
 
     def local() -> SavePlan:
-        planner.set_up_planner(contents, writer.storage_meta(), first)
-        writer.set_up_storage_writer(first)
-        return writer.prepare_local_plan(planner.create_local_plan())
+        planner.set_up_planner(contents, is_coordinator=first)
+        return planner.create_local_plan()
 
     own = each(runtime, what, local)
     digest = broadcast(runtime, planner.digest() if first else b"", what)
     return own if first else planner.own_part(own, digest)
 
 
-def decide(planner: SavePlanner, writer: ShardWriter, proposals: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """Who writes what: the plan of each rank, and the metadata of the whole. On rank 0; not collective."""
+def decide(planner: SavePlanner, proposals: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    """Return the plan of each rank, with its file's name, and the metadata of the checkpoint. On rank 0; not collective."""
     chosen, metadata = planner.create_global_plan(proposals)
     # The names of entries are the metadata's, and as long as all plans together.
-    return [dataclasses.replace(p, planner_data=None) for p in writer.prepare_global_plan(chosen)], metadata
+    names = (f"__{rank}_0.distcp" for rank in range(len(chosen)))
+    return [
+        dataclasses.replace(p, planner_data=None, storage_data=n) for p, n in zip(chosen, names, strict=True)
+    ], metadata

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import weakref
 import zipfile
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,18 +16,16 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from ...errors import CheckpointError
 from ..format.atomic_directory import find
 from ..format.chunks import covers
 from ..format.dcp_metadata import METADATA
-from ..format.manifest import MANIFEST, Item, Manifest
+from ..format.manifest import MANIFEST, Manifest
 from ..full.open_files import is_full, open_full
 from ..sharded.checkpoint_dir import Checkpoint
 from ..sharded.entries import MODEL, MODELS, OPTIMIZER
 from ..sharded.entry_lookup import place
-from ..sharded.reader import CheckedFile, read_tensor
 
 __all__ = ["LIGHTNING_META", "Opened", "Stored", "StoredObject", "leaves", "open_checkpoint", "refuse_compressed"]
 
@@ -36,7 +33,6 @@ LIGHTNING_META = "meta.pt"
 """Beside DCP's files, Lightning's own: what is neither model nor optimizer."""
 
 SHARDED, DCP = "torch-shard", "dcp"
-_OPEN_FILES = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +129,6 @@ def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
 
 
 def _sharded(checkpoint: Checkpoint) -> Opened:
-    reader = _Reader(checkpoint)
     paths = checkpoint.metadata.planner_data
     tree: dict[Any, Any] = {}
     entries = checkpoint.metadata.state_dict_metadata
@@ -141,7 +136,7 @@ def _sharded(checkpoint: Checkpoint) -> Opened:
     order = [name for name in paths if name in entries] if isinstance(paths, Mapping) else []
     for name in dict.fromkeys([*order, *entries]):
         path = paths.get(name) if isinstance(paths, Mapping) else None
-        leaf = reader.leaf(name)
+        leaf = _leaf(checkpoint, name)
         try:
             place(tree, _path(name) if path is None else tuple(path), leaf)
         except (AttributeError, IndexError, TypeError):  # two entries claim one place
@@ -177,80 +172,29 @@ def sizes_of(folder: Path) -> dict[str, int]:
     return {name: (folder / name).stat().st_size for name in sorted(os.listdir(folder)) if (folder / name).is_file()}
 
 
-class _Reader:
-    """Reads entries of a sharded checkpoint one at a time; files and tables stay open between them."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-        self._open: dict[str, CheckedFile] = {}
-        weakref.finalize(self, _close, self._open)
-        self._items: dict[str, dict[tuple[str, tuple[int, ...] | None], Item]] = {}
-
-    def leaf(self, name: str) -> Stored | StoredObject:
-        found, storage = self.checkpoint.tensor(name), self.checkpoint.metadata.storage_data
-        if found is None:
-            info = storage.get(MetadataIndex(name))
-            return StoredObject(name, (info.relative_path,) if info else (), lambda: self._object(name))
-        infos = [storage.get(MetadataIndex(name, chunk.offsets)) for chunk in found.chunks]
-        files = tuple(dict.fromkeys(info.relative_path for info in infos if info is not None))
-        where = tuple((i.relative_path, i.offset) for i in infos if i is not None) if found.size.numel() else ()
-        whole = where if len(where) == len(found.chunks) else ()
-        return Stored(name, found.size, found.properties.dtype, whole or name, files, lambda: self._tensor(name, found))
-
-    def _object(self, name: str) -> Any:
-        return self.checkpoint.read({}, [name])[name]
-
-    def _tensor(self, name: str, found: TensorStorageMetadata) -> torch.Tensor:
-        if not covers(found.size, found.chunks):  # what no part fills would be whatever memory held
-            raise CheckpointError(
-                f"{self.checkpoint.folder}: {name} is not complete: its parts do not make up its shape {list(found.size)}. Use "
-                "another checkpoint."
-            )
-        tensor = torch.empty(found.size, dtype=found.properties.dtype)
-        if self.checkpoint.manifest is None:
-            self.checkpoint.read({name: tensor}, ())
-            return tensor
-        for chunk in found.chunks:
-            info = self.checkpoint.metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
-            item = None if info is None else self._table(info.relative_path).get((name, tuple(chunk.offsets)))
-            if info is None or item is None:
-                raise CheckpointError(
-                    f"{self.checkpoint.folder}: {name} is not complete: no file has its part at {list(chunk.offsets)}. "
-                    "Use another checkpoint."
-                )
-            target = tensor
-            for dim, (offset, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                target = target.narrow(dim, offset, length)
-            index, zeros = MetadataIndex(name, chunk.offsets), torch.Size([0] * len(chunk.sizes))
-            read = ReadItem(LoadItemType.TENSOR, index, chunk.offsets, index, zeros, chunk.sizes)
-            read_tensor(self._file(info.relative_path), item, chunk.sizes, found.properties.dtype, read, target)
-        return tensor
-
-    def _file(self, name: str) -> CheckedFile:
-        file = self._open.get(name)
-        if file is None:
-            assert self.checkpoint.manifest is not None
-            if len(self._open) >= _OPEN_FILES:
-                _close(self._open)
-            record = self.checkpoint.manifest.files[name]
-            file = self._open[name] = CheckedFile(self.checkpoint.folder, name, record)
-        return file
-
-    def _table(self, name: str) -> dict[tuple[str, tuple[int, ...] | None], Item]:
-        if name not in self._items:
-            assert self.checkpoint.manifest is not None
-            record = self.checkpoint.manifest.files.get(name)
-            if record is None:
-                raise CheckpointError(
-                    f"{self.checkpoint.folder}: the manifest has no file {name}, which the metadata names."
-                )
-            self._items[name] = {(item.name, item.offsets): item for item in record.items}
-        return self._items[name]
+def _leaf(checkpoint: Checkpoint, name: str) -> Stored | StoredObject:
+    found, storage = checkpoint.tensor(name), checkpoint.metadata.storage_data
+    if found is None:
+        info = storage.get(MetadataIndex(name))
+        return StoredObject(name, (info.relative_path,) if info else (), lambda: checkpoint.read({}, [name])[name])
+    infos = [storage.get(MetadataIndex(name, chunk.offsets)) for chunk in found.chunks]
+    files = tuple(dict.fromkeys(info.relative_path for info in infos if info is not None))
+    where = tuple((i.relative_path, i.offset) for i in infos if i is not None) if found.size.numel() else ()
+    complete = where if len(where) == len(found.chunks) else ()
+    return Stored(
+        name, found.size, found.properties.dtype, complete or name, files, lambda: _tensor(checkpoint, name, found)
+    )
 
 
-def _close(files: dict[str, CheckedFile]) -> None:
-    while files:
-        files.popitem()[1].__exit__(None, None, None)
+def _tensor(checkpoint: Checkpoint, name: str, found: TensorStorageMetadata) -> torch.Tensor:
+    if not covers(found.size, found.chunks):  # what no part fills would be whatever memory held
+        raise CheckpointError(
+            f"{checkpoint.folder}: {name} is not complete: its parts do not make up its shape {list(found.size)}. Use another "
+            "checkpoint."
+        )
+    tensor = torch.empty(found.size, dtype=found.properties.dtype)
+    checkpoint.read({name: tensor}, ())
+    return tensor
 
 
 # -- files of one process ---------------------------------------------------------------------------------------------

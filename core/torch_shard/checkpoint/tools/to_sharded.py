@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import io
-import os
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ...errors import CheckpointError
 from ...state.optimizer_state import OTHER
 from ..format.atomic_directory import Saving, commit, discard
 from ..format.dcp_metadata import METADATA
-from ..format.manifest import MANIFEST, SAVE_ID, FileRecord, Item, Manifest
+from ..format.manifest import SAVE_ID, FileRecord, Manifest
 from ..sharded.entries import EXTRA, MODEL, MODELS, OPTIMIZER
-from ..sharded.save_plan import SavePlanner
-from ..sharded.writer import DataFile, ShardWriter, checksum_of, result_of, write_tensor
+from ..sharded.save_plan import SavePlanner, decide
+from ..sharded.writer import Deferred, write_file, write_manifest, write_metadata
 from .classify import OptimizerParts, Parts, merged, resolved
 from .open_any import Opened, Stored
 from .torch_layout import known_names
@@ -54,19 +50,16 @@ def write_sharded(
     saving = Saving.begin(target, nonce)
     done = False
     try:
-        writer = ShardWriter(saving.path, save_id=SAVE_ID + nonce)
-        planner = _Planner()
-        planner.set_up_planner(_Contents(planner).of(parts, dtype), writer.storage_meta(), True)
-        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-        plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+        planner = _Planner(progress)
+        planner.set_up_planner(_Contents(planner).of(parts, dtype), is_coordinator=True)
+        (plan,), metadata = decide(planner, [planner.create_local_plan()])
+        plan = planner.finish_plan(plan)
         planner.check(plan)
-        record, results = _write(saving.path, plan, planner, progress)
-        writer.finish(metadata, [results])
-        files = {str(plan.storage_data): record, METADATA: checksum_of(saving.path / METADATA)}
-        with open(saving.path / MANIFEST, "w", encoding="utf-8") as file:
-            file.write(_manifest(opened, parts, str(writer.save_id), files, dtype).to_text())
-            file.flush()
-            os.fsync(file.fileno())
+        save_id = SAVE_ID + nonce
+        record, results = write_file(saving.path, plan, planner)
+        files = {str(plan.storage_data): record} if record is not None else {}
+        files[METADATA] = write_metadata(saving.path, metadata, [results], save_id)
+        write_manifest(saving.path, _manifest(opened, parts, save_id, files, dtype))
         commit(saving, target)
         done = True
         discard(target, nonce)
@@ -77,8 +70,9 @@ def write_sharded(
 class _Planner(SavePlanner):
     """Plans with stand-ins, and reads each tensor when it is its turn to be written."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Callable[[int], object]) -> None:
         super().__init__()
+        self.progress = progress
         self.stored: dict[int, tuple[Stored, torch.dtype]] = {}  # by id of its stand-in
 
     def stand_in(self, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
@@ -93,8 +87,18 @@ class _Planner(SavePlanner):
         if lost:
             raise CheckpointError(f"{lost[0]} has no place in a sharded checkpoint ({len(lost)} tensors in all).")
 
-    def source(self, index: MetadataIndex) -> tuple[Stored, torch.dtype] | None:
-        return self.stored.get(id(self.state_dict[index.fqn]))
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        stored, dtype = self.stored.get(id(self.state_dict[write_item.index.fqn]), (None, None))
+        if stored is None:
+            return super().resolve_data(write_item)
+
+        def read() -> torch.Tensor:
+            value = stored.read().to(dtype)
+            self.progress(stored.nbytes)
+            return value
+
+        # Places in the other checkpoint say which tensors are tied.
+        return Deferred((stored.place, dtype), read)
 
 
 class _Contents:
@@ -187,38 +191,6 @@ def _read(tree: Any) -> Any:
     if isinstance(tree, list):
         return [_read(value) for value in tree]
     return tuple(map(_read, tree)) if type(tree) is tuple else tree
-
-
-def _write(
-    folder: Path, plan: SavePlan, planner: _Planner, progress: Callable[[int], object]
-) -> tuple[FileRecord, list[WriteResult]]:
-    """As :meth:`ShardWriter.write_data`, which keeps what it has written for the sake of tied parameters: here their places in
-    the other checkpoint say which are tied."""
-    name = str(plan.storage_data)
-    results = []
-    written: dict[Any, tuple[int, int, int]] = {}
-    with open(folder / name, "wb", buffering=0) as raw:
-        file = DataFile(raw.fileno(), folder / name)
-        for item in plan.items:
-            source = planner.source(item.index)
-            if source is None:
-                data = planner.resolve_data(item)
-                assert isinstance(data, io.BytesIO)
-                start = file.begin()
-                file.write(data.getbuffer())
-                places = start, file.position - start, start
-            elif (source[0].place, source[1]) in written:
-                places = written[source[0].place, source[1]]
-            else:
-                places = written[source[0].place, source[1]] = write_tensor(file, source[0].read().to(source[1]))
-                progress(source[0].nbytes)
-            start, length, values = places
-            offsets = None if source is None or item.index.offset is None else tuple(item.index.offset)
-            file.items.append(Item(item.index.fqn, offsets, start, length, values))
-            results.append(result_of(item, name, start, length))
-        record = file.finish()
-        os.fsync(raw.fileno())
-    return record, results
 
 
 def _manifest(

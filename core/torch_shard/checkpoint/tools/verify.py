@@ -7,6 +7,7 @@ them, and so do torch's own sharded checkpoints for each entry. safetensors file
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import itertools
@@ -97,13 +98,13 @@ def _sharded(folder: Path, progress: Callable[[int], object]) -> Iterator[Proble
         for name, record in manifest.files.items():
             yield from _checksums(folder, name, record, progress)
         try:
-            metadata = ShardReader(folder, manifest).read_metadata()
+            reader = ShardReader(folder, manifest)
         except (CheckpointError, KeyError):
             return  # found above
-        if getattr(metadata.storage_meta, "save_id", None) != manifest.id:
+        if getattr(reader.metadata.storage_meta, "save_id", None) != manifest.id:
             yield Problem(METADATA, (), f"it belongs to another checkpoint than {MANIFEST}")
             return
-        checkpoint = Checkpoint(folder, manifest, metadata, 0)
+        checkpoint = Checkpoint(folder, manifest, reader, 0)
         yield from _complete(checkpoint)
         yield from _as_the_manifest_says(checkpoint, manifest)
         return
@@ -140,7 +141,7 @@ def _checksums(folder: Path, name: str, record: FileRecord, progress: Callable[[
         yield Problem(
             name, lost, f"it has {size} bytes, and was written with {record.size}; {_some(lost)} is not whole"
         )
-    with file:
+    with contextlib.closing(file):
         for (first, _), (last, _) in itertools.pairwise(record.marks):
             if last > size:
                 break
