@@ -152,7 +152,7 @@ def _refuse(target: Path, arguments: argparse.Namespace) -> None:
 
 
 def _distinct(parts: Parts) -> Iterator[Stored]:
-    """The tensors that will be read, tied ones once."""
+    """Return the tensors that will be read, tied ones once."""
     seen = set()
     optimizers = [own.state for own in parts.optimizers.values()]
     for _, leaf in leaves([parts.model, parts.models, optimizers, parts.extra, parts.other]):
@@ -162,7 +162,7 @@ def _distinct(parts: Parts) -> Iterator[Stored]:
 
 
 def _left_out(opened: Opened, parts: Parts) -> list[str]:
-    """What a checkpoint has beside its models."""
+    """Return what a checkpoint has beside its models."""
     kept = {id(leaf) for _, leaf in leaves([parts.model, parts.models])}
     names = (str(path[0]) for path, leaf in leaves(opened.tree) if id(leaf) not in kept)
     return list(dict.fromkeys(names))

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def description(opened: Opened, parts: Parts) -> dict[str, Any]:
-    """What is known of a checkpoint, as nested plain values."""
+    """Return what is known of a checkpoint, as nested plain values."""
     manifest = opened.manifest
     rows = list(_rows(opened, parts))
     distinct = [row for row in rows if row["tied_to"] is None]
@@ -136,7 +136,7 @@ def _optimizer(parts: Parts, own: OptimizerParts) -> dict[str, Any]:
 
 
 def _extra(value: Any) -> list[str] | str | None:
-    """Its keys, or else itself in short."""
+    """Return the keys of what was saved beside the models, or else itself in short."""
     if isinstance(value, dict):
         return sorted(map(str, value))
     return None if value is None else short(value)

@@ -116,12 +116,12 @@ class Saving:
 
 
 def hidden(target: Path, nonce: str) -> Path:
-    """Where a checkpoint is written."""
+    """Return where a checkpoint is written."""
     return target.parent / f".{target.name}.saving-{nonce}"
 
 
 def sees(path: Path, nonce: str) -> bool:
-    """Whether this process sees the directory that another one made, and not one of the same name elsewhere."""
+    """Return True if this process sees the directory that another one made, and not one of the same name elsewhere."""
     try:
         return (path / PROBE).read_text() == nonce
     except OSError:
@@ -129,7 +129,7 @@ def sees(path: Path, nonce: str) -> bool:
 
 
 def _refuse_to_lose_the_ground(target: Path) -> None:
-    """The old directory is deleted in the end, and with it whatever runs in it loses its working directory."""
+    """Raise where the target is the working directory: the old directory is deleted in the end, with whatever runs in it."""
     with contextlib.suppress(FileNotFoundError):
         here = Path.cwd()
         if target in (here, *here.parents):
@@ -304,7 +304,7 @@ def _hidden(parent: Path) -> list[tuple[Path, re.Match[str]]]:
 
 
 def _is_dead(path: Path, unsure: bool) -> bool:
-    """Whether no process holds the lock of a directory that was being written; `unsure` where that can't be told."""
+    """Return True if no process holds the lock of a directory that was being written; `unsure` where that can't be told."""
     try:
         fd = os.open(path / PROBE, os.O_RDWR)
     except FileNotFoundError:
@@ -323,7 +323,7 @@ def _is_dead(path: Path, unsure: bool) -> bool:
 
 
 def find(target: Path) -> Path:
-    """Where the checkpoint of this name is: at the target, or where a save that died between two renames left it.
+    """Return where the checkpoint of this name is: at the target, or where a save that died between two renames left it.
 
     Raises:
         CheckpointError: there is none.
@@ -341,8 +341,10 @@ def find(target: Path) -> Path:
 
 
 def pattern(name: str) -> re.Pattern[str] | None:
-    """What the names of a checkpoint's siblings look like: the same but for the last number, since others may tell models and
-    runs apart. None for a name without a number."""
+    """Return what the names of a checkpoint's siblings look like; None for a name without a number.
+
+    They are the same but for the last number, since others may tell models and runs apart.
+    """
     found = re.fullmatch(r"(.*?)\d+(\D*)", name, re.DOTALL)
     return re.compile(rf"{re.escape(found[1])}\d+{re.escape(found[2])}") if found is not None else None
 

@@ -22,6 +22,7 @@ from ...optim.matrix import state as matrix_state
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state, optimizer_state
 from ..sharded.entries import EXTRA, MODEL, OPTIMIZER, Optimizers
+from ..sharded.entry_lookup import unwrapped
 from .open_files import FullFile, open_full
 from .tied_weights import memory_key
 
@@ -29,7 +30,6 @@ __all__ = ["FullLoad", "by_name", "load_full"]
 
 _MODELS = (MODEL, "state_dict", "model_state_dict")
 _OPTIMIZERS = (OPTIMIZER, "optimizer_states", "optimizer_state_dict", "optim")
-_WRAPPERS = ("module.", "_orig_mod.")
 
 
 def load_full(
@@ -89,14 +89,7 @@ def parts_of(file: FullFile, keys: Sequence[str]) -> _Parts:
 
 
 def _matches(values: Mapping[Any, Any], known: set[str]) -> int:
-    return sum(_unwrapped(str(name)) in known for name in values)
-
-
-def _unwrapped(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        if name.startswith(wrapper):
-            return _unwrapped(name[len(wrapper) :])
-    return name
+    return sum(unwrapped(str(name), known) in known for name in values)
 
 
 class FullLoad:
@@ -142,7 +135,7 @@ class FullLoad:
         return result
 
     def _own_memory(self, value: Any, name: str) -> Any:
-        """Nested values with tensors in memory of their own instead of the file's."""
+        """Return nested values with tensors in memory of their own instead of the file's."""
         try:
             return copy.deepcopy(value)
         except Exception as error:  # a class of its own, which was allowed
@@ -165,7 +158,7 @@ class FullLoad:
 
     # -- optimizers -----------------------------------------------------------------------------------------------
     def _state_of(self, where: tuple[str, ...], number: int, held: Sequence[Any]) -> Mapping[str, Any] | None:
-        """What was saved for an optimizer."""
+        """Return what was saved for an optimizer."""
         saved = self.parts.optimizer
         if len(where) > 1:
             saved = saved.get(where[-1]) if isinstance(saved, Mapping) else None
@@ -249,7 +242,7 @@ class FullLoad:
 
 
 def _share(saved: Any, number: int, counts: Sequence[int]) -> Mapping[str, Any] | None:
-    """An optimizer's state out of a list's that is saved as one, group behind group, as in a consolidated checkpoint."""
+    """Return an optimizer's state out of a list's that is saved as one, group behind group, as in a consolidated checkpoint."""
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
         return None
     groups, state = saved["param_groups"], saved["state"]
@@ -263,7 +256,7 @@ def _share(saved: Any, number: int, counts: Sequence[int]) -> Mapping[str, Any] 
 
 
 def by_name(optimizer: Any, names: Mapping[int, str], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Optimizer state with the live parameters' names, from state by number or by name. Tensors are not copied.
+    """Return optimizer state with the live parameters' names, from state by number or by name. Tensors are not copied.
 
     Numbers stand for the parameters in the order of the groups, as in torch.
     """
@@ -290,7 +283,7 @@ def by_name(optimizer: Any, names: Mapping[int, str], given: Mapping[str, Any]) 
 
 
 def _bare_names(names: Iterable[Any], live: Any) -> dict[Any, str]:
-    """For each name the one without wrappers' prefixes, where the model knows that and not the name itself.
+    """Return for each name the one without wrappers' prefixes, where the model knows that and not the name itself.
 
     Of two that would become the same, one keeps its prefix: it is unexpected then, and does not silently win.
     """
@@ -298,7 +291,7 @@ def _bare_names(names: Iterable[Any], live: Any) -> dict[Any, str]:
     called = {name: name for name in names if name in live}
     taken = set(called)
     for name in names:
-        bare = _unwrapped(str(name))
+        bare = unwrapped(str(name), live)
         if name not in called:
             called[name] = bare if bare in live and bare not in taken else name
             taken.add(called[name])
@@ -323,7 +316,7 @@ def named_values(path: str | os.PathLike[str], live: Mapping[str, Any]) -> tuple
 
 
 def _add_tied(file: FullFile, live: Mapping[str, Any], values: dict[str, Any], place: Callable[[Any], Any]) -> None:
-    """Names that are not stored, since safetensors files have one for each piece of memory.
+    """Add names that are not stored, since safetensors files have one for each piece of memory.
 
     `place` is equal for live entries that are tied.
     """
@@ -341,7 +334,7 @@ def _add_tied(file: FullFile, live: Mapping[str, Any], values: dict[str, Any], p
 
 
 def _place(value: Any) -> Any:
-    """Equal for entries of a live state dict that are tied."""
+    """Return what is equal for entries of a live state dict that are tied."""
     if isinstance(value, ShardTensor):
         return id(value._spec.layout), value._spec.index
     if isinstance(value, torch.Tensor) and value.numel() and value.layout == torch.strided:

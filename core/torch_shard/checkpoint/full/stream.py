@@ -36,8 +36,8 @@ class ModelStream:
     """A model's state dict.
 
     Attributes:
-        structure: the state dict with a :class:`.torch_file.Slot` for each tensor, and with torch's ``_metadata``. Names of one
-            tied parameter share a slot.
+        structure: the state dict with a :class:`~..format.torch_file.Slot` for each tensor, and with torch's ``_metadata``.
+            Names of one tied parameter share a slot.
         names: of each slot, in the order of the state dict.
         order: the slots as they come.
     """
@@ -68,7 +68,7 @@ class ModelStream:
             self._named.setdefault(id(slot), []).append(name)
 
     def _slot_of(self, value: Any, flats: dict[int, FlatBuffer]) -> Slot:
-        """A tensor's slot; notes where its values will come from."""
+        """Return a tensor's slot; notes where its values will come from."""
         flat = _flat_of(value, flats)
         key = _memory(value) if flat is None else (id(flat), value._spec.index)
         if key in self._slots:
@@ -238,13 +238,13 @@ def _dtype_of(slices: Iterable[torch.Tensor | None]) -> torch.dtype:
 
 
 def _flat_of(value: Any, flats: dict[int, FlatBuffer]) -> FlatBuffer | None:
-    """Where a parameter is; None for what a hook of the module has made of one, and what tensor parallelism cuts, too."""
+    """Return where a parameter is; None for what a hook of the module has made of one, and what tensor parallelism cuts, too."""
     flat = flats.get(id(value._spec.layout)) if isinstance(value, ShardTensor) else None
     return flat if flat is not None and not flat.split and model_state.is_parameter(value, flat) else None
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """Equal for tensors that are the same values in the same memory."""
+    """Return what is equal for tensors that are the same values in the same memory."""
     if isinstance(tensor, ShardTensor) and tensor._unit_ref is not None:
         return id(tensor._spec), tensor._local.data_ptr(), tensor._local.dtype
     if isinstance(tensor, ShardTensor) or not tensor.numel() or tensor.layout != torch.strided:

@@ -87,12 +87,12 @@ class Checkpoint:
         return cls(folder, None, metadata, zlib.crc32(raw))
 
     def tensor(self, name: str) -> TensorStorageMetadata | None:
-        """An entry's shape, dtype and chunks; None for an object."""
+        """Return an entry's shape, dtype and chunks; None for an object."""
         found = self.metadata.state_dict_metadata[name]
         return found if isinstance(found, TensorStorageMetadata) else None
 
     def places(self, name: str) -> tuple[Any, ...]:
-        """Where a tensor's bytes are: equal for the names of tied parameters that were written once."""
+        """Return where a tensor's bytes are: equal for the names of tied parameters that were written once."""
         found = self.tensor(name)
         chunks = [] if found is None else found.chunks
         infos = [self.metadata.storage_data.get(MetadataIndex(name, chunk.offsets)) for chunk in chunks]

@@ -6,20 +6,37 @@ is named: by parameter or by number, groups in a list or by parameter. Here all 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ...state.optimizer_state import OTHER
 from ..format.manifest import SAVE_ID
 from .entries import EXTRA, MODEL, OPTIMIZER
 
-__all__ = ["SavedModel", "SavedOptimizer", "extra_of", "is_tensor", "model_entries", "optimizer_entries", "place"]
+__all__ = [
+    "WRAPPERS",
+    "Entries",
+    "SavedModel",
+    "SavedOptimizer",
+    "extra_of",
+    "model_entries",
+    "optimizer_entries",
+    "place",
+    "placed",
+    "split_name",
+    "unwrapped",
+]
 
-_WRAPPERS = ("", "module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod.")
+WRAPPERS = ("", "module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod.")
+"""Prefixes that DDP and torch.compile give to the names of a module's entries."""
+
 _OPTIMIZERS = (OPTIMIZER, "optim", "app.optim", "app.optimizer")
+
+Entries = Mapping[tuple[Any, ...], str]
+"""Full names of entries in the checkpoint, by path within a parameter's state, a group, or an entry that is a dict."""
 
 
 @dataclass
@@ -52,7 +69,7 @@ def model_entries(
     bases = [".".join(path) + "."]
     if path == (MODEL,) and not ours:
         bases += ["app.model.", "state_dict.", ""]
-    places = [(base, wrapper) for base in bases for wrapper in (_WRAPPERS if own_prefixes or not ours else ("",))]
+    places = [(base, wrapper) for base in bases for wrapper in (WRAPPERS if own_prefixes or not ours else ("",))]
     paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
 
     def hits(at: tuple[str, str]) -> int:
@@ -85,7 +102,7 @@ def model_entries(
 
 
 def extra_of(metadata: Metadata) -> bool:
-    """Whether there is an object that `save` was given."""
+    """Return True if there is an object that `save` was given."""
     return isinstance(metadata.state_dict_metadata.get(EXTRA), BytesStorageMetadata)
 
 
@@ -112,6 +129,39 @@ class SavedOptimizer:
         the groups say counts where they say it."""
         return bool(self.state) and all(name.isdecimal() for name in self.state)
 
+    def as_saved(
+        self, live: Sequence[Sequence[str]], known: Mapping[str, Any], groups: Sequence[int] | None = None
+    ) -> dict[str, Any]:
+        """Return the groups, and for each parameter with state the entries of it by path.
+
+        Args:
+            live: the live parameters' names, by group.
+            known: values of the groups' entries, by full name.
+            groups: numbers of those that are wanted; all by default.
+
+        Returns:
+            "param_groups", and "state" by name, without wrappers' prefixes, or by number where the groups have numbers.
+        """
+        names = {name for own in live for name in own}
+        found = []
+        if self.of_parameter and not self.groups:
+            for own in live:
+                held = [name for name in own if name in self.of_parameter]
+                found.append({**placed(self.of_parameter[held[0]] if held else {}, known), "params": held})
+        else:
+            for number in sorted(self.groups) if groups is None else groups:
+                group = {"params": [], **placed(self.groups[number], known)}
+                params = [p if isinstance(p, int) else unwrapped(str(p), names) for p in group["params"]]
+                found.append({**group, "params": params})
+        listed = [p for group in found for p in group["params"]]
+        # Names may look like numbers, so what the groups say counts where they say it.
+        numbered = all(isinstance(p, int) for p in listed) if listed else self.numbered
+        state = {
+            int(name) if numbered and name.isdecimal() else unwrapped(name, names): own
+            for name, own in self.state.items()
+        }
+        return {"state": state, "param_groups": found}
+
 
 def optimizer_entries(metadata: Metadata, path: tuple[str, ...], names: Iterable[str]) -> SavedOptimizer | None:
     """Find an optimizer's state; None where there is none.
@@ -126,7 +176,7 @@ def optimizer_entries(metadata: Metadata, path: tuple[str, ...], names: Iterable
     base = next((b for b in bases if any(n.startswith((f"{b}.state.", f"{b}.param_groups.")) for n in saved)), None)
     if base is None:
         return None
-    known = sorted(names, key=len, reverse=True)
+    known = set(names)
     found = SavedOptimizer()
     depth = base.count(".") + 1
     for full in saved:
@@ -148,7 +198,7 @@ def optimizer_entries(metadata: Metadata, path: tuple[str, ...], names: Iterable
 
 
 def _parts(metadata: Metadata, full: str, base: str, depth: int) -> tuple[Any, ...]:
-    """The path within the optimizer's state dict; "state" and "param_groups" by themselves."""
+    """Return the path within the optimizer's state dict; "state" and "param_groups" by themselves."""
     paths = metadata.planner_data
     path = paths.get(full) if isinstance(paths, Mapping) else None
     parts = tuple(path[depth:]) if path is not None and len(path) > depth else (full[len(base) + 1 :],)
@@ -162,24 +212,37 @@ def _parts(metadata: Metadata, full: str, base: str, depth: int) -> tuple[Any, .
     return parts
 
 
-def _split(parts: tuple[Any, ...], known: list[str]) -> tuple[str, tuple[Any, ...]]:
-    """A parameter's name and the path behind it, where the first part may be both."""
-    first = str(parts[0])
-    if len(parts) > 1:
-        return first if first in known else _bare(first), parts[1:]
-    for wrapper in _WRAPPERS:
-        for name in known:
-            if first.startswith(f"{wrapper}{name}."):
-                return name, tuple(first[len(wrapper) + len(name) + 1 :].split("."))
-    name, _, key = first.rpartition(".")
-    return _bare(name), (key,)
+def _split(parts: tuple[Any, ...], known: Container[str]) -> tuple[str, tuple[Any, ...]]:
+    """Return a parameter's name and the path behind it, where the first part may be both."""
+    name, rest = (str(parts[0]), parts[1:]) if len(parts) > 1 else split_name(str(parts[0]), known)
+    return unwrapped(name, known), rest
 
 
-def _bare(name: str) -> str:
-    for wrapper in _WRAPPERS[:0:-1]:
-        if name.startswith(wrapper):
-            return name[len(wrapper) :]
-    return name
+def split_name(text: str, known: Container[str]) -> tuple[str, tuple[str, ...]]:
+    """Return a parameter's name and the path behind it, where both are one text."""
+    for wrapper in WRAPPERS:
+        bare = text[len(wrapper) :]
+        cut = bare.rfind(".") if text.startswith(wrapper) else -1
+        while cut > 0:  # the longest first: a name may begin with another one
+            if bare[:cut] in known:
+                return bare[:cut], tuple(bare[cut + 1 :].split("."))
+            cut = bare.rfind(".", 0, cut)
+    name, _, key = text.rpartition(".")
+    return name, (key,)
+
+
+def unwrapped(name: str, known: Container[str]) -> str:
+    """Return a saved name without the prefixes of wrappers that the live ones don't have."""
+    wrapper = next((w for w in ("module.", "_orig_mod.") if name.startswith(w)), None)
+    return name if wrapper is None or name in known else unwrapped(name[len(wrapper) :], known)
+
+
+def placed(entries: Entries, values: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return nested dicts and lists of values, given the entries' full names by path."""
+    found: dict[Any, Any] = {}
+    for path, full in entries.items():
+        place(found, path, values[full])
+    return found
 
 
 def place(root: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
@@ -195,8 +258,3 @@ def place(root: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
         if inner is None:
             inner = holder[key] = [] if isinstance(after, int) else {}
         holder = inner
-
-
-def is_tensor(metadata: Metadata, full: str) -> bool:
-    """Whether an entry is a tensor and not an object."""
-    return isinstance(metadata.state_dict_metadata[full], TensorStorageMetadata)

@@ -30,7 +30,7 @@ class Staging:
         return sum(block.numel() for block in self._blocks)
 
     def snapshot(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies on the CPU, row-major, valid until the next call. The same memory given twice is copied once.
+        """Return copies on the CPU, row-major, valid until the next call. The same memory given twice is copied once.
 
         Args:
             tensors: of any dtype, shape and device.
@@ -61,7 +61,7 @@ class Staging:
         self._blocks = []
 
     def _slots(self, sizes: list[int], pinned: bool) -> list[torch.Tensor]:
-        """Parts of the blocks, of these sizes in bytes, in order."""
+        """Return parts of the blocks, of these sizes in bytes, in order."""
         wanted: list[int] = []  # of each block
         places: list[tuple[int, int]] = []
         for size in sizes:

@@ -55,7 +55,7 @@ def load_contents(
     dtype: torch.dtype | None = None,
     strict: bool = True,
 ) -> Any:
-    """Load what :func:`.sharded_save.save_contents` wrote, as :func:`load` does. Collective; for front ends.
+    """Load what :func:`.save.save_contents` wrote, as :func:`load` does. Collective; for front ends.
 
     Args:
         engine: its ranks load.
@@ -184,7 +184,7 @@ class _Load:
         return result
 
     def _nested(self, number: int) -> dict[str, Any]:
-        """Entries that are dicts and lists, put together."""
+        """Put the entries together that are dicts and lists."""
         result: dict[str, Any] = {}
         for key, parts in self.nested[number].items():
             for path, full in parts.items():
@@ -192,7 +192,7 @@ class _Load:
         return result
 
     def _with_versions(self, number: int, values: dict[str, Any]) -> Any:
-        """A state dict with the versions of the modules' own formats, where they are known."""
+        """Return a state dict with the versions of the modules' own formats, where they are known."""
         result = model_state.WithMetadata(values)
         manifest = self.checkpoint.manifest
         if manifest is not None:
@@ -248,7 +248,7 @@ class _Load:
                 self.checkpoint.read(self.tensors, ())
 
     def _own_places(self, number: int) -> frozenset[str]:
-        """Entries that are read into the model's own memory: the parameters that loading would copy them to, and nothing else."""
+        """Return the entries that are read into the model's own memory: the parameters that loading would copy them to."""
         model = self.sources[number].model
         if not _loads_plainly(model):
             return frozenset()
@@ -279,7 +279,7 @@ class _Load:
             ) from error
 
     def overwritten(self) -> None:
-        """What was read went past autograd: no graph may go on with these values."""
+        """Tell autograd that what was read went past it: no graph may go on with these values."""
         for source in self.sources:
             for p in (p for unit in source.runtime.units for p in unit.params):
                 torch.autograd.graph.increment_version((p, p._local))
@@ -287,7 +287,7 @@ class _Load:
             source.runtime.forget_residuals()
 
     def values(self) -> list[Any]:
-        """The state dict of each model."""
+        """Return the state dict of each model."""
         found = []
         for number in range(len(self.sources)):
             values = {
@@ -298,7 +298,7 @@ class _Load:
 
     # -- applying -----------------------------------------------------------------------------------------------
     def apply(self) -> None:
-        """The optimizers; the models are loaded."""
+        """Load the optimizers; the models are loaded."""
         for part in self.optimizers:
             try:
                 part.apply(self.known)
@@ -310,7 +310,7 @@ class _Load:
 
 
 def _destination(live: Any, size: torch.Size, dtype: torch.dtype, in_place: bool) -> torch.Tensor:
-    """Memory for an entry: a slice where the model has one, converted to its dtype; with `in_place` the model's own."""
+    """Return memory for an entry: a shard where the model has one, converted to its dtype; with `in_place` the model's own."""
     if isinstance(live, ShardTensor) and live.shape == size:
         own = live._local.detach() if in_place else torch.empty(live._spec.length, dtype=live.dtype)
         return ShardTensor(own, live._spec)
@@ -318,8 +318,10 @@ def _destination(live: Any, size: torch.Size, dtype: torch.dtype, in_place: bool
 
 
 def _loads_plainly(model: torch.nn.Module) -> bool:
-    """Whether loading copies each entry to the parameter of its name. Hooks may exchange entries, so that filling one parameter
-    would overwrite what another one is to get."""
+    """Return True if loading copies each entry to the parameter of its name.
+
+    Hooks may exchange entries, so that filling one parameter would overwrite what another one is to get.
+    """
     torchs_own = torch.nn.Module.load_state_dict
     return type(model).load_state_dict is torchs_own and all(
         not module._load_state_dict_pre_hooks

@@ -17,8 +17,7 @@ from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state
 from .checkpoint_dir import Checkpoint
 from .entries import EXTRA, MODEL, MODELS, OPTIMIZER, SLICED, Source, param_names, sources_of
-from .entry_lookup import SavedOptimizer, extra_of, model_entries, optimizer_entries, place
-from .load_optimizer import unwrapped
+from .entry_lookup import Entries, SavedOptimizer, extra_of, model_entries, optimizer_entries, place, placed
 
 __all__ = ["Contents", "read_contents"]
 
@@ -146,7 +145,7 @@ class _Reading:
         return Contents(state, states, extra, further, self.sources, of_number, self.with_state)
 
     def _read(self, names: Sequence[str], into: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Entries by full name: tensors into those of `into`, or whole."""
+        """Read entries by full name: tensors into those of `into`, or into new memory."""
         objects = []
         for full in dict.fromkeys(names):
             saved = self.checkpoint.tensor(full)
@@ -164,7 +163,7 @@ class _Reading:
         return {**self.checkpoint.read(own, objects, self.unpickle), **shared}
 
     def _sliced(self) -> dict[str, tuple[str, Any]]:
-        """By number: the entry's full name, and the live parameter that it is cut as, if there is one."""
+        """Return by number the entry's full name, and the live parameter that it is cut as, if there is one."""
         found = {}
         for full in self.checkpoint.metadata.state_dict_metadata:
             head, _, rest = full.partition(".")
@@ -173,7 +172,7 @@ class _Reading:
                 found[number] = (full, self.params.get(name))
         return found
 
-    def _state_tensors(self, state: Mapping[str, dict[tuple[Any, ...], str]]) -> dict[str, torch.Tensor]:
+    def _state_tensors(self, state: Mapping[str, Entries]) -> dict[str, torch.Tensor]:
         found = {}
         for name, entries in state.items():
             param = self.params.get(name)
@@ -183,7 +182,7 @@ class _Reading:
         return found
 
     def _slice(self, full: str, like: ShardTensor) -> dict[str, torch.Tensor]:
-        """Memory for this rank's slice of an entry; none where it has another shape than the live tensor."""
+        """Return memory for this rank's shard of an entry; none where it has another shape than the live tensor."""
         saved = self.checkpoint.tensor(full)
         if saved is None or saved.size != like.shape:
             return {}
@@ -199,17 +198,17 @@ class _Model:
         self._saved = model_entries(checkpoint.metadata, source.path, self._live, own_prefixes=False)
 
     def cut(self) -> list[tuple[str, ShardTensor]]:
-        """The entries, by full name, of which the live model has slices, and these."""
+        """Return the entries, by full name, of which the live model has slices, and these."""
         pairs = ((full, self._live.get(key)) for key, full in self._saved.entries.items())
         return [(full, live) for full, live in pairs if isinstance(live, ShardTensor)]
 
     def entries(self) -> list[str]:
-        """All of them by full name."""
+        """Return all entries by full name."""
         nested = (full for parts in self._saved.nested.values() for full in parts.values())
         return [*self._saved.entries.values(), *nested]
 
     def build(self, known: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's state dict."""
+        """Return the model's state dict."""
         state = model_state.WithMetadata()
         if self._manifest is not None:
             state._metadata = self._manifest.module_versions.get(".".join(self.source.path), {})
@@ -233,54 +232,30 @@ class _Optimizer:
         return not self.saved.numbered and bool(self.saved.groups)
 
     def settings(self) -> list[str]:
-        """What is read first: the groups, and state of no parameter."""
+        """Return what is read first: the groups, and state of no parameter."""
         groups = (*self.saved.groups.values(), *self.saved.of_parameter.values())
         other = [self.saved.other] if self.saved.other is not None else []
         return [full for group in groups for full in group.values()] + other
 
-    def state(self, known: Mapping[str, Any]) -> dict[str, dict[tuple[Any, ...], str]]:
-        """The entries of the state, by the live parameters' names."""
-        live = {name for names in self.names for name in names}
-        if not self.saved.numbered:
-            return {unwrapped(name, live): entries for name, entries in self.saved.state.items()}
-        numbers = [number for group in self._groups(known) for number in group["params"]]
-        flat = [name for names in self.names for name in names]
-        name_of = dict(zip(map(str, numbers), flat, strict=True)) if len(numbers) == len(flat) else {}
-        return {name_of.get(number, number): entries for number, entries in self.saved.state.items()}
-
-    def _groups(self, known: Mapping[str, Any]) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = []
-        by_parameter = self.saved.of_parameter
-        if by_parameter and not self.saved.groups:
-            for names in self.names:
-                held = [name for name in names if name in by_parameter]
-                groups.append({"params": held})
-                for path, full in by_parameter[held[0]].items() if held else ():
-                    place(groups[-1], path, known[full])
-            return groups
-        live = {name for names in self.names for name in names}
-        for _, entries in sorted(self.saved.groups.items()):
-            group: dict[str, Any] = {}
-            for path, full in entries.items():
-                place(group, path, known[full])
-            params = group.setdefault("params", [])
-            group["params"] = [n if isinstance(n, int) else unwrapped(str(n), live) for n in params]
-            groups.append(group)
-        return groups
+    def state(self, known: Mapping[str, Any]) -> dict[str, Entries]:
+        """Return the entries of the state, by the live parameters' names."""
+        saved = self.saved.as_saved(self.names, known)
+        listed = [p for group in saved["param_groups"] for p in group["params"]]
+        live = [name for names in self.names for name in names]
+        name_of = dict(zip(listed, live, strict=True)) if len(listed) == len(live) else {}
+        return {name_of.get(key, str(key)) if isinstance(key, int) else key: own for key, own in saved["state"].items()}
 
     def build(self, known: Mapping[str, Any], with_state: bool) -> dict[str, Any]:
-        """The optimizer's state dict."""
-        live = {name for names in self.names for name in names}
-        result: dict[str, Any] = {"state": {}, "param_groups": self._groups(known)}
-        for name, entries in self.saved.state.items() if with_state else ():
-            key = int(name) if self.saved.numbered else unwrapped(name, live)
-            own = result["state"].setdefault(key, {})
-            for path, full in entries.items():
-                place(own, path, known[full])
-        for group in result["param_groups"] if with_state and not self.saved.numbered else ():
-            for name in group["params"]:  # the checkpoint decides: no state there is no state here
-                result["state"].setdefault(name, {})
-        if self.saved.other is not None and with_state:
+        """Return the optimizer's state dict."""
+        result = self.saved.as_saved(self.names, known)
+        if not with_state:
+            return {**result, "state": {}}
+        result["state"] = {key: placed(own, known) for key, own in result["state"].items()}
+        for group in result["param_groups"]:
+            for p in group["params"]:  # the checkpoint decides: no state there is no state here
+                if not isinstance(p, int):
+                    result["state"].setdefault(p, {})
+        if self.saved.other is not None:
             others = {key: entries for _, key, entries in known[self.saved.other]}
             result["state"].update(others)
             result["other_state"] = list(others)
@@ -288,7 +263,7 @@ class _Optimizer:
 
 
 def _paths(checkpoint: Checkpoint) -> list[tuple[str, ...]]:
-    """Where the optimizers are: by name below ``optimizer``, ``optimizer_<number>`` (Lightning), or the only one."""
+    """Return where the optimizers are: by name below ``optimizer``, ``optimizer_<number>`` (Lightning), or the only one."""
     found: dict[tuple[str, ...], None] = {}
     for full in checkpoint.metadata.state_dict_metadata:
         numbered = re.match(r"(optimizer_\d+)\.", full)
@@ -307,7 +282,7 @@ def _in_order(path: tuple[str, ...]) -> tuple[int, str]:
 
 
 def _sources(checkpoint: Checkpoint, engine: Any, models: Mapping[str, Any] | None) -> list[Source]:
-    """The live models, each with its place in the checkpoint."""
+    """Return the live models, each with its place in the checkpoint."""
     if models is None:
         return sources_of(engine, None)
     saved = checkpoint.metadata.state_dict_metadata

@@ -132,7 +132,7 @@ class CheckedFile:
             self._sums[low, high] = word_sum(block[low - first : high - first])
 
     def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Number and bounds of each block that holds some of the bytes."""
+        """Yield number and bounds of each block that holds some of the bytes."""
         marks = self.record.marks
         i = bisect.bisect_right(self._positions, start) - 1
         while start < stop:
@@ -290,7 +290,7 @@ def _read_tensor(
 def _box(
     item: Item, shape: torch.Size, dtype: torch.dtype, read: ReadItem
 ) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-    """Where in the file the values of a box of a chunk are, from the first to the last, and their shape and strides there."""
+    """Return where in the file a box of a chunk begins and ends, and the shape and strides of its values there."""
     lengths = tuple(read.lengths) if shape else ()  # of a 0-dim tensor DCP may give one length
     strides = contiguous_stride(shape)
     first = sum(offset * stride for offset, stride in zip(read.storage_offsets, strides, strict=False)) if shape else 0
@@ -303,5 +303,5 @@ def _box(
 
 @contextlib.contextmanager
 def _memory(tensor: torch.Tensor, size: int) -> Iterator[memoryview]:
-    """A tensor's bytes, to be written to."""
+    """Return a tensor's bytes, to be written to."""
     yield memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")

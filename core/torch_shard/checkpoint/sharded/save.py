@@ -71,7 +71,7 @@ def save_contents(
         engine: its ranks write.
         sources: the models that the manifest describes, the engine's by default.
         path, keep, asynchronous: as for :meth:`torch_shard.Engine.save`.
-        contents: by :mod:`.contents`'s names, the same on all ranks; tensors, ShardTensors and objects. ``extra`` counts on
+        contents: by :mod:`.entries`'s names, the same on all ranks; tensors, ShardTensors and objects. ``extra`` counts on
             rank 0.
     """
 
@@ -127,7 +127,7 @@ def _save(
 
 
 def _write(runtime: Any, what: str, work: _Save) -> None:
-    """All that remains, now."""
+    """Do all that remains, now."""
     with uncollected():
         proposals = gather(runtime, work.proposal, what)
         plans = each(runtime, what, lambda: None if proposals is None else work.decide(proposals))
@@ -138,7 +138,7 @@ def _write(runtime: Any, what: str, work: _Save) -> None:
 
 
 def _start(runtime: Any, what: str, work: _Save) -> PendingSave:
-    """All that remains, in a thread of each rank."""
+    """Do all that remains in a thread of each rank."""
     meeting = meeting_of(runtime, f"{work.nonce}/pending", own_connection=True)
     made: list[PendingSave] = []
     try:
@@ -166,7 +166,7 @@ class _Save:
         self.committed = False
 
     def begin(self) -> None:
-        """Rank 0: the directory."""
+        """Make the directory, on rank 0."""
         if self.rank == 0:
             self.saving = Saving.begin(self.target, self.nonce)
 
@@ -183,17 +183,17 @@ class _Save:
         self.source = _Staged(staging, self.planner, self.proposal)
 
     def decide(self, proposals: list[SavePlan]) -> list[SavePlan]:
-        """Rank 0: who writes what."""
+        """Decide on rank 0 who writes what."""
         plans, self.metadata = decide(self.planner, proposals)
         return plans
 
     def write(self, plan: SavePlan) -> _Part:
-        """This rank's file."""
+        """Write this rank's file."""
         record, results = write_file(self.beside, plan, self.source)
         return str(plan.storage_data), record, results, self.facts["whole"]
 
     def finish(self, parts: list[_Part]) -> None:
-        """Rank 0: metadata and manifest, and the whole at its place; then what was there before, and what `keep` says, goes."""
+        """Write metadata and manifest, and put the directory in its place; delete what `keep` says. On rank 0."""
         assert self.saving is not None and self.metadata is not None
         files = {name: record for name, record, _, _ in parts if record is not None}
         results = [results for _, _, results, _ in parts]
@@ -228,7 +228,7 @@ class _Staged:
         self._held = {item.index: value for item, value in zip(proposal.items, copied, strict=True)}
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The copy of an item of that proposal."""
+        """Return the copy of an item of that proposal."""
         return self._held[write_item.index]
 
 
@@ -261,7 +261,7 @@ def _contents(sources: list[Source], optimizers: Optimizers) -> dict[str, Any]:
 
 
 def _facts(engine: Any, sources: list[Source], contents: dict[str, Any]) -> dict[str, Any]:
-    """What the manifest says of the model and its engine, as they are now."""
+    """Return what the manifest says of the model and its engine, as they are now."""
     return {
         "world_size": engine.world_size,
         "strategy": engine.config.strategy,
@@ -277,7 +277,7 @@ def _facts(engine: Any, sources: list[Source], contents: dict[str, Any]) -> dict
 
 
 def _whole_state(sources: list[Source], contents: dict[str, Any]) -> Iterator[str]:
-    """Entries of optimizer state that look as if they were cut like their parameter, but are not: each rank has all of them."""
+    """Return entries of optimizer state that have their parameter's shape, but are not sharded: each rank has all of them."""
     shapes = {
         source.prefix + name: p.shape
         for source in sources
@@ -308,7 +308,7 @@ def _entry(contents: dict[str, Any], path: tuple[str, ...]) -> Any:
 
 
 def _versions(state: Any) -> dict[str, Any]:
-    """The versions of the modules' own formats, which ``Module.load_state_dict`` asks for."""
+    """Return the versions of the modules' own formats, which ``Module.load_state_dict`` asks for."""
     metadata = getattr(state, "_metadata", {})
     return {name: {"version": own["version"]} for name, own in metadata.items() if isinstance(own.get("version"), int)}
 

@@ -33,7 +33,7 @@ class SavePlanner(DefaultSavePlanner):
         super().set_up_planner(_expressible(state_dict, ()), storage_meta, is_coordinator)
 
     def own_part(self, plan: SavePlan, of_rank_0: bytes) -> SavePlan:
-        """A local plan without what rank 0 will write anyway, where it has the same entries: all ranks' would be as many
+        """Return a local plan without what rank 0 will write anyway, where it has the same entries: all ranks' would be as many
         messages that say the same."""
         if self.digest() != of_rank_0:
             return plan
@@ -41,7 +41,7 @@ class SavePlanner(DefaultSavePlanner):
         return dataclasses.replace(plan, items=items, planner_data={})
 
     def digest(self) -> bytes:
-        """Equal on ranks that have the same entries; ``extra`` is rank 0's in any case."""
+        """Return what is equal on ranks that have the same entries; ``extra`` is rank 0's in any case."""
         names = [(name, path) for name, path in self.mappings.items() if path[0] != EXTRA]
         return hashlib.sha256(repr(names).encode()).digest()
 
@@ -82,8 +82,10 @@ class _Object:
 
 
 def _expressible(value: Any, path: tuple[str, ...]) -> Any:
-    """The same with one object in place of each container that would come back as another one: torch's planner leaves out empty
-    ones and makes strings of all keys."""
+    """Return the same with one object in place of each container that would come back as another one.
+
+    torch's planner leaves out empty ones and makes strings of all keys.
+    """
     if path == (EXTRA,):
         return _Object(value)
     if isinstance(value, Mapping):
@@ -106,7 +108,7 @@ def _expressible(value: Any, path: tuple[str, ...]) -> Any:
 
 
 def _is_value(path: tuple[str, ...]) -> bool:
-    """Whether a dict at this place is a value, and not a level of the layout (a parameter without state, say)."""
+    """Return True if a dict at this place is a value, and not a level of the layout (a parameter without state, say)."""
     if len(path) < 2:
         return False
     if path[0] != OPTIMIZER:
@@ -115,7 +117,7 @@ def _is_value(path: tuple[str, ...]) -> bool:
 
 
 def shards_in(value: Any) -> Iterator[ShardTensor]:
-    """The ShardTensors within nested containers."""
+    """Yield the ShardTensors within nested containers."""
     if isinstance(value, ShardTensor):
         yield value
     elif isinstance(value, Mapping):
@@ -127,7 +129,7 @@ def shards_in(value: Any) -> Iterator[ShardTensor]:
 
 
 def _object_bytes(name: str, value: Any) -> io.BytesIO:
-    """An object as torch.save has it; refused where it would not be loaded again."""
+    """Return an object as torch.save has it; refused where it would not be loaded again."""
     value = value.value if isinstance(value, _Object) else value
     file = io.BytesIO()
     try:

@@ -1,14 +1,14 @@
 """What is what in an opened checkpoint, whoever wrote it: models, optimizers, and the rest.
 
 They differ in where the model is (``model``, ``state_dict``, ``app.model``, at the top) and in how optimizer state is named: by
-parameter or by number, groups in a list or settings by parameter. :mod:`.saved` does the same for a live model, whose names
-decide; here there is none.
+parameter or by number, groups in a list or settings by parameter. :mod:`..sharded.entry_lookup` finds the same things for a
+live model, whose names decide; here there is none.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from ...errors import CheckpointError
 from ...state.optimizer_state import OTHER
 from ..sharded.entries import EXTRA, MODELS, OPTIMIZER, SLICED
-from ..sharded.entry_lookup import place
+from ..sharded.entry_lookup import WRAPPERS, place, split_name
 from ..sharded.extra_shards import joined
 from .open_any import LIGHTNING_META, Opened, Stored, StoredObject, leaves
 
@@ -38,7 +38,6 @@ LIGHTNING = "pytorch-lightning_version"
 
 _MODELS = ("model", "state_dict", "model_state_dict")
 _OPTIMIZERS = (OPTIMIZER, "optim", "optimizer_state_dict", "optimizer_states", "optimizers")
-_WRAPPERS = ("module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod.")
 
 
 @dataclass
@@ -62,10 +61,10 @@ class OptimizerParts:
 
 @dataclass
 class Parts:
-    """A checkpoint's contents. Tensors are :class:`~.opened.Stored`.
+    """A checkpoint's contents. Tensors are :class:`~.open_any.Stored`.
 
     Attributes:
-        model: the state dict; values that are no tensors may be :class:`~.opened.StoredObject` or nested.
+        model: the state dict; values that are no tensors may be :class:`~.open_any.StoredObject` or nested.
         models: further ones by name.
         optimizers: by name, "" for the only one.
         extra: what ``engine.save`` was given, or the rest of a Lightning checkpoint. None where there is none.
@@ -129,7 +128,7 @@ def parts_of(opened: Opened, model_only: bool = False) -> Parts:
 
 
 def _model_key(tree: Mapping[Any, Any]) -> str | None:
-    """Where the model is; None for at the top. A dict without tensors is a configuration, if anything else has some."""
+    """Return where the model is; None for at the top. A dict without tensors is a configuration, if anything else has some."""
     found = [key for key in _MODELS if isinstance(tree.get(key), dict)]
     with_tensors = (key for key in found if any(isinstance(leaf, Stored) for _, leaf in leaves(tree[key])))
     at_top = any(isinstance(value, Stored) for value in tree.values())
@@ -141,7 +140,7 @@ def _is_extra_state(name: Any) -> bool:
 
 
 def _read(parts: Parts, value: Any) -> Any:
-    """Objects in nested values as they are; None for those that can't be read."""
+    """Return objects in nested values as they are; None for those that can't be read."""
     try:
         return resolved(value)
     except CheckpointError as error:
@@ -150,7 +149,7 @@ def _read(parts: Parts, value: Any) -> Any:
 
 
 def resolved(value: Any) -> Any:
-    """Nested values with their objects read; tensors stay :class:`~.opened.Stored`.
+    """Return nested values with their objects read; tensors stay :class:`~.open_any.Stored`.
 
     Raises:
         CheckpointError: one is damaged, or can't be unpickled without running code.
@@ -218,7 +217,7 @@ def _optimizer(parts: Parts, tree: dict[Any, Any]) -> OptimizerParts:
             found.other = _read(parts, value)
         elif rest and kind in ("state", "param_groups"):
             into = found.state if kind == "state" else found.of_parameter
-            name, path = _split(rest, names)
+            name, path = split_name(rest, names)
             place(into.setdefault(name, {}), path, value)
     found.numbered = _is_numbered(found)
     others += [(name, found.state.pop(name)) for name in list(found.state) if found.numbered and not name.isdecimal()]
@@ -233,30 +232,15 @@ def _group(parts: Parts, group: Any) -> dict[str, Any]:
 
 
 def _is_numbered(found: OptimizerParts) -> bool:
-    """Parameters may have numbers for names, too, so the groups decide."""
+    """Return True if parameters are numbers. Names may look like numbers, so the groups decide."""
     listed = [p for group in found.groups for p in group.get("params") or ()]
     if listed:
         return all(isinstance(p, int) for p in listed)
     return bool(found.state) and all(name.isdecimal() for name in found.state)
 
 
-def _split(text: str, names: Container[str]) -> tuple[str, tuple[str, ...]]:
-    """A parameter's name and the key behind it, where both are one text."""
-    for wrapper in ("", *_WRAPPERS):
-        if not text.startswith(wrapper):
-            continue
-        bare = text[len(wrapper) :]
-        cut = bare.rfind(".")
-        while cut > 0:  # the longest first: a name may begin with another one
-            if bare[:cut] in names:
-                return bare[:cut], tuple(bare[cut + 1 :].split("."))
-            cut = bare.rfind(".", 0, cut)
-    name, _, key = text.rpartition(".")
-    return name, (key,)
-
-
 def merged(parts: Parts) -> OptimizerParts:
-    """A list of optimizers as one, groups one behind the other, as ``engine.save`` writes a list.
+    """Return a list of optimizers as one, groups one behind the other, as ``engine.save`` writes a list.
 
     Raises:
         CheckpointError: two of them have state of one parameter.
@@ -301,12 +285,12 @@ class _At(tuple[str, Any]):
 
 
 def title(path: Iterable[Any]) -> str:
-    """A path of :func:`named_entries` for people."""
+    """Return a path of :func:`named_entries` for people."""
     return ".".join(map(str, path))
 
 
 def named_entries(parts: Parts) -> dict[tuple[Any, ...], Any]:
-    """Everything by its path, as :mod:`.contents` describes them: equal for equal contents in any format.
+    """Return everything by its path, as :mod:`..sharded.entries` describes them: equal for equal contents in any format.
 
     Empty dicts and lists are entries, too. Two names that read the same, ``{1: ...}`` and ``{"1": ...}``, have two paths.
     """
@@ -355,7 +339,7 @@ def _walk(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], A
 
 def without_wrappers(parts: Parts) -> None:
     """Take the prefix of DDP or torch.compile off the names, where all of the model's have it."""
-    for wrapper in sorted(_WRAPPERS, key=len, reverse=True):
+    for wrapper in sorted(filter(None, WRAPPERS), key=len, reverse=True):
         if parts.model and all(str(name).startswith(wrapper) for name in parts.model):
             cut = len(wrapper)
             parts.model = {name[cut:]: value for name, value in parts.model.items()}

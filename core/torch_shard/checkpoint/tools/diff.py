@@ -41,7 +41,7 @@ class Difference:
 
 
 def aligned(a: Parts, b: Parts) -> tuple[dict[tuple[Any, ...], Any], dict[tuple[Any, ...], Any]]:
-    """The entries of two checkpoints by paths that are the same in both where their formats differ.
+    """Return the entries of two checkpoints by paths that are the same in both where their formats differ.
 
     Optimizer state by number gets the names that the other one has, by position; wrappers' prefixes are taken off where
     the other model has none; what only one of them calls ``extra`` is that in both.
@@ -92,7 +92,7 @@ def compare(
     dtypes: bool = True,
     progress: Callable[[int], object] = lambda nbytes: None,
 ) -> Iterator[Difference]:
-    """What differs, in the order of the first.
+    """Yield what differs, in the order of the first.
 
     Args:
         a, b: of :func:`aligned`.
@@ -151,7 +151,7 @@ def _tensors(
 
 
 def differing(x: torch.Tensor, y: torch.Tensor, rtol: float = 0.0, atol: float = 0.0) -> tuple[int, float]:
-    """How many elements differ, and the largest absolute difference.
+    """Return how many elements differ, and the largest absolute difference.
 
     Args:
         x, y: of one shape.
@@ -181,7 +181,7 @@ def differing(x: torch.Tensor, y: torch.Tensor, rtol: float = 0.0, atol: float =
 
 
 def _equal(one: Any, two: Any) -> bool:
-    """Whether two objects are the same: of one type (a list and a tuple are one), and floats to the bit."""
+    """Return True if two objects are the same: of one type (a list and a tuple are one), and floats to the bit."""
     one, two = _memory(_loaded(one)), _memory(_loaded(two))
     if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
         return one.dtype == two.dtype and one.shape == two.shape and differing(one, two)[0] == 0

@@ -1,7 +1,7 @@
 """Any checkpoint, opened to be looked at: a tree of its entries, read one at a time. Not collective, and without a process group.
 
 The tree is what ``torch.load`` would give, but for its leaves: a tensor is a :class:`Stored`, which reads it, and an object of a
-sharded checkpoint a :class:`StoredObject`. :mod:`.parts` says what is model and what is optimizer in it.
+sharded checkpoint a :class:`StoredObject`. :mod:`.classify` says what is model and what is optimizer in it.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
 
 
 def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Everything in nested dicts, lists and tuples that is none of these, with its path."""
+    """Yield everything in nested dicts, lists and tuples that is none of these, with its path."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from leaves(value, (*path, key))
@@ -156,7 +156,7 @@ def _sharded(checkpoint: Checkpoint) -> Opened:
 
 
 def _path(name: str) -> tuple[str, ...]:
-    """The place of an entry that comes without one."""
+    """Return the place of an entry that comes without one."""
     head, _, rest = name.partition(".")
     if head == MODELS and "." in rest:
         return (head, *rest.split(".", 1))
@@ -168,7 +168,7 @@ def _rest(path: Path) -> Any:
 
 
 def sizes_of(folder: Path) -> dict[str, int]:
-    """Of the files in a directory, by name."""
+    """Return the sizes of the files in a directory, by name."""
     return {name: (folder / name).stat().st_size for name in sorted(os.listdir(folder)) if (folder / name).is_file()}
 
 

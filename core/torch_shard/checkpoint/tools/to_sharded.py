@@ -81,7 +81,7 @@ class _Planner(SavePlanner):
         return made
 
     def check(self, plan: SavePlan) -> None:
-        """Every tensor has to be in the plan: a stand-in within an object would be written as nothing."""
+        """Raise where a tensor is not in the plan: a stand-in within an object would be written as nothing."""
         planned = {id(self.state_dict[item.index.fqn]) for item in plan.items}
         lost = [stored.name for number, (stored, _) in self.stored.items() if number not in planned]
         if lost:
@@ -102,7 +102,7 @@ class _Planner(SavePlanner):
 
 
 class _Contents:
-    """A checkpoint's contents in the form of :mod:`.contents`, stand-ins for tensors."""
+    """A checkpoint's contents in the form of :mod:`..sharded.entries`, stand-ins for tensors."""
 
     def __init__(self, planner: _Planner) -> None:
         self.planner = planner
@@ -165,7 +165,7 @@ class _Contents:
 
 
 def _given_names(own: OptimizerParts, groups: list[dict[str, Any]]) -> dict[str, str]:
-    """By number, where the optimizer was made of named parameters, so that its groups say them."""
+    """Return names by number, where the optimizer was made of named parameters, so that its groups say them."""
     if not own.numbered or not all(len(g.get("param_names", ())) == len(g.get("params", ())) for g in groups):
         return {}
     return {str(p): name for g in groups for p, name in zip(g["params"], g.get("param_names", ()), strict=True)}
@@ -183,7 +183,7 @@ def _stored(tree: Any) -> Iterator[Stored]:
 
 
 def _read(tree: Any) -> Any:
-    """Nested values with their tensors in memory."""
+    """Return nested values with their tensors in memory."""
     if isinstance(tree, Stored):
         return tree.read().clone()
     if isinstance(tree, dict):

@@ -124,7 +124,7 @@ def _sharded(folder: Path, progress: Callable[[int], object]) -> Iterator[Proble
 
 
 def _checksums(folder: Path, name: str, record: FileRecord, progress: Callable[[int], object]) -> Iterator[Problem]:
-    """Every block of a file, by the manifest's marks."""
+    """Verify every block of a file, by the manifest's marks."""
 
     def touched(first: int, last: int) -> tuple[str, ...]:
         return tuple(dict.fromkeys(i.name for i in record.items if i.start < last and i.start + i.length > first))
@@ -156,7 +156,7 @@ def _checksums(folder: Path, name: str, record: FileRecord, progress: Callable[[
 
 
 def _as_the_manifest_says(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[Problem]:
-    """Metadata and manifest name the same entries at the same places, and every parameter is among them."""
+    """Verify that metadata and manifest name the same entries at the same places, with every parameter among them."""
     metadata = checkpoint.metadata
     items = {
         (name, item.name, item.offsets): (item.start, item.length)
@@ -186,7 +186,7 @@ def _as_the_manifest_says(checkpoint: Checkpoint, manifest: Manifest) -> Iterato
 
 
 def _complete(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Every element of every tensor is in exactly one chunk, and every chunk in a file that is long enough."""
+    """Verify that each element of each tensor is in exactly one chunk, and each chunk in a file that is long enough."""
     storage = checkpoint.metadata.storage_data
     sizes: dict[str, int] = {}
     for name, found in checkpoint.metadata.state_dict_metadata.items():
@@ -275,7 +275,7 @@ def _archive_problem(file: IO[bytes], progress: Callable[[int], object] = lambda
 
 
 def _full(path: Path, progress: Callable[[int], object]) -> Iterator[Problem]:
-    """A torch file, or safetensors, of which headers, sizes and the index are all that can be compared."""
+    """Verify a torch file, or safetensors, of which headers, sizes and the index are all that can be compared."""
     if kind_of(path) == "torch":
         refuse_compressed(path)
         with open(path, "rb") as file:
