@@ -356,15 +356,6 @@ def test_arguments_that_make_no_sense_are_refused_before_anything_is_written(ran
 
 
 @ranks(2)
-def test_a_path_that_can_not_be_written_is_an_error_on_all_ranks(rank, tmp_path):
-    _model, engine, _ = build()
-    (tmp_path / "file").touch()
-    dist.barrier()
-    with pytest.raises(CheckpointError, match=r"engine\.save_full"):
-        engine.save_full(tmp_path / "file" / "c.pt")
-
-
-@ranks(2)
 def test_a_full_disk_leaves_the_old_file_and_no_other(rank, tmp_path):
     _model, engine, _ = build(model=Net, make=lambda m: None)
     before = whole(engine)["model"]
@@ -387,18 +378,6 @@ def test_only_rank_0_needs_the_path(rank, tmp_path):
     _model, engine, _ = build(model=Net, make=lambda m: None)
     engine.save_full(tmp_path / f"of-{rank}" / "c.pt")
     assert [p.name for p in tmp_path.iterdir()] == ["of-0"]
-
-
-@ranks(2)
-def test_what_a_dead_save_left_is_removed_by_the_next(rank, tmp_path):
-    _model, engine, _ = build(model=Net, make=lambda m: None)
-    left = tmp_path / ".c.pt.saving-0123456789abcdef"
-    if rank == 0:
-        left.mkdir()
-        (left / "c.pt").write_text("half")
-    dist.barrier()
-    engine.save_full(tmp_path / "c.pt")
-    assert [p.name for p in tmp_path.iterdir()] == ["c.pt"]
 
 
 def dies_while_saving(rank: int, world_size: int, path: str) -> None:
