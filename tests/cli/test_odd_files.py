@@ -167,7 +167,7 @@ def test_compressed_archives_are_not_called_damaged(tmp_path, cli):
 
 
 def test_names_of_many_entries_are_found_in_little_time(tmp_path):
-    from torch_shard.checkpoint.sharded.entry_lookup import split_name
+    from torch_shard.checkpoint.sharded.entry_tree import split_name
 
     names = {f"blocks.{number}.w" for number in range(20_000)} | {"blocks"}
     for number in range(20_000):

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from ..checkpoint.format.safetensors import INDEX, SINGLE, size_of
+from ..checkpoint.sharded.entry_tree import Stored, leaves
 from ..checkpoint.tools.classify import Parts, parts_of
-from ..checkpoint.tools.open_any import Opened, Stored, leaves, open_checkpoint
+from ..checkpoint.tools.open_any import Opened, open_checkpoint
 from ..checkpoint.tools.to_sharded import write_sharded
 from ..checkpoint.tools.to_single_file import refuse_to_replace, write_safetensors, write_torch
 from ..errors import CheckpointError, ConfigError

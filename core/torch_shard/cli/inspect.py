@@ -7,8 +7,9 @@ import datetime
 from collections.abc import Iterator
 from typing import Any
 
-from ..checkpoint.tools.classify import LIGHTNING, OptimizerParts, Parts, parts_of, resolved
-from ..checkpoint.tools.open_any import Opened, Stored, leaves, open_checkpoint
+from ..checkpoint.sharded.entry_tree import SavedOptimizer, Stored, leaves
+from ..checkpoint.tools.classify import LIGHTNING, Parts, parts_of, resolved
+from ..checkpoint.tools.open_any import Opened, open_checkpoint
 from ..errors import CheckpointError
 from .output import dtype_name, print_json, short, size, table
 
@@ -114,7 +115,7 @@ def _state_keys(parts: Parts, name: str) -> list[str]:
     return [str(key) for own in parts.optimizers.values() for key in own.state.get(name, {})]
 
 
-def _optimizer(parts: Parts, own: OptimizerParts) -> dict[str, Any]:
+def _optimizer(parts: Parts, own: SavedOptimizer) -> dict[str, Any]:
     groups = []
     for group in own.groups:
         try:

@@ -1,4 +1,4 @@
-"""A checkpoint's directory: whole or not there, whatever happens while it is made.
+"""A checkpoint's directory: complete or not there, whatever happens while it is made.
 
 Everything is written into ``.<name>.saving-<nonce>`` beside the target and made durable; then the two change places in one
 step, and what was at the target is deleted under the hidden name::
@@ -6,7 +6,7 @@ step, and what was at the target is deleted under the hidden name::
     step-100/                      the checkpoint of before      ->  the new one
     .step-100.saving-0123abcd/     the new one, being written    ->  the old one, being deleted
 
-A process killed at any moment leaves the old one or the new one at the target, both whole, and a hidden directory that the
+A process killed at any moment leaves the old one or the new one at the target, both complete, and a hidden directory that the
 next save removes. The process that saves holds a lock on a file in it, which the kernel lets go with the process: that is how
 the next save knows a dead one. File systems that can't exchange two directories get two renames, and between them the
 old one has the hidden name ``.<name>.previous-<nonce>``, under which it is found.
@@ -331,8 +331,8 @@ def find(target: Path) -> Path:
     if os.path.lexists(target):
         return target
     for path, match in _hidden(target.parent):
-        whole = any((path / name).exists() for name in (MANIFEST, METADATA, SINGLE, INDEX))
-        if match["name"] == target.name and match["kind"] == "previous" and whole:
+        complete = any((path / name).exists() for name in (MANIFEST, METADATA, SINGLE, INDEX))
+        if match["name"] == target.name and match["kind"] == "previous" and complete:
             return path
     raise CheckpointError(f"there is no checkpoint at {target}.")
 
@@ -350,7 +350,7 @@ def pattern(name: str) -> re.Pattern[str] | None:
 
 
 def prune(target: Path, keep: int) -> list[Path]:
-    """Delete the oldest siblings of a checkpoint that is whole, so that `keep` remain with it. Returns what was deleted.
+    """Delete the oldest siblings of a checkpoint that is complete, so that `keep` remain with it. Returns what was deleted.
 
     Only directories are looked at whose name is like the target's but for the last number, and which have a manifest.
     """

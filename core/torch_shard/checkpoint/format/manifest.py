@@ -1,12 +1,12 @@
 """What a checkpoint says of itself: ``manifest.json``, written last.
 
-A directory with this file is a whole checkpoint. It holds the versions and the plan that the checkpoint was made with, a table
+A directory with this file is a complete checkpoint. It holds the versions and the plan that the checkpoint was made with, a table
 of the parameters, and for every file its size and checksums::
 
     {"crc32": "89abcdef", "manifest": {
       "format": "torch-shard checkpoint", "version": 1, "id": ..., "saved_at": seconds since 1970,
       "torch": ..., "torch_shard": ..., "world_size": ..., "strategy": ...,
-      "whole": [entries of optimizer state that have their parameter's shape, but are not cut as it is],
+      "whole": [entries of optimizer state that have their parameter's shape, but are not sharded],
       "units": [{"name": ..., "parameters": [names]}],
       "parameters": [{"name": ..., "shape": [...], "dtype": "float32", "trainable": true}],
       "module_versions": {...},

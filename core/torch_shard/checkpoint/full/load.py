@@ -1,4 +1,4 @@
-"""Loading a full checkpoint: mapped, compared, and then each rank copies its own slices out of the file.
+"""Loading a full checkpoint: mapped, compared, and then each rank copies its own shards out of the file.
 
 What is saved where differs: a state dict by itself, one of several entries, a Lightning checkpoint, optimizer state by name or by
 number. :func:`parts_of` finds it, and everything is compared before anything is changed.
@@ -22,7 +22,7 @@ from ...optim.matrix import state as matrix_state
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state, optimizer_state
 from ..sharded.entries import EXTRA, MODEL, OPTIMIZER, Optimizers
-from ..sharded.entry_lookup import unwrapped
+from ..sharded.entry_tree import unwrapped
 from .open_files import FullFile, open_full
 from .tied_weights import memory_key
 
@@ -171,10 +171,10 @@ class FullLoad:
     # -- comparing ------------------------------------------------------------------------------------------------
     def compare(self) -> None:
         """Raise for everything that does not fit."""
-        stand_ins = model_state.WithMetadata({name: _on_meta(value) for name, value in self.model.items()})
+        proxies = model_state.WithMetadata({name: _on_meta(value) for name, value in self.model.items()})
         if hasattr(self.model, "_metadata"):
-            stand_ins._metadata = self.model._metadata
-        missing, unexpected, problems = model_state.rehearse(self.root, stand_ins)
+            proxies._metadata = self.model._metadata
+        missing, unexpected, problems = model_state.rehearse(self.root, proxies)
         if not self.strict:
             missing, unexpected = [], []
         problems += self._wrong_dtypes()
@@ -196,7 +196,7 @@ class FullLoad:
 
     # -- loading --------------------------------------------------------------------------------------------------
     def read_optimizers(self) -> None:
-        """Copy this rank's slices of optimizer state, which fit: into what the optimizer has, or into new memory."""
+        """Copy this rank's shards of optimizer state, which fit: into what the optimizer has, or into new memory."""
         self.extra = self._own_memory(self.parts.extra, EXTRA)  # may fail, so before anything is changed
         self.found: list[dict[str, Any]] = []
         for own, state in zip(self.optimizers, self.states, strict=True):
@@ -218,7 +218,7 @@ class FullLoad:
                     state[number][key] = _converted(value, state_dtype(p))
 
     def load_model(self) -> None:
-        """Copy this rank's slices of the parameters, which fit, into them."""
+        """Copy this rank's shards of the parameters, which fit, into them."""
         try:
             self.root.load_state_dict(self.model, strict=self.strict)
         except Exception as error:  # a module's own hook, or what it keeps in get_extra_state

@@ -175,15 +175,15 @@ class _Contents:
         """Return the structure of the torch file. On rank 0, when the optimizers are described."""
         if not self.optimizers and self.extra is None:
             return self.model.structure
-        whole: dict[str, Any] = {MODEL: self.model.structure}
+        found: dict[str, Any] = {MODEL: self.model.structure}
         states = [stream.structure for stream in self.optimizers]
         if states and len(self.entries[0][0]) > 1:
-            whole[OPTIMIZER] = {where[-1]: state for (where, _), state in zip(self.entries, states, strict=True)}
+            found[OPTIMIZER] = {where[-1]: state for (where, _), state in zip(self.entries, states, strict=True)}
         elif states:
-            whole[OPTIMIZER] = states if self.several else states[0]
+            found[OPTIMIZER] = states if self.several else states[0]
         if self.extra is not None:
-            whole[EXTRA] = self.extra
-        return whole
+            found[EXTRA] = self.extra
+        return found
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -91,18 +91,6 @@ class Checkpoint:
         found = self.metadata.state_dict_metadata[name]
         return found if isinstance(found, TensorStorageMetadata) else None
 
-    def places(self, name: str) -> tuple[Any, ...]:
-        """Return where a tensor's bytes are: equal for the names of tied parameters that were written once."""
-        found = self.tensor(name)
-        chunks = [] if found is None else found.chunks
-        infos = [self.metadata.storage_data.get(MetadataIndex(name, chunk.offsets)) for chunk in chunks]
-        if None in infos:
-            raise CheckpointError(
-                f"{self.folder / METADATA} is damaged: it names no file for a part of {name}. Nothing was loaded. Load an "
-                "earlier checkpoint."
-            )
-        return tuple((info.relative_path, info.offset, info.length) for info in infos)
-
     def read(
         self,
         tensors: Mapping[str, torch.Tensor],
@@ -112,7 +100,7 @@ class Checkpoint:
         """Fill tensors and read objects. Not collective.
 
         Args:
-            tensors: by name; a plain one of the entry's shape takes all of it, a ShardTensor its slice. Converted to their
+            tensors: by name; a plain one of the entry's shape takes all of it, a ShardTensor its shard. Converted to their
                 dtypes.
             objects: names of others.
             unpickle: makes an object of its name and bytes; by default torch's loader that runs no code.

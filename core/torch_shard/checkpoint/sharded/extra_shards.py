@@ -23,8 +23,8 @@ def split(tree: Any) -> tuple[Any, dict[str, dict[str, ShardTensor]]]:
     """Return the tree with a mark for each ShardTensor, and these by number and name of the parameter. Not collective."""
     found: dict[str, dict[str, ShardTensor]] = {}
 
-    def take(slices: ShardTensor) -> dict[str, int]:
-        found[str(len(found))] = {slices._spec.name: slices}
+    def take(shards: ShardTensor) -> dict[str, int]:
+        found[str(len(found))] = {shards._spec.name: shards}
         return {_MARK: len(found) - 1}
 
     return mapped(tree, take), found

@@ -23,7 +23,7 @@ from ..full.load import load_full
 from ..full.open_files import is_full
 from .checkpoint_dir import Checkpoint
 from .entries import EXTRA, Optimizers, Source, sources_of
-from .entry_lookup import extra_of, model_entries, place
+from .entry_tree import Stored, StoredObject, leaves, mapped, model_at, on_meta, tree_of
 from .load_optimizer import OptimizerLoad
 
 __all__ = ["load", "load_contents"]
@@ -123,39 +123,40 @@ class _Load:
     ) -> None:
         self.checkpoint, self.sources, self.dtype, self.strict = checkpoint, sources, dtype, strict
         self.live = [model_state.own_state_dict(source.model, source.runtime) for source in sources]
-        saved = [
-            model_entries(checkpoint.metadata, source.path, live)
-            for source, live in zip(sources, self.live, strict=True)
+        tree = tree_of(checkpoint)
+        ours = checkpoint.manifest is not None
+        # By name a tensor, an object, or nested dicts and lists of these.
+        self.saved = [
+            model_at(tree, source.path, live, ours=ours) for source, live in zip(sources, self.live, strict=True)
         ]
-        self.entries = [model.entries for model in saved]
-        self.nested = [model.nested for model in saved]
+        self.extra = tree.get(EXTRA)
         self.optimizers = [
-            part for where, held in optimizers.entries for part in OptimizerLoad.of(checkpoint, named, where, held)
+            part
+            for where, held in optimizers.entries
+            for part in OptimizerLoad.of(checkpoint, tree, named, where, held)
         ]
         self.known: dict[str, Any] = {}
         self.tensors: dict[str, torch.Tensor] = {}
+        self.filled: dict[str, torch.Tensor] = {}  # of the models, by name in the checkpoint
         self.verified = False
 
     # -- comparing ----------------------------------------------------------------------------------------------
     def compare(self) -> None:
         """Read what is small, and raise for everything that does not fit."""
-        small = [full for part in self.optimizers for full in part.small()]
-        small += [full for own in self.entries for full in own.values() if self.checkpoint.tensor(full) is None]
-        small += [full for own in self.nested for parts in own.values() for full in parts.values()]
-        if extra_of(self.checkpoint.metadata):
-            small.append(EXTRA)
-        scalars = {}
-        for full in small:
-            found = self.checkpoint.tensor(full)
-            if found is not None:  # a learning rate, say
-                scalars[full] = torch.empty(found.size, dtype=found.properties.dtype)
-        self.known = self.checkpoint.read(scalars, [full for full in dict.fromkeys(small) if full not in scalars])
-        self.known.update(scalars)
+        small = [leaf for part in self.optimizers for leaf in part.small()]
+        nested = [value for own in self.saved for value in own.values() if not isinstance(value, Stored)]
+        small += [leaf for _, leaf in leaves(nested)]
+        small += [self.extra] if isinstance(self.extra, StoredObject) else []
+        # Tensors among them are a learning rate, say.
+        scalars = {leaf.name: torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in small if isinstance(leaf, Stored)}
+        objects = dict.fromkeys(leaf.name for leaf in small if leaf.name not in scalars)
+        self.known = {**self.checkpoint.read(scalars, objects), **scalars}
         missing: list[str] = []
         unexpected: list[str] = []
         problems: list[str] = []
         for number, source in enumerate(self.sources):
-            lists = model_state.rehearse(source.model, self._with_versions(number, self._stand_ins(number)))
+            proxies = self._state_dict(number, on_meta)
+            lists = model_state.rehearse(source.model, self._with_versions(number, proxies))
             for into, found_now in zip((missing, unexpected, problems), lists, strict=True):
                 if self.strict or into is problems:
                     into += [source.prefix + text for text in found_now]
@@ -173,23 +174,12 @@ class _Load:
                 "these optimizers.\n  " + "\n  ".join(lines)
             )
 
-    def _stand_ins(self, number: int) -> dict[str, Any]:
-        result = self._nested(number)
-        for key, full in self.entries[number].items():
-            found = self.checkpoint.tensor(full)
-            if found is None:
-                result[key] = self.known[full]
-            else:
-                result[key] = torch.empty(found.size, dtype=found.properties.dtype, device="meta")
-        return result
-
-    def _nested(self, number: int) -> dict[str, Any]:
-        """Put the entries together that are dicts and lists."""
-        result: dict[str, Any] = {}
-        for key, parts in self.nested[number].items():
-            for path, full in parts.items():
-                place(result, (key, *path), self.known[full])
-        return result
+    def _state_dict(self, number: int, tensor: Callable[[Stored], torch.Tensor]) -> dict[str, Any]:
+        """Return a model's state dict: `tensor` makes its tensors, the rest is read."""
+        return {
+            key: tensor(saved) if isinstance(saved, Stored) else mapped(saved, self.known)
+            for key, saved in self.saved[number].items()
+        }
 
     def _with_versions(self, number: int, values: dict[str, Any]) -> Any:
         """Return a state dict with the versions of the modules' own formats, where they are known."""
@@ -201,46 +191,38 @@ class _Load:
 
     def _wrong_dtypes(self, number: int) -> list[str]:
         problems = []
-        for key, full in self.entries[number].items():
-            found, live = self.checkpoint.tensor(full), self.live[number].get(key)
-            if found is None or not isinstance(live, torch.Tensor) or found.properties.dtype == live.dtype:
+        for key, saved in self.saved[number].items():
+            live = self.live[number].get(key)
+            if not isinstance(saved, Stored) or not isinstance(live, torch.Tensor) or saved.dtype == live.dtype:
                 continue
-            saved = found.properties.dtype
-            if self.dtype == live.dtype and saved.is_floating_point:
+            both = saved.dtype.is_floating_point and live.is_floating_point()
+            if both and self.dtype == live.dtype:
                 continue
-            hint = (
-                f"; pass dtype={live.dtype} to convert it"
-                if saved.is_floating_point and live.is_floating_point()
-                else ""
-            )
+            hint = f"; pass dtype={live.dtype} to convert it" if both else ""
             problems.append(
-                f"{self.sources[number].prefix}{key} is {saved} in the checkpoint and {live.dtype} here{hint}"
+                f"{self.sources[number].prefix}{key} is {saved.dtype} in the checkpoint and {live.dtype} here{hint}"
             )
         return problems
 
     # -- reading ------------------------------------------------------------------------------------------------
     def verify(self) -> None:
-        """Choose where this rank's slices go, and look at them. What can't be verified is read now, into new memory."""
+        """Choose where this rank's shards go, and look at them. What can't be verified is read now, into new memory."""
         with torch.inference_mode(False):
             in_place = self.checkpoint.manifest is not None
-            shared: dict[tuple[Any, ...], torch.Tensor] = {}
+            shared: dict[Any, torch.Tensor] = {}
             dtypes: dict[str, torch.dtype] = {}
-            self.by_key: list[dict[str, torch.Tensor]] = []
             for number, source in enumerate(self.sources):
-                self.by_key.append({})
                 own = self._own_places(number) if in_place else frozenset()
-                for key, full in self.entries[number].items():
-                    found, live = self.checkpoint.tensor(full), self.live[number].get(key)
-                    if found is None:
+                for key, saved in self.saved[number].items():
+                    live = self.live[number].get(key)
+                    if not isinstance(saved, Stored):
                         continue
-                    dtypes[source.prefix + key] = found.properties.dtype
+                    dtypes[source.prefix + key] = saved.dtype
                     # Tied parameters that were written once are read once.
-                    where = (self.checkpoint.places(full), id(live._spec) if isinstance(live, ShardTensor) else full)
-                    value = shared.get(where) if where[0] else None
-                    if value is None:
-                        value = self.tensors[full] = _destination(live, found.size, found.properties.dtype, key in own)
-                        shared[where] = value
-                    self.by_key[number][key] = value
+                    where = (saved.place, id(live._spec) if isinstance(live, ShardTensor) else saved.name)
+                    if where not in shared:
+                        shared[where] = self.tensors[saved.name] = _destination(live, saved, key in own)
+                    self.filled[saved.name] = shared[where]
             for part in self.optimizers:
                 self.tensors.update(part.destinations(dtypes, self.dtype, in_place))
             self.verified = self.checkpoint.verify(self.tensors)
@@ -255,12 +237,12 @@ class _Load:
         params = dict(model.named_parameters(remove_duplicate=False))
         found: list[tuple[str, int]] = []
         # Tied parameters may have been saved with different values, of which loading takes the last.
-        places: dict[int, set[tuple[Any, ...]]] = {}
-        for key, full in self.entries[number].items():
+        places: dict[int, set[Any]] = {}
+        for key, saved in self.saved[number].items():
             live, param = self.live[number].get(key), params.get(key)
-            if not isinstance(live, ShardTensor) or not isinstance(param, ShardTensor):
+            if not (isinstance(saved, Stored) and isinstance(live, ShardTensor) and isinstance(param, ShardTensor)):
                 continue
-            places.setdefault(id(live._spec), set()).add(self.checkpoint.places(full) or (full,))
+            places.setdefault(id(live._spec), set()).add(saved.place)
             if live._spec is param._spec and live._local.data_ptr() == param._local.data_ptr():
                 found.append((key, id(live._spec)))
         return frozenset(key for key, spec in found if len(places[spec]) == 1)
@@ -288,13 +270,10 @@ class _Load:
 
     def values(self) -> list[Any]:
         """Return the state dict of each model."""
-        found = []
-        for number in range(len(self.sources)):
-            values = {
-                key: self.by_key[number].get(key, self.known.get(full)) for key, full in self.entries[number].items()
-            }
-            found.append(self._with_versions(number, {**values, **self._nested(number)}))
-        return found
+        return [
+            self._with_versions(number, self._state_dict(number, lambda saved: self.filled[saved.name]))
+            for number in range(len(self.sources))
+        ]
 
     # -- applying -----------------------------------------------------------------------------------------------
     def apply(self) -> None:
@@ -309,12 +288,12 @@ class _Load:
                 ) from error
 
 
-def _destination(live: Any, size: torch.Size, dtype: torch.dtype, in_place: bool) -> torch.Tensor:
+def _destination(live: Any, saved: Stored, in_place: bool) -> torch.Tensor:
     """Return memory for an entry: a shard where the model has one, converted to its dtype; with `in_place` the model's own."""
-    if isinstance(live, ShardTensor) and live.shape == size:
+    if isinstance(live, ShardTensor) and live.shape == saved.shape:
         own = live._local.detach() if in_place else torch.empty(live._spec.length, dtype=live.dtype)
         return ShardTensor(own, live._spec)
-    return torch.empty(size, dtype=live.dtype if isinstance(live, torch.Tensor) else dtype)
+    return torch.empty(saved.shape, dtype=live.dtype if isinstance(live, torch.Tensor) else saved.dtype)
 
 
 def _loads_plainly(model: torch.nn.Module) -> bool:

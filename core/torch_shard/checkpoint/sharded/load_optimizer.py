@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from ...state import optimizer_state
 from ..full.load import by_name
 from .checkpoint_dir import Checkpoint
 from .entries import Source, param_names
-from .entry_lookup import Entries, SavedOptimizer, optimizer_entries, placed
+from .entry_tree import SavedOptimizer, Stored, StoredObject, leaves, mapped, on_meta, optimizer_at
 
 __all__ = ["OptimizerLoad"]
 
@@ -40,52 +41,56 @@ class OptimizerLoad:
         self.checkpoint, self.optimizer, self.number = checkpoint, optimizers[number], number
         self.runtime = _runtime_of(sources, self.optimizer)
         self.what, self.names, self.saved = what, names, saved
-        # Several optimizers without names are saved as one, group behind group.
-        self.first = sum(len(o.param_groups) for o in optimizers[:number])
         self.alone = len(optimizers) == 1
+        if saved is not None and not self.alone:  # several without names are saved as one, group behind group
+            first = sum(len(o.param_groups) for o in optimizers[:number])
+            own = saved.groups[first : first + len(self.optimizer.param_groups)]
+            self.saved = dataclasses.replace(saved, groups=own)
         self.given: dict[str, Any] = {"state": {}, "param_groups": []}
-        self.entries: dict[str, Entries] = {}
+        self.entries: dict[str, dict[Any, Any]] = {}
 
     @classmethod
     def of(
-        cls, checkpoint: Checkpoint, sources: Sequence[Source], path: tuple[str, ...], optimizers: Sequence[Any]
+        cls,
+        checkpoint: Checkpoint,
+        tree: dict[Any, Any],
+        sources: Sequence[Source],
+        path: tuple[str, ...],
+        optimizers: Sequence[Any],
     ) -> list[OptimizerLoad]:
         """Return one for each optimizer that is saved at a path."""
         everyone = [param_names(sources, optimizer) for optimizer in optimizers]
-        saved = optimizer_entries(checkpoint.metadata, path, {n for names in everyone for n in names.values()})
+        saved = optimizer_at(tree, path, {name for names in everyone for name in names.values()})
         return [
             cls(checkpoint, sources, ".".join(path), optimizers, number, names, saved)
             for number, names in enumerate(everyone)
         ]
 
     # -- comparing ----------------------------------------------------------------------------------------------
-    def small(self) -> list[str]:
-        """Return the entries that have to be known to compare: groups, and objects within the state."""
+    def small(self) -> list[Any]:
+        """Return the leaves that have to be known to compare: groups, and objects within the state."""
         if self.saved is None:
             return []
-        groups = [self.saved.groups[number] for number in self._groups()]
-        settings = [full for group in (*groups, *self.saved.of_parameter.values()) for full in group.values()]
-        objects = [f for own in self.saved.state.values() for f in own.values() if self.checkpoint.tensor(f) is None]
-        return settings + objects + ([self.saved.other] if self.saved.other is not None else [])
-
-    def _groups(self) -> list[int]:
-        assert self.saved is not None
-        numbers = sorted(self.saved.groups)
-        return numbers if self.alone else numbers[self.first : self.first + len(self.optimizer.param_groups)]
+        objects = [leaf for _, leaf in leaves(self.saved.state) if not isinstance(leaf, Stored)]
+        return self.saved.small() + objects
 
     def compare(self, known: Mapping[str, Any], dtype: torch.dtype | None) -> tuple[list[str], list[str], list[str]]:
         """Return what does not fit: missing, unexpected, and everything else. `known`: the small entries by name."""
         if self.saved is None:
             return [f"{self.what} (the checkpoint has no such optimizer state)"], [], []
         live = [[self.names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        given = self.saved.as_saved(live, known, self._groups())
+        given = self.saved.as_saved(live, known)
         if not self.alone:  # the rest is other optimizers'
             own_keys = {*self.names.values(), *(p for group in given["param_groups"] for p in group["params"])}
             given["state"] = {key: own for key, own in given["state"].items() if key in own_keys}
         self.given = by_name(self.optimizer, self.names, given)
         self.entries = self.given["state"]
-        self.given["state"] = {name: placed(own, self._stand_ins(own, known)) for name, own in self.entries.items()}
-        others = known[self.saved.other] if self.saved.other is not None else ()
+
+        def proxy(leaf: Stored | StoredObject) -> Any:
+            return on_meta(leaf) if isinstance(leaf, Stored) else known[leaf.name]
+
+        self.given["state"] = {name: mapped(own, proxy) for name, own in self.entries.items()}
+        others = known[self.saved.other.name] if self.saved.other is not None else ()
         own_others = {key: entries for position, key, entries in others if position == self.number}
         self.given["state"].update(own_others)
         self.given[optimizer_state.OTHER] = list(own_others)
@@ -97,32 +102,24 @@ class OptimizerLoad:
             [f"{self.what}: {text}" for text in problems],
         )
 
-    def _stand_ins(self, entries: Entries, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Return objects as they are, and tensors of the saved shapes and dtypes without memory."""
-        found = {full: self.checkpoint.tensor(full) for full in entries.values()}
-        return {
-            full: known[full] if t is None else torch.empty(t.size, dtype=t.properties.dtype, device="meta")
-            for full, t in found.items()
-        }
-
     def _wrong_dtypes(self, dtype: torch.dtype | None) -> list[str]:
         problems = []
         for p in self._params():
-            for path, full in self.entries.get(self.names[id(p)], {}).items():
-                found, live = self.checkpoint.tensor(full), self.optimizer.state.get(p, {}).get(path[0])
+            for path, leaf in leaves(self.entries.get(self.names[id(p)], {})):
+                live = self.optimizer.state.get(p, {}).get(path[0])
                 if (
-                    found is None
+                    not isinstance(leaf, Stored)
                     or len(path) > 1
                     or not isinstance(live, torch.Tensor)
-                    or live.dtype == found.properties.dtype
+                    or live.dtype == leaf.dtype
                     # Stepped with stochastic rounding, it becomes what was saved; Adagrad makes it before the first step.
-                    or (live.dtype == p.dtype and found.properties.dtype == state_dtype(p))
+                    or (live.dtype == p.dtype and leaf.dtype == state_dtype(p))
                 ):
                     continue
-                if dtype is None or not (live.dtype.is_floating_point and found.properties.dtype.is_floating_point):
+                if dtype is None or not (live.dtype.is_floating_point and leaf.dtype.is_floating_point):
                     problems.append(
-                        f"{self.names[id(p)]}: {path[0]} is {found.properties.dtype} in the checkpoint and {live.dtype} here; "
-                        "pass dtype= to convert it"
+                        f"{self.names[id(p)]}: {path[0]} is {leaf.dtype} in the checkpoint and {live.dtype} here; pass dtype= to "
+                        "convert it"
                     )
         return problems
 
@@ -138,33 +135,32 @@ class OptimizerLoad:
         self.elsewhere = matrix_state.elsewhere(self.runtime, self.optimizer, self.names, self.given["state"])
         found: dict[str, torch.Tensor] = {}
         manifest = self.checkpoint.manifest
-        whole = frozenset(() if manifest is None else manifest.whole)
+        unsharded = frozenset(() if manifest is None else manifest.whole)
         for p in self._params():
             name = self.names[id(p)]
             if self.elsewhere.get(id(p), False):
                 continue
-            for path, full in self.entries.get(name, {}).items():
-                saved = self.checkpoint.tensor(full)
-                if saved is None:
+            for path, leaf in leaves(self.entries.get(name, {})):
+                if not isinstance(leaf, Stored):
                     continue
-                kept = self._dtype(p, path, saved.properties.dtype, saved_dtypes.get(name), dtype)
-                cut = (
-                    full not in whole
+                kept = self._dtype(p, path, leaf.dtype, saved_dtypes.get(name), dtype)
+                is_cut = (
+                    leaf.name not in unsharded
                     and id(p) not in self.elsewhere
-                    and optimizer_state.is_cut(p, path[-1], saved.size)
+                    and optimizer_state.is_cut(p, path[-1], leaf.shape)
                 )
                 live = self._own(p, path) if in_place else None
-                if live is not None and live.shape == saved.size and live.dtype == kept:
-                    found[full] = live
-                elif cut:
-                    found[full] = ShardTensor(torch.empty(p._spec.length, dtype=kept), p._spec)
+                if live is not None and live.shape == leaf.shape and live.dtype == kept:
+                    found[leaf.name] = live
+                elif is_cut:
+                    found[leaf.name] = ShardTensor(torch.empty(p._spec.length, dtype=kept), p._spec)
                 else:
-                    found[full] = torch.empty(saved.size, dtype=kept)
+                    found[leaf.name] = torch.empty(leaf.shape, dtype=kept)
         self.tensors = found
         return found
 
     def _own(self, p: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
-        """Return this rank's slice as the optimizer holds it now, if it is cut as the parameter is."""
+        """Return this rank's shard as the optimizer holds it now, if it is cut as the parameter is."""
         live = self.optimizer.state.get(p, {}).get(path[0]) if len(path) == 1 else None
         if isinstance(live, ShardTensor) and isinstance(p, ShardTensor) and same_cut(live._spec, p._spec):
             return live
@@ -196,8 +192,8 @@ class OptimizerLoad:
             for p in group["params"]:
                 entries = self.entries.get(self.names[id(p)])
                 if entries and not self.elsewhere.get(id(p), False):
-                    own = {full: _on(values[full], p.device, path) for path, full in entries.items()}
-                    state[number] = placed(entries, own)
+                    own_values = {leaf.name: _on(values[leaf.name], p.device, path) for path, leaf in leaves(entries)}
+                    state[number] = mapped(entries, own_values)
                 number += 1
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         optimizer_state.keep_as_saved(self.optimizer, state)

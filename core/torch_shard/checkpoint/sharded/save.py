@@ -1,4 +1,4 @@
-"""Saving: every rank its slices, then one step that makes the checkpoint appear."""
+"""Saving: every rank its shards, then one step that makes the checkpoint appear."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .writer import write_file, write_manifest, write_metadata
 
 __all__ = ["save", "save_contents"]
 
-# A rank's file, what it holds, where, and which entries are whole.
+# A rank's file, what it holds, where, and which entries are not sharded.
 _Part = tuple[str, FileRecord | None, list[WriteResult], tuple[str, ...]]
 
 
@@ -271,12 +271,12 @@ def _facts(engine: Any, sources: list[Source], contents: dict[str, Any]) -> dict
             for u in s.runtime.units
         ),
         "parameters": tuple(row for source in sources for row in _table(source)),
-        "whole": tuple(_whole_state(sources, contents)),
+        "whole": tuple(_unsharded_state(sources, contents)),
         "module_versions": {".".join(source.path): _versions(_entry(contents, source.path)) for source in sources},
     }
 
 
-def _whole_state(sources: list[Source], contents: dict[str, Any]) -> Iterator[str]:
+def _unsharded_state(sources: list[Source], contents: dict[str, Any]) -> Iterator[str]:
     """Return entries of optimizer state that have their parameter's shape, but are not sharded: each rank has all of them."""
     shapes = {
         source.prefix + name: p.shape

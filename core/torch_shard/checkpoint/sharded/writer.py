@@ -1,7 +1,7 @@
 """Each rank's part of a checkpoint: one file, written once from front to back, checksums taken on the way.
 
 What DCP's FileSystemWriter writes can be read by this package and the other way round, but it passes every value through
-``torch.save`` into a Python file (a copy, a checksum) and copies slices first. Here a slice goes from where it is to the file,
+``torch.save`` into a Python file (a copy, a checksum) and copies shards first. Here a shard goes from where it is to the file,
 a few MiB at a time, so that the second look at it (the first one is the checksum's) finds it in the cache.
 """
 

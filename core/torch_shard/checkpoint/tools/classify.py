@@ -1,12 +1,13 @@
 """What is what in an opened checkpoint, whoever wrote it: models, optimizers, and the rest.
 
 They differ in where the model is (``model``, ``state_dict``, ``app.model``, at the top) and in how optimizer state is named: by
-parameter or by number, groups in a list or settings by parameter. :mod:`..sharded.entry_lookup` finds the same things for a
+parameter or by number, groups in a list or settings by parameter. :mod:`..sharded.entry_tree` finds the same things for a
 live model, whose names decide; here there is none.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,13 +18,20 @@ import torch
 from ...errors import CheckpointError
 from ...state.optimizer_state import OTHER
 from ..sharded.entries import EXTRA, MODELS, OPTIMIZER, SLICED
-from ..sharded.entry_lookup import WRAPPERS, place, split_name
+from ..sharded.entry_tree import (
+    WRAPPERS,
+    SavedOptimizer,
+    Stored,
+    StoredObject,
+    is_optimizer,
+    leaves,
+    optimizer_of,
+)
 from ..sharded.extra_shards import joined
-from .open_any import LIGHTNING_META, Opened, Stored, StoredObject, leaves
+from .open_any import LIGHTNING_META, Opened
 
 __all__ = [
     "LIGHTNING",
-    "OptimizerParts",
     "Parts",
     "merged",
     "named_entries",
@@ -41,30 +49,11 @@ _OPTIMIZERS = (OPTIMIZER, "optim", "optimizer_state_dict", "optimizer_states", "
 
 
 @dataclass
-class OptimizerParts:
-    """An optimizer.
-
-    Attributes:
-        state: by parameter's name, or number as a string, and key.
-        groups: settings, with "params", names or numbers; empty where settings are kept by parameter.
-        of_parameter: those.
-        numbered: whether parameters are numbers.
-        other: what it keeps of no parameter: the optimizer's position, key and value of each.
-    """
-
-    state: dict[str, dict[Any, Any]] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    of_parameter: dict[str, dict[Any, Any]] = field(default_factory=dict)
-    numbered: bool = False
-    other: Any = None
-
-
-@dataclass
 class Parts:
-    """A checkpoint's contents. Tensors are :class:`~.open_any.Stored`.
+    """A checkpoint's contents. Tensors are :class:`~..sharded.entry_tree.Stored`.
 
     Attributes:
-        model: the state dict; values that are no tensors may be :class:`~.open_any.StoredObject` or nested.
+        model: the state dict; values that are no tensors may be :class:`~..sharded.entry_tree.StoredObject` or nested.
         models: further ones by name.
         optimizers: by name, "" for the only one.
         extra: what ``engine.save`` was given, or the rest of a Lightning checkpoint. None where there is none.
@@ -77,7 +66,7 @@ class Parts:
 
     model: dict[str, Any] = field(default_factory=dict)
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    optimizers: dict[str, OptimizerParts] = field(default_factory=dict)
+    optimizers: dict[str, SavedOptimizer] = field(default_factory=dict)
     extra: Any = None
     other: dict[Any, Any] = field(default_factory=dict)
     lightning: bool = False
@@ -149,7 +138,7 @@ def _read(parts: Parts, value: Any) -> Any:
 
 
 def resolved(value: Any) -> Any:
-    """Return nested values with their objects read; tensors stay :class:`~.open_any.Stored`.
+    """Return nested values with their objects read; tensors stay :class:`~..sharded.entry_tree.Stored`.
 
     Raises:
         CheckpointError: one is damaged, or can't be unpickled without running code.
@@ -173,9 +162,9 @@ def _optimizers(parts: Parts, tree: dict[Any, Any]) -> Iterator[tuple[str, dict[
             continue
         value = tree[key] if not isinstance(tree[key], StoredObject) else _read(parts, tree[key])
         found: dict[Any, Any] = {"": value}
-        if not _is_optimizer(value):
+        if not is_optimizer(value):
             found = dict(enumerate(value)) if isinstance(value, list) else value if isinstance(value, dict) else {}
-            if not found or not all(map(_is_optimizer, found.values())):
+            if not found or not all(map(is_optimizer, found.values())):
                 continue
             if isinstance(value, list) and len(value) == 1:
                 found = {"": value[0]}
@@ -189,63 +178,27 @@ def _optimizers(parts: Parts, tree: dict[Any, Any]) -> Iterator[tuple[str, dict[
         yield "" if len(numbers) == 1 else key.rpartition("_")[2], tree.pop(key)
 
 
-def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, dict) and any(
-        isinstance(key, str) and (key in ("state", "param_groups") or key.startswith(("state.", "param_groups.")))
-        for key in value
-    )
-
-
-def _optimizer(parts: Parts, tree: dict[Any, Any]) -> OptimizerParts:
+def _optimizer(parts: Parts, tree: dict[Any, Any]) -> SavedOptimizer:
     names = set(map(str, parts.model))
     names.update(f"{m}.{name}" for m, model in parts.models.items() for name in model)
-    found = OptimizerParts()
-    others: list[tuple[Any, Any]] = []  # of no parameter
-    for key, value in tree.items():
-        kind, _, rest = str(key).partition(".")
-        if key == "state" and isinstance(value, dict):
-            for name, own in value.items():
-                own = _read(parts, own) if isinstance(own, StoredObject) else own
-                if isinstance(own, dict):
-                    found.state[str(name)] = own
-                else:
-                    others.append((name, own))
-        elif key == "param_groups":
-            groups = _read(parts, value) if isinstance(value, StoredObject) else value
-            found.groups = [_group(parts, group) for group in (groups or ())]
-        elif key == OTHER:
-            found.other = _read(parts, value)
-        elif rest and kind in ("state", "param_groups"):
-            into = found.state if kind == "state" else found.of_parameter
-            name, path = split_name(rest, names)
-            place(into.setdefault(name, {}), path, value)
-    found.numbered = _is_numbered(found)
-    others += [(name, found.state.pop(name)) for name in list(found.state) if found.numbered and not name.isdecimal()]
+    found = optimizer_of(tree, names, functools.partial(_read, parts))
+    numbered = found.numbered
+    strangers = {name: found.state.pop(name) for name in list(found.state) if numbered and not name.isdecimal()}
+    others = {**found.unknown, **strangers}
+    found.other = None if found.other is None else _read(parts, found.other)
     if others and found.other is None:
-        found.other = tuple((0, name, _read(parts, value)) for name, value in others)
+        found.other = tuple((0, name, _read(parts, value)) for name, value in others.items())
+    found.groups = [_read(parts, group) or {} for group in found.groups]
     return found
 
 
-def _group(parts: Parts, group: Any) -> dict[str, Any]:
-    found = _read(parts, group)
-    return {str(key): value for key, value in found.items()} if isinstance(found, Mapping) else {}
-
-
-def _is_numbered(found: OptimizerParts) -> bool:
-    """Return True if parameters are numbers. Names may look like numbers, so the groups decide."""
-    listed = [p for group in found.groups for p in group.get("params") or ()]
-    if listed:
-        return all(isinstance(p, int) for p in listed)
-    return bool(found.state) and all(name.isdecimal() for name in found.state)
-
-
-def merged(parts: Parts) -> OptimizerParts:
+def merged(parts: Parts) -> SavedOptimizer:
     """Return a list of optimizers as one, groups one behind the other, as ``engine.save`` writes a list.
 
     Raises:
         CheckpointError: two of them have state of one parameter.
     """
-    found = OptimizerParts(numbered=any(own.numbered for own in parts.optimizers.values()))
+    found = SavedOptimizer()
     other: list[tuple[int, Any, Any]] = []
     for position, own in enumerate(parts.optimizers.values()):
         groups = [{**group, "params": list(resolved(group.get("params") or ()))} for group in own.groups]

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .classify import OptimizerParts, Parts, merged, named_entries, resolved, title, without_wrappers
-from .open_any import Stored, StoredObject
+from ..sharded.entry_tree import SavedOptimizer, Stored, StoredObject
+from .classify import Parts, merged, named_entries, resolved, title, without_wrappers
 from .torch_layout import known_names, numbered
 
 __all__ = ["Difference", "aligned", "compare", "differing"]
@@ -62,11 +62,11 @@ def aligned(a: Parts, b: Parts) -> tuple[dict[tuple[Any, ...], Any], dict[tuple[
     return named_entries(a), named_entries(b)
 
 
-def _form(optimizer: OptimizerParts) -> tuple[bool, bool]:
+def _form(optimizer: SavedOptimizer) -> tuple[bool, bool]:
     return optimizer.numbered, bool(optimizer.of_parameter and not optimizer.groups)
 
 
-def _positions(optimizer: OptimizerParts, parts: Parts) -> list[str]:
+def _positions(optimizer: SavedOptimizer, parts: Parts) -> list[str]:
     if optimizer.numbered:
         return []
     if optimizer.groups:
@@ -75,12 +75,12 @@ def _positions(optimizer: OptimizerParts, parts: Parts) -> list[str]:
     return sorted(optimizer.of_parameter, key=lambda name: order.get(name, len(order)))
 
 
-def _renamed(state: dict[str, Any], names: list[str]) -> OptimizerParts:
+def _renamed(state: dict[str, Any], names: list[str]) -> SavedOptimizer:
     def name(number: Any) -> str:
         return names[number] if isinstance(number, int) and number < len(names) else str(number)
 
     groups = [{**group, "params": [name(p) for p in group["params"]]} for group in state["param_groups"]]
-    return OptimizerParts({name(key): own for key, own in state["state"].items()}, groups)
+    return SavedOptimizer({name(key): own for key, own in state["state"].items()}, groups)
 
 
 def compare(

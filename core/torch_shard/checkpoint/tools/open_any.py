@@ -9,63 +9,28 @@ from __future__ import annotations
 import dataclasses
 import os
 import zipfile
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from ...errors import CheckpointError
 from ..format.atomic_directory import find
-from ..format.chunks import covers
 from ..format.dcp_metadata import METADATA
 from ..format.manifest import MANIFEST, Manifest
 from ..full.open_files import is_full, open_full
 from ..sharded.checkpoint_dir import Checkpoint
-from ..sharded.entries import MODEL, MODELS, OPTIMIZER
-from ..sharded.entry_lookup import place
+from ..sharded.entries import MODEL
+from ..sharded.entry_tree import Stored, StoredObject, tree_of
 
-__all__ = ["LIGHTNING_META", "Opened", "Stored", "StoredObject", "leaves", "open_checkpoint", "refuse_compressed"]
+__all__ = ["LIGHTNING_META", "Opened", "open_checkpoint", "refuse_compressed"]
 
 LIGHTNING_META = "meta.pt"
 """Beside DCP's files, Lightning's own: what is neither model nor optimizer."""
 
 SHARDED, DCP = "torch-shard", "dcp"
-
-
-@dataclass(frozen=True, eq=False)
-class Stored:
-    """A tensor in a checkpoint.
-
-    Attributes:
-        name: as the checkpoint has it.
-        shape, dtype: of the whole tensor.
-        place: equal for two names of one memory (tied parameters).
-        files: that hold parts of it.
-        read: returns it, on the CPU; from a checkpoint with checksums what was written, or a CheckpointError.
-    """
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    place: Hashable
-    files: tuple[str, ...]
-    read: Callable[[], torch.Tensor] = field(repr=False)
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True, eq=False)
-class StoredObject:
-    """Anything else in a sharded checkpoint; ``read`` unpickles it without running code."""
-
-    name: str
-    files: tuple[str, ...]
-    read: Callable[[], Any] = field(repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,34 +78,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
     return _full(target)
 
 
-def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield everything in nested dicts, lists and tuples that is none of these, with its path."""
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from leaves(value, (*path, key))
-    elif isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
-        for i, value in enumerate(tree):
-            yield from leaves(value, (*path, i))
-    else:
-        yield path, tree
-
-
 # -- directories of torch.distributed.checkpoint ----------------------------------------------------------------------
 
 
 def _sharded(checkpoint: Checkpoint) -> Opened:
-    paths = checkpoint.metadata.planner_data
-    tree: dict[Any, Any] = {}
-    entries = checkpoint.metadata.state_dict_metadata
-    # torch's planner lists entries by the rank that wrote them, and paths in the order of the state dict.
-    order = [name for name in paths if name in entries] if isinstance(paths, Mapping) else []
-    for name in dict.fromkeys([*order, *entries]):
-        path = paths.get(name) if isinstance(paths, Mapping) else None
-        leaf = _leaf(checkpoint, name)
-        try:
-            place(tree, _path(name) if path is None else tuple(path), leaf)
-        except (AttributeError, IndexError, TypeError):  # two entries claim one place
-            tree[name] = leaf
+    tree = tree_of(checkpoint)
     folder, manifest = checkpoint.folder, checkpoint.manifest
     if manifest is None and (folder / LIGHTNING_META).is_file():
         tree[LIGHTNING_META] = StoredObject(LIGHTNING_META, (LIGHTNING_META,), lambda: _rest(folder / LIGHTNING_META))
@@ -155,14 +97,6 @@ def _sharded(checkpoint: Checkpoint) -> Opened:
     )
 
 
-def _path(name: str) -> tuple[str, ...]:
-    """Return the place of an entry that comes without one."""
-    head, _, rest = name.partition(".")
-    if head == MODELS and "." in rest:
-        return (head, *rest.split(".", 1))
-    return (head, rest) if rest and head in (MODEL, OPTIMIZER, "optim", "state_dict") else (name,)
-
-
 def _rest(path: Path) -> Any:
     return _Leaves(path, lambda name: path.name).of(open_full(path).values)
 
@@ -170,31 +104,6 @@ def _rest(path: Path) -> Any:
 def sizes_of(folder: Path) -> dict[str, int]:
     """Return the sizes of the files in a directory, by name."""
     return {name: (folder / name).stat().st_size for name in sorted(os.listdir(folder)) if (folder / name).is_file()}
-
-
-def _leaf(checkpoint: Checkpoint, name: str) -> Stored | StoredObject:
-    found, storage = checkpoint.tensor(name), checkpoint.metadata.storage_data
-    if found is None:
-        info = storage.get(MetadataIndex(name))
-        return StoredObject(name, (info.relative_path,) if info else (), lambda: checkpoint.read({}, [name])[name])
-    infos = [storage.get(MetadataIndex(name, chunk.offsets)) for chunk in found.chunks]
-    files = tuple(dict.fromkeys(info.relative_path for info in infos if info is not None))
-    where = tuple((i.relative_path, i.offset) for i in infos if i is not None) if found.size.numel() else ()
-    complete = where if len(where) == len(found.chunks) else ()
-    return Stored(
-        name, found.size, found.properties.dtype, complete or name, files, lambda: _tensor(checkpoint, name, found)
-    )
-
-
-def _tensor(checkpoint: Checkpoint, name: str, found: TensorStorageMetadata) -> torch.Tensor:
-    if not covers(found.size, found.chunks):  # what no part fills would be whatever memory held
-        raise CheckpointError(
-            f"{checkpoint.folder}: {name} is not complete: its parts do not make up its shape {list(found.size)}. Use another "
-            "checkpoint."
-        )
-    tensor = torch.empty(found.size, dtype=found.properties.dtype)
-    checkpoint.read({name: tensor}, ())
-    return tensor
 
 
 # -- files of one process ---------------------------------------------------------------------------------------------

@@ -16,10 +16,11 @@ from ..format.atomic_directory import Saving, commit, discard
 from ..format.dcp_metadata import METADATA
 from ..format.manifest import SAVE_ID, FileRecord, Manifest
 from ..sharded.entries import EXTRA, MODEL, MODELS, OPTIMIZER
+from ..sharded.entry_tree import SavedOptimizer, Stored
 from ..sharded.save_plan import SavePlanner, decide
 from ..sharded.writer import Deferred, write_file, write_manifest, write_metadata
-from .classify import OptimizerParts, Parts, merged, resolved
-from .open_any import Opened, Stored
+from .classify import Parts, merged, resolved
+from .open_any import Opened
 from .torch_layout import known_names
 
 __all__ = ["write_sharded"]
@@ -38,7 +39,7 @@ def write_sharded(
     Args:
         opened: the checkpoint.
         parts: of it, those that are to be written.
-        target: a directory; a checkpoint that is there is replaced once the new one is whole.
+        target: a directory; a checkpoint that is there is replaced once the new one is complete.
         dtype: of the models' floating-point entries; None keeps theirs.
         progress: is told of bytes as they are written.
 
@@ -68,20 +69,20 @@ def write_sharded(
 
 
 class _Planner(SavePlanner):
-    """Plans with stand-ins, and reads each tensor when it is its turn to be written."""
+    """Plans with proxies, and reads each tensor when it is its turn to be written."""
 
     def __init__(self, progress: Callable[[int], object]) -> None:
         super().__init__()
         self.progress = progress
-        self.stored: dict[int, tuple[Stored, torch.dtype]] = {}  # by id of its stand-in
+        self.stored: dict[int, tuple[Stored, torch.dtype]] = {}  # by id of its proxy
 
-    def stand_in(self, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
+    def proxy(self, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
         made = torch.empty(stored.shape, dtype=dtype, device="meta")
         self.stored[id(made)] = stored, dtype
         return made
 
     def check(self, plan: SavePlan) -> None:
-        """Raise where a tensor is not in the plan: a stand-in within an object would be written as nothing."""
+        """Raise where a tensor is not in the plan: a proxy within an object would be written as nothing."""
         planned = {id(self.state_dict[item.index.fqn]) for item in plan.items}
         lost = [stored.name for number, (stored, _) in self.stored.items() if number not in planned]
         if lost:
@@ -102,7 +103,7 @@ class _Planner(SavePlanner):
 
 
 class _Contents:
-    """A checkpoint's contents in the form of :mod:`..sharded.entries`, stand-ins for tensors."""
+    """A checkpoint's contents in the form of :mod:`..sharded.entries`, proxies for tensors."""
 
     def __init__(self, planner: _Planner) -> None:
         self.planner = planner
@@ -139,14 +140,14 @@ class _Contents:
     def fill(self, tree: Any, dtype: torch.dtype | None = None) -> Any:
         if isinstance(tree, Stored):
             kept = dtype if dtype is not None and tree.dtype.is_floating_point else tree.dtype
-            return self.planner.stand_in(tree, kept)
+            return self.planner.proxy(tree, kept)
         if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
             return {key: self.fill(value, dtype) for key, value in tree.items()}
         if isinstance(tree, list):
             return [self.fill(value, dtype) for value in tree]
         return _read(resolved(tree))  # other keys have no names in a checkpoint: one object with its tensors
 
-    def optimizer(self, own: OptimizerParts) -> dict[str, Any]:
+    def optimizer(self, own: SavedOptimizer) -> dict[str, Any]:
         found: dict[str, Any] = {}
         if own.of_parameter and not own.groups:  # in torch's flattened form, which says nothing of groups
             for kind, table in (("state", own.state), ("param_groups", own.of_parameter)):
@@ -164,7 +165,7 @@ class _Contents:
         return found
 
 
-def _given_names(own: OptimizerParts, groups: list[dict[str, Any]]) -> dict[str, str]:
+def _given_names(own: SavedOptimizer, groups: list[dict[str, Any]]) -> dict[str, str]:
     """Return names by number, where the optimizer was made of named parameters, so that its groups say them."""
     if not own.numbered or not all(len(g.get("param_names", ())) == len(g.get("params", ())) for g in groups):
         return {}

@@ -16,8 +16,9 @@ from ..format.atomic_directory import Saving, commit, discard, sync
 from ..format.safetensors import SafetensorsWriter
 from ..format.torch_file import TorchFileWriter
 from ..full.save import keep_others, refuse_to_lose
+from ..sharded.entry_tree import Stored
 from .classify import Parts
-from .open_any import Opened, Stored
+from .open_any import Opened
 from .torch_layout import Slots, torch_structure
 
 __all__ = ["refuse_to_replace", "write_safetensors", "write_torch"]
@@ -37,7 +38,7 @@ def refuse_to_replace(target: Path, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def _beside(target: Path) -> Iterator[Saving]:
-    """Make a hidden directory beside the target, for what is not whole yet; leave nothing there."""
+    """Make a hidden directory beside the target, for what is not complete yet; leave nothing there."""
     saving = Saving.begin(target, secrets.token_hex(8), refuse=lambda target: None)
     try:
         yield saving
@@ -58,7 +59,7 @@ def write_torch(
 
     Args:
         opened, parts: the checkpoint.
-        target: of the file, which appears when it is whole.
+        target: of the file, which appears when it is complete.
         model_only: the state dict alone.
         dtype: of the models' floating-point entries; None keeps theirs.
         progress: is told of bytes as they are read.

@@ -15,8 +15,8 @@ import torch
 from ...errors import CheckpointError
 from ..format.torch_file import Slot
 from ..sharded.entries import EXTRA, MODEL, MODELS, OPTIMIZER
-from .classify import OptimizerParts, Parts, resolved
-from .open_any import Stored
+from ..sharded.entry_tree import SavedOptimizer, Stored
+from .classify import Parts, resolved
 
 __all__ = ["Slots", "known_names", "numbered", "torch_structure"]
 
@@ -113,7 +113,7 @@ def known_names(parts: Parts) -> list[str]:
     return [*parts.model, *(f"{name}.{key}" for name, model in parts.models.items() for key in model)]
 
 
-def numbered(optimizer: OptimizerParts, names: Iterable[str]) -> dict[str, Any]:
+def numbered(optimizer: SavedOptimizer, names: Iterable[str]) -> dict[str, Any]:
     """Return an optimizer's state as ``optimizer.state_dict()`` has it: a parameter's number is its position in the groups.
 
     Args:
@@ -142,7 +142,7 @@ def numbered(optimizer: OptimizerParts, names: Iterable[str]) -> dict[str, Any]:
     return {"state": ordered, "param_groups": made}
 
 
-def _regrouped(optimizer: OptimizerParts, names: list[str]) -> list[dict[str, Any]]:
+def _regrouped(optimizer: SavedOptimizer, names: list[str]) -> list[dict[str, Any]]:
     order = {name: i for i, name in enumerate(names)}
     groups: dict[str, dict[str, Any]] = {}
     for name in sorted(optimizer.of_parameter, key=lambda name: order.get(name, len(order))):

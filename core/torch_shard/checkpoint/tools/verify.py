@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole and undamaged. Not collective.
+"""Whether a checkpoint is complete and undamaged. Not collective.
 
 This package's own format is verified deeply: every byte has a checksum, and manifest, metadata and files have to agree. Of
 others' formats every entry is read, as loading it would be, and the CRC-32 of zip archives is compared: ``torch.save`` writes
