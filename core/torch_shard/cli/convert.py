@@ -153,7 +153,7 @@ def _refuse(target: Path, arguments: argparse.Namespace) -> None:
 
 
 def _distinct(parts: Parts) -> Iterator[Stored]:
-    """Return the tensors that will be read, tied ones once."""
+    """Yield the tensors that will be read, tied ones once."""
     seen = set()
     optimizers = [own.state for own in parts.optimizers.values()]
     for _, leaf in leaves([parts.model, parts.models, optimizers, parts.extra, parts.other]):

@@ -76,6 +76,10 @@ class FileRecord:
         """Return the faster checksum of the bytes from a mark to the next one, if there is one."""
         return self.sums[block] if block < len(self.sums) else None
 
+    def names_in(self, first: int, last: int) -> tuple[str, ...]:
+        """Return the names of the entries that have some of the bytes ``[first, last)``."""
+        return tuple(dict.fromkeys(i.name for i in self.items if i.start < last and i.start + i.length > first))
+
     def item_at(self, position: int) -> Item | None:
         """Return the item that a byte belongs to, padding behind it included."""
         # Not sorted: a tied parameter's second name comes later, with the place of the first.

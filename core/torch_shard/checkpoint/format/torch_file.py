@@ -27,7 +27,7 @@ from .fileio import naming
 from .mmap_buffer import memory_of, row_major
 from .tensor_entry import ALIGNMENT
 
-__all__ = ["Slot", "TorchFileWriter", "check_loadable", "first_line", "refused"]
+__all__ = ["Slot", "TorchFileWriter", "check_loadable", "first_line", "not_loadable", "not_trusted", "refused"]
 
 _REASON = "WeightsUnpickler error:"  # torch writes its reason behind it, between two pieces of advice
 _LARGE = 1 << 30  # bytes of values from which on a member's header has a field for sizes of 64 bits
@@ -161,11 +161,24 @@ def check_loadable(value: Any, what: str) -> None:
         with torch.serialization.skip_data():
             torch.load(file, weights_only=True)
     except Exception as error:
-        raise CheckpointError(
-            f"{what} can't be saved: {type(error).__name__}: {refused(error)}. Checkpoints hold tensors, numbers, strings, "
-            "lists, tuples and dicts, since unpickling anything else can run code. Convert it (vars(namespace), value.item()), "
-            "or allow its class when saving and loading with torch.serialization.add_safe_globals([Class])."
-        ) from error
+        raise not_loadable(what, error) from error
+
+
+def not_loadable(what: str, error: Exception) -> CheckpointError:
+    """Return the error for what torch's loader would not let through again."""
+    return CheckpointError(
+        f"{what} can't be saved: {type(error).__name__}: {refused(error)}. Checkpoints hold tensors, numbers, strings, lists, "
+        "tuples and dicts, since unpickling anything else can run code. Convert it (vars(namespace), value.item()), or allow its "
+        "class when saving and loading with torch.serialization.add_safe_globals([Class])."
+    )
+
+
+def not_trusted(what: str, error: Exception) -> CheckpointError:
+    """Return the error for what torch's loader does not let through."""
+    return CheckpointError(
+        f"{what} was refused and nothing was loaded, since unpickling it could run code: {refused(error)}. If you trust the "
+        "file, allow the class with torch.serialization.add_safe_globals([Class]) and load again."
+    )
 
 
 def refused(error: Exception) -> str:

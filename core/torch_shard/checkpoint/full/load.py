@@ -21,6 +21,7 @@ from ...numerics.stochastic_rounding import state_dtype
 from ...optim.matrix import state as matrix_state
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state, optimizer_state
+from ..misfits import check_dtype, refuse_misfits, wrong_dtype
 from ..sharded.entries import EXTRA, MODEL, OPTIMIZER, Optimizers
 from ..sharded.entry_tree import unwrapped
 from .open_files import FullFile, open_full
@@ -45,8 +46,7 @@ def load_full(
 
     def prepare() -> FullLoad:
         engine.finish_saving()
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}.")
+        check_dtype(dtype)
         if models:
             raise ConfigError(f"{path} is a full checkpoint, which holds one model; load it without models=.")
         model_state.refuse_inside(runtime, what)
@@ -145,16 +145,9 @@ class FullLoad:
             ) from error
 
     def _wrong_dtypes(self) -> list[str]:
-        problems = []
-        for name, value in self.model.items():
-            live = self.live.get(name)
-            if not isinstance(value, torch.Tensor) or not isinstance(live, torch.Tensor) or value.dtype == live.dtype:
-                continue
-            both = value.is_floating_point() and live.is_floating_point()
-            if not (both and self.dtype == live.dtype):
-                hint = f"; pass dtype={live.dtype} to convert it" if both else ""
-                problems.append(f"{name} is {value.dtype} in the file and {live.dtype} here{hint}")
-        return problems
+        tensors = {name: value for name, value in self.model.items() if isinstance(value, torch.Tensor)}
+        found = (wrong_dtype(n, value.dtype, self.live.get(n), self.dtype, "file") for n, value in tensors.items())
+        return [text for texts in found for text in texts]
 
     # -- optimizers -----------------------------------------------------------------------------------------------
     def _state_of(self, where: tuple[str, ...], number: int, held: Sequence[Any]) -> Mapping[str, Any] | None:
@@ -185,14 +178,7 @@ class FullLoad:
             lists = optimizer_state.misfits(self.runtime, own, names, state)
             for into, found in zip((missing, unexpected, problems), lists, strict=True):
                 into += [f"{OPTIMIZER}: {text}" for text in found]
-        lines = [f"missing: {', '.join(missing)}"] if missing else []
-        lines += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
-        lines += problems + self.problems
-        if lines:
-            raise StateDictError(
-                f"{self.file.path} does not fit, and nothing was loaded. It must be a checkpoint of this model and these "
-                "optimizers.\n  " + "\n  ".join(lines)
-            )
+        refuse_misfits(self.file.path, missing, unexpected, problems + self.problems)
 
     # -- loading --------------------------------------------------------------------------------------------------
     def read_optimizers(self) -> None:
@@ -334,7 +320,7 @@ def _add_tied(file: FullFile, live: Mapping[str, Any], values: dict[str, Any], p
 
 
 def _place(value: Any) -> Any:
-    """Return what is equal for entries of a live state dict that are tied."""
+    """Return a key that is equal for entries of a live state dict that are tied."""
     if isinstance(value, ShardTensor):
         return id(value._spec.layout), value._spec.index
     if isinstance(value, torch.Tensor) and value.numel() and value.layout == torch.strided:

@@ -20,9 +20,10 @@ import torch
 from ...errors import CheckpointError
 from ..format.atomic_directory import find
 from ..format.dcp_metadata import METADATA
+from ..format.fileio import some
 from ..format.manifest import MANIFEST
 from ..format.safetensors import INDEX, SINGLE, library
-from ..format.torch_file import first_line, refused
+from ..format.torch_file import first_line, not_trusted
 
 __all__ = ["FullFile", "is_full", "kind_of", "open_full"]
 
@@ -59,7 +60,7 @@ class FullFile:
         return {path: (path.name, *_ends(path)) for path in self.files}
 
     def fingerprint(self) -> tuple[tuple[str, int, int], ...]:
-        """Return what is equal on two ranks that see the same files: names, sizes and checksums of both ends."""
+        """Return a key that is equal on two ranks that see the same files: names, sizes and checksums of both ends."""
         return tuple(self.marks().values())
 
 
@@ -142,10 +143,7 @@ def _loaded(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} was refused and nothing was loaded, since unpickling it could run code: {refused(error)}. If you trust the "
-            "file, allow the class with torch.serialization.add_safe_globals([Class]) and load again."
-        ) from error
+        raise not_trusted(str(path), error) from error
     except Exception as error:
         if "TorchScript" in str(error):
             raise CheckpointError(
@@ -176,7 +174,7 @@ def _open_index(path: Path) -> FullFile:
         found, also = _mapped(path.parent / file, expected)
         lost = [name for name in expected if name not in found]
         if lost:
-            raise CheckpointError(f"{path.parent / file} does not hold {_some(lost)}, which {path.name} says it does.")
+            raise CheckpointError(f"{path.parent / file} does not hold {some(lost)}, which {path.name} says it does.")
         values.update((name, found[name]) for name in expected)
         tied.update(also)
     files = (path, *(path.parent / file for file in sorted(names)))
@@ -200,7 +198,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 def _mapped(path: Path, expected: list[str] | None = None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return a file's tensors, mapped, and the other names of some of them."""
     safetensors = library()
-    with_what = "" if expected is None else f", with {_some(expected)}"
+    with_what = "" if expected is None else f", with {some(expected)}"
     if not path.is_file():
         raise CheckpointError(f"{path} is missing{with_what}. Nothing was loaded.")
     try:
@@ -215,7 +213,3 @@ def _mapped(path: Path, expected: list[str] | None = None) -> tuple[dict[str, to
             "earlier checkpoint, or copy the file again."
         ) from error
     return values, {name: kept for name, kept in metadata.items() if kept in values and name not in values}
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

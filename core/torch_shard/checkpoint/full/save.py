@@ -32,6 +32,7 @@ from ..format.manifest import MANIFEST
 from ..format.mmap_buffer import buffer
 from ..format.safetensors import WEIGHTS, SafetensorsWriter, size_of
 from ..format.torch_file import Slot, TorchFileWriter, check_loadable
+from ..misfits import check_dtype
 from ..sharded.entries import EXTRA, MODEL, OPTIMIZER, Optimizers
 from .stream import ModelStream, OptimizerStream
 from .tied_weights import chosen_names
@@ -60,8 +61,7 @@ def save_full(
     def prepare() -> tuple[Path, str, int]:
         engine.finish_saving()
         model_state.refuse_inside(runtime, what)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}.")
+        check_dtype(dtype)
         return _target(path), _form(Path(path), format, first), size_of(max_shard_size)
 
     # Only rank 0's path counts, and what is there: other nodes need not have it.

@@ -244,7 +244,7 @@ def _flat_of(value: Any, flats: dict[int, FlatBuffer]) -> FlatBuffer | None:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """Return what is equal for tensors that are the same values in the same memory."""
+    """Return a key that is equal for tensors that are the same values in the same memory."""
     if isinstance(tensor, ShardTensor) and tensor._unit_ref is not None:
         return id(tensor._spec), tensor._local.data_ptr(), tensor._local.dtype
     if isinstance(tensor, ShardTensor) or not tensor.numel() or tensor.layout != torch.strided:

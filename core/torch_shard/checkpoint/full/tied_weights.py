@@ -12,7 +12,7 @@ __all__ = ["chosen_names", "memory_key"]
 
 
 def memory_key(tensor: torch.Tensor) -> Hashable:
-    """Return what is equal for dense tensors that are the same values in the same memory, as long as both live."""
+    """Return a key that is equal for dense tensors that are the same values in the same memory, as long as both live."""
     # A view by conj() or imag may have the memory, shape and strides of its base, and other values.
     kind = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return tensor.data_ptr(), tensor.device, tuple(tensor.shape), tensor.stride(), kind

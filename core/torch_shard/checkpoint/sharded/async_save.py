@@ -163,7 +163,7 @@ class _Work:
         return problem
 
     def _written(self, plan: Any) -> tuple[str | None, Any]:
-        """Return what went wrong on this rank, and its part."""
+        """Write this rank's part; return what went wrong, and the part."""
         assert self.meeting is not None
         try:
             return None, self.save.write(plan)

@@ -26,7 +26,7 @@ from ...shard_tensor.tensor import ShardTensor
 from ..format.atomic_directory import find
 from ..format.dcp_metadata import METADATA, load_metadata
 from ..format.manifest import MANIFEST, SAVE_ID, Manifest, read_manifest
-from ..format.torch_file import refused
+from ..format.torch_file import not_trusted
 from .reader import ShardReader, check_sizes
 
 __all__ = ["Checkpoint"]
@@ -202,11 +202,7 @@ class _Into:
         try:
             self.objects[name] = torch.load(value, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"{self.folder}: {name} was refused and nothing was loaded, since unpickling it could run code: "
-                f"{refused(error)}. If you trust the file, allow the class with "
-                "torch.serialization.add_safe_globals([Class]) and load again."
-            ) from error
+            raise not_trusted(f"{self.folder}: {name}", error) from error
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         index = read_item.dest_index

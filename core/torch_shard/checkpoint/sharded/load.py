@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from ...comm.collective_steps import broadcast, each, uncollected
-from ...errors import CheckpointError, ConfigError, StateDictError
+from ...errors import CheckpointError, StateDictError
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state
 from ..full.load import load_full
 from ..full.open_files import is_full
+from ..misfits import check_dtype, refuse_misfits, wrong_dtype
 from .checkpoint_dir import Checkpoint
 from .entries import EXTRA, Optimizers, Source, sources_of
 from .entry_tree import Stored, StoredObject, leaves, mapped, model_at, on_meta, tree_of
@@ -82,8 +83,7 @@ def _load(
 
     def prepare() -> _Load:
         engine.finish_saving()
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}.")
+        check_dtype(dtype)
         sources = models()
         for source in sources:
             model_state.refuse_inside(source.runtime, what)
@@ -165,14 +165,7 @@ class _Load:
             lists = part.compare(self.known, self.dtype)
             for into, found_now in zip((missing, unexpected, problems), lists, strict=True):
                 into += found_now
-        lines = [f"missing: {', '.join(missing)}"] if missing else []
-        lines += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
-        lines += problems
-        if lines:
-            raise StateDictError(
-                f"{self.checkpoint.folder} does not fit, and nothing was loaded. It must be a checkpoint of this model and "
-                "these optimizers.\n  " + "\n  ".join(lines)
-            )
+        refuse_misfits(self.checkpoint.folder, missing, unexpected, problems)
 
     def _state_dict(self, number: int, tensor: Callable[[Stored], torch.Tensor]) -> dict[str, Any]:
         """Return a model's state dict: `tensor` makes its tensors, the rest is read."""
@@ -190,19 +183,13 @@ class _Load:
         return result
 
     def _wrong_dtypes(self, number: int) -> list[str]:
-        problems = []
-        for key, saved in self.saved[number].items():
-            live = self.live[number].get(key)
-            if not isinstance(saved, Stored) or not isinstance(live, torch.Tensor) or saved.dtype == live.dtype:
-                continue
-            both = saved.dtype.is_floating_point and live.is_floating_point()
-            if both and self.dtype == live.dtype:
-                continue
-            hint = f"; pass dtype={live.dtype} to convert it" if both else ""
-            problems.append(
-                f"{self.sources[number].prefix}{key} is {saved.dtype} in the checkpoint and {live.dtype} here{hint}"
-            )
-        return problems
+        prefix, live = self.sources[number].prefix, self.live[number]
+        saved = [(key, own) for key, own in self.saved[number].items() if isinstance(own, Stored)]
+        return [
+            text
+            for key, own in saved
+            for text in wrong_dtype(prefix + key, own.dtype, live.get(key), self.dtype, "checkpoint")
+        ]
 
     # -- reading ------------------------------------------------------------------------------------------------
     def verify(self) -> None:

@@ -27,6 +27,7 @@ from ...errors import CheckpointError
 from ...layout.flat_layout import contiguous_stride
 from ..format.checksum import block_sum, word_sum
 from ..format.dcp_metadata import METADATA, load_metadata
+from ..format.fileio import some
 from ..format.manifest import FileRecord, Item, Manifest
 
 __all__ = ["CheckedFile", "Receives", "ShardReader", "check_sizes"]
@@ -54,7 +55,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
         try:
             size = os.stat(folder / name).st_size
         except FileNotFoundError:
-            problems.append(f"{name} is missing, with {_some(record)}")
+            problems.append(f"{name} is missing, with {_contents(record)}")
             continue
         if size != record.size:
             cut = record.item_at(size) if size < record.size else None
@@ -66,10 +67,8 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
         )
 
 
-def _some(record: FileRecord) -> str:
-    names = list(dict.fromkeys(item.name for item in record.items))
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (", ".join(names[:3]) or "DCP's metadata") + more
+def _contents(record: FileRecord) -> str:
+    return some(record.names_in(0, record.size), "DCP's metadata")
 
 
 class CheckedFile:
@@ -84,7 +83,7 @@ class CheckedFile:
             self._fd = os.open(folder / name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"{folder / name} is missing, with {_some(record)}, so nothing was loaded. Load an earlier checkpoint."
+                f"{folder / name} is missing, with {_contents(record)}, so nothing was loaded. Load an earlier checkpoint."
             ) from error
         self._closer = weakref.finalize(self, os.close, self._fd)
         if hasattr(os, "posix_fadvise"):  # the disk reads ahead while a block is verified
@@ -162,8 +161,7 @@ class CheckedFile:
             block, at = block[count:], at + count
 
     def _damaged(self, first: int, last: int) -> CheckpointError:
-        touched = [i.name for i in self.record.items if i.start < last and i.start + i.length > first]
-        what = ", ".join(dict.fromkeys(touched)) or "no parameter"
+        what = ", ".join(self.record.names_in(first, last)) or "no parameter"
         return CheckpointError(
             f"{self.folder / self.name} is damaged: bytes [{first}, {last}), which hold {what}, differ from what was written "
             "(checksum). Nothing was loaded. Load an earlier checkpoint."

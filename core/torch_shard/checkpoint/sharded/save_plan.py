@@ -18,6 +18,7 @@ from ...errors import CheckpointError
 from ...runtime.runtime import Runtime
 from ...shard_tensor.tensor import ShardTensor
 from ...shard_tensor.wrapper_subclasses import is_wrapper
+from ..format.torch_file import not_loadable
 from .entries import EXTRA, OPTIMIZER
 
 __all__ = ["SavePlanner", "decide", "propose"]
@@ -41,7 +42,7 @@ class SavePlanner(DefaultSavePlanner):
         return dataclasses.replace(plan, items=items, planner_data={})
 
     def digest(self) -> bytes:
-        """Return what is equal on ranks that have the same entries; ``extra`` is rank 0's in any case."""
+        """Return a key that is equal on ranks that have the same entries; ``extra`` is rank 0's in any case."""
         names = [(name, path) for name, path in self.mappings.items() if path[0] != EXTRA]
         return hashlib.sha256(repr(names).encode()).digest()
 
@@ -138,22 +139,13 @@ def _object_bytes(name: str, value: Any) -> io.BytesIO:
         if type(value) not in (int, float, bool, str, type(None)):  # which need no proof, and are most
             torch.load(file, weights_only=True)
     except Exception as error:
-        raise CheckpointError(
-            f"{name} can't be saved: {_reason(error)} Checkpoints hold tensors, numbers, strings, lists, tuples and dicts, since "
-            "unpickling anything else can run code. Convert it (vars(namespace), value.item()), or allow its class when saving "
-            "and loading with torch.serialization.add_safe_globals([Class])."
-        ) from error
+        raise not_loadable(name, error) from error
     file.seek(0)
     return file
 
 
-def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
-    return f"{type(error).__name__}: {(lines or [str(error).strip()])[0]}"
-
-
 def propose(runtime: Runtime, what: str, planner: SavePlanner, contents: dict[str, Any]) -> SavePlan:
-    """Return what this rank has, and rank 0 not just as well. Collective."""
+    """Return the plan of what this rank has, and rank 0 has not just as well. Collective."""
     first = runtime.collectives.world_rank == 0
 
     def local() -> SavePlan:

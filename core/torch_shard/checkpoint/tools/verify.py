@@ -13,7 +13,7 @@ import io
 import itertools
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -25,6 +25,7 @@ from ...errors import CheckpointError
 from ..format.atomic_directory import find
 from ..format.chunks import covers
 from ..format.dcp_metadata import METADATA
+from ..format.fileio import some
 from ..format.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from ..full.open_files import is_full, kind_of, open_full
 from ..sharded.checkpoint_dir import Checkpoint
@@ -126,20 +127,17 @@ def _sharded(folder: Path, progress: Callable[[int], object]) -> Iterator[Proble
 def _checksums(folder: Path, name: str, record: FileRecord, progress: Callable[[int], object]) -> Iterator[Problem]:
     """Verify every block of a file, by the manifest's marks."""
 
-    def touched(first: int, last: int) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(i.name for i in record.items if i.start < last and i.start + i.length > first))
-
     try:
         size = os.stat(folder / name).st_size
         file = CheckedFile(folder, name, record, by_crc=True)
     except (CheckpointError, FileNotFoundError):
-        names = touched(0, record.size)
-        yield Problem(name, names, f"it is missing, with {_some(names)}")
+        names = record.names_in(0, record.size)
+        yield Problem(name, names, f"it is missing, with {some(names)}")
         return
     if size != record.size:
-        lost = touched(min(size, record.size), record.size)
+        lost = record.names_in(min(size, record.size), record.size)
         yield Problem(
-            name, lost, f"it has {size} bytes, and was written with {record.size}; {_some(lost)} is not whole"
+            name, lost, f"it has {size} bytes, and was written with {record.size}; {some(lost)} is not complete"
         )
     with contextlib.closing(file):
         for (first, _), (last, _) in itertools.pairwise(record.marks):
@@ -148,9 +146,9 @@ def _checksums(folder: Path, name: str, record: FileRecord, progress: Callable[[
             try:
                 file.verify(first, last)
             except CheckpointError:
-                names = touched(first, last)
+                names = record.names_in(first, last)
                 yield Problem(
-                    name, names, f"bytes [{first}, {last}), which hold {_some(names)}, differ from what was written"
+                    name, names, f"bytes [{first}, {last}), which hold {some(names)}, differ from what was written"
                 )
             progress(last - first)
 
@@ -293,9 +291,3 @@ def _full(path: Path, progress: Callable[[int], object]) -> Iterator[Problem]:
         with open(own, "rb") as file:
             while data := file.read(_BLOCK):
                 progress(len(data))
-
-
-def _some(names: Sequence[str]) -> str:
-    if not names:
-        return "no entry"
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
