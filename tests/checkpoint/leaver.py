@@ -12,16 +12,16 @@ import torch.distributed as dist
 
 from tests.checkpoint.helpers import build, save, train, whole
 from tests.support.odd_model import Net
-from torch_shard.checkpoint.sharded.writer import ShardWriter
+from torch_shard.checkpoint.sharded import save as sharded_save
 
-original = ShardWriter.write_data
+original = sharded_save.write_file
 
 
-def slow(self: ShardWriter, plan: Any, planner: Any) -> Any:
+def slow(folder: Path, plan: Any, planner: Any) -> Any:
     time.sleep(1.0)
     if sys.argv[5] == "fails":
         raise OSError("no space left")
-    return original(self, plan, planner)
+    return original(folder, plan, planner)
 
 
 if __name__ == "__main__":
@@ -36,6 +36,6 @@ if __name__ == "__main__":
     expected = whole(engine, optimizer)
     if rank == 0:
         torch.save(expected, Path(sys.argv[1], "expected"))
-    ShardWriter.write_data = slow
+    sharded_save.write_file = slow
     save(engine, Path(sys.argv[1], "c"), optimizer, asynchronous=True)
     dist.destroy_process_group()

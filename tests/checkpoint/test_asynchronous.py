@@ -22,8 +22,8 @@ from tests.checkpoint.test_one_step import verified
 from tests.support.marks import exhaustive
 from tests.support.odd_model import Net
 from tests.support.ranks import ranks
+from torch_shard.checkpoint.sharded import save as sharded_save
 from torch_shard.checkpoint.sharded.host_snapshot import Staging
-from torch_shard.checkpoint.sharded.writer import ShardWriter
 from torch_shard.errors import CheckpointError, MissingRankError, ShardError
 
 ROOT = Path(__file__).parents[2]
@@ -32,20 +32,20 @@ ROOT = Path(__file__).parents[2]
 @contextlib.contextmanager
 def writing(fails: bool = False) -> Iterator[threading.Event]:
     """Files are written when the event is set, or writing them fails then."""
-    original, event = ShardWriter.write_data, threading.Event()
+    original, event = sharded_save.write_file, threading.Event()
 
-    def later(self, plan, planner):
+    def later(folder, plan, planner):
         assert event.wait(30)
         if fails:
             raise OSError(28, "No space left on device")
-        return original(self, plan, planner)
+        return original(folder, plan, planner)
 
-    ShardWriter.write_data = later
+    sharded_save.write_file = later
     try:
         yield event
     finally:
         event.set()
-        ShardWriter.write_data = original
+        sharded_save.write_file = original
 
 
 @ranks(2, exhaustive=(1, 4))

@@ -278,11 +278,6 @@ def test_a_path_below_a_file(rank, tmp_path):
 
 
 @ranks(2)
-def test_a_read_only_file_system(rank):
-    not_saved(rank, "/proc/torch-shard-checkpoint", "No such file|Permission|Read-only|not permitted")
-
-
-@ranks(2)
 def test_a_path_that_the_ranks_do_not_share_is_found_before_writing(rank, tmp_path):
     (tmp_path / str(rank)).mkdir()
     os.chdir(tmp_path / str(rank))
@@ -300,7 +295,7 @@ def test_a_full_disk(rank, tmp_path):
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old[1]))
     try:
-        not_saved(rank, tmp_path / "c", "File too large")
+        not_saved(rank, tmp_path / "c", r"File too large: '.*__1_0\.distcp'")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, handler)

@@ -238,7 +238,11 @@ def test_tied_parameters_are_written_once(rank, tmp_path):
 
 @pytest.mark.parametrize(
     "extra",
-    [*exhaustive(None, 3), {"a": [1, (2.5, "x")], "t": torch.arange(4), 5: {}}, *exhaustive([torch.ones(2)]), b"raw"],
+    [
+        {"a": [1, (2.5, "x")], "t": torch.arange(4), 5: {}, ("x", 2): [None, {}, []]},
+        torch.arange(5),
+        *exhaustive(None, 3, {}, [torch.ones(2)], b"raw"),
+    ],
 )
 @ranks(2)
 def test_extra_comes_back(extra, rank, tmp_path):

@@ -6,7 +6,6 @@ import collections
 import errno
 import io
 import os
-import pickle
 from typing import Any
 
 import pytest
@@ -20,13 +19,13 @@ from tests.support.odd_model import Net
 from tests.support.ranks import ranks
 from torch_shard.checkpoint.format.atomic_directory import find
 from torch_shard.checkpoint.format.dcp_metadata import load_metadata
-from torch_shard.checkpoint.format.safetensors import SafetensorsWriter, size_of
+from torch_shard.checkpoint.format.safetensors import SafetensorsWriter
 from torch_shard.checkpoint.format.torch_file import TorchFileWriter, check_loadable
 from torch_shard.checkpoint.full import save
-from torch_shard.checkpoint.full.open_files import is_full, open_full
+from torch_shard.checkpoint.full.open_files import is_full
 from torch_shard.checkpoint.sharded.checkpoint_dir import Checkpoint
 from torch_shard.checkpoint.sharded.host_snapshot import Staging
-from torch_shard.errors import CheckpointError, ConfigError, StateDictError
+from torch_shard.errors import CheckpointError, StateDictError
 
 NONCE = "0123456789abcdef"
 
@@ -129,11 +128,6 @@ def test_names_that_safetensors_can_not_hold_are_refused(name, tied, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_size_beyond_all_numbers_is_refused():
-    with pytest.raises(ConfigError, match="max_shard_size"):
-        size_of("9" * 400)
-
-
 # -- directories ------------------------------------------------------------------------------------------------------
 
 
@@ -209,24 +203,6 @@ def test_memory_that_one_rank_lacks_is_an_error_on_all(rank, tmp_path, monkeypat
     engine.save_full(tmp_path / "c.pt")
 
 
-@pytest.mark.parametrize(("function", "way"), [("pwrite", "full"), ("fsync", "full"), ("write", "sharded")])
-def test_a_full_disk_is_named(function, way, tmp_path, monkeypatch):
-    _model, engine = one()
-
-    def full(fd: int, *more: Any) -> Any:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    real = os.write
-
-    def but_probe(fd: int, data: Any) -> int:
-        return real(fd, data) if len(data) == 16 else full(fd)
-
-    monkeypatch.setattr(os, function, but_probe if function == "write" else full)
-    name = "c.pt" if way == "full" else "__0_0.distcp"
-    with pytest.raises(CheckpointError, match=rf"No space left on device: '.*c.*{name}'"):
-        engine.save_full(tmp_path / "c.pt") if way == "full" else engine.save(tmp_path / "c")
-
-
 class Extra(nn.Linear):
     """Keeps a dict whose class has another constructor."""
 
@@ -275,30 +251,6 @@ def test_extra_that_can_not_be_copied_fails_before_anything_is_changed(tmp_path)
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_error_without_a_message_is_one_of_a_damaged_file(tmp_path, monkeypatch):
-    torch.save({"a": torch.ones(1)}, tmp_path / "c.pt")
-    for error in (pickle.UnpicklingError(), RuntimeError("\n")):
-
-        def fails(*given: Any, error: Exception = error, **more: Any) -> Any:
-            raise error
-
-        monkeypatch.setattr(torch, "load", fails)
-        with pytest.raises(CheckpointError, match="no reason given"):
-            open_full(tmp_path / "c.pt")
-
-
-def test_deeply_nested_json_is_damage(tmp_path):
-    pytest.importorskip("safetensors")
-    deep = "[" * 100_000
-    (tmp_path / "model.safetensors.index.json").write_text(deep)
-    with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
-        open_full(tmp_path)
-    header = f'{{"a":{deep}'.encode()
-    (tmp_path / "c.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(CheckpointError, match=r"c\.safetensors is damaged"):
-        open_full(tmp_path / "c.safetensors")
-
-
 def test_metadata_with_any_bit_flipped_is_read_or_refused(tmp_path):
     dcp.save({"model": {"w": torch.randn(4, 3)}, "n": 3}, checkpoint_id=tmp_path / "c", no_dist=True)
     raw = (tmp_path / "c" / ".metadata").read_bytes()
@@ -326,5 +278,5 @@ def test_a_part_without_a_place_is_damage(tmp_path):
     dcp.save({"w": torch.randn(4)}, checkpoint_id=tmp_path / "c", no_dist=True)
     found = Checkpoint.open(tmp_path / "c", sizes=False)
     found.metadata.storage_data.clear()
-    with pytest.raises(CheckpointError, match=r"\.metadata is damaged: it names no file for a part of w"):
-        found.places("w")
+    with pytest.raises(CheckpointError, match="damaged or missing: w can't be read"):
+        found.read({"w": torch.empty(4)}, ())

@@ -25,20 +25,6 @@ from torch_shard.checkpoint.sharded import load as sharded_load
 from torch_shard.errors import CheckpointError, ShardError, StateDictError
 
 
-@pytest.mark.parametrize("kind", ["tensor", *exhaustive("list"), "dict", *exhaustive("none")])
-@ranks(2)
-def test_extra_comes_back_as_it_was(rank, kind, tmp_path):
-    _model, engine, _ = build(model=Net)
-    extras = {
-        "tensor": torch.arange(5),
-        "list": [{}, torch.ones(2), [], (1, "a")],
-        "dict": {1: {"a": {}}, ("x", 2): [None], "t": torch.zeros(3)},
-        "none": {},
-    }
-    save(engine, tmp_path / "c", extra=extras[kind])
-    same(load(engine, tmp_path / "c"), extras[kind])
-
-
 class Odd(torch.optim.SGD):
     """State as some optimizers keep it."""
 

@@ -21,8 +21,8 @@ from tests.support.odd_model import Net
 from tests.support.ranks import ranks
 from torch_shard.checkpoint.format import atomic_directory
 from torch_shard.checkpoint.format.atomic_directory import PROBE, Saving, commit, discard, find
+from torch_shard.checkpoint.sharded import save as sharded_save
 from torch_shard.checkpoint.sharded.checkpoint_dir import Checkpoint
-from torch_shard.checkpoint.sharded.writer import ShardWriter
 from torch_shard.checkpoint.tools.verify import verify
 from torch_shard.errors import CheckpointError, MissingRankError
 
@@ -120,18 +120,18 @@ def test_a_link_is_replaced_and_what_it_leads_to_stays(rank, tmp_path):
 @ranks(2)
 def test_a_slow_disk_is_no_missing_rank(rank, tmp_path):
     _model, engine, _ = build(model=Net, timeout=1.0)
-    original = ShardWriter.write_data
+    original = sharded_save.write_file
     if rank == 1:
 
-        def slow(self, plan, planner):
+        def slow(folder, plan, planner):
             time.sleep(3.0)
-            return original(self, plan, planner)
+            return original(folder, plan, planner)
 
-        ShardWriter.write_data = slow
+        sharded_save.write_file = slow
     try:
         save(engine, tmp_path / "c")
     finally:
-        ShardWriter.write_data = original
+        sharded_save.write_file = original
     load(engine, tmp_path / "c")
 
 

@@ -18,7 +18,7 @@ from tests.support.odd_model import Net
 from tests.support.ranks import ranks
 from torch_shard.checkpoint.format.safetensors import SafetensorsWriter, size_of
 from torch_shard.checkpoint.full.open_files import open_full
-from torch_shard.errors import CheckpointError, ConfigError, StateDictError, UnavailableError
+from torch_shard.errors import CheckpointError, ConfigError, UnavailableError
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -145,21 +145,6 @@ def test_shards_that_are_missing_or_cut_are_named_with_their_parameters(rank, tm
         dist.barrier()
         with pytest.raises(CheckpointError, match=message):
             engine.load(tmp_path / "c")
-    same(whole(engine), before)
-
-
-@ranks(2)
-def test_a_wrong_model_is_refused_with_everything_that_differs(rank, tmp_path):
-    model, engine = net()
-    before = whole(engine)
-    if rank == 0:
-        state = {n: v.contiguous() for n, v in before["model"].items() if n not in ("scale", "head.weight")}
-        safetensors.save_file({**state, "head.bias": torch.ones(3), "more": torch.ones(1)}, tmp_path / "c.safetensors")
-    dist.barrier()
-    with pytest.raises(StateDictError, match=r"(?s)missing: scale\n.*unexpected: more\n.*head\.bias"):
-        engine.load(tmp_path / "c.safetensors")
-    with pytest.raises(StateDictError, match="no such optimizer state"):
-        engine.load(tmp_path / "c.safetensors", torch.optim.SGD(model.parameters()))
     same(whole(engine), before)
 
 
@@ -299,7 +284,7 @@ def test_sizes_are_numbers_or_text(text, size):
     assert size_of(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", 0, True, None, 1.5, "5 parsecs"])
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", 0, True, None, 1.5, "5 parsecs", "9" * 400])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ConfigError, match="max_shard_size"):
         size_of(text)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file
 
 from tests.checkpoint.helpers import Model, adamw, build, files_of, load, loads, same, whole
 from tests.checkpoint.test_bad_files import flip, values_of
@@ -52,19 +52,9 @@ def test_a_sharded_checkpoint_becomes_a_file_that_plain_torch_loads(made, tmp_pa
     assert [g["params"] for g in plain_groups] == [g["params"] for g in found["optimizer"]["param_groups"]]
     assert [g["lr"] for g in plain_groups] == [0.01, 0.02] and plain_groups[0]["weight_decay"] == 0.1
     assert model.note == "trained"
+    assert found["model"]._metadata == Model().state_dict()._metadata
+    assert found["model"]["net.head.weight"].data_ptr() == found["model"]["net.embed.weight"].data_ptr()  # tied
     assert files_of(tmp_path) == ["x.pt"]
-
-
-def test_tied_parameters_stay_one_memory(made, tmp_path, cli):
-    cli("consolidate", made / "ours", tmp_path / "x.pt")
-    model = loaded(tmp_path / "x.pt")["model"]
-    assert model["net.head.weight"].data_ptr() == model["net.embed.weight"].data_ptr()
-
-
-def test_versions_of_module_formats_are_kept(made, tmp_path, cli):
-    cli("consolidate", made / "ours", tmp_path / "x.pt")
-    metadata = loaded(tmp_path / "x.pt")["model"]._metadata
-    assert metadata == Model().state_dict()._metadata
 
 
 def test_a_model_alone_is_a_plain_state_dict(made, tmp_path, cli):
@@ -135,21 +125,6 @@ def test_a_trainers_checkpoint_comes_back_as_a_trainer_wrote_it(kind, made, tmp_
     )
 
 
-def test_plain_lightning_goes_on_from_a_consolidated_file(made, tmp_path, cli):
-    cli("consolidate", made / "ours_lightning", tmp_path / "x.ckpt")
-    kind = type(lightning_net())
-    model = kind.load_from_checkpoint(tmp_path / "x.ckpt")
-    assert model.hparams.optimizer == "adam"
-    states = []
-    for path in (tmp_path / "x.ckpt", made / "trainer.ckpt"):
-        model = lightning_net()
-        trainer = single("lightning", max_epochs=2)
-        trainer.fit(model, loader(1), ckpt_path=path)
-        assert trainer.current_epoch == 2
-        states.append((dict(model.state_dict()), trainer.optimizers[0].state_dict()))
-    same(*states)
-
-
 def test_plain_lightning_goes_on_from_what_the_shard_strategy_has_saved(tmp_path, cli):
     state = run(2, fit, tmp_path / "folder.ckpt")[0]
     assert (tmp_path / "folder.ckpt").is_dir()
@@ -185,21 +160,6 @@ def test_safetensors_in_one_file_and_in_several(made, tmp_path, cli, capsys):
     cli("consolidate", made / "fsdp2", tmp_path / "hf", "--overwrite")
     assert files_of(tmp_path / "hf") == ["config.json", "model.safetensors"]
     cli("diff", tmp_path / "hf", made / "fsdp2", "--model-only")
-
-
-def test_tied_weights_in_safetensors_load_into_a_tied_model(made, tmp_path, cli):
-    cli("consolidate", made / "ours", tmp_path / "x.safetensors")
-    model = Model()
-    load_model(model.net, _only(tmp_path / "x.safetensors", "net.", tmp_path / "net.safetensors"))
-    same(model.net.embed.weight.detach(), loaded(made / "ours.expected")["model"]["net.embed.weight"])
-
-
-def _only(path: Path, prefix: str, target: Path) -> Path:
-    from safetensors.torch import save_file
-
-    values = {name.removeprefix(prefix): value for name, value in load_file(path).items() if name.startswith(prefix)}
-    save_file(values, target)
-    return target
 
 
 # -- to sharded -------------------------------------------------------------------------------------------------------

@@ -45,12 +45,6 @@ def test_values_of_options_are_checked(made, tmp_path, cli):
     assert "no place" in cli("convert", made / "ours", "/", "--to", "sharded", "--overwrite", expected=2)
 
 
-def test_a_path_that_cannot_be_written_is_one_line(made, tmp_path, cli):
-    (tmp_path / "file").touch()
-    for form in ("torch", "safetensors", "sharded"):
-        cli("convert", made / "wide", tmp_path / "file" / "x", "--to", form, expected=2)
-
-
 @pytest.mark.exhaustive
 def test_a_reader_that_goes_away_is_no_error(made):
     program = [sys.executable, "-m", "torch_shard", "inspect", str(made / "ours")]
@@ -124,9 +118,3 @@ def test_sizes(nbytes, text):
 def test_what_json_does_not_have_is_text():
     assert plain({1: float("nan"), "x": (float("inf"), b"1")}) == {"1": "nan", "x": ["inf", "b'1'"]}
     assert fitted("model.layers.10.attention.weight", 16) == "model…ion.weight" and fitted("x", 5) == "x"
-
-
-def test_without_the_safetensors_library_the_error_says_what_to_install(made, tmp_path, cli, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    error = cli("consolidate", made / "wide", tmp_path / "x.safetensors", expected=2)
-    assert "pip install torch-shard-engine[safetensors]" in error and os.listdir(tmp_path) == []

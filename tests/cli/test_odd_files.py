@@ -166,26 +166,10 @@ def test_compressed_archives_are_not_called_damaged(tmp_path, cli):
 # -- directories of safetensors ---------------------------------------------------------------------------------------
 
 
-def test_safetensors_do_not_join_other_weights(tmp_path, cli):
-    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "pytorch_model.bin").touch()
-    error = cli("convert", tmp_path / "a.pt", tmp_path / "hf", "--to", "safetensors", "--overwrite", expected=2)
-    assert "pytorch_model.bin" in error and os.listdir(tmp_path / "hf") == ["pytorch_model.bin"]
-
-
-def test_what_was_replaced_is_deleted_where_names_can_not_be_exchanged(tmp_path, cli, monkeypatch):
-    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
-    monkeypatch.setattr("torch_shard.checkpoint.format.atomic_directory.exchange", lambda one, other: False)
-    for _ in range(2):
-        cli("convert", tmp_path / "a.pt", tmp_path / "hf", "--to", "safetensors", "--overwrite")
-    assert sorted(os.listdir(tmp_path)) == ["a.pt", "hf"]
-
-
 def test_names_of_many_entries_are_found_in_little_time(tmp_path):
-    from torch_shard.checkpoint.tools.classify import _split
+    from torch_shard.checkpoint.sharded.entry_tree import split_name
 
     names = {f"blocks.{number}.w" for number in range(20_000)} | {"blocks"}
     for number in range(20_000):
-        assert _split(f"module.blocks.{number}.w.state.x", names) == (f"blocks.{number}.w", ("state", "x"))
-    assert _split("blocks.x", names) == ("blocks", ("x",)) and _split("other.w.m", names) == ("other.w", ("m",))
+        assert split_name(f"module.blocks.{number}.w.state.x", names) == (f"blocks.{number}.w", ("state", "x"))
+    assert split_name("blocks.x", names) == ("blocks", ("x",)) and split_name("other.w.m", names) == ("other.w", ("m",))

@@ -122,7 +122,7 @@ def test_torch_files(copied, cli):
     values = torch.load(path, weights_only=True)["optimizer"]["state"][3]["exp_avg"]
     flip(path, path.read_bytes().index(bits(values).numpy().tobytes()) + 9)
     (problem,) = cli("verify", path, "--json", expected=1)["problems"]
-    assert (problem["file"], problem["entries"]) == ("plain.pt", ["optimizer.state.3.exp_avg"])
+    assert problem["file"] == "plain.pt" and "/data/" in problem["problem"]
     os.truncate(path, 1000)
     assert "cut off at 1000 bytes" in cli("verify", path, expected=1)
 

@@ -1,8 +1,8 @@
 """Checkpoints: sharded, written by all ranks, or full, in the files of plain torch; loaded on any number of ranks.
 
-:func:`save`, :func:`save_full` and :func:`load` are the engine's. What a sharded one is on disk is torch.distributed.checkpoint's
-format with a manifest beside it; a full one is a file of ``torch.save``, or safetensors. :mod:`.folder` says how it gets there in
-one step.
+:func:`save`, :func:`save_full` and :func:`load` are the engine's. A sharded checkpoint has torch.distributed.checkpoint's
+format on disk, with a manifest beside it. A full one is a file of ``torch.save``, or safetensors. Both appear in one step
+(:mod:`.format.atomic_directory`).
 """
 
 from __future__ import annotations

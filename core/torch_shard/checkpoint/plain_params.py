@@ -28,13 +28,13 @@ class _Named(nn.Module):
 
 
 def plain_source(prefix: str, named: Mapping[str, torch.Tensor]) -> Source:
-    """Parameters that belong to no sharded model, by name, as a source of names."""
+    """Return parameters that belong to no sharded model, by name, as a source of names."""
     without_units: Any = SimpleNamespace(units=())
     return Source((), prefix, _Named(named), without_units)
 
 
 def all_parameters(sources: Sequence[Source]) -> nn.Module:
-    """The parameters of all sources under names that differ, for :mod:`torch_shard.state.optimizer_state`."""
+    """Return the parameters of all sources under names that differ, for :mod:`torch_shard.state.optimizer_state`."""
     found: dict[str, torch.Tensor] = {}
     for number, source in enumerate(sources):
         for name, p in source.model.named_parameters():

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from ..checkpoint.format.safetensors import INDEX, SINGLE, size_of
+from ..checkpoint.sharded.entry_tree import Stored, leaves
 from ..checkpoint.tools.classify import Parts, parts_of
-from ..checkpoint.tools.open_any import Opened, Stored, leaves, open_checkpoint
+from ..checkpoint.tools.open_any import Opened, open_checkpoint
 from ..checkpoint.tools.to_sharded import write_sharded
 from ..checkpoint.tools.to_single_file import refuse_to_replace, write_safetensors, write_torch
 from ..errors import CheckpointError, ConfigError
@@ -152,7 +153,7 @@ def _refuse(target: Path, arguments: argparse.Namespace) -> None:
 
 
 def _distinct(parts: Parts) -> Iterator[Stored]:
-    """The tensors that will be read, tied ones once."""
+    """Yield the tensors that will be read, tied ones once."""
     seen = set()
     optimizers = [own.state for own in parts.optimizers.values()]
     for _, leaf in leaves([parts.model, parts.models, optimizers, parts.extra, parts.other]):
@@ -162,7 +163,7 @@ def _distinct(parts: Parts) -> Iterator[Stored]:
 
 
 def _left_out(opened: Opened, parts: Parts) -> list[str]:
-    """What a checkpoint has beside its models."""
+    """Return what a checkpoint has beside its models."""
     kept = {id(leaf) for _, leaf in leaves([parts.model, parts.models])}
     names = (str(path[0]) for path, leaf in leaves(opened.tree) if id(leaf) not in kept)
     return list(dict.fromkeys(names))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ..checkpoint.sharded.entry_tree import Stored
 from ..checkpoint.tools.classify import Parts, parts_of
 from ..checkpoint.tools.diff import Difference, aligned, compare
-from ..checkpoint.tools.open_any import Stored, open_checkpoint
+from ..checkpoint.tools.open_any import open_checkpoint
 from ..errors import CheckpointError, ConfigError
 from .output import plain, print_json, progress, short
 

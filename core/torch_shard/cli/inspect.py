@@ -7,8 +7,9 @@ import datetime
 from collections.abc import Iterator
 from typing import Any
 
-from ..checkpoint.tools.classify import LIGHTNING, OptimizerParts, Parts, parts_of, resolved
-from ..checkpoint.tools.open_any import Opened, Stored, leaves, open_checkpoint
+from ..checkpoint.sharded.entry_tree import SavedOptimizer, Stored, leaves
+from ..checkpoint.tools.classify import LIGHTNING, Parts, parts_of, resolved
+from ..checkpoint.tools.open_any import Opened, open_checkpoint
 from ..errors import CheckpointError
 from .output import dtype_name, print_json, short, size, table
 
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def description(opened: Opened, parts: Parts) -> dict[str, Any]:
-    """What is known of a checkpoint, as nested plain values."""
+    """Return what is known of a checkpoint, as nested plain values."""
     manifest = opened.manifest
     rows = list(_rows(opened, parts))
     distinct = [row for row in rows if row["tied_to"] is None]
@@ -114,7 +115,7 @@ def _state_keys(parts: Parts, name: str) -> list[str]:
     return [str(key) for own in parts.optimizers.values() for key in own.state.get(name, {})]
 
 
-def _optimizer(parts: Parts, own: OptimizerParts) -> dict[str, Any]:
+def _optimizer(parts: Parts, own: SavedOptimizer) -> dict[str, Any]:
     groups = []
     for group in own.groups:
         try:
@@ -136,7 +137,7 @@ def _optimizer(parts: Parts, own: OptimizerParts) -> dict[str, Any]:
 
 
 def _extra(value: Any) -> list[str] | str | None:
-    """Its keys, or else itself in short."""
+    """Return the keys of what was saved beside the models, or else itself in short."""
     if isinstance(value, dict):
         return sorted(map(str, value))
     return None if value is None else short(value)

@@ -22,7 +22,7 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Nested values as JSON has them; what it does not have becomes text."""
+    """Return nested values as JSON has them; what it does not have becomes text."""
     if isinstance(value, dict):
         return {str(key): plain(own) for key, own in value.items()}
     if isinstance(value, (list, tuple)):
@@ -43,7 +43,7 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def progress(total: int, what: str) -> Iterator[Callable[[int], object]]:
-    """A bar of bytes on standard error, where that is a terminal; gives what is to be called with bytes that are done."""
+    """Show a bar of bytes on standard error, where that is a terminal; give what is called with bytes that are done."""
     with tqdm(
         total=total,
         desc=what,
@@ -57,7 +57,7 @@ def progress(total: int, what: str) -> Iterator[Callable[[int], object]]:
 
 
 def size(nbytes: int) -> str:
-    """Bytes for people, in powers of 1000: "1.5 GB"."""
+    """Return bytes for people, in powers of 1000: "1.5 GB"."""
     value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB", "PB"]
     while value >= 999.5 and len(units) > 1:
         value, units = value / 1000, units[1:]
@@ -65,25 +65,25 @@ def size(nbytes: int) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As the manifest has it, without "torch."."""
+    """Return the name as the manifest has it, without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
 def short(value: Any, limit: int = 60) -> str:
-    """A value on one line."""
+    """Return a value on one line."""
     text = repr(plain(value)) if isinstance(value, torch.Tensor) else repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def width() -> int | None:
-    """Columns of the terminal; None where the output goes elsewhere, so that nothing need be cut."""
+    """Return the columns of the terminal; None where the output goes elsewhere, so that nothing need be cut."""
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         return None
     return shutil.get_terminal_size().columns
 
 
 def fitted(text: str, limit: int) -> str:
-    """Text of at most `limit` characters: the middle gives way, since names differ at their ends."""
+    """Return text of at most `limit` characters: the middle gives way, since names differ at their ends."""
     if len(text) <= limit:
         return text
     head = max(0, limit - 1) // 3
@@ -93,7 +93,7 @@ def fitted(text: str, limit: int) -> str:
 def table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = (), least: Mapping[str, int] = {}
 ) -> str:
-    """Rows in columns, as wide as the terminal at most.
+    """Return rows in columns, as wide as the terminal at most.
 
     Args:
         heads: of the columns.

@@ -18,7 +18,7 @@ __all__ = ["classes_of_data"]
 
 
 def classes_of_data() -> list[Any]:
-    """For ``torch.serialization.safe_globals``."""
+    """Return the classes for ``torch.serialization.safe_globals``."""
     found: list[Any] = [
         argparse.Namespace,
         collections.defaultdict,

@@ -12,14 +12,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from lightning_shard.for_lightning import ShardStrategy
 from tests.lightning.support import BATCHES, assert_same_state, loader, net_class, single, trainer
 from tests.support.logs import captured_log
 from tests.support.marks import quick
 from tests.support.ranks import ranks, run
-from torch_shard.checkpoint.sharded.entry_lookup import model_entries
+from torch_shard.checkpoint.sharded.entry_tree import model_at
 from torch_shard.cli.main import main as command_line
 from torch_shard.errors import CheckpointError
 from torch_shard.log import logger
@@ -294,8 +293,7 @@ def test_a_file_in_the_old_format_is_read_with_a_word_about_it(world_size, tmp_p
 
 
 def test_entries_of_a_dict_are_not_taken_for_those_of_the_top():
-    entry = TensorStorageMetadata(TensorProperties(), torch.Size([1]), [])
-    metadata = Metadata({"model.0.weight": entry}, planner_data={"model.0.weight": ("model", "0.weight")})
-    assert model_entries(metadata, ("model",), ["model.0.weight"]).entries == {"0.weight": "model.0.weight"}
-    metadata.planner_data = {"model.0.weight": ("model.0.weight",)}
-    assert model_entries(metadata, ("model",), ["model.0.weight"]).entries == {"model.0.weight": "model.0.weight"}
+    entry = object()
+    keys = ["model.0.weight"]
+    assert model_at({"model": {"0.weight": entry}}, ("model",), keys, ours=False) == {"0.weight": entry}
+    assert model_at({"model.0.weight": entry}, ("model",), keys, ours=False) == {"model.0.weight": entry}

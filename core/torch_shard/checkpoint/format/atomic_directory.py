@@ -1,4 +1,4 @@
-"""A checkpoint's directory: whole or not there, whatever happens while it is made.
+"""A checkpoint's directory: complete or not there, whatever happens while it is made.
 
 Everything is written into ``.<name>.saving-<nonce>`` beside the target and made durable; then the two change places in one
 step, and what was at the target is deleted under the hidden name::
@@ -6,7 +6,7 @@ step, and what was at the target is deleted under the hidden name::
     step-100/                      the checkpoint of before      ->  the new one
     .step-100.saving-0123abcd/     the new one, being written    ->  the old one, being deleted
 
-A process killed at any moment leaves the old one or the new one at the target, both whole, and a hidden directory that the
+A process killed at any moment leaves the old one or the new one at the target, both complete, and a hidden directory that the
 next save removes. The process that saves holds a lock on a file in it, which the kernel lets go with the process: that is how
 the next save knows a dead one. File systems that can't exchange two directories get two renames, and between them the
 old one has the hidden name ``.<name>.previous-<nonce>``, under which it is found.
@@ -116,12 +116,12 @@ class Saving:
 
 
 def hidden(target: Path, nonce: str) -> Path:
-    """Where a checkpoint is written."""
+    """Return where a checkpoint is written."""
     return target.parent / f".{target.name}.saving-{nonce}"
 
 
 def sees(path: Path, nonce: str) -> bool:
-    """Whether this process sees the directory that another one made, and not one of the same name elsewhere."""
+    """Return True if this process sees the directory that another one made, and not one of the same name elsewhere."""
     try:
         return (path / PROBE).read_text() == nonce
     except OSError:
@@ -129,7 +129,7 @@ def sees(path: Path, nonce: str) -> bool:
 
 
 def _refuse_to_lose_the_ground(target: Path) -> None:
-    """The old directory is deleted in the end, and with it whatever runs in it loses its working directory."""
+    """Raise where the target is the working directory: the old directory is deleted in the end, with whatever runs in it."""
     with contextlib.suppress(FileNotFoundError):
         here = Path.cwd()
         if target in (here, *here.parents):
@@ -304,7 +304,7 @@ def _hidden(parent: Path) -> list[tuple[Path, re.Match[str]]]:
 
 
 def _is_dead(path: Path, unsure: bool) -> bool:
-    """Whether no process holds the lock of a directory that was being written; `unsure` where that can't be told."""
+    """Return True if no process holds the lock of a directory that was being written; `unsure` where that can't be told."""
     try:
         fd = os.open(path / PROBE, os.O_RDWR)
     except FileNotFoundError:
@@ -323,7 +323,7 @@ def _is_dead(path: Path, unsure: bool) -> bool:
 
 
 def find(target: Path) -> Path:
-    """Where the checkpoint of this name is: at the target, or where a save that died between two renames left it.
+    """Return where the checkpoint of this name is: at the target, or where a save that died between two renames left it.
 
     Raises:
         CheckpointError: there is none.
@@ -331,8 +331,8 @@ def find(target: Path) -> Path:
     if os.path.lexists(target):
         return target
     for path, match in _hidden(target.parent):
-        whole = any((path / name).exists() for name in (MANIFEST, METADATA, SINGLE, INDEX))
-        if match["name"] == target.name and match["kind"] == "previous" and whole:
+        complete = any((path / name).exists() for name in (MANIFEST, METADATA, SINGLE, INDEX))
+        if match["name"] == target.name and match["kind"] == "previous" and complete:
             return path
     raise CheckpointError(f"there is no checkpoint at {target}.")
 
@@ -341,14 +341,16 @@ def find(target: Path) -> Path:
 
 
 def pattern(name: str) -> re.Pattern[str] | None:
-    """What the names of a checkpoint's siblings look like: the same but for the last number, since others may tell models and
-    runs apart. None for a name without a number."""
+    """Return what the names of a checkpoint's siblings look like; None for a name without a number.
+
+    They are the same but for the last number, since others may tell models and runs apart.
+    """
     found = re.fullmatch(r"(.*?)\d+(\D*)", name, re.DOTALL)
     return re.compile(rf"{re.escape(found[1])}\d+{re.escape(found[2])}") if found is not None else None
 
 
 def prune(target: Path, keep: int) -> list[Path]:
-    """Delete the oldest siblings of a checkpoint that is whole, so that `keep` remain with it. Returns what was deleted.
+    """Delete the oldest siblings of a checkpoint that is complete, so that `keep` remain with it. Returns what was deleted.
 
     Only directories are looked at whose name is like the target's but for the last number, and which have a manifest.
     """

@@ -23,7 +23,7 @@ _WORD, _ROW = 8, 512
 
 
 def block_sum(block: memoryview) -> str | None:
-    """The digest of at least :data:`SMALLEST` bytes: 16 hexadecimal digits. None where the machine's words are of another order.
+    """Return the digest of at least :data:`SMALLEST` bytes, 16 hexadecimal digits; None where the machine is big-endian.
 
     Args:
         block: writable bytes, which are not changed.
@@ -41,7 +41,7 @@ def block_sum(block: memoryview) -> str | None:
 
 
 def word_sum(block: memoryview) -> int:
-    """The sum of the 64-bit words, several times as fast: tells whether bytes that were verified a moment ago are the same."""
+    """Return a sum that is several times as fast, and tells whether bytes that were verified a moment ago are the same."""
     size = len(block) // _WORD * _WORD
     total = int(torch.frombuffer(block[:size], dtype=torch.int64).sum()) if size else 0
     return hash((total, bytes(block[size:])))

@@ -12,7 +12,7 @@ __all__ = ["covers"]
 
 
 def covers(size: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether boxes make up a shape, each element in exactly one."""
+    """Return True if boxes make up a shape, each element in exactly one."""
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
     if any(len(offsets) != len(size) for offsets, _ in boxes):
         return False

@@ -8,19 +8,15 @@ from __future__ import annotations
 import collections
 import pathlib
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 
 from ...errors import CheckpointError
@@ -96,80 +92,49 @@ def load_metadata(file: IO[bytes], path: str) -> Metadata:
     """
     before = {cls: dict(vars(cls)) for cls in set(_CLASSES.values()) if isinstance(cls, type)}
     try:
-        found = _Unpickler(file, path).load()
+        found: Metadata = _Unpickler(file, path).load()
+        _check(found)
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{path} is damaged, so nothing was loaded: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{path} is damaged, so nothing was loaded: {type(error).__name__}: {error}. Load an earlier checkpoint, or copy the "
+            "file again."
+        ) from error
     finally:
         changed = [cls.__name__ for cls, attributes in before.items() if _restored(cls, attributes)]
-    if changed:
-        raise CheckpointError(f"{path} changes the class {changed[0]}, which no checkpoint's metadata does: refused.")
-    if not isinstance(found, Metadata):
-        raise CheckpointError(f"{path} holds {type(found).__name__} in place of DCP's metadata; nothing was loaded.")
-    wrong = _wrong(found)
-    if wrong:
-        raise CheckpointError(
-            f"{path} is damaged, so nothing was loaded: {wrong}. Load an earlier checkpoint, or copy the file again."
-        )
+        if changed:
+            raise CheckpointError(
+                f"{path} changes the class {changed[0]}, which no checkpoint's metadata does: refused."
+            )
     if found.storage_meta is None:
         found.storage_meta = StorageMeta()
     return found
 
 
-def _wrong(found: Metadata) -> str:
-    """What of the metadata is not as DCP writes it; empty where all is well. Unpickled objects may have any attributes."""
-    entries, storage = getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None)
-    if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries):
-        return "it has no table of entries"
-    for name, entry in entries.items():
-        if not _is_entry(entry):
-            return f"the entry {name!r} is no tensor and no object"
-    if not isinstance(storage, dict) or not all(map(_is_index, storage)) or not all(map(_is_place, storage.values())):
-        return "the table of places is not one"
-    meta, paths = getattr(found, "storage_meta", None), getattr(found, "planner_data", None)
-    if meta is not None and not isinstance(meta, StorageMeta):
-        return "storage_meta is of another class"
+def _check(found: Metadata) -> None:
+    """Look at what reading needs: unpickled objects may have any attributes, or lack some."""
+    if not isinstance(found, Metadata) or not isinstance(found.storage_meta, StorageMeta | None):
+        raise TypeError(f"{type(found).__name__} in place of DCP's metadata")
+    for name, entry in found.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            continue
+        sizes = [entry.size, *(size for chunk in entry.chunks for size in (chunk.offsets, chunk.sizes))]
+        wrong = any(len(size) != len(entry.size) or min(size, default=0) < 0 for size in sizes)
+        if wrong or not isinstance(entry.properties.dtype, torch.dtype) or not isinstance(name, str):
+            raise ValueError(f"the entry {name!r} is no tensor and no object")
+    for index, info in found.storage_data.items():
+        if (
+            not isinstance(index.fqn, str)
+            or not isinstance(info.relative_path, str)
+            or min(info.offset, info.length) < 0
+        ):
+            raise ValueError(f"{index.fqn!r} has no place")
     # Another planner may keep anything else.
-    if isinstance(paths, Mapping) and not all(isinstance(path, (tuple, list)) for path in paths.values()):
-        return "a path of an entry is not one"
-    return ""
-
-
-def _is_entry(entry: Any) -> bool:
-    if isinstance(entry, BytesStorageMetadata):
-        return True
-    if not isinstance(entry, TensorStorageMetadata):
-        return False
-    properties, chunks = getattr(entry, "properties", None), getattr(entry, "chunks", None)
-    if not isinstance(properties, TensorProperties) or not isinstance(getattr(properties, "dtype", None), torch.dtype):
-        return False
-    dims = _dims(getattr(entry, "size", None))
-    return dims >= 0 and isinstance(chunks, list) and all(_is_chunk(chunk, dims) for chunk in chunks)
-
-
-def _is_chunk(chunk: Any, dims: int) -> bool:
-    if not isinstance(chunk, ChunkStorageMetadata):
-        return False
-    return all(_dims(getattr(chunk, name, None)) == dims for name in ("offsets", "sizes"))
-
-
-def _dims(size: Any) -> int:
-    """How many dimensions a size has; -1 where it is none."""
-    return len(size) if isinstance(size, torch.Size) and all(n >= 0 for n in size) else -1
-
-
-def _is_index(index: Any) -> bool:
-    if not isinstance(index, MetadataIndex) or not isinstance(getattr(index, "fqn", None), str):
-        return False
-    return index.offset is None or _dims(index.offset) >= 0
-
-
-def _is_place(info: Any) -> bool:
-    if not isinstance(info, StorageInfo) or not isinstance(getattr(info, "relative_path", None), str):
-        return False
-    numbers = (getattr(info, name, None) for name in ("offset", "length"))
-    return all(isinstance(number, int) and number >= 0 for number in numbers)
+    if isinstance(found.planner_data, Mapping) and not all(
+        isinstance(p, Sequence) for p in found.planner_data.values()
+    ):
+        raise TypeError("a path of an entry is not one")
 
 
 def _restored(cls: type, attributes: dict[str, Any]) -> bool:

@@ -1,12 +1,12 @@
-"""Files that are written by their descriptor: what goes wrong names the file."""
+"""Files that are written by their descriptor, and names in messages: what goes wrong names the file."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-__all__ = ["make_durable", "naming"]
+__all__ = ["make_durable", "naming", "some"]
 
 
 @contextlib.contextmanager
@@ -28,3 +28,8 @@ def make_durable(path: str | os.PathLike[str]) -> None:
             os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def some(names: Sequence[str], none: str = "no entry") -> str:
+    """Return the first names of many, for a message."""
+    return (", ".join(names[:3]) or none) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,12 +1,12 @@
 """What a checkpoint says of itself: ``manifest.json``, written last.
 
-A directory with this file is a whole checkpoint. It holds the versions and the plan that the checkpoint was made with, a table
+A directory with this file is a complete checkpoint. It holds the versions and the plan that the checkpoint was made with, a table
 of the parameters, and for every file its size and checksums::
 
     {"crc32": "89abcdef", "manifest": {
       "format": "torch-shard checkpoint", "version": 1, "id": ..., "saved_at": seconds since 1970,
       "torch": ..., "torch_shard": ..., "world_size": ..., "strategy": ...,
-      "whole": [entries of optimizer state that have their parameter's shape, but are not cut as it is],
+      "whole": [entries of optimizer state that have their parameter's shape, but are not sharded],
       "units": [{"name": ..., "parameters": [names]}],
       "parameters": [{"name": ..., "shape": [...], "dtype": "float32", "trainable": true}],
       "module_versions": {...},
@@ -16,7 +16,7 @@ of the parameters, and for every file its size and checksums::
 
 ``marks`` are the file's running CRC-32 at some positions: where an item begins, and within a large one every few MiB of its
 values. Any part between two marks can be verified by itself, since a CRC can be continued from the value before. ``sums`` has
-for each such part, where it is large, a checksum that is faster (:mod:`.block_sum`); the first releases wrote none.
+for each such part, where it is large, a checksum that is faster (:mod:`.checksum`); the first releases wrote none.
 """
 
 from __future__ import annotations
@@ -73,11 +73,15 @@ class FileRecord:
     sums: tuple[str | None, ...] = ()
 
     def sum_of(self, block: int) -> str | None:
-        """The faster checksum of the bytes from a mark to the next one, if there is one."""
+        """Return the faster checksum of the bytes from a mark to the next one, if there is one."""
         return self.sums[block] if block < len(self.sums) else None
 
+    def names_in(self, first: int, last: int) -> tuple[str, ...]:
+        """Return the names of the entries that have some of the bytes ``[first, last)``."""
+        return tuple(dict.fromkeys(i.name for i in self.items if i.start < last and i.start + i.length > first))
+
     def item_at(self, position: int) -> Item | None:
-        """The item that a byte belongs to, padding behind it included."""
+        """Return the item that a byte belongs to, padding behind it included."""
         # Not sorted: a tied parameter's second name comes later, with the place of the first.
         return max((i for i in self.items if i.start <= position), key=lambda i: i.start, default=None)
 

@@ -39,7 +39,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K
 
 
 def library() -> Any:
-    """The module ``safetensors``, with its ``torch``.
+    """Return the module ``safetensors``, with its ``torch``.
 
     Raises:
         UnavailableError: it is not installed.
@@ -55,7 +55,7 @@ def library() -> Any:
 
 
 def size_of(given: int | str, what: str = "max_shard_size") -> int:
-    """Bytes, from a number or from text such as ``"5GB"`` (10^9) or ``"512MiB"`` (2^20).
+    """Return bytes, given a number or text such as ``"5GB"`` (10^9) or ``"512MiB"`` (2^20).
 
     Raises:
         ConfigError: it is neither, or not positive.
@@ -190,7 +190,7 @@ class SafetensorsWriter:
 def _divided(
     entries: Mapping[str, tuple[torch.Size, torch.dtype]], limit: int, single: str | None
 ) -> dict[str, list[str]]:
-    """Names of the files, and of the entries in each."""
+    """Return the names of the files, and of the entries in each."""
     if single is not None:
         return {single: list(entries)}
     parts: list[list[str]] = [[]]

@@ -1,20 +1,19 @@
 """One file as ``torch.save`` writes it, with many tensors whose values come one by one and are never together in memory.
 
-The file's pickle and the place of every value follow from shapes and dtypes alone. So the pickle is written first, with
-:class:`Slot` objects where tensors will be, and then each tensor's values go straight to their place, in any order, their
-checksum taken on the way. Plain ``torch.load`` reads it (``weights_only=True``, mapped or not); the pickle names no class of
-this package.
+The file is a zip archive, written by the standard library. Its pickle follows from shapes and dtypes alone, so it is written
+first, with :class:`Slot` objects where tensors will be. Each tensor's values are a member of their own, in the order in which
+they come. Plain ``torch.load`` reads the file (``weights_only=True``, mapped or not); the pickle names no class of this package.
 """
 
 from __future__ import annotations
 
 import collections
-import ctypes
+import contextlib
+import functools
 import io
 import os
-import weakref
-import zlib
-from collections.abc import Iterator
+import pickle
+import zipfile
 from types import TracebackType
 from typing import Any
 
@@ -22,16 +21,21 @@ import torch
 from torch import nn
 
 from ...errors import CheckpointError, ConfigError
+from ...layout.flat_layout import contiguous_stride
 from ..full.tied_weights import memory_key
-from .archive import Member, end_of_archive
 from .fileio import naming
-from .mmap_buffer import copied
-from .tensor_entry import Pickler, template
+from .mmap_buffer import memory_of, row_major
+from .tensor_entry import ALIGNMENT
 
-__all__ = ["Slot", "TorchFileWriter", "check_loadable", "first_line", "memory_of", "refused", "row_major"]
+__all__ = ["Slot", "TorchFileWriter", "check_loadable", "first_line", "not_loadable", "not_trusted", "refused"]
 
 _REASON = "WeightsUnpickler error:"  # torch writes its reason behind it, between two pieces of advice
-_BLOCK = 4 << 20  # bytes that are looked at twice, for the checksum and to write them, while they are in the cache
+_LARGE = 1 << 30  # bytes of values from which on a member's header has a field for sizes of 64 bits
+_HEADER, _WIDE, _FIELD = (
+    30,
+    20,
+    4,
+)  # bytes of a header without name and fields, of that field, and of one without content
 
 
 class Slot:
@@ -42,7 +46,7 @@ class Slot:
 
     @property
     def nbytes(self) -> int:
-        """Of the values."""
+        """Bytes of the values."""
         return self.shape.numel() * self.dtype.itemsize
 
     def __repr__(self) -> str:
@@ -65,30 +69,16 @@ class TorchFileWriter:
     def __init__(self, path: str | os.PathLike[str], structure: Any) -> None:
         self.path = os.fspath(path)
         found = _Structure(structure)
-        self._members: list[Member] = []
-        self._slots: dict[int, int] = {}  # which member, by id of a slot
-        self._given = found.slots  # which keeps them alive
-        self._written: set[int] = set()
-        head = bytearray()
-        kind = template(torch.float32)
-        for name, content in (("data.pkl", found.pickle), *kind.members_before):
-            head += _small(self._members, name, content, len(head))
-        at = len(head)
-        for number, slot in enumerate(found.slots):
-            member = Member(f"data/{number}", at, slot.nbytes)
-            self._slots[id(slot)] = len(self._members)
-            self._members.append(member)
-            at = _values(member) + member.size + len(member.descriptor())
-        self._end, self._behind = at, kind.members_behind
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o666)
-        # Not __del__, which may run at any time during the interpreter's end.
-        self._closer = weakref.finalize(self, os.close, self._fd)
+        self._missing = {id(slot): (number, slot) for number, slot in enumerate(found.slots)}
+        self._file = open(self.path, "wb")  # noqa: SIM115 - closed by close or abandon
+        self._archive = zipfile.ZipFile(self._file, "w")
         try:
-            self._put(bytes(head), 0)
+            with naming(self.path):
+                _write_small(self._archive, found.pickle)
             for slot, tensor in found.real:
                 self.write(slot, tensor)
         except BaseException:
-            self._closer()
+            self.abandon()
             raise
 
     def write(self, slot: Slot, tensor: torch.Tensor) -> None:
@@ -102,29 +92,21 @@ class TorchFileWriter:
             ConfigError: another slot, shape or dtype.
             OSError: the disk is full, for instance.
         """
-        number = self._slots.get(id(slot))
-        if number is None or number in self._written:
+        if id(slot) not in self._missing:
             raise ConfigError(f"{self.path}: {slot} is not in the file's structure, or was written before.")
         if tensor.shape != slot.shape or tensor.dtype != slot.dtype:
             raise ConfigError(f"{self.path}: {slot} was given a tensor {tuple(tensor.shape)}, {tensor.dtype}.")
-        member = self._members[number]
+        number, _ = self._missing[id(slot)]
         tensor = row_major(tensor)
-        self._put(member.local(), member.offset)
-        at, crc = _values(member), 0
-        for block in memory_of(tensor):
-            crc = zlib.crc32(block, crc)
-            self._put(block, at)
-            at += len(block)
-        self._members[number] = member = Member(member.name, member.offset, member.size, crc)
-        self._put(member.descriptor(), at)
-        self._written.add(number)
-
-    def _put(self, data: bytes | memoryview, at: int) -> None:
-        view = memoryview(data)
         with naming(self.path):
-            while view:
-                count = os.pwrite(self._fd, view, at)
-                view, at = view[count:], at + count
+            member, is_large = zipfile.ZipInfo(f"archive/data/{number}"), slot.nbytes >= _LARGE
+            start = self._file.tell() + _HEADER + len(member.filename) + is_large * _WIDE + _FIELD
+            padding = -start % ALIGNMENT  # so that the values can be mapped
+            member.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+            with self._archive.open(member, "w", force_zip64=is_large) as out:
+                for block in memory_of(tensor):
+                    out.write(block)
+        del self._missing[id(slot)]
 
     def close(self) -> None:
         """Write the archive's directory and make the file durable.
@@ -133,21 +115,20 @@ class TorchFileWriter:
             ConfigError: some slots were not written.
             OSError: the disk is full, for instance.
         """
-        missing = [slot for slot in self._given if self._slots[id(slot)] not in self._written]
-        if missing:
-            raise ConfigError(f"{self.path}: {len(missing)} slots were not written, the first one is {missing[0]}.")
-        tail = bytearray()
-        for name, content in self._behind:
-            tail += _small(self._members, name, content, self._end + len(tail))
-        tail += end_of_archive(self._members, self._end + len(tail))
-        self._put(bytes(tail), self._end)
-        with naming(self.path):
-            os.fsync(self._fd)
-        self._closer()
+        if self._missing:
+            _, first = next(iter(self._missing.values()))
+            raise ConfigError(f"{self.path}: {len(self._missing)} slots were not written, the first one is {first}.")
+        with naming(self.path), self._file:
+            self._archive.close()
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def abandon(self) -> None:
         """Close the file as it is: it can't be loaded."""
-        self._closer()
+        with contextlib.suppress(OSError):  # what is in the buffer may not fit on the disk
+            self._file.close()
+        with contextlib.suppress(ValueError):  # the file is closed, so that the archive can't complete it
+            self._archive.close()
 
     def __enter__(self) -> TorchFileWriter:
         return self
@@ -173,29 +154,35 @@ def check_loadable(value: Any, what: str) -> None:
         CheckpointError: names the class and the remedy.
     """
     try:
-        found = _Structure(value, trial=True)
         file = io.BytesIO()
-        members: list[Member] = []
-        kind = template(torch.float32)
-        for name, content in (("data.pkl", found.pickle), *kind.members_before):
-            file.write(_small(members, name, content, file.tell()))
-        for number, slot in enumerate(found.slots):  # one zero for all values
-            file.write(_small(members, f"data/{number}", bytes(slot.dtype.itemsize), file.tell()))
-        for name, content in kind.members_behind:
-            file.write(_small(members, name, content, file.tell()))
-        file.write(end_of_archive(members, file.tell()))
+        with zipfile.ZipFile(file, "w") as archive:
+            _write_small(archive, _Structure(value, trial=True).pickle)
         file.seek(0)
-        torch.load(file, weights_only=True)
+        with torch.serialization.skip_data():
+            torch.load(file, weights_only=True)
     except Exception as error:
-        raise CheckpointError(
-            f"{what} can't be saved: {type(error).__name__}: {refused(error)}. Checkpoints hold tensors, numbers, strings, "
-            "lists, tuples and dicts, since unpickling anything else can run code. Convert it (vars(namespace), value.item()), "
-            "or allow its class when saving and loading with torch.serialization.add_safe_globals([Class])."
-        ) from error
+        raise not_loadable(what, error) from error
+
+
+def not_loadable(what: str, error: Exception) -> CheckpointError:
+    """Return the error for what torch's loader would not let through again."""
+    return CheckpointError(
+        f"{what} can't be saved: {type(error).__name__}: {refused(error)}. Checkpoints hold tensors, numbers, strings, lists, "
+        "tuples and dicts, since unpickling anything else can run code. Convert it (vars(namespace), value.item()), or allow its "
+        "class when saving and loading with torch.serialization.add_safe_globals([Class])."
+    )
+
+
+def not_trusted(what: str, error: Exception) -> CheckpointError:
+    """Return the error for what torch's loader does not let through."""
+    return CheckpointError(
+        f"{what} was refused and nothing was loaded, since unpickling it could run code: {refused(error)}. If you trust the "
+        "file, allow the class with torch.serialization.add_safe_globals([Class]) and load again."
+    )
 
 
 def refused(error: Exception) -> str:
-    """What torch's loader did not let through, out of its long advice."""
+    """Return what torch's loader did not let through, out of its long advice."""
     lines = [line.strip() for line in str(error).splitlines()]
     named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
     named += str(error).partition(_REASON)[2].strip().splitlines()[:1]
@@ -203,12 +190,33 @@ def refused(error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Of a message, which may be empty."""
+    """Return the first line of an error's message, which may be empty."""
     return next(iter(str(error).strip().splitlines()), "no reason given")
 
 
+@functools.cache
+def _small_members() -> dict[str, bytes]:
+    """Return what torch.save writes beside pickle and values.
+
+    Without ``.format_version``, which tells torch that it may compute where values are instead of looking
+    (``torch.utils.serialization.config.load.calculate_storage_offsets``).
+    """
+    file = io.BytesIO()
+    torch.save(None, file)
+    with zipfile.ZipFile(file) as archive:
+        return {name: archive.read(f"archive/{name}") for name in ("byteorder", "version")}
+
+
+def _write_small(archive: zipfile.ZipFile, pickled: bytes) -> None:
+    for name, content in {"data.pkl": pickled, **_small_members()}.items():
+        archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
+
+
 class _Structure:
-    """The pickle of a structure, and the slots in it in the order of their members."""
+    """The pickle of a structure, and the slots in it in the order of their numbers.
+
+    With `trial` each tensor has one element of memory only, however large it is.
+    """
 
     def __init__(self, structure: Any, trial: bool = False) -> None:
         self.slots: list[Slot] = []
@@ -216,18 +224,18 @@ class _Structure:
         self._numbers: dict[int, int] = {}
         self._same: dict[Any, Slot] = {}
         file = io.BytesIO()
-        _StructurePickler(file, self, trial).dump(structure)
+        _Pickler(file, self, trial).dump(structure)
         self.pickle = file.getvalue()
 
     def number(self, slot: Slot) -> int:
-        """Its member's; a slot that is new gets the next."""
+        """Return the number of a slot's values in the archive; a slot that is new gets the next."""
         number = self._numbers.setdefault(id(slot), len(self.slots))
         if number == len(self.slots):
             self.slots.append(slot)
         return number
 
     def slot_of(self, tensor: torch.Tensor) -> Slot:
-        """A slot for a real tensor; tensors that share their memory share a slot."""
+        """Return a slot for a real tensor; tensors that share their memory share a slot."""
         key = memory_key(tensor)
         found = self._same.get(key) if tensor.numel() else None
         if found is None:
@@ -236,11 +244,20 @@ class _Structure:
         return found
 
 
-class _StructurePickler(Pickler):
+class _Values:
+    """Stands for a tensor's memory in a pickle."""
+
+    def __init__(self, pid: tuple[Any, ...]) -> None:
+        self.pid = pid
+
+
+class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, found: _Structure, trial: bool) -> None:
         super().__init__(file, protocol=2)
         self.found, self.trial = found, trial
-        self.kept: list[Any] = []  # the pickler remembers objects by id, so none may go
+
+    def persistent_id(self, obj: Any) -> Any:
+        return obj.pid if isinstance(obj, _Values) else None
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Slot):
@@ -255,31 +272,13 @@ class _StructurePickler(Pickler):
         return NotImplemented  # a ShardTensor refuses by itself, with the remedy
 
     def _reduced(self, slot: Slot) -> Any:
-        made = template(slot.dtype).rebuilt(slot.shape, str(self.found.number(slot)), repeated=self.trial)
-        self.kept.append(made)
-        return made.__reduce__()
-
-
-def _small(members: list[Member], name: str, content: bytes, at: int) -> bytes:
-    """The bytes of a small member that begins at `at`; adds it to `members`."""
-    member = Member(name, at, len(content), zlib.crc32(content))
-    members.append(member)
-    return member.local(aligned=False) + content + member.descriptor()
-
-
-def _values(member: Member) -> int:
-    """Where a member's content begins."""
-    return member.offset + len(member.local())
-
-
-def row_major(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where it is row-major on the CPU, else such a copy."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    return tensor if tensor.device.type == "cpu" and tensor.is_contiguous() else copied(tensor)
-
-
-def memory_of(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The memory of a row-major tensor on the CPU, in parts. The tensor must outlive them."""
-    size, address = tensor.numel() * tensor.element_size(), tensor.data_ptr()
-    for at in range(0, size, _BLOCK):
-        yield memoryview((ctypes.c_char * min(_BLOCK, size - at)).from_address(address + at)).cast("B")
+        """Return what makes a slot's tensor: as for an empty tensor of its dtype, with other memory, shape and strides."""
+        function, (storage, offset, _shape, _stride, *rest) = torch.empty(0, dtype=slot.dtype).__reduce_ex__(2)
+        numel = 1 if self.trial else slot.shape.numel()
+        kind = torch.UntypedStorage  # of newer dtypes, with a size in bytes
+        if isinstance(storage, torch.TypedStorage):
+            kind = getattr(torch, storage._pickle_storage_type())
+        size = numel * slot.dtype.itemsize if kind is torch.UntypedStorage else numel
+        values = _Values(("storage", kind, str(self.found.number(slot)), "cpu", size))
+        stride = (0,) * len(slot.shape) if self.trial else contiguous_stride(slot.shape)
+        return function, (values, offset, tuple(slot.shape), stride, *rest)

@@ -1,4 +1,4 @@
-"""Loading a full checkpoint: mapped, compared, and then each rank copies its own slices out of the file.
+"""Loading a full checkpoint: mapped, compared, and then each rank copies its own shards out of the file.
 
 What is saved where differs: a state dict by itself, one of several entries, a Lightning checkpoint, optimizer state by name or by
 number. :func:`parts_of` finds it, and everything is compared before anything is changed.
@@ -21,7 +21,9 @@ from ...numerics.stochastic_rounding import state_dtype
 from ...optim.matrix import state as matrix_state
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state, optimizer_state
+from ..misfits import check_dtype, refuse_misfits, wrong_dtype
 from ..sharded.entries import EXTRA, MODEL, OPTIMIZER, Optimizers
+from ..sharded.entry_tree import unwrapped
 from .open_files import FullFile, open_full
 from .tied_weights import memory_key
 
@@ -29,7 +31,6 @@ __all__ = ["FullLoad", "by_name", "load_full"]
 
 _MODELS = (MODEL, "state_dict", "model_state_dict")
 _OPTIMIZERS = (OPTIMIZER, "optimizer_states", "optimizer_state_dict", "optim")
-_WRAPPERS = ("module.", "_orig_mod.")
 
 
 def load_full(
@@ -45,8 +46,7 @@ def load_full(
 
     def prepare() -> FullLoad:
         engine.finish_saving()
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}.")
+        check_dtype(dtype)
         if models:
             raise ConfigError(f"{path} is a full checkpoint, which holds one model; load it without models=.")
         model_state.refuse_inside(runtime, what)
@@ -89,14 +89,7 @@ def parts_of(file: FullFile, keys: Sequence[str]) -> _Parts:
 
 
 def _matches(values: Mapping[Any, Any], known: set[str]) -> int:
-    return sum(_unwrapped(str(name)) in known for name in values)
-
-
-def _unwrapped(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        if name.startswith(wrapper):
-            return _unwrapped(name[len(wrapper) :])
-    return name
+    return sum(unwrapped(str(name), known) in known for name in values)
 
 
 class FullLoad:
@@ -142,7 +135,7 @@ class FullLoad:
         return result
 
     def _own_memory(self, value: Any, name: str) -> Any:
-        """Nested values with tensors in memory of their own instead of the file's."""
+        """Return nested values with tensors in memory of their own instead of the file's."""
         try:
             return copy.deepcopy(value)
         except Exception as error:  # a class of its own, which was allowed
@@ -152,20 +145,13 @@ class FullLoad:
             ) from error
 
     def _wrong_dtypes(self) -> list[str]:
-        problems = []
-        for name, value in self.model.items():
-            live = self.live.get(name)
-            if not isinstance(value, torch.Tensor) or not isinstance(live, torch.Tensor) or value.dtype == live.dtype:
-                continue
-            both = value.is_floating_point() and live.is_floating_point()
-            if not (both and self.dtype == live.dtype):
-                hint = f"; pass dtype={live.dtype} to convert it" if both else ""
-                problems.append(f"{name} is {value.dtype} in the file and {live.dtype} here{hint}")
-        return problems
+        tensors = {name: value for name, value in self.model.items() if isinstance(value, torch.Tensor)}
+        found = (wrong_dtype(n, value.dtype, self.live.get(n), self.dtype, "file") for n, value in tensors.items())
+        return [text for texts in found for text in texts]
 
     # -- optimizers -----------------------------------------------------------------------------------------------
     def _state_of(self, where: tuple[str, ...], number: int, held: Sequence[Any]) -> Mapping[str, Any] | None:
-        """What was saved for an optimizer."""
+        """Return what was saved for an optimizer."""
         saved = self.parts.optimizer
         if len(where) > 1:
             saved = saved.get(where[-1]) if isinstance(saved, Mapping) else None
@@ -178,10 +164,10 @@ class FullLoad:
     # -- comparing ------------------------------------------------------------------------------------------------
     def compare(self) -> None:
         """Raise for everything that does not fit."""
-        stand_ins = model_state.WithMetadata({name: _on_meta(value) for name, value in self.model.items()})
+        proxies = model_state.WithMetadata({name: _on_meta(value) for name, value in self.model.items()})
         if hasattr(self.model, "_metadata"):
-            stand_ins._metadata = self.model._metadata
-        missing, unexpected, problems = model_state.rehearse(self.root, stand_ins)
+            proxies._metadata = self.model._metadata
+        missing, unexpected, problems = model_state.rehearse(self.root, proxies)
         if not self.strict:
             missing, unexpected = [], []
         problems += self._wrong_dtypes()
@@ -192,18 +178,11 @@ class FullLoad:
             lists = optimizer_state.misfits(self.runtime, own, names, state)
             for into, found in zip((missing, unexpected, problems), lists, strict=True):
                 into += [f"{OPTIMIZER}: {text}" for text in found]
-        lines = [f"missing: {', '.join(missing)}"] if missing else []
-        lines += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
-        lines += problems + self.problems
-        if lines:
-            raise StateDictError(
-                f"{self.file.path} does not fit, and nothing was loaded. It must be a checkpoint of this model and these "
-                "optimizers.\n  " + "\n  ".join(lines)
-            )
+        refuse_misfits(self.file.path, missing, unexpected, problems + self.problems)
 
     # -- loading --------------------------------------------------------------------------------------------------
     def read_optimizers(self) -> None:
-        """Copy this rank's slices of optimizer state, which fit: into what the optimizer has, or into new memory."""
+        """Copy this rank's shards of optimizer state, which fit: into what the optimizer has, or into new memory."""
         self.extra = self._own_memory(self.parts.extra, EXTRA)  # may fail, so before anything is changed
         self.found: list[dict[str, Any]] = []
         for own, state in zip(self.optimizers, self.states, strict=True):
@@ -225,7 +204,7 @@ class FullLoad:
                     state[number][key] = _converted(value, state_dtype(p))
 
     def load_model(self) -> None:
-        """Copy this rank's slices of the parameters, which fit, into them."""
+        """Copy this rank's shards of the parameters, which fit, into them."""
         try:
             self.root.load_state_dict(self.model, strict=self.strict)
         except Exception as error:  # a module's own hook, or what it keeps in get_extra_state
@@ -249,7 +228,7 @@ class FullLoad:
 
 
 def _share(saved: Any, number: int, counts: Sequence[int]) -> Mapping[str, Any] | None:
-    """An optimizer's state out of a list's that is saved as one, group behind group, as in a consolidated checkpoint."""
+    """Return an optimizer's state out of a list's that is saved as one, group behind group, as in a consolidated checkpoint."""
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
         return None
     groups, state = saved["param_groups"], saved["state"]
@@ -263,7 +242,7 @@ def _share(saved: Any, number: int, counts: Sequence[int]) -> Mapping[str, Any] 
 
 
 def by_name(optimizer: Any, names: Mapping[int, str], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Optimizer state with the live parameters' names, from state by number or by name. Tensors are not copied.
+    """Return optimizer state with the live parameters' names, from state by number or by name. Tensors are not copied.
 
     Numbers stand for the parameters in the order of the groups, as in torch.
     """
@@ -290,7 +269,7 @@ def by_name(optimizer: Any, names: Mapping[int, str], given: Mapping[str, Any]) 
 
 
 def _bare_names(names: Iterable[Any], live: Any) -> dict[Any, str]:
-    """For each name the one without wrappers' prefixes, where the model knows that and not the name itself.
+    """Return for each name the one without wrappers' prefixes, where the model knows that and not the name itself.
 
     Of two that would become the same, one keeps its prefix: it is unexpected then, and does not silently win.
     """
@@ -298,7 +277,7 @@ def _bare_names(names: Iterable[Any], live: Any) -> dict[Any, str]:
     called = {name: name for name in names if name in live}
     taken = set(called)
     for name in names:
-        bare = _unwrapped(str(name))
+        bare = unwrapped(str(name), live)
         if name not in called:
             called[name] = bare if bare in live and bare not in taken else name
             taken.add(called[name])
@@ -323,7 +302,7 @@ def named_values(path: str | os.PathLike[str], live: Mapping[str, Any]) -> tuple
 
 
 def _add_tied(file: FullFile, live: Mapping[str, Any], values: dict[str, Any], place: Callable[[Any], Any]) -> None:
-    """Names that are not stored, since safetensors files have one for each piece of memory.
+    """Add names that are not stored, since safetensors files have one for each piece of memory.
 
     `place` is equal for live entries that are tied.
     """
@@ -341,7 +320,7 @@ def _add_tied(file: FullFile, live: Mapping[str, Any], values: dict[str, Any], p
 
 
 def _place(value: Any) -> Any:
-    """Equal for entries of a live state dict that are tied."""
+    """Return a key that is equal for entries of a live state dict that are tied."""
     if isinstance(value, ShardTensor):
         return id(value._spec.layout), value._spec.index
     if isinstance(value, torch.Tensor) and value.numel() and value.layout == torch.strided:

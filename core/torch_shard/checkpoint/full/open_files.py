@@ -20,11 +20,12 @@ import torch
 from ...errors import CheckpointError
 from ..format.atomic_directory import find
 from ..format.dcp_metadata import METADATA
+from ..format.fileio import some
 from ..format.manifest import MANIFEST
 from ..format.safetensors import INDEX, SINGLE, library
-from ..format.torch_file import first_line, refused
+from ..format.torch_file import first_line, not_trusted
 
-__all__ = ["FullFile", "is_full", "open_full"]
+__all__ = ["FullFile", "is_full", "kind_of", "open_full"]
 
 _SUFFIX = ".safetensors"
 _ENDS = 64 << 10  # bytes at both ends of a file that tell it from another one
@@ -51,20 +52,20 @@ class FullFile:
     _where: Mapping[str, Path] = field(default_factory=dict)
 
     def file_of(self, name: str) -> Path:
-        """The file that holds an entry of this name."""
+        """Return the file that holds an entry of this name."""
         return self._where.get(name, self.files[0])
 
     def marks(self) -> dict[Path, tuple[str, int, int]]:
-        """Name, size and checksum of both ends of each file."""
+        """Return name, size and checksum of both ends of each file."""
         return {path: (path.name, *_ends(path)) for path in self.files}
 
     def fingerprint(self) -> tuple[tuple[str, int, int], ...]:
-        """Names, sizes and checksums of both ends of the files: equal on two ranks that see the same ones."""
+        """Return a key that is equal on two ranks that see the same files: names, sizes and checksums of both ends."""
         return tuple(self.marks().values())
 
 
 def is_full(path: str | os.PathLike[str]) -> bool:
-    """Whether a path leads to a full checkpoint and not to a sharded one: to any file, or to a folder with safetensors."""
+    """Return True if a path leads to a full checkpoint and not to a sharded one: to any file, or to a folder with safetensors."""
     try:
         found = find(Path(os.path.abspath(os.fspath(path))))
         if not found.is_dir():
@@ -98,11 +99,19 @@ def open_full(path: str | os.PathLike[str]) -> FullFile:
         raise CheckpointError(f"there is no checkpoint at {found}.")
     if found.name.endswith(INDEX):
         return _open_index(found)
-    with open(found, "rb") as file:
+    return _open_safetensors(found) if kind_of(found) == "safetensors" else _open_torch(found)
+
+
+def kind_of(path: Path) -> str | None:
+    """Return ``"torch"`` or ``"safetensors"`` by name and first bytes of a full checkpoint; None for any other file."""
+    if path.is_dir() or path.name.endswith(INDEX) or path.suffix == _SUFFIX:
+        return "safetensors"
+    with open(path, "rb") as file:
         first = file.read(9)
+    if first[:2] == b"PK":
+        return "torch"
     # Eight bytes for the length of the header, which is JSON; a file from a download cache may have any name.
-    is_safetensors = found.suffix == _SUFFIX or first[:2] != b"PK" and first[8:] == b"{"
-    return _open_safetensors(found) if is_safetensors else _open_torch(found, first)
+    return "safetensors" if first[8:] == b"{" else None
 
 
 def _ends(path: Path) -> tuple[int, int]:
@@ -116,14 +125,16 @@ def _ends(path: Path) -> tuple[int, int]:
 # -- torch ------------------------------------------------------------------------------------------------------------
 
 
-def _open_torch(path: Path, first: bytes) -> FullFile:
-    if first[:2] != b"PK":
+def _open_torch(path: Path) -> FullFile:
+    if kind_of(path) is None:
+        with open(path, "rb") as file:
+            first = file.read(4)
         legacy = first[:1] == b"\x80"  # a pickle
         raise CheckpointError(
             f"{path} is in torch's form from before 1.6, which can't be read in parts. Convert it once: "
             f"torch.save(torch.load({str(path)!r}, weights_only=True), 'converted.pt')"
             if legacy
-            else f"{path} is a file, and neither a torch file nor safetensors: it begins with {first[:4]!r}."
+            else f"{path} is a file, and neither a torch file nor safetensors: it begins with {first!r}."
         )
     return FullFile(path, "torch", _loaded(path), (path,))
 
@@ -132,10 +143,7 @@ def _loaded(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} was refused and nothing was loaded, since unpickling it could run code: {refused(error)}. If you trust the "
-            "file, allow the class with torch.serialization.add_safe_globals([Class]) and load again."
-        ) from error
+        raise not_trusted(str(path), error) from error
     except Exception as error:
         if "TorchScript" in str(error):
             raise CheckpointError(
@@ -166,7 +174,7 @@ def _open_index(path: Path) -> FullFile:
         found, also = _mapped(path.parent / file, expected)
         lost = [name for name in expected if name not in found]
         if lost:
-            raise CheckpointError(f"{path.parent / file} does not hold {_some(lost)}, which {path.name} says it does.")
+            raise CheckpointError(f"{path.parent / file} does not hold {some(lost)}, which {path.name} says it does.")
         values.update((name, found[name]) for name in expected)
         tied.update(also)
     files = (path, *(path.parent / file for file in sorted(names)))
@@ -180,7 +188,7 @@ def _weight_map(path: Path) -> dict[str, str]:
         good = isinstance(where, dict) and all(isinstance(f, str) and f == os.path.basename(f) for f in where.values())
         if not good:
             raise ValueError("weight_map must map names to files beside the index")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:  # the last one: nested a thousand times
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} is damaged or no index of safetensors files ({type(error).__name__}: {error})."
         ) from error
@@ -188,15 +196,12 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def _mapped(path: Path, expected: list[str] | None = None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """A file's tensors, mapped, and the other names of some of them."""
+    """Return a file's tensors, mapped, and the other names of some of them."""
     safetensors = library()
-    with_what = "" if expected is None else f", with {_some(expected)}"
+    with_what = "" if expected is None else f", with {some(expected)}"
     if not path.is_file():
         raise CheckpointError(f"{path} is missing{with_what}. Nothing was loaded.")
-    lost = _beyond_the_end(path)
     try:
-        if lost:
-            raise ValueError(f"it has {path.stat().st_size} bytes, which is too few for {_some(lost)}")
         with safetensors.safe_open(str(path), framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
             values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
@@ -208,22 +213,3 @@ def _mapped(path: Path, expected: list[str] | None = None) -> tuple[dict[str, to
             "earlier checkpoint, or copy the file again."
         ) from error
     return values, {name: kept for name, kept in metadata.items() if kept in values and name not in values}
-
-
-def _beyond_the_end(path: Path) -> list[str]:
-    """Entries of a file whose values it is too short for; empty where the header itself can't be read."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > size - 8:
-            return []
-        try:
-            header = json.loads(file.read(length))
-            ends = {name: 8 + length + own["data_offsets"][1] for name, own in header.items() if name != "__metadata__"}
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
-            return []
-    return [name for name, end in ends.items() if end > size]
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -5,8 +5,8 @@
     c.pt, c.safetensors        .c.pt.saving-0123abcd/c.pt                      renamed over the target
     c/ (safetensors)           .c.saving-0123abcd/model-00001-of-....          exchanged with the target
 
-As with sharded checkpoints (:mod:`.folder`), a process that is killed leaves the old one or the new one, and a hidden directory
-that the next save removes.
+As with sharded checkpoints (:mod:`..format.atomic_directory`), a process that is killed leaves the old one or the new one,
+and a hidden directory that the next save removes.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from ..format.manifest import MANIFEST
 from ..format.mmap_buffer import buffer
 from ..format.safetensors import WEIGHTS, SafetensorsWriter, size_of
 from ..format.torch_file import Slot, TorchFileWriter, check_loadable
+from ..misfits import check_dtype
 from ..sharded.entries import EXTRA, MODEL, OPTIMIZER, Optimizers
 from .stream import ModelStream, OptimizerStream
 from .tied_weights import chosen_names
 
-__all__ = ["OTHER_WEIGHTS", "keep_others", "save_full"]
+__all__ = ["keep_others", "refuse_to_lose", "save_full"]
 
 _SUFFIX = ".safetensors"
-OTHER_WEIGHTS = re.compile(r"pytorch_model.*\.bin(\.index\.json)?|tf_model.*\.h5|flax_model.*\.msgpack")
+_OTHER_WEIGHTS = re.compile(r"pytorch_model.*\.bin(\.index\.json)?|tf_model.*\.h5|flax_model.*\.msgpack")
 """Names of weights that are not safetensors, of which a directory should not have both."""
 
 
@@ -60,8 +61,7 @@ def save_full(
     def prepare() -> tuple[Path, str, int]:
         engine.finish_saving()
         model_state.refuse_inside(runtime, what)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}.")
+        check_dtype(dtype)
         return _target(path), _form(Path(path), format, first), size_of(max_shard_size)
 
     # Only rank 0's path counts, and what is there: other nodes need not have it.
@@ -117,7 +117,7 @@ def save_full(
 
 
 def _nothing() -> None:
-    """What the other ranks do while rank 0 writes."""
+    """Do nothing, as the other ranks do while rank 0 writes."""
 
 
 def _write(output: _Output, values: Any) -> None:
@@ -134,7 +134,7 @@ def _target(path: str | os.PathLike[str]) -> Path:
 
 
 def _form(path: Path, format: str | None, look: bool) -> str:
-    """``"torch"``, ``"safetensors"`` (a directory) or ``".safetensors"`` (one file). `look` at what is there."""
+    """Return ``"torch"``, ``"safetensors"`` (a directory) or ``".safetensors"`` (one file). `look` at what is there."""
     if format not in (None, "torch", "safetensors"):
         raise ConfigError(f"format must be 'torch', 'safetensors' or None, not {format!r}.")
     if path.suffix == _SUFFIX and format != "torch":
@@ -172,18 +172,18 @@ class _Contents:
                 )
 
     def structure(self) -> Any:
-        """Of the torch file. On rank 0, when the optimizers are described."""
+        """Return the structure of the torch file. On rank 0, when the optimizers are described."""
         if not self.optimizers and self.extra is None:
             return self.model.structure
-        whole: dict[str, Any] = {MODEL: self.model.structure}
+        found: dict[str, Any] = {MODEL: self.model.structure}
         states = [stream.structure for stream in self.optimizers]
         if states and len(self.entries[0][0]) > 1:
-            whole[OPTIMIZER] = {where[-1]: state for (where, _), state in zip(self.entries, states, strict=True)}
+            found[OPTIMIZER] = {where[-1]: state for (where, _), state in zip(self.entries, states, strict=True)}
         elif states:
-            whole[OPTIMIZER] = states if self.several else states[0]
+            found[OPTIMIZER] = states if self.several else states[0]
         if self.extra is not None:
-            whole[EXTRA] = self.extra
-        return whole
+            found[EXTRA] = self.extra
+        return found
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -246,34 +246,11 @@ class _SafetensorsOutput:
         self.writer: SafetensorsWriter | None = None
 
     def check(self) -> None:
-        """Everything has been checked."""
+        """Do nothing: everything has been checked."""
 
     def refuse(self, target: Path) -> None:
         """Raise where something is at the target that must not be replaced."""
-        if self.single is not None:
-            return _refuse_directory(target)
-        if not os.path.lexists(target):
-            return None
-        if not target.is_dir():
-            raise CheckpointError(
-                f"{target} is a file, and the safetensors form is a directory. Give another path, one that ends in "
-                '.safetensors, or format="torch".'
-            )
-        names = sorted(os.listdir(target))
-        if MANIFEST in names or METADATA in names:
-            raise CheckpointError(f"{target} holds a sharded checkpoint, which would be lost. Give another path.")
-        below = [name for name in names if (target / name).is_dir() and not (target / name).is_symlink()]
-        if below:
-            raise CheckpointError(
-                f"{target} has directories in it ({', '.join(below[:3])}), and a save replaces it as a whole. Give another path."
-            )
-        other = [name for name in names if OTHER_WEIGHTS.fullmatch(name)]
-        if other:
-            raise CheckpointError(
-                f"{target} holds other weights ({', '.join(other[:3])}), so that it would not be clear which ones count. Delete "
-                "them, or give another path."
-            )
-        return None
+        refuse_to_lose(target, self.single is not None)
 
     def begin(self, saving: Saving) -> None:
         self.writer = SafetensorsWriter(
@@ -305,6 +282,36 @@ _Output = _TorchOutput | _SafetensorsOutput
 def _refuse_directory(target: Path) -> None:
     if target.is_dir():
         raise CheckpointError(f"{target} is a directory; give the name of a file in it.")
+
+
+def refuse_to_lose(target: Path, single: bool) -> None:
+    """Raise where safetensors would replace a directory that holds more than a model and files beside it. Not collective.
+
+    Raises:
+        CheckpointError: names what would be lost, and the remedy.
+    """
+    if single:
+        return _refuse_directory(target)
+    if os.path.lexists(target) and not target.is_dir():
+        raise CheckpointError(
+            f"{target} is a file, and the safetensors form is a directory. Give another path, one that ends in .safetensors, or "
+            'format="torch".'
+        )
+    names = sorted(os.listdir(target)) if target.is_dir() else []
+    if MANIFEST in names or METADATA in names:
+        raise CheckpointError(f"{target} holds a sharded checkpoint, which would be lost. Give another path.")
+    below = [name for name in names if (target / name).is_dir() and not (target / name).is_symlink()]
+    if below:
+        raise CheckpointError(
+            f"{target} has directories in it ({', '.join(below[:3])}), and a save replaces it as a whole. Give another path."
+        )
+    other = [name for name in names if _OTHER_WEIGHTS.fullmatch(name)]
+    if other:
+        raise CheckpointError(
+            f"{target} holds other weights ({', '.join(other[:3])}), so that it would not be clear which ones count. Delete "
+            "them, or give another path."
+        )
+    return None
 
 
 def _replace(file: Path, target: Path) -> None:

@@ -1,6 +1,6 @@
-"""Whole values for a full checkpoint, one unit or less at a time: what is there is known first, the values come after.
+"""Full values for a full checkpoint, one unit or less at a time: what is there is known first, the values come after.
 
-Every rank goes through the same steps; on rank 0 each one ends with whole tensors, which are written and dropped before the
+Every rank goes through the same steps; on rank 0 each one ends with full tensors, which are written and dropped before the
 next begins. So no rank holds more than a unit of what is gathered, and rank 0 what it has to copy of one parameter besides.
 """
 
@@ -29,15 +29,15 @@ from .tied_weights import memory_key
 __all__ = ["ModelStream", "OptimizerStream", "Put"]
 
 Put = Callable[[Callable[[], Iterable[tuple[Slot, torch.Tensor]]]], None]
-"""Collective: calls its argument on rank 0, and writes the whole tensors that it gives, one by one."""
+"""Collective: calls its argument on rank 0, and writes the full tensors that it gives, one by one."""
 
 
 class ModelStream:
     """A model's state dict.
 
     Attributes:
-        structure: the state dict with a :class:`.torch_file.Slot` for each tensor, and with torch's ``_metadata``. Names of one
-            tied parameter share a slot.
+        structure: the state dict with a :class:`~..format.torch_file.Slot` for each tensor, and with torch's ``_metadata``.
+            Names of one tied parameter share a slot.
         names: of each slot, in the order of the state dict.
         order: the slots as they come.
     """
@@ -68,7 +68,7 @@ class ModelStream:
             self._named.setdefault(id(slot), []).append(name)
 
     def _slot_of(self, value: Any, flats: dict[int, FlatBuffer]) -> Slot:
-        """A tensor's slot; notes where its values will come from."""
+        """Return a tensor's slot; notes where its values will come from."""
         flat = _flat_of(value, flats)
         key = _memory(value) if flat is None else (id(flat), value._spec.index)
         if key in self._slots:
@@ -115,21 +115,21 @@ class ModelStream:
             for flat in unit.flats:
                 entries = self._flats.get(id(flat))
                 if entries:
-                    whole = whole_flat(flat, what, memory)
-                    put(functools.partial(self._of_flat, flat, whole, entries))
+                    full = whole_flat(flat, what, memory)
+                    put(functools.partial(self._of_flat, flat, full, entries))
         for slot, value in self._rest:
             put(functools.partial(self._one, slot, value.full_tensor()))
         # Ranks need not agree on these, so that they are one step.
         put(lambda: ((slot, self._converted(value)) for slot, value in self._plain))
 
-    def _one(self, slot: Slot, whole: torch.Tensor) -> Iterator[tuple[Slot, torch.Tensor]]:
-        yield slot, self._converted(whole)
+    def _one(self, slot: Slot, full: torch.Tensor) -> Iterator[tuple[Slot, torch.Tensor]]:
+        yield slot, self._converted(full)
 
     def _of_flat(
-        self, flat: FlatBuffer, whole: torch.Tensor, entries: list[tuple[int, Slot]]
+        self, flat: FlatBuffer, full: torch.Tensor, entries: list[tuple[int, Slot]]
     ) -> Iterator[tuple[Slot, torch.Tensor]]:
         for index, slot in entries:
-            yield slot, self._converted(flat.view(whole, index))
+            yield slot, self._converted(flat.view(full, index))
 
     def _converted(self, value: torch.Tensor) -> torch.Tensor:
         value = value.detach()
@@ -168,8 +168,8 @@ class OptimizerStream:
         self._elsewhere = matrix_state.descriptions(self.runtime, given, len(self.params), what)
         state = {number: dict(own) if isinstance(own, dict) else own for number, own in given.items()}
         self._numbers = {id(p): number for number, p in enumerate(self.params)}
-        for flat, entry, slices in self._cut.jobs:
-            for i, own in enumerate(slices):
+        for flat, entry, shards in self._cut.jobs:
+            for i, own in enumerate(shards):
                 if own is not None:
                     number = self._numbers[id(flat.params[i])]
                     self._place(state, number, entry, torch.Size(flat.layout.slots[i].shape), own.dtype)
@@ -179,11 +179,11 @@ class OptimizerStream:
         for number, (_, description) in self._elsewhere.items():
             slots = self._owned[number] = []
 
-            def stand_in(found: matrix_state.Sent, slots: list[Slot] = slots) -> Slot:
+            def proxy(found: matrix_state.Sent, slots: list[Slot] = slots) -> Slot:
                 slots.append(Slot(torch.Size(found.shape), found.dtype))
                 return slots[-1]
 
-            state[number] = matrix_state.mapped(description, stand_in)
+            state[number] = matrix_state.mapped(description, proxy)
         numbers = sorted(number for number in state if optimizer_state.is_number(number, self.params))
         others = [key for key in state if not optimizer_state.is_number(key, self.params)]
         self.structure = {
@@ -197,16 +197,16 @@ class OptimizerStream:
     @property
     def nbytes(self) -> int:
         """Of the largest buffer that is gathered."""
-        sizes = [flat.layout.numel * _dtype_of(slices).itemsize for flat, _, slices in self._cut.jobs]
+        sizes = [flat.layout.numel * _dtype_of(shards).itemsize for flat, _, shards in self._cut.jobs]
         return max(sizes, default=0)
 
     def send(self, put: Put, what: str, memory: torch.Tensor) -> None:
-        """Gather and hand on what is sharded, or whole at other ranks. Collective; `memory` as for the model."""
-        for flat, entry, slices in self._cut.jobs:
-            whole = whole_slices(flat, slices, what, memory)
-            numbers = [self._numbers[id(flat.params[i])] for i, value in enumerate(whole) if value is not None]
+        """Gather and hand on what is sharded, or another rank has alone. Collective; `memory` as for the model."""
+        for flat, entry, shards in self._cut.jobs:
+            full = whole_slices(flat, shards, what, memory)
+            numbers = [self._numbers[id(flat.params[i])] for i, value in enumerate(full) if value is not None]
             slots = [self._slots[number, entry] for number in numbers]
-            put(functools.partial(zip, slots, [value for value in whole if value is not None]))
+            put(functools.partial(zip, slots, [value for value in full if value is not None]))
         for number, entry, value in self._cut.rest:
             put(functools.partial(zip, [self._slots[number, entry]], [value.full_tensor()]))
         wanted = self.runtime.collectives.world_rank == 0
@@ -233,18 +233,18 @@ def _refuse_wrappers(runtime: Runtime, optimizer: Any, state: Any) -> None:
                 )
 
 
-def _dtype_of(slices: Iterable[torch.Tensor | None]) -> torch.dtype:
-    return next(own.dtype for own in slices if own is not None)
+def _dtype_of(shards: Iterable[torch.Tensor | None]) -> torch.dtype:
+    return next(own.dtype for own in shards if own is not None)
 
 
 def _flat_of(value: Any, flats: dict[int, FlatBuffer]) -> FlatBuffer | None:
-    """Where a parameter is; None for what a hook of the module has made of one, and what tensor parallelism cuts, too."""
+    """Return where a parameter is; None for what a hook of the module has made of one, and what tensor parallelism cuts, too."""
     flat = flats.get(id(value._spec.layout)) if isinstance(value, ShardTensor) else None
     return flat if flat is not None and not flat.split and model_state.is_parameter(value, flat) else None
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """Equal for tensors that are the same values in the same memory."""
+    """Return a key that is equal for tensors that are the same values in the same memory."""
     if isinstance(tensor, ShardTensor) and tensor._unit_ref is not None:
         return id(tensor._spec), tensor._local.data_ptr(), tensor._local.dtype
     if isinstance(tensor, ShardTensor) or not tensor.numel() or tensor.layout != torch.strided:

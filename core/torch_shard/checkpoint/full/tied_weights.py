@@ -12,14 +12,14 @@ __all__ = ["chosen_names", "memory_key"]
 
 
 def memory_key(tensor: torch.Tensor) -> Hashable:
-    """Equal for dense tensors that are the same values in the same memory, as long as both live."""
+    """Return a key that is equal for dense tensors that are the same values in the same memory, as long as both live."""
     # A view by conj() or imag may have the memory, shape and strides of its base, and other values.
     kind = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return tensor.data_ptr(), tensor.device, tuple(tensor.shape), tensor.stride(), kind
 
 
 def chosen_names(model: nn.Module, groups: Iterable[Sequence[str]]) -> list[str]:
-    """For each group of names of one tensor the name that is stored. Not collective.
+    """Return for each group of names of one tensor the name that is stored. Not collective.
 
     transformers' models say which names go, by ``_tied_weights_keys``: names or patterns in a list, or as the keys of a dict,
     within the module that has it. Else, or where all would go, the first name stays.

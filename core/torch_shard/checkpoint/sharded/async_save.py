@@ -23,16 +23,16 @@ class Save(Protocol):
     """What this rank could write."""
 
     def decide(self, proposals: list[Any]) -> list[Any]:
-        """On rank 0: what each rank writes."""
+        """Return what each rank writes. On rank 0."""
 
     def write(self, plan: Any) -> Any:
         """Write it; what this returns goes to rank 0."""
 
     def finish(self, parts: list[Any]) -> None:
-        """On rank 0: make the checkpoint appear, from what all ranks returned."""
+        """Make the checkpoint appear, from what all ranks returned. On rank 0."""
 
     def close(self, done: bool) -> None:
-        """On every rank in the end, with whether the checkpoint is there."""
+        """Close, with whether the checkpoint is there. On every rank, in the end."""
 
 
 class PendingSave:
@@ -74,7 +74,7 @@ class PendingSave:
         self._ended.wait()
 
     def done(self) -> bool:
-        """Whether the checkpoint is there, or has failed."""
+        """Return True if the checkpoint is there, or has failed."""
         return self._ended.is_set()
 
     def wait(self) -> None:
@@ -163,7 +163,7 @@ class _Work:
         return problem
 
     def _written(self, plan: Any) -> tuple[str | None, Any]:
-        """What went wrong on this rank, and its part."""
+        """Write this rank's part; return what went wrong, and the part."""
         assert self.meeting is not None
         try:
             return None, self.save.write(plan)
@@ -171,7 +171,7 @@ class _Work:
             return f"rank {self.meeting.rank}: {_text(error)}", None
 
     def _completed(self, plan: Any) -> str | None:
-        """On rank 0: write its part, and put all parts together. None, or what went wrong on any rank."""
+        """Write rank 0's part, and put all parts together. Return None, or what went wrong on any rank."""
         assert self.meeting is not None
         try:
             others = range(1, self.meeting.world)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ...errors import CheckpointError
@@ -26,7 +26,7 @@ from ...shard_tensor.tensor import ShardTensor
 from ..format.atomic_directory import find
 from ..format.dcp_metadata import METADATA, load_metadata
 from ..format.manifest import MANIFEST, SAVE_ID, Manifest, read_manifest
-from ..format.torch_file import refused
+from ..format.torch_file import not_trusted
 from .reader import ShardReader, check_sizes
 
 __all__ = ["Checkpoint"]
@@ -42,12 +42,12 @@ class Checkpoint:
         fingerprint: of the metadata; equal on two ranks that see the same checkpoint.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest | None, metadata: Metadata, fingerprint: int) -> None:
-        self.folder, self.manifest, self.metadata, self.fingerprint = folder, manifest, metadata, fingerprint
-        self._reader: ShardReader | None = None
-        if manifest is not None:
-            self._reader = ShardReader(folder, manifest)
-            self._reader.set_up_storage_reader(metadata, False)
+    def __init__(
+        self, folder: Path, manifest: Manifest | None, found: ShardReader | Metadata, fingerprint: int
+    ) -> None:
+        self.folder, self.manifest, self.fingerprint = folder, manifest, fingerprint
+        self._reader = found if isinstance(found, ShardReader) else None
+        self.metadata = found.metadata if isinstance(found, ShardReader) else found
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], sizes: bool) -> Checkpoint:
@@ -69,12 +69,12 @@ class Checkpoint:
         if manifest is not None:
             if sizes:
                 check_sizes(folder, manifest)
-            metadata = ShardReader(folder, manifest).read_metadata()
-            if getattr(metadata.storage_meta, "save_id", None) != manifest.id:
+            reader = ShardReader(folder, manifest)
+            if getattr(reader.metadata.storage_meta, "save_id", None) != manifest.id:
                 raise CheckpointError(
                     f"{folder}: {MANIFEST} and {METADATA} are of different checkpoints; load another one."
                 )
-            return cls(folder, manifest, metadata, manifest.files[METADATA].crc32)
+            return cls(folder, manifest, reader, manifest.files[METADATA].crc32)
         try:
             raw = (folder / METADATA).read_bytes()
         except FileNotFoundError as error:
@@ -87,21 +87,9 @@ class Checkpoint:
         return cls(folder, None, metadata, zlib.crc32(raw))
 
     def tensor(self, name: str) -> TensorStorageMetadata | None:
-        """An entry's shape, dtype and chunks; None for an object."""
+        """Return an entry's shape, dtype and chunks; None for an object."""
         found = self.metadata.state_dict_metadata[name]
         return found if isinstance(found, TensorStorageMetadata) else None
-
-    def places(self, name: str) -> tuple[Any, ...]:
-        """Where a tensor's bytes are: equal for the names of tied parameters that were written once."""
-        found = self.tensor(name)
-        chunks = [] if found is None else found.chunks
-        infos = [self.metadata.storage_data.get(MetadataIndex(name, chunk.offsets)) for chunk in chunks]
-        if None in infos:
-            raise CheckpointError(
-                f"{self.folder / METADATA} is damaged: it names no file for a part of {name}. Nothing was loaded. Load an "
-                "earlier checkpoint."
-            )
-        return tuple((info.relative_path, info.offset, info.length) for info in infos)
 
     def read(
         self,
@@ -112,7 +100,7 @@ class Checkpoint:
         """Fill tensors and read objects. Not collective.
 
         Args:
-            tensors: by name; a plain one of the entry's shape takes all of it, a ShardTensor its slice. Converted to their
+            tensors: by name; a plain one of the entry's shape takes all of it, a ShardTensor its shard. Converted to their
                 dtypes.
             objects: names of others.
             unpickle: makes an object of its name and bytes; by default torch's loader that runs no code.
@@ -127,7 +115,7 @@ class Checkpoint:
         items = [_object_item(name) for name in objects] + self._items(tensors)
         with torch.no_grad():
             if self._reader is not None:
-                self._reader.read_data(LoadPlan(items), planner).wait()
+                self._reader.read(items, planner)
             else:
                 self._read_with_torch(items, planner)
         return planner.objects
@@ -143,7 +131,7 @@ class Checkpoint:
         """
         if self._reader is None:
             return False
-        self._reader.verify_data(LoadPlan(self._items(tensors)))
+        self._reader.verify(self._items(tensors))
         return True
 
     def close(self) -> None:
@@ -160,7 +148,7 @@ class Checkpoint:
             items += create_read_items_for_chunk_list(name, found, _chunks(value))
         return items
 
-    def _read_with_torch(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+    def _read_with_torch(self, items: list[ReadItem], planner: Any) -> None:
         """Entry by entry, for an error that names it. torch's reader finds what is cut off or no archive; it is built without
         the comparison of checksums."""
         reader = FileSystemReader(self.folder)
@@ -194,7 +182,7 @@ def _chunks(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
     return [ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())]
 
 
-class _Into(LoadPlanner):
+class _Into:
     """Puts what is read where it belongs."""
 
     def __init__(
@@ -206,18 +194,6 @@ class _Into(LoadPlanner):
         self.tensors, self.folder, self.objects = tensors, folder, dict[str, Any]()
         self._unpickle = unpickle
 
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Not used: the items are made here."""
-
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise NotImplementedError
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise NotImplementedError
-
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         if self._unpickle is not None:
@@ -226,11 +202,7 @@ class _Into(LoadPlanner):
         try:
             self.objects[name] = torch.load(value, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"{self.folder}: {name} was refused and nothing was loaded, since unpickling it could run code: "
-                f"{refused(error)}. If you trust the file, allow the class with "
-                "torch.serialization.add_safe_globals([Class]) and load again."
-            ) from error
+            raise not_trusted(f"{self.folder}: {name}", error) from error
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         index = read_item.dest_index

@@ -60,7 +60,7 @@ class Source:
 
 
 def sources_of(engine: Any, models: Mapping[str, Any] | None) -> list[Source]:
-    """The engine's model first, then the further ones by name."""
+    """Return the engine's model first, then the further ones by name."""
     found = [Source((MODEL,), "", engine.model, engine._runtime)]
     for name, given in (models or {}).items():
         other = engine_for(given)
@@ -82,7 +82,7 @@ class Optimizers:
 
     @classmethod
     def of(cls, given: Any) -> Optimizers:
-        """From None, an optimizer, a sequence of them, or a mapping from names to them."""
+        """Make one from None, an optimizer, a sequence of them, or a mapping from names to them."""
         if given is None:
             return cls(())
         if isinstance(given, Mapping):
@@ -107,7 +107,7 @@ def _checked(optimizer: Any) -> Any:
 
 
 def param_names(sources: Sequence[Source], optimizer: Any) -> dict[int, str]:
-    """The name of each parameter that the optimizer holds, by id. Not collective.
+    """Return the name of each parameter that the optimizer holds, by id. Not collective.
 
     Raises:
         StateDictError: it holds one that belongs to none of the models.
@@ -133,7 +133,7 @@ def param_names(sources: Sequence[Source], optimizer: Any) -> dict[int, str]:
 
 
 def optimizer_state(sources: Sequence[Source], optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """State and groups by parameter name; sharded as it is, and this rank's only. Not collective."""
+    """Return state and groups by parameter name; sharded as it is, and this rank's only. Not collective."""
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     other: list[tuple[int, Any, Any]] = []

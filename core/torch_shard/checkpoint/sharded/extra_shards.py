@@ -20,18 +20,18 @@ _MARK = "torch_shard.sliced"
 
 
 def split(tree: Any) -> tuple[Any, dict[str, dict[str, ShardTensor]]]:
-    """The tree with a mark for each ShardTensor, and these by number and name of the parameter. Not collective."""
+    """Return the tree with a mark for each ShardTensor, and these by number and name of the parameter. Not collective."""
     found: dict[str, dict[str, ShardTensor]] = {}
 
-    def take(slices: ShardTensor) -> dict[str, int]:
-        found[str(len(found))] = {slices._spec.name: slices}
+    def take(shards: ShardTensor) -> dict[str, int]:
+        found[str(len(found))] = {shards._spec.name: shards}
         return {_MARK: len(found) - 1}
 
     return mapped(tree, take), found
 
 
 def joined(tree: Any, found: Mapping[str, Any]) -> Any:
-    """What :func:`split` was given, from the tree that it gave and values by number. Not collective."""
+    """Return what :func:`split` was given, from the tree that it gave and values by number. Not collective."""
     if isinstance(tree, Mapping) and list(tree) == [_MARK]:
         return found[str(tree[_MARK])]
     return _rebuilt(tree, lambda value: joined(value, found)) if found else tree
@@ -59,7 +59,7 @@ def mapped(tree: Any, function: Callable[[ShardTensor], Any]) -> Any:
 
 
 def _rebuilt(tree: Any, visit: Callable[[Any], Any]) -> Any:
-    """A dict, list or tuple with other values; itself where they are the same."""
+    """Return a dict, list or tuple with other values; itself where they are the same."""
     if isinstance(tree, dict):
         new = {key: visit(value) for key, value in tree.items()}
         if all(new[key] is value for key, value in tree.items()):

@@ -6,9 +6,11 @@ Memory that was never touched costs several times as much as the copy into it, s
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
+
+from ..full.tied_weights import memory_key
 
 __all__ = ["Staging"]
 
@@ -28,17 +30,17 @@ class Staging:
         return sum(block.numel() for block in self._blocks)
 
     def snapshot(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies on the CPU, row-major, valid until the next call. The same memory given twice is copied once.
+        """Return copies on the CPU, row-major, valid until the next call. The same memory given twice is copied once.
 
         Args:
             tensors: of any dtype, shape and device.
         """
-        places: dict[tuple[object, ...], int] = {}
+        places: dict[Hashable, int] = {}
         positions = []
         unique: list[torch.Tensor] = []
         for tensor in tensors:
             tensor = tensor.detach().resolve_conj().resolve_neg()
-            key = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+            key = memory_key(tensor)
             if not tensor.numel() or key not in places:
                 places[key] = len(unique)
                 unique.append(tensor)
@@ -59,7 +61,7 @@ class Staging:
         self._blocks = []
 
     def _slots(self, sizes: list[int], pinned: bool) -> list[torch.Tensor]:
-        """Parts of the blocks, of these sizes in bytes, in order."""
+        """Return parts of the blocks, of these sizes in bytes, in order."""
         wanted: list[int] = []  # of each block
         places: list[tuple[int, int]] = []
         for size in sizes:

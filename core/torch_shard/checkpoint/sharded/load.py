@@ -16,14 +16,15 @@ from typing import Any
 import torch
 
 from ...comm.collective_steps import broadcast, each, uncollected
-from ...errors import CheckpointError, ConfigError, StateDictError
+from ...errors import CheckpointError, StateDictError
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state
 from ..full.load import load_full
 from ..full.open_files import is_full
+from ..misfits import check_dtype, refuse_misfits, wrong_dtype
 from .checkpoint_dir import Checkpoint
 from .entries import EXTRA, Optimizers, Source, sources_of
-from .entry_lookup import extra_of, model_entries, place
+from .entry_tree import Stored, StoredObject, leaves, mapped, model_at, on_meta, tree_of
 from .load_optimizer import OptimizerLoad
 
 __all__ = ["load", "load_contents"]
@@ -55,7 +56,7 @@ def load_contents(
     dtype: torch.dtype | None = None,
     strict: bool = True,
 ) -> Any:
-    """Load what :func:`.sharded_save.save_contents` wrote, as :func:`load` does. Collective; for front ends.
+    """Load what :func:`.save.save_contents` wrote, as :func:`load` does. Collective; for front ends.
 
     Args:
         engine: its ranks load.
@@ -82,8 +83,7 @@ def _load(
 
     def prepare() -> _Load:
         engine.finish_saving()
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}.")
+        check_dtype(dtype)
         sources = models()
         for source in sources:
             model_state.refuse_inside(source.runtime, what)
@@ -123,39 +123,40 @@ class _Load:
     ) -> None:
         self.checkpoint, self.sources, self.dtype, self.strict = checkpoint, sources, dtype, strict
         self.live = [model_state.own_state_dict(source.model, source.runtime) for source in sources]
-        saved = [
-            model_entries(checkpoint.metadata, source.path, live)
-            for source, live in zip(sources, self.live, strict=True)
+        tree = tree_of(checkpoint)
+        ours = checkpoint.manifest is not None
+        # By name a tensor, an object, or nested dicts and lists of these.
+        self.saved = [
+            model_at(tree, source.path, live, ours=ours) for source, live in zip(sources, self.live, strict=True)
         ]
-        self.entries = [model.entries for model in saved]
-        self.nested = [model.nested for model in saved]
+        self.extra = tree.get(EXTRA)
         self.optimizers = [
-            part for where, held in optimizers.entries for part in OptimizerLoad.of(checkpoint, named, where, held)
+            part
+            for where, held in optimizers.entries
+            for part in OptimizerLoad.of(checkpoint, tree, named, where, held)
         ]
         self.known: dict[str, Any] = {}
         self.tensors: dict[str, torch.Tensor] = {}
+        self.filled: dict[str, torch.Tensor] = {}  # of the models, by name in the checkpoint
         self.verified = False
 
     # -- comparing ----------------------------------------------------------------------------------------------
     def compare(self) -> None:
         """Read what is small, and raise for everything that does not fit."""
-        small = [full for part in self.optimizers for full in part.small()]
-        small += [full for own in self.entries for full in own.values() if self.checkpoint.tensor(full) is None]
-        small += [full for own in self.nested for parts in own.values() for full in parts.values()]
-        if extra_of(self.checkpoint.metadata):
-            small.append(EXTRA)
-        scalars = {}
-        for full in small:
-            found = self.checkpoint.tensor(full)
-            if found is not None:  # a learning rate, say
-                scalars[full] = torch.empty(found.size, dtype=found.properties.dtype)
-        self.known = self.checkpoint.read(scalars, [full for full in dict.fromkeys(small) if full not in scalars])
-        self.known.update(scalars)
+        small = [leaf for part in self.optimizers for leaf in part.small()]
+        nested = [value for own in self.saved for value in own.values() if not isinstance(value, Stored)]
+        small += [leaf for _, leaf in leaves(nested)]
+        small += [self.extra] if isinstance(self.extra, StoredObject) else []
+        # Tensors among them are a learning rate, say.
+        scalars = {leaf.name: torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in small if isinstance(leaf, Stored)}
+        objects = dict.fromkeys(leaf.name for leaf in small if leaf.name not in scalars)
+        self.known = {**self.checkpoint.read(scalars, objects), **scalars}
         missing: list[str] = []
         unexpected: list[str] = []
         problems: list[str] = []
         for number, source in enumerate(self.sources):
-            lists = model_state.rehearse(source.model, self._with_versions(number, self._stand_ins(number)))
+            proxies = self._state_dict(number, on_meta)
+            lists = model_state.rehearse(source.model, self._with_versions(number, proxies))
             for into, found_now in zip((missing, unexpected, problems), lists, strict=True):
                 if self.strict or into is problems:
                     into += [source.prefix + text for text in found_now]
@@ -164,35 +165,17 @@ class _Load:
             lists = part.compare(self.known, self.dtype)
             for into, found_now in zip((missing, unexpected, problems), lists, strict=True):
                 into += found_now
-        lines = [f"missing: {', '.join(missing)}"] if missing else []
-        lines += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
-        lines += problems
-        if lines:
-            raise StateDictError(
-                f"{self.checkpoint.folder} does not fit, and nothing was loaded. It must be a checkpoint of this model and "
-                "these optimizers.\n  " + "\n  ".join(lines)
-            )
+        refuse_misfits(self.checkpoint.folder, missing, unexpected, problems)
 
-    def _stand_ins(self, number: int) -> dict[str, Any]:
-        result = self._nested(number)
-        for key, full in self.entries[number].items():
-            found = self.checkpoint.tensor(full)
-            if found is None:
-                result[key] = self.known[full]
-            else:
-                result[key] = torch.empty(found.size, dtype=found.properties.dtype, device="meta")
-        return result
-
-    def _nested(self, number: int) -> dict[str, Any]:
-        """Entries that are dicts and lists, put together."""
-        result: dict[str, Any] = {}
-        for key, parts in self.nested[number].items():
-            for path, full in parts.items():
-                place(result, (key, *path), self.known[full])
-        return result
+    def _state_dict(self, number: int, tensor: Callable[[Stored], torch.Tensor]) -> dict[str, Any]:
+        """Return a model's state dict: `tensor` makes its tensors, the rest is read."""
+        return {
+            key: tensor(saved) if isinstance(saved, Stored) else mapped(saved, self.known)
+            for key, saved in self.saved[number].items()
+        }
 
     def _with_versions(self, number: int, values: dict[str, Any]) -> Any:
-        """A state dict with the versions of the modules' own formats, where they are known."""
+        """Return a state dict with the versions of the modules' own formats, where they are known."""
         result = model_state.WithMetadata(values)
         manifest = self.checkpoint.manifest
         if manifest is not None:
@@ -200,47 +183,33 @@ class _Load:
         return result
 
     def _wrong_dtypes(self, number: int) -> list[str]:
-        problems = []
-        for key, full in self.entries[number].items():
-            found, live = self.checkpoint.tensor(full), self.live[number].get(key)
-            if found is None or not isinstance(live, torch.Tensor) or found.properties.dtype == live.dtype:
-                continue
-            saved = found.properties.dtype
-            if self.dtype == live.dtype and saved.is_floating_point:
-                continue
-            hint = (
-                f"; pass dtype={live.dtype} to convert it"
-                if saved.is_floating_point and live.is_floating_point()
-                else ""
-            )
-            problems.append(
-                f"{self.sources[number].prefix}{key} is {saved} in the checkpoint and {live.dtype} here{hint}"
-            )
-        return problems
+        prefix, live = self.sources[number].prefix, self.live[number]
+        saved = [(key, own) for key, own in self.saved[number].items() if isinstance(own, Stored)]
+        return [
+            text
+            for key, own in saved
+            for text in wrong_dtype(prefix + key, own.dtype, live.get(key), self.dtype, "checkpoint")
+        ]
 
     # -- reading ------------------------------------------------------------------------------------------------
     def verify(self) -> None:
-        """Choose where this rank's slices go, and look at them. What can't be verified is read now, into new memory."""
+        """Choose where this rank's shards go, and look at them. What can't be verified is read now, into new memory."""
         with torch.inference_mode(False):
             in_place = self.checkpoint.manifest is not None
-            shared: dict[tuple[Any, ...], torch.Tensor] = {}
+            shared: dict[Any, torch.Tensor] = {}
             dtypes: dict[str, torch.dtype] = {}
-            self.by_key: list[dict[str, torch.Tensor]] = []
             for number, source in enumerate(self.sources):
-                self.by_key.append({})
                 own = self._own_places(number) if in_place else frozenset()
-                for key, full in self.entries[number].items():
-                    found, live = self.checkpoint.tensor(full), self.live[number].get(key)
-                    if found is None:
+                for key, saved in self.saved[number].items():
+                    live = self.live[number].get(key)
+                    if not isinstance(saved, Stored):
                         continue
-                    dtypes[source.prefix + key] = found.properties.dtype
+                    dtypes[source.prefix + key] = saved.dtype
                     # Tied parameters that were written once are read once.
-                    where = (self.checkpoint.places(full), id(live._spec) if isinstance(live, ShardTensor) else full)
-                    value = shared.get(where) if where[0] else None
-                    if value is None:
-                        value = self.tensors[full] = _destination(live, found.size, found.properties.dtype, key in own)
-                        shared[where] = value
-                    self.by_key[number][key] = value
+                    where = (saved.place, id(live._spec) if isinstance(live, ShardTensor) else saved.name)
+                    if where not in shared:
+                        shared[where] = self.tensors[saved.name] = _destination(live, saved, key in own)
+                    self.filled[saved.name] = shared[where]
             for part in self.optimizers:
                 self.tensors.update(part.destinations(dtypes, self.dtype, in_place))
             self.verified = self.checkpoint.verify(self.tensors)
@@ -248,19 +217,19 @@ class _Load:
                 self.checkpoint.read(self.tensors, ())
 
     def _own_places(self, number: int) -> frozenset[str]:
-        """Entries that are read into the model's own memory: the parameters that loading would copy them to, and nothing else."""
+        """Return the entries that are read into the model's own memory: the parameters that loading would copy them to."""
         model = self.sources[number].model
         if not _loads_plainly(model):
             return frozenset()
         params = dict(model.named_parameters(remove_duplicate=False))
         found: list[tuple[str, int]] = []
         # Tied parameters may have been saved with different values, of which loading takes the last.
-        places: dict[int, set[tuple[Any, ...]]] = {}
-        for key, full in self.entries[number].items():
+        places: dict[int, set[Any]] = {}
+        for key, saved in self.saved[number].items():
             live, param = self.live[number].get(key), params.get(key)
-            if not isinstance(live, ShardTensor) or not isinstance(param, ShardTensor):
+            if not (isinstance(saved, Stored) and isinstance(live, ShardTensor) and isinstance(param, ShardTensor)):
                 continue
-            places.setdefault(id(live._spec), set()).add(self.checkpoint.places(full) or (full,))
+            places.setdefault(id(live._spec), set()).add(saved.place)
             if live._spec is param._spec and live._local.data_ptr() == param._local.data_ptr():
                 found.append((key, id(live._spec)))
         return frozenset(key for key, spec in found if len(places[spec]) == 1)
@@ -279,7 +248,7 @@ class _Load:
             ) from error
 
     def overwritten(self) -> None:
-        """What was read went past autograd: no graph may go on with these values."""
+        """Tell autograd that what was read went past it: no graph may go on with these values."""
         for source in self.sources:
             for p in (p for unit in source.runtime.units for p in unit.params):
                 torch.autograd.graph.increment_version((p, p._local))
@@ -287,18 +256,15 @@ class _Load:
             source.runtime.forget_residuals()
 
     def values(self) -> list[Any]:
-        """The state dict of each model."""
-        found = []
-        for number in range(len(self.sources)):
-            values = {
-                key: self.by_key[number].get(key, self.known.get(full)) for key, full in self.entries[number].items()
-            }
-            found.append(self._with_versions(number, {**values, **self._nested(number)}))
-        return found
+        """Return the state dict of each model."""
+        return [
+            self._with_versions(number, self._state_dict(number, lambda saved: self.filled[saved.name]))
+            for number in range(len(self.sources))
+        ]
 
     # -- applying -----------------------------------------------------------------------------------------------
     def apply(self) -> None:
-        """The optimizers; the models are loaded."""
+        """Load the optimizers; the models are loaded."""
         for part in self.optimizers:
             try:
                 part.apply(self.known)
@@ -309,17 +275,19 @@ class _Load:
                 ) from error
 
 
-def _destination(live: Any, size: torch.Size, dtype: torch.dtype, in_place: bool) -> torch.Tensor:
-    """Memory for an entry: a slice where the model has one, converted to its dtype; with `in_place` the model's own."""
-    if isinstance(live, ShardTensor) and live.shape == size:
+def _destination(live: Any, saved: Stored, in_place: bool) -> torch.Tensor:
+    """Return memory for an entry: a shard where the model has one, converted to its dtype; with `in_place` the model's own."""
+    if isinstance(live, ShardTensor) and live.shape == saved.shape:
         own = live._local.detach() if in_place else torch.empty(live._spec.length, dtype=live.dtype)
         return ShardTensor(own, live._spec)
-    return torch.empty(size, dtype=live.dtype if isinstance(live, torch.Tensor) else dtype)
+    return torch.empty(saved.shape, dtype=live.dtype if isinstance(live, torch.Tensor) else saved.dtype)
 
 
 def _loads_plainly(model: torch.nn.Module) -> bool:
-    """Whether loading copies each entry to the parameter of its name. Hooks may exchange entries, so that filling one parameter
-    would overwrite what another one is to get."""
+    """Return True if loading copies each entry to the parameter of its name.
+
+    Hooks may exchange entries, so that filling one parameter would overwrite what another one is to get.
+    """
     torchs_own = torch.nn.Module.load_state_dict
     return type(model).load_state_dict is torchs_own and all(
         not module._load_state_dict_pre_hooks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,17 +14,18 @@ from ...runtime.runtime import Runtime
 from ...shard_tensor.spec import same_cut
 from ...shard_tensor.tensor import ShardTensor
 from ...state import optimizer_state
+from ..full.load import by_name
 from .checkpoint_dir import Checkpoint
 from .entries import Source, param_names
-from .entry_lookup import SavedOptimizer, optimizer_entries, place
+from .entry_tree import SavedOptimizer, Stored, StoredObject, leaves, mapped, on_meta, optimizer_at
 
-__all__ = ["OptimizerLoad", "unwrapped"]
+__all__ = ["OptimizerLoad"]
 
 
 class OptimizerLoad:
     """One optimizer's share of a checkpoint.
 
-    Made, compared, read and applied in this order: see :func:`.sharded_load.load`.
+    Made, compared, read and applied in this order: see :func:`.load.load`.
     """
 
     def __init__(
@@ -39,59 +41,59 @@ class OptimizerLoad:
         self.checkpoint, self.optimizer, self.number = checkpoint, optimizers[number], number
         self.runtime = _runtime_of(sources, self.optimizer)
         self.what, self.names, self.saved = what, names, saved
-        # Several optimizers without names are saved as one, group behind group.
-        self.first = sum(len(o.param_groups) for o in optimizers[:number])
         self.alone = len(optimizers) == 1
+        if saved is not None and not self.alone:  # several without names are saved as one, group behind group
+            first = sum(len(o.param_groups) for o in optimizers[:number])
+            own = saved.groups[first : first + len(self.optimizer.param_groups)]
+            self.saved = dataclasses.replace(saved, groups=own)
         self.given: dict[str, Any] = {"state": {}, "param_groups": []}
-        self.entries: dict[str, dict[tuple[Any, ...], str]] = {}
+        self.entries: dict[str, dict[Any, Any]] = {}
 
     @classmethod
     def of(
-        cls, checkpoint: Checkpoint, sources: Sequence[Source], path: tuple[str, ...], optimizers: Sequence[Any]
+        cls,
+        checkpoint: Checkpoint,
+        tree: dict[Any, Any],
+        sources: Sequence[Source],
+        path: tuple[str, ...],
+        optimizers: Sequence[Any],
     ) -> list[OptimizerLoad]:
-        """Those that are saved in one place."""
+        """Return one for each optimizer that is saved at a path."""
         everyone = [param_names(sources, optimizer) for optimizer in optimizers]
-        saved = optimizer_entries(checkpoint.metadata, path, {n for names in everyone for n in names.values()})
+        saved = optimizer_at(tree, path, {name for names in everyone for name in names.values()})
         return [
             cls(checkpoint, sources, ".".join(path), optimizers, number, names, saved)
             for number, names in enumerate(everyone)
         ]
 
     # -- comparing ----------------------------------------------------------------------------------------------
-    def small(self) -> list[str]:
-        """The entries that have to be known to compare: groups, and objects within the state."""
+    def small(self) -> list[Any]:
+        """Return the leaves that have to be known to compare: groups, and objects within the state."""
         if self.saved is None:
             return []
-        groups = [full for group in (*self._groups(), *self.saved.of_parameter.values()) for full in group.values()]
-        objects = [f for own in self.saved.state.values() for f in own.values() if self.checkpoint.tensor(f) is None]
-        return groups + objects + ([self.saved.other] if self.saved.other is not None else [])
-
-    def _groups(self) -> list[dict[tuple[Any, ...], str]]:
-        assert self.saved is not None
-        numbers = sorted(self.saved.groups)
-        own = numbers if self.alone else numbers[self.first : self.first + len(self.optimizer.param_groups)]
-        return [self.saved.groups[n] for n in own]
+        objects = [leaf for _, leaf in leaves(self.saved.state) if not isinstance(leaf, Stored)]
+        return self.saved.small() + objects
 
     def compare(self, known: Mapping[str, Any], dtype: torch.dtype | None) -> tuple[list[str], list[str], list[str]]:
-        """What does not fit: missing, unexpected, and everything else. `known`: the small entries by name."""
+        """Return what does not fit: missing, unexpected, and everything else. `known`: the small entries by name."""
         if self.saved is None:
             return [f"{self.what} (the checkpoint has no such optimizer state)"], [], []
-        self._make_groups(self.saved, known)
-        names = set(self.names.values())
-        listed = {n for group in self.given["param_groups"] for n in group["params"]}
-        for name, own in self._state(self.saved).items():
-            if name not in names and not self.alone:
-                continue  # another optimizer's
-            self.entries[name] = own
-            state: dict[str, Any] = self.given["state"].setdefault(name, {})
-            for path, full in own.items():
-                place(state, path, self._stand_in(full, known))
-        if self.saved.other is not None:
-            own_keys = {key: entries for position, key, entries in known[self.saved.other] if position == self.number}
-            self.given["state"].update(own_keys)
-            self.given[optimizer_state.OTHER] = list(own_keys)
-        for name in listed:  # the checkpoint decides: no state there is no state here
-            self.given["state"].setdefault(name, {})
+        live = [[self.names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        given = self.saved.as_saved(live, known)
+        if not self.alone:  # the rest is other optimizers'
+            own_keys = {*self.names.values(), *(p for group in given["param_groups"] for p in group["params"])}
+            given["state"] = {key: own for key, own in given["state"].items() if key in own_keys}
+        self.given = by_name(self.optimizer, self.names, given)
+        self.entries = self.given["state"]
+
+        def proxy(leaf: Stored | StoredObject) -> Any:
+            return on_meta(leaf) if isinstance(leaf, Stored) else known[leaf.name]
+
+        self.given["state"] = {name: mapped(own, proxy) for name, own in self.entries.items()}
+        others = known[self.saved.other.name] if self.saved.other is not None else ()
+        own_others = {key: entries for position, key, entries in others if position == self.number}
+        self.given["state"].update(own_others)
+        self.given[optimizer_state.OTHER] = list(own_others)
         missing, unexpected, problems = optimizer_state.misfits(self.runtime, self.optimizer, self.names, self.given)
         problems += self._wrong_dtypes(dtype)
         return (
@@ -100,61 +102,24 @@ class OptimizerLoad:
             [f"{self.what}: {text}" for text in problems],
         )
 
-    def _stand_in(self, full: str, known: Mapping[str, Any]) -> Any:
-        found = self.checkpoint.tensor(full)
-        return known[full] if found is None else torch.empty(found.size, dtype=found.properties.dtype, device="meta")
-
-    def _make_groups(self, saved: SavedOptimizer, known: Mapping[str, Any]) -> None:
-        live = [[self.names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        if saved.of_parameter and not saved.groups:
-            for names in live:
-                own = next((saved.of_parameter[n] for n in names if n in saved.of_parameter), {})
-                group: dict[str, Any] = {"params": [n for n in names if n in saved.of_parameter]}
-                for path, full in own.items():
-                    place(group, path, known[full])
-                self.given["param_groups"].append(group)
-            return
-        for i, entries in enumerate(self._groups()):
-            group = {}
-            for path, full in entries.items():
-                place(group, path, known[full])
-            params = group.setdefault("params", [])
-            # Names may look like numbers, so what the group says counts where it says it.
-            if all(isinstance(n, int) for n in params) if params else saved.numbered:
-                names = live[i] if i < len(live) else []
-                group["numbers"] = params
-                group["params"] = names if len(names) == len(params) else [f"parameter {n}" for n in params]
-            else:
-                wrappers = [unwrapped(str(n), set(self.names.values())) for n in params]
-                group["params"] = wrappers
-            self.given["param_groups"].append(group)
-
-    def _state(self, saved: SavedOptimizer) -> dict[str, dict[tuple[Any, ...], str]]:
-        numbers: dict[str, str] = {}
-        for group in self.given["param_groups"]:
-            given = group.pop("numbers", None)
-            if given is not None:
-                numbers.update(zip(map(str, given), group["params"], strict=True))
-        return {numbers.get(name, name): own for name, own in saved.state.items()}
-
     def _wrong_dtypes(self, dtype: torch.dtype | None) -> list[str]:
         problems = []
         for p in self._params():
-            for path, full in self.entries.get(self.names[id(p)], {}).items():
-                found, live = self.checkpoint.tensor(full), self.optimizer.state.get(p, {}).get(path[0])
+            for path, leaf in leaves(self.entries.get(self.names[id(p)], {})):
+                live = self.optimizer.state.get(p, {}).get(path[0])
                 if (
-                    found is None
+                    not isinstance(leaf, Stored)
                     or len(path) > 1
                     or not isinstance(live, torch.Tensor)
-                    or live.dtype == found.properties.dtype
+                    or live.dtype == leaf.dtype
                     # Stepped with stochastic rounding, it becomes what was saved; Adagrad makes it before the first step.
-                    or (live.dtype == p.dtype and found.properties.dtype == state_dtype(p))
+                    or (live.dtype == p.dtype and leaf.dtype == state_dtype(p))
                 ):
                     continue
-                if dtype is None or not (live.dtype.is_floating_point and found.properties.dtype.is_floating_point):
+                if dtype is None or not (live.dtype.is_floating_point and leaf.dtype.is_floating_point):
                     problems.append(
-                        f"{self.names[id(p)]}: {path[0]} is {found.properties.dtype} in the checkpoint and {live.dtype} here; "
-                        "pass dtype= to convert it"
+                        f"{self.names[id(p)]}: {path[0]} is {leaf.dtype} in the checkpoint and {live.dtype} here; pass dtype= to "
+                        "convert it"
                     )
         return problems
 
@@ -165,38 +130,37 @@ class OptimizerLoad:
     def destinations(
         self, saved_dtypes: Mapping[str, torch.dtype], dtype: torch.dtype | None, in_place: bool
     ) -> dict[str, torch.Tensor]:
-        """Memory for what this rank needs, by name of the entry: with `in_place` the optimizer's own where it has some, else new.
+        """Return memory for what this rank needs, by name of the entry: with `in_place` the optimizer's own where it has some.
         Call on all ranks, after they agreed."""
         self.elsewhere = matrix_state.elsewhere(self.runtime, self.optimizer, self.names, self.given["state"])
         found: dict[str, torch.Tensor] = {}
         manifest = self.checkpoint.manifest
-        whole = frozenset(() if manifest is None else manifest.whole)
+        unsharded = frozenset(() if manifest is None else manifest.whole)
         for p in self._params():
             name = self.names[id(p)]
             if self.elsewhere.get(id(p), False):
                 continue
-            for path, full in self.entries.get(name, {}).items():
-                saved = self.checkpoint.tensor(full)
-                if saved is None:
+            for path, leaf in leaves(self.entries.get(name, {})):
+                if not isinstance(leaf, Stored):
                     continue
-                kept = self._dtype(p, path, saved.properties.dtype, saved_dtypes.get(name), dtype)
-                cut = (
-                    full not in whole
+                kept = self._dtype(p, path, leaf.dtype, saved_dtypes.get(name), dtype)
+                is_cut = (
+                    leaf.name not in unsharded
                     and id(p) not in self.elsewhere
-                    and optimizer_state.is_cut(p, path[-1], saved.size)
+                    and optimizer_state.is_cut(p, path[-1], leaf.shape)
                 )
                 live = self._own(p, path) if in_place else None
-                if live is not None and live.shape == saved.size and live.dtype == kept:
-                    found[full] = live
-                elif cut:
-                    found[full] = ShardTensor(torch.empty(p._spec.length, dtype=kept), p._spec)
+                if live is not None and live.shape == leaf.shape and live.dtype == kept:
+                    found[leaf.name] = live
+                elif is_cut:
+                    found[leaf.name] = ShardTensor(torch.empty(p._spec.length, dtype=kept), p._spec)
                 else:
-                    found[full] = torch.empty(saved.size, dtype=kept)
+                    found[leaf.name] = torch.empty(leaf.shape, dtype=kept)
         self.tensors = found
         return found
 
     def _own(self, p: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
-        """This rank's slice as the optimizer holds it now, if it is cut as the parameter is."""
+        """Return this rank's shard as the optimizer holds it now, if it is cut as the parameter is."""
         live = self.optimizer.state.get(p, {}).get(path[0]) if len(path) == 1 else None
         if isinstance(live, ShardTensor) and isinstance(p, ShardTensor) and same_cut(live._spec, p._spec):
             return live
@@ -205,7 +169,7 @@ class OptimizerLoad:
     def _dtype(
         self, p: Any, path: tuple[Any, ...], saved: torch.dtype, of_param: torch.dtype | None, asked: torch.dtype | None
     ) -> torch.dtype:
-        """What a tensor of the state becomes: as it was saved, unless a conversion was asked for."""
+        """Return what a tensor of the state becomes: as it was saved, unless a conversion was asked for."""
         if asked is None or not saved.is_floating_point or path[-1] == "step":
             return saved
         live = self.optimizer.state.get(p, {}).get(path[0])
@@ -228,16 +192,15 @@ class OptimizerLoad:
             for p in group["params"]:
                 entries = self.entries.get(self.names[id(p)])
                 if entries and not self.elsewhere.get(id(p), False):
-                    state[number] = {}
-                    for path, full in entries.items():
-                        place(state[number], path, _on(values[full], p.device, path))
+                    own_values = {leaf.name: _on(values[leaf.name], p.device, path) for path, leaf in leaves(entries)}
+                    state[number] = mapped(entries, own_values)
                 number += 1
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         optimizer_state.keep_as_saved(self.optimizer, state)
 
 
 def _runtime_of(sources: Sequence[Source], optimizer: Any) -> Runtime:
-    """That of the first model of which it holds parameters."""
+    """Return the runtime of the first model of which an optimizer holds parameters."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for source in sources:
         if any(id(p) in held for unit in source.runtime.units for p in unit.params):
@@ -249,13 +212,3 @@ def _on(value: Any, device: torch.device, path: tuple[Any, ...]) -> Any:
     if not isinstance(value, torch.Tensor) or path[-1] == "step" or value.device == device:
         return value
     return ShardTensor(value._local.to(device), value._spec) if isinstance(value, ShardTensor) else value.to(device)
-
-
-def unwrapped(name: str, known: set[str]) -> str:
-    """A saved parameter's name without the prefixes of wrappers that the live ones don't have."""
-    if name in known:
-        return name
-    for wrapper in ("module.", "_orig_mod."):
-        if name.startswith(wrapper):
-            return unwrapped(name[len(wrapper) :], known)
-    return name

@@ -15,12 +15,24 @@ from ...comm.collective_steps import broadcast, each
 from ...errors import StateDictError
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state
+from ..format.manifest import Manifest
 from .checkpoint_dir import Checkpoint
 from .entries import EXTRA, MODEL, MODELS, OPTIMIZER, SLICED, Source, param_names, sources_of
-from .entry_lookup import SavedOptimizer, extra_of, model_entries, optimizer_entries, place
-from .load_optimizer import unwrapped
+from .entry_tree import (
+    SavedOptimizer,
+    Stored,
+    StoredObject,
+    is_optimizer,
+    leaves,
+    mapped,
+    model_at,
+    optimizer_at,
+    tree_of,
+)
 
 __all__ = ["Contents", "read_contents"]
+
+Leaf = Stored | StoredObject
 
 
 @dataclass
@@ -28,7 +40,7 @@ class Contents:
     """What a checkpoint holds.
 
     Attributes:
-        model: the state dict. A ShardTensor with this rank's slice where the live model has one of that name and shape, whole
+        model: the state dict. A ShardTensor with this rank's shard where the live model has one of that name and shape, whole
             plain tensors on the CPU else.
         optimizers: for each that was saved ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``, with
             ShardTensors likewise; numbers for names where the checkpoint has numbers.
@@ -59,10 +71,10 @@ def read_contents(
 ) -> Contents:
     """Read a checkpoint of any layout that :meth:`torch_shard.Engine.load` reads, or one of Lightning's. Collective.
 
-    Each rank reads its own slices, verified by their checksums where the checkpoint has them.
+    Each rank reads its own shards, verified by their checksums where the checkpoint has them.
 
     Args:
-        engine: of the model that tells which slices are this rank's.
+        engine: of the model that tells which shards are this rank's.
         path: of the directory.
         optimizers: live ones in the order of the saved ones. Without any, saved state of optimizers is not read, and only
             their groups are returned.
@@ -106,11 +118,12 @@ class _Reading:
         unpickle: Callable[[str, IO[bytes]], Any] | None,
     ) -> None:
         self.checkpoint, self.sources, self.unpickle = checkpoint, sources, unpickle
-        self.models = [_Model(checkpoint, source) for source in sources]
+        self.tree = tree_of(checkpoint)
+        self.models = [_Model(checkpoint.manifest, self.tree, source) for source in sources]
         self.params: dict[str, Any] = {}
         for source in reversed(sources):  # the first of equal names counts, as in what they were saved from
             self.params.update(_params(source))
-        saved = (optimizer_entries(checkpoint.metadata, where, self.params) for where in _paths(checkpoint))
+        saved = (optimizer_at(self.tree, where, self.params) for where in _paths(self.tree))
         self.optimizers = [_Optimizer(found) for found in saved if found is not None]
         self.with_state = bool(optimizers) or (named_state and all(own.is_named for own in self.optimizers))
         for own in self.optimizers if self.with_state else ():
@@ -121,102 +134,89 @@ class _Reading:
 
     def read(self) -> Contents:
         with torch.inference_mode(False):
-            settings = self._read([full for own in self.optimizers for full in own.settings()], {})
+            settings = self._read([leaf for own in self.optimizers for leaf in own.saved.small()], {})
             tensors: dict[str, torch.Tensor] = {}
-            objects: list[str] = []
+            wanted: list[Leaf] = []
             for model in self.models:
-                for full, live in model.cut():
-                    tensors.update(self._slice(full, live))
-                objects += model.entries()
+                for leaf, live in model.cut():
+                    tensors.update(_shard(leaf, live))
+                wanted += [leaf for _, leaf in leaves(model.saved)]
             for own in self.optimizers if self.with_state else ():
                 tensors.update(self._state_tensors(own.state(settings)))
-                objects += [full for entries in own.saved.state.values() for full in entries.values()]
+                wanted += [leaf for _, leaf in leaves(own.saved.state)]
             sliced = self._sliced()
-            for full, param in sliced.values():
-                tensors.update(self._slice(full, param) if isinstance(param, ShardTensor) else {})
-                objects.append(full)
-            if extra_of(self.checkpoint.metadata):
-                objects.append(EXTRA)
-            found = {**settings, **self._read(objects, tensors)}
+            for leaf, param in sliced.values():
+                tensors.update(_shard(leaf, param) if isinstance(param, ShardTensor) else {})
+                wanted.append(leaf)
+            extra = self.tree.get(EXTRA)
+            wanted += [extra] if isinstance(extra, StoredObject) else []
+            found = {**settings, **self._read(wanted, tensors)}
         built = {model.source.path: model.build(found) for model in self.models}
         further = {path[1]: state for path, state in built.items() if path != (MODEL,)}
         states = [own.build(found, self.with_state) for own in self.optimizers]
-        of_number = {n: found[full] for n, (full, _) in sliced.items()}
-        state, extra = built.get((MODEL,), {}), found.get(EXTRA)
-        return Contents(state, states, extra, further, self.sources, of_number, self.with_state)
+        of_number = {n: found[leaf.name] for n, (leaf, _) in sliced.items()}
+        state = built.get((MODEL,), {})
+        return Contents(state, states, found.get(EXTRA), further, self.sources, of_number, self.with_state)
 
-    def _read(self, names: Sequence[str], into: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Entries by full name: tensors into those of `into`, or whole."""
-        objects = []
-        for full in dict.fromkeys(names):
-            saved = self.checkpoint.tensor(full)
-            if saved is None:
-                objects.append(full)
-            elif full not in into:
-                into[full] = torch.empty(saved.size, dtype=saved.properties.dtype)
+    def _read(self, wanted: Sequence[Leaf], into: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Read entries, by full name: tensors into those of `into`, or into new memory."""
+        objects: dict[str, None] = {}
         # Tied parameters that were written once are read once.
-        places = {full: (self.checkpoint.places(full), _kind(tensor)) for full, tensor in into.items()}
-        once: dict[Any, torch.Tensor] = {}
-        for full, where in places.items():
-            once.setdefault(where if where[0] else full, into[full])
-        shared = {full: once[where if where[0] else full] for full, where in places.items()}
-        own = {full: tensor for full, tensor in into.items() if shared[full] is tensor}
-        return {**self.checkpoint.read(own, objects, self.unpickle), **shared}
+        own: dict[Any, tuple[str, torch.Tensor]] = {}
+        shared: dict[str, torch.Tensor] = {}
+        for leaf in wanted:
+            if isinstance(leaf, Stored):
+                tensor = into.get(leaf.name)
+                tensor = torch.empty(leaf.shape, dtype=leaf.dtype) if tensor is None else tensor
+                shared[leaf.name] = own.setdefault((leaf.place, _kind(tensor)), (leaf.name, tensor))[1]
+            else:
+                objects[leaf.name] = None
+        return {**self.checkpoint.read(dict(own.values()), objects, self.unpickle), **shared}
 
-    def _sliced(self) -> dict[str, tuple[str, Any]]:
-        """By number: the entry's full name, and the live parameter that it is cut as, if there is one."""
-        found = {}
-        for full in self.checkpoint.metadata.state_dict_metadata:
-            head, _, rest = full.partition(".")
-            number, _, name = rest.partition(".")
-            if head == SLICED and number.isdecimal():
-                found[number] = (full, self.params.get(name))
-        return found
+    def _sliced(self) -> dict[str, tuple[Leaf, Any]]:
+        """Return by number the entry, and the live parameter that it is cut as, if there is one."""
+        found = self.tree.get(SLICED)
+        return {
+            number: (leaf, self.params.get(name))
+            for number, own in (found if isinstance(found, dict) else {}).items()
+            for name, leaf in own.items()
+        }
 
-    def _state_tensors(self, state: Mapping[str, dict[tuple[Any, ...], str]]) -> dict[str, torch.Tensor]:
+    def _state_tensors(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         found = {}
         for name, entries in state.items():
             param = self.params.get(name)
-            for path, full in entries.items():
+            for path, leaf in leaves(entries):
                 if isinstance(param, ShardTensor) and path[-1] != "step":
-                    found.update(self._slice(full, param))
+                    found.update(_shard(leaf, param))
         return found
 
-    def _slice(self, full: str, like: ShardTensor) -> dict[str, torch.Tensor]:
-        """Memory for this rank's slice of an entry; none where it has another shape than the live tensor."""
-        saved = self.checkpoint.tensor(full)
-        if saved is None or saved.size != like.shape:
-            return {}
-        return {full: ShardTensor(torch.empty(like._spec.length, dtype=saved.properties.dtype), like._spec)}
+
+def _shard(leaf: Leaf, like: ShardTensor) -> dict[str, torch.Tensor]:
+    """Return memory for this rank's shard of an entry; none where it has another shape than the live tensor."""
+    if not isinstance(leaf, Stored) or leaf.shape != like.shape:
+        return {}
+    return {leaf.name: ShardTensor(torch.empty(like._spec.length, dtype=leaf.dtype), like._spec)}
 
 
 class _Model:
-    """One saved model, and the live one that tells which slices are this rank's."""
+    """One saved model, and the live one that tells which shards are this rank's."""
 
-    def __init__(self, checkpoint: Checkpoint, source: Source) -> None:
-        self.source, self._manifest = source, checkpoint.manifest
+    def __init__(self, manifest: Manifest | None, tree: dict[Any, Any], source: Source) -> None:
+        self.source, self._manifest = source, manifest
         self._live = model_state.own_state_dict(source.model, source.runtime)
-        self._saved = model_entries(checkpoint.metadata, source.path, self._live, own_prefixes=False)
+        self.saved = model_at(tree, source.path, self._live, ours=manifest is not None, own_prefixes=False)
 
-    def cut(self) -> list[tuple[str, ShardTensor]]:
-        """The entries, by full name, of which the live model has slices, and these."""
-        pairs = ((full, self._live.get(key)) for key, full in self._saved.entries.items())
-        return [(full, live) for full, live in pairs if isinstance(live, ShardTensor)]
-
-    def entries(self) -> list[str]:
-        """All of them by full name."""
-        nested = (full for parts in self._saved.nested.values() for full in parts.values())
-        return [*self._saved.entries.values(), *nested]
+    def cut(self) -> list[tuple[Leaf, ShardTensor]]:
+        """Return the entries of which the live model has shards, and these."""
+        pairs = ((leaf, self._live.get(key)) for key, leaf in self.saved.items())
+        return [(leaf, live) for leaf, live in pairs if isinstance(live, ShardTensor)]
 
     def build(self, known: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's state dict."""
-        state = model_state.WithMetadata()
+        """Return the model's state dict."""
+        state = model_state.WithMetadata(mapped(self.saved, known))
         if self._manifest is not None:
             state._metadata = self._manifest.module_versions.get(".".join(self.source.path), {})
-        state.update({key: known[full] for key, full in self._saved.entries.items()})
-        for key, parts in self._saved.nested.items():
-            for path, full in parts.items():
-                place(state, (key, *path), known[full])
         return state
 
 
@@ -232,72 +232,39 @@ class _Optimizer:
         """Whether groups and state tell by themselves which parameters they are of."""
         return not self.saved.numbered and bool(self.saved.groups)
 
-    def settings(self) -> list[str]:
-        """What is read first: the groups, and state of no parameter."""
-        groups = (*self.saved.groups.values(), *self.saved.of_parameter.values())
-        other = [self.saved.other] if self.saved.other is not None else []
-        return [full for group in groups for full in group.values()] + other
-
-    def state(self, known: Mapping[str, Any]) -> dict[str, dict[tuple[Any, ...], str]]:
-        """The entries of the state, by the live parameters' names."""
-        live = {name for names in self.names for name in names}
-        if not self.saved.numbered:
-            return {unwrapped(name, live): entries for name, entries in self.saved.state.items()}
-        numbers = [number for group in self._groups(known) for number in group["params"]]
-        flat = [name for names in self.names for name in names]
-        name_of = dict(zip(map(str, numbers), flat, strict=True)) if len(numbers) == len(flat) else {}
-        return {name_of.get(number, number): entries for number, entries in self.saved.state.items()}
-
-    def _groups(self, known: Mapping[str, Any]) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = []
-        by_parameter = self.saved.of_parameter
-        if by_parameter and not self.saved.groups:
-            for names in self.names:
-                held = [name for name in names if name in by_parameter]
-                groups.append({"params": held})
-                for path, full in by_parameter[held[0]].items() if held else ():
-                    place(groups[-1], path, known[full])
-            return groups
-        live = {name for names in self.names for name in names}
-        for _, entries in sorted(self.saved.groups.items()):
-            group: dict[str, Any] = {}
-            for path, full in entries.items():
-                place(group, path, known[full])
-            params = group.setdefault("params", [])
-            group["params"] = [n if isinstance(n, int) else unwrapped(str(n), live) for n in params]
-            groups.append(group)
-        return groups
+    def state(self, known: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of the state, by the live parameters' names."""
+        saved = self.saved.as_saved(self.names, known)
+        listed = [p for group in saved["param_groups"] for p in group["params"]]
+        live = [name for names in self.names for name in names]
+        name_of = dict(zip(listed, live, strict=True)) if len(listed) == len(live) else {}
+        return {name_of.get(key, str(key)) if isinstance(key, int) else key: own for key, own in saved["state"].items()}
 
     def build(self, known: Mapping[str, Any], with_state: bool) -> dict[str, Any]:
-        """The optimizer's state dict."""
-        live = {name for names in self.names for name in names}
-        result: dict[str, Any] = {"state": {}, "param_groups": self._groups(known)}
-        for name, entries in self.saved.state.items() if with_state else ():
-            key = int(name) if self.saved.numbered else unwrapped(name, live)
-            own = result["state"].setdefault(key, {})
-            for path, full in entries.items():
-                place(own, path, known[full])
-        for group in result["param_groups"] if with_state and not self.saved.numbered else ():
-            for name in group["params"]:  # the checkpoint decides: no state there is no state here
-                result["state"].setdefault(name, {})
-        if self.saved.other is not None and with_state:
-            others = {key: entries for _, key, entries in known[self.saved.other]}
+        """Return the optimizer's state dict."""
+        result = self.saved.as_saved(self.names, known)
+        if not with_state:
+            return {**result, "state": {}}
+        result["state"] = mapped(result["state"], known)
+        for group in result["param_groups"]:
+            for p in group["params"]:  # the checkpoint decides: no state there is no state here
+                if not isinstance(p, int):
+                    result["state"].setdefault(p, {})
+        if self.saved.other is not None:
+            others = {key: entries for _, key, entries in known[self.saved.other.name]}
             result["state"].update(others)
             result["other_state"] = list(others)
         return result
 
 
-def _paths(checkpoint: Checkpoint) -> list[tuple[str, ...]]:
-    """Where the optimizers are: by name below ``optimizer``, ``optimizer_<number>`` (Lightning), or the only one."""
-    found: dict[tuple[str, ...], None] = {}
-    for full in checkpoint.metadata.state_dict_metadata:
-        numbered = re.match(r"(optimizer_\d+)\.", full)
-        if numbered:
-            found.setdefault((numbered[1],))
-            continue
-        parts = full.split(".")
-        if parts[0] == OPTIMIZER and len(parts) > 2 and parts[1] not in ("state", "param_groups", "other_state"):
-            found.setdefault((OPTIMIZER, parts[1]))
+def _paths(tree: dict[Any, Any]) -> list[tuple[str, ...]]:
+    """Return where the optimizers are: by name below ``optimizer``, ``optimizer_<number>`` (Lightning), or the only one."""
+    found: list[tuple[str, ...]] = [
+        (key,) for key in tree if isinstance(key, str) and re.fullmatch(r"optimizer_\d+", key)
+    ]
+    named = tree.get(OPTIMIZER)
+    if isinstance(named, dict):
+        found += [(OPTIMIZER, name) for name, own in named.items() if is_optimizer(own)]
     return sorted(found, key=_in_order) or [(OPTIMIZER,)]
 
 
@@ -307,7 +274,7 @@ def _in_order(path: tuple[str, ...]) -> tuple[int, str]:
 
 
 def _sources(checkpoint: Checkpoint, engine: Any, models: Mapping[str, Any] | None) -> list[Source]:
-    """The live models, each with its place in the checkpoint."""
+    """Return the live models, each with its place in the checkpoint."""
     if models is None:
         return sources_of(engine, None)
     saved = checkpoint.metadata.state_dict_metadata

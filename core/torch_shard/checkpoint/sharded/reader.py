@@ -13,27 +13,39 @@ import ctypes
 import io
 import math
 import os
+import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Protocol
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from ...errors import CheckpointError
 from ...layout.flat_layout import contiguous_stride
 from ..format.checksum import block_sum, word_sum
 from ..format.dcp_metadata import METADATA, load_metadata
+from ..format.fileio import some
 from ..format.manifest import FileRecord, Item, Manifest
 
-__all__ = ["CheckedFile", "ShardReader", "check_sizes", "read_tensor"]
+__all__ = ["CheckedFile", "Receives", "ShardReader", "check_sizes"]
 
 _OPEN = 128  # files that are kept open, of which a checkpoint has one for each rank that wrote it
+
+
+class Receives(Protocol):
+    """What reading asks of a planner: the part of DCP's ``LoadPlanner`` that takes values."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take an object's bytes."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Return the memory that an item's values go to."""
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Take note that the values are there."""
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
@@ -43,7 +55,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
         try:
             size = os.stat(folder / name).st_size
         except FileNotFoundError:
-            problems.append(f"{name} is missing, with {_some(record)}")
+            problems.append(f"{name} is missing, with {_contents(record)}")
             continue
         if size != record.size:
             cut = record.item_at(size) if size < record.size else None
@@ -55,10 +67,8 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
         )
 
 
-def _some(record: FileRecord) -> str:
-    names = list(dict.fromkeys(item.name for item in record.items))
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (", ".join(names[:3]) or "DCP's metadata") + more
+def _contents(record: FileRecord) -> str:
+    return some(record.names_in(0, record.size), "DCP's metadata")
 
 
 class CheckedFile:
@@ -71,26 +81,17 @@ class CheckedFile:
         self._buffer = bytearray()
         try:
             self._fd = os.open(folder / name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(
-                    self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL
-                )  # the disk reads ahead while a block is verified
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"{folder / name} is missing, with {_some(record)}, so nothing was loaded. Load an earlier checkpoint."
+                f"{folder / name} is missing, with {_contents(record)}, so nothing was loaded. Load an earlier checkpoint."
             ) from error
-
-    def __enter__(self) -> CheckedFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._closer = weakref.finalize(self, os.close, self._fd)
+        if hasattr(os, "posix_fadvise"):  # the disk reads ahead while a block is verified
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def close(self) -> None:
         """Let go of the file."""
-        os.close(self._fd)
+        self._closer()
 
     def read(self, start: int, stop: int, into: memoryview) -> None:
         """Fill `into` with bytes ``[start, stop)``.
@@ -130,7 +131,7 @@ class CheckedFile:
             self._sums[low, high] = word_sum(block[low - first : high - first])
 
     def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Number and bounds of each block that holds some of the bytes."""
+        """Yield number and bounds of each block that holds some of the bytes."""
         marks = self.record.marks
         i = bisect.bisect_right(self._positions, start) - 1
         while start < stop:
@@ -160,67 +161,42 @@ class CheckedFile:
             block, at = block[count:], at + count
 
     def _damaged(self, first: int, last: int) -> CheckpointError:
-        touched = [i.name for i in self.record.items if i.start < last and i.start + i.length > first]
-        what = ", ".join(dict.fromkeys(touched)) or "no parameter"
+        what = ", ".join(self.record.names_in(first, last)) or "no parameter"
         return CheckpointError(
             f"{self.folder / self.name} is damaged: bytes [{first}, {last}), which hold {what}, differ from what was written "
             "(checksum). Nothing was loaded. Load an earlier checkpoint."
         )
 
 
-class ShardReader(StorageReader):
-    """A DCP storage reader for a checkpoint with a manifest."""
+class ShardReader:
+    """Reads entries of a checkpoint with a manifest, each verified; files stay open until :meth:`close`.
 
-    def __init__(self, path: str | os.PathLike[str], manifest: Manifest) -> None:
-        self.path, self.manifest = Path(path), manifest
-        self._metadata: Metadata | None = None
+    Attributes:
+        metadata: DCP's, verified and unpickled with its own classes only.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
         self._files: dict[str, CheckedFile] = {}
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path of a file system."""
-        return "://" not in str(checkpoint_id)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Forget the metadata; another path needs another reader."""
-        self._metadata = None
-        self.close()
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """DCP's metadata, verified and unpickled with its own classes only."""
-        record = self.manifest.files[METADATA]
-        with CheckedFile(self.path, METADATA, record) as file:
-            raw = bytearray(record.size)
+        self._tables: dict[str, dict[tuple[str, tuple[int, ...] | None], Item]] = {}
+        record = manifest.files[METADATA]
+        raw = bytearray(record.size)
+        with contextlib.closing(CheckedFile(folder, METADATA, record)) as file:
             file.read(0, record.size, memoryview(raw))
-        return load_metadata(io.BytesIO(raw), str(self.path / METADATA))
+        self.metadata = load_metadata(io.BytesIO(raw), str(folder / METADATA))
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Keep the metadata."""
-        self._metadata = metadata
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read this rank's items into the planner's tensors, one file after the other and each from front to back."""
-        for file, item, read in self._places(plan):
+    def read(self, items: Sequence[ReadItem], planner: Receives) -> None:
+        """Read items into the planner's tensors, one file after the other and each from front to back."""
+        for file, item, read in self._places(items):
             self._read(file, item, read, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
-    def verify_data(self, plan: LoadPlan) -> None:
-        """Look at all bytes that :meth:`read_data` would read, which then need no second look.
+    def verify(self, items: Sequence[ReadItem]) -> None:
+        """Look at all bytes that :meth:`read` would read, which then need no second look.
 
         Raises:
             CheckpointError: something is damaged or missing.
         """
-        for file, item, read in self._places(plan):
+        for file, item, read in self._places(items):
             if read.type == LoadItemType.BYTE_IO:
                 file.verify(item.start, item.start + item.length)
             else:
@@ -232,41 +208,46 @@ class ShardReader(StorageReader):
             file.close()
         self._files.clear()
 
-    def _places(self, plan: LoadPlan) -> Iterator[tuple[CheckedFile, Item, ReadItem]]:
-        assert self._metadata is not None
+    def _places(self, items: Sequence[ReadItem]) -> Iterator[tuple[CheckedFile, Item, ReadItem]]:
         wanted: dict[str, list[tuple[int, int]]] = {}
-        for number, read in enumerate(plan.items):
-            info = self._metadata.storage_data[read.storage_index]
+        for number, read in enumerate(items):
+            info = self.metadata.storage_data.get(read.storage_index)
+            if info is None:
+                index = read.storage_index
+                raise CheckpointError(
+                    f"{self.folder}: {index.fqn} is not complete: no file has its part at {index.offset}. Use another checkpoint."
+                )
             wanted.setdefault(info.relative_path, []).append((info.offset, number))
         for name, numbers in sorted(wanted.items()):
-            file, items = self._file(name), self._items(name)
+            file = self._file(name)
             for _, number in sorted(numbers):
-                yield file, self._item(file, items, plan.items[number]), plan.items[number]
+                yield file, self._item(file, items[number]), items[number]
             if len(self._files) > _OPEN:
                 self._files.pop(name).close()
 
     def _file(self, name: str) -> CheckedFile:
         record = self.manifest.files.get(name)
         if record is None:
-            raise CheckpointError(f"{self.path}: the manifest has no file {name}, which the metadata names.")
+            raise CheckpointError(f"{self.folder}: the manifest has no file {name}, which the metadata names.")
         if name not in self._files:
-            self._files[name] = CheckedFile(self.path, name, record)
+            self._files[name] = CheckedFile(self.folder, name, record)
         return self._files[name]
 
-    def _items(self, name: str) -> dict[tuple[str, tuple[int, ...] | None], Item]:
-        return {(item.name, item.offsets): item for item in self.manifest.files[name].items}
-
-    def _item(self, file: CheckedFile, items: dict[tuple[str, tuple[int, ...] | None], Item], read: ReadItem) -> Item:
+    def _item(self, file: CheckedFile, read: ReadItem) -> Item:
+        if file.name not in self._tables:
+            self._tables[file.name] = {(item.name, item.offsets): item for item in file.record.items}
         index = read.storage_index
         is_object = read.type == LoadItemType.BYTE_IO
-        item = items.get((index.fqn, None if is_object or index.offset is None else tuple(index.offset)))
+        item = self._tables[file.name].get(
+            (index.fqn, None if is_object or index.offset is None else tuple(index.offset))
+        )
         if item is None:
             raise CheckpointError(
                 f"{file.folder / file.name}: the manifest has no {index.fqn} there, but the metadata has."
             )
         return item
 
-    def _read(self, file: CheckedFile, item: Item, read: ReadItem, planner: LoadPlanner) -> None:
+    def _read(self, file: CheckedFile, item: Item, read: ReadItem, planner: Receives) -> None:
         if read.type == LoadItemType.BYTE_IO:
             raw = bytearray(item.length)
             file.read(item.start, item.start + item.length, memoryview(raw))
@@ -274,12 +255,11 @@ class ShardReader(StorageReader):
             return
         target = planner.resolve_tensor(read).detach()
         shape, dtype = self._chunk(read.storage_index)
-        read_tensor(file, item, shape, dtype, read, target)
+        _read_tensor(file, item, shape, dtype, read, target)
         planner.commit_tensor(read, target)
 
     def _chunk(self, index: MetadataIndex) -> tuple[torch.Size, torch.dtype]:
-        assert self._metadata is not None
-        found = self._metadata.state_dict_metadata[index.fqn]
+        found = self.metadata.state_dict_metadata[index.fqn]
         assert isinstance(found, TensorStorageMetadata)
         chunks = found.chunks
         if index.index is not None and index.index < len(chunks) and chunks[index.index].offsets == index.offset:
@@ -287,7 +267,7 @@ class ShardReader(StorageReader):
         return next(chunk.sizes for chunk in chunks if chunk.offsets == index.offset), found.properties.dtype
 
 
-def read_tensor(
+def _read_tensor(
     file: CheckedFile, item: Item, shape: torch.Size, dtype: torch.dtype, read: ReadItem, target: torch.Tensor
 ) -> None:
     """Copy a box of a saved chunk, whose values lie row by row, to `target`."""
@@ -308,7 +288,7 @@ def read_tensor(
 def _box(
     item: Item, shape: torch.Size, dtype: torch.dtype, read: ReadItem
 ) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-    """Where in the file the values of a box of a chunk are, from the first to the last, and their shape and strides there."""
+    """Return where in the file a box of a chunk begins and ends, and the shape and strides of its values there."""
     lengths = tuple(read.lengths) if shape else ()  # of a 0-dim tensor DCP may give one length
     strides = contiguous_stride(shape)
     first = sum(offset * stride for offset, stride in zip(read.storage_offsets, strides, strict=False)) if shape else 0
@@ -321,5 +301,5 @@ def _box(
 
 @contextlib.contextmanager
 def _memory(tensor: torch.Tensor, size: int) -> Iterator[memoryview]:
-    """A tensor's bytes, to be written to."""
+    """Return a tensor's bytes, to be written to."""
     yield memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")

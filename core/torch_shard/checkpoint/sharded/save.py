@@ -1,4 +1,4 @@
-"""Saving: every rank its slices, then one step that makes the checkpoint appear."""
+"""Saving: every rank its shards, then one step that makes the checkpoint appear."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state
 from ..format.atomic_directory import Saving, commit, discard, hidden, pattern, prune, sees
 from ..format.dcp_metadata import METADATA
-from ..format.manifest import MANIFEST, SAVE_ID, FileRecord, Manifest
+from ..format.manifest import SAVE_ID, FileRecord, Manifest
 from .async_save import PendingSave
 from .entries import EXTRA, MODEL, MODELS, OPTIMIZER, Optimizers, Source, optimizer_state, sources_of
 from .host_snapshot import Staging
 from .save_plan import SavePlanner, decide, propose
-from .writer import ShardWriter, checksum_of
+from .writer import write_file, write_manifest, write_metadata
 
 __all__ = ["save", "save_contents"]
 
-# A rank's file, what it holds, where, and which entries are whole.
+# A rank's file, what it holds, where, and which entries are not sharded.
 _Part = tuple[str, FileRecord | None, list[WriteResult], tuple[str, ...]]
 
 
@@ -71,7 +71,7 @@ def save_contents(
         engine: its ranks write.
         sources: the models that the manifest describes, the engine's by default.
         path, keep, asynchronous: as for :meth:`torch_shard.Engine.save`.
-        contents: by :mod:`.contents`'s names, the same on all ranks; tensors, ShardTensors and objects. ``extra`` counts on
+        contents: by :mod:`.entries`'s names, the same on all ranks; tensors, ShardTensors and objects. ``extra`` counts on
             rank 0.
     """
 
@@ -113,7 +113,7 @@ def _save(
         each(runtime, what, work.begin, nonce=f"{nonce}/begin")
         each(runtime, what, work.check_shared)
         with uncollected():
-            work.proposal = propose(runtime, what, work.planner, work.writer, contents)
+            work.proposal = propose(runtime, what, work.planner, contents)
         if asynchronous:
             staging = engine._staging = engine._staging or Staging()
             each(runtime, what, lambda: work.stage(staging), nonce=f"{nonce}/stage")
@@ -127,7 +127,7 @@ def _save(
 
 
 def _write(runtime: Any, what: str, work: _Save) -> None:
-    """All that remains, now."""
+    """Do all that remains, now."""
     with uncollected():
         proposals = gather(runtime, work.proposal, what)
         plans = each(runtime, what, lambda: None if proposals is None else work.decide(proposals))
@@ -138,7 +138,7 @@ def _write(runtime: Any, what: str, work: _Save) -> None:
 
 
 def _start(runtime: Any, what: str, work: _Save) -> PendingSave:
-    """All that remains, in a thread of each rank."""
+    """Do all that remains in a thread of each rank."""
     meeting = meeting_of(runtime, f"{work.nonce}/pending", own_connection=True)
     made: list[PendingSave] = []
     try:
@@ -158,7 +158,7 @@ class _Save:
         self.target, self.nonce, self.keep, self.facts = target, nonce, keep, facts
         self.rank, self.world = collectives.world_rank, collectives.world
         self.beside = hidden(target, nonce)
-        self.planner, self.writer = SavePlanner(), ShardWriter(self.beside, save_id=SAVE_ID + nonce)
+        self.planner, self.save_id = SavePlanner(), SAVE_ID + nonce
         self.proposal = SavePlan([])
         self.source: SavePlanner | _Staged = self.planner
         self.metadata: Metadata | None = None  # on rank 0
@@ -166,7 +166,7 @@ class _Save:
         self.committed = False
 
     def begin(self) -> None:
-        """Rank 0: the directory."""
+        """Make the directory, on rank 0."""
         if self.rank == 0:
             self.saving = Saving.begin(self.target, self.nonce)
 
@@ -183,28 +183,24 @@ class _Save:
         self.source = _Staged(staging, self.planner, self.proposal)
 
     def decide(self, proposals: list[SavePlan]) -> list[SavePlan]:
-        """Rank 0: who writes what."""
-        plans, self.metadata = decide(self.planner, self.writer, proposals)
+        """Decide on rank 0 who writes what."""
+        plans, self.metadata = decide(self.planner, proposals)
         return plans
 
     def write(self, plan: SavePlan) -> _Part:
-        """This rank's file."""
-        results: list[WriteResult] = self.writer.write_data(plan, self.source).wait()
-        return self.writer.name, self.writer.record, results, self.facts["whole"]
+        """Write this rank's file."""
+        record, results = write_file(self.beside, plan, self.source)
+        return str(plan.storage_data), record, results, self.facts["whole"]
 
     def finish(self, parts: list[_Part]) -> None:
-        """Rank 0: metadata and manifest, and the whole at its place; then what was there before, and what `keep` says, goes."""
+        """Write metadata and manifest, and put the directory in its place; delete what `keep` says. On rank 0."""
         assert self.saving is not None and self.metadata is not None
-        self.writer.finish(self.metadata, [results for _, _, results, _ in parts])
         files = {name: record for name, record, _, _ in parts if record is not None}
-        files[METADATA] = checksum_of(self.beside / METADATA)
+        results = [results for _, _, results, _ in parts]
+        files[METADATA] = write_metadata(self.beside, self.metadata, results, self.save_id)
         # Ranks need not have the same state: of optimizers that step on whole matrices each has some parameters'.
         whole = tuple(dict.fromkeys(name for *_, names in parts for name in names))
-        manifest = Manifest(id=str(self.writer.save_id), files=files, **{**self.facts, "whole": whole})
-        with open(self.beside / MANIFEST, "w", encoding="utf-8") as file:
-            file.write(manifest.to_text())
-            file.flush()
-            os.fsync(file.fileno())
+        write_manifest(self.beside, Manifest(id=self.save_id, files=files, **{**self.facts, "whole": whole}))
         commit(self.saving, self.target)
         self.committed = True  # whatever fails now is no reason to fail
         discard(self.target, self.nonce)
@@ -232,7 +228,7 @@ class _Staged:
         self._held = {item.index: value for item, value in zip(proposal.items, copied, strict=True)}
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The copy of an item of that proposal."""
+        """Return the copy of an item of that proposal."""
         return self._held[write_item.index]
 
 
@@ -265,7 +261,7 @@ def _contents(sources: list[Source], optimizers: Optimizers) -> dict[str, Any]:
 
 
 def _facts(engine: Any, sources: list[Source], contents: dict[str, Any]) -> dict[str, Any]:
-    """What the manifest says of the model and its engine, as they are now."""
+    """Return what the manifest says of the model and its engine, as they are now."""
     return {
         "world_size": engine.world_size,
         "strategy": engine.config.strategy,
@@ -275,13 +271,13 @@ def _facts(engine: Any, sources: list[Source], contents: dict[str, Any]) -> dict
             for u in s.runtime.units
         ),
         "parameters": tuple(row for source in sources for row in _table(source)),
-        "whole": tuple(_whole_state(sources, contents)),
+        "whole": tuple(_unsharded_state(sources, contents)),
         "module_versions": {".".join(source.path): _versions(_entry(contents, source.path)) for source in sources},
     }
 
 
-def _whole_state(sources: list[Source], contents: dict[str, Any]) -> Iterator[str]:
-    """Entries of optimizer state that look as if they were cut like their parameter, but are not: each rank has all of them."""
+def _unsharded_state(sources: list[Source], contents: dict[str, Any]) -> Iterator[str]:
+    """Return entries of optimizer state that have their parameter's shape, but are not sharded: each rank has all of them."""
     shapes = {
         source.prefix + name: p.shape
         for source in sources
@@ -312,7 +308,7 @@ def _entry(contents: dict[str, Any], path: tuple[str, ...]) -> Any:
 
 
 def _versions(state: Any) -> dict[str, Any]:
-    """The versions of the modules' own formats, which ``Module.load_state_dict`` asks for."""
+    """Return the versions of the modules' own formats, which ``Module.load_state_dict`` asks for."""
     metadata = getattr(state, "_metadata", {})
     return {name: {"version": own["version"]} for name, own in metadata.items() if isinstance(own.get("version"), int)}
 

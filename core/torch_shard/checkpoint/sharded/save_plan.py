@@ -18,8 +18,8 @@ from ...errors import CheckpointError
 from ...runtime.runtime import Runtime
 from ...shard_tensor.tensor import ShardTensor
 from ...shard_tensor.wrapper_subclasses import is_wrapper
+from ..format.torch_file import not_loadable
 from .entries import EXTRA, OPTIMIZER
-from .writer import ShardWriter
 
 __all__ = ["SavePlanner", "decide", "propose"]
 
@@ -34,7 +34,7 @@ class SavePlanner(DefaultSavePlanner):
         super().set_up_planner(_expressible(state_dict, ()), storage_meta, is_coordinator)
 
     def own_part(self, plan: SavePlan, of_rank_0: bytes) -> SavePlan:
-        """A local plan without what rank 0 will write anyway, where it has the same entries: all ranks' would be as many
+        """Return a local plan without what rank 0 will write anyway, where it has the same entries: all ranks' would be as many
         messages that say the same."""
         if self.digest() != of_rank_0:
             return plan
@@ -42,7 +42,7 @@ class SavePlanner(DefaultSavePlanner):
         return dataclasses.replace(plan, items=items, planner_data={})
 
     def digest(self) -> bytes:
-        """Equal on ranks that have the same entries; ``extra`` is rank 0's in any case."""
+        """Return a key that is equal on ranks that have the same entries; ``extra`` is rank 0's in any case."""
         names = [(name, path) for name, path in self.mappings.items() if path[0] != EXTRA]
         return hashlib.sha256(repr(names).encode()).digest()
 
@@ -83,8 +83,10 @@ class _Object:
 
 
 def _expressible(value: Any, path: tuple[str, ...]) -> Any:
-    """The same with one object in place of each container that would come back as another one: torch's planner leaves out empty
-    ones and makes strings of all keys."""
+    """Return the same with one object in place of each container that would come back as another one.
+
+    torch's planner leaves out empty ones and makes strings of all keys.
+    """
     if path == (EXTRA,):
         return _Object(value)
     if isinstance(value, Mapping):
@@ -107,7 +109,7 @@ def _expressible(value: Any, path: tuple[str, ...]) -> Any:
 
 
 def _is_value(path: tuple[str, ...]) -> bool:
-    """Whether a dict at this place is a value, and not a level of the layout (a parameter without state, say)."""
+    """Return True if a dict at this place is a value, and not a level of the layout (a parameter without state, say)."""
     if len(path) < 2:
         return False
     if path[0] != OPTIMIZER:
@@ -116,7 +118,7 @@ def _is_value(path: tuple[str, ...]) -> bool:
 
 
 def shards_in(value: Any) -> Iterator[ShardTensor]:
-    """The ShardTensors within nested containers."""
+    """Yield the ShardTensors within nested containers."""
     if isinstance(value, ShardTensor):
         yield value
     elif isinstance(value, Mapping):
@@ -128,7 +130,7 @@ def shards_in(value: Any) -> Iterator[ShardTensor]:
 
 
 def _object_bytes(name: str, value: Any) -> io.BytesIO:
-    """An object as torch.save has it; refused where it would not be loaded again."""
+    """Return an object as torch.save has it; refused where it would not be loaded again."""
     value = value.value if isinstance(value, _Object) else value
     file = io.BytesIO()
     try:
@@ -137,38 +139,29 @@ def _object_bytes(name: str, value: Any) -> io.BytesIO:
         if type(value) not in (int, float, bool, str, type(None)):  # which need no proof, and are most
             torch.load(file, weights_only=True)
     except Exception as error:
-        raise CheckpointError(
-            f"{name} can't be saved: {_reason(error)} Checkpoints hold tensors, numbers, strings, lists, tuples and dicts, since "
-            "unpickling anything else can run code. Convert it (vars(namespace), value.item()), or allow its class when saving "
-            "and loading with torch.serialization.add_safe_globals([Class])."
-        ) from error
+        raise not_loadable(name, error) from error
     file.seek(0)
     return file
 
 
-def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
-    return f"{type(error).__name__}: {(lines or [str(error).strip()])[0]}"
-
-
-def propose(
-    runtime: Runtime, what: str, planner: SavePlanner, writer: ShardWriter, contents: dict[str, Any]
-) -> SavePlan:
-    """What this rank has, and rank 0 not just as well. Collective."""
+def propose(runtime: Runtime, what: str, planner: SavePlanner, contents: dict[str, Any]) -> SavePlan:
+    """Return the plan of what this rank has, and rank 0 has not just as well. Collective."""
     first = runtime.collectives.world_rank == 0
 
     def local() -> SavePlan:
-        planner.set_up_planner(contents, writer.storage_meta(), first)
-        writer.set_up_storage_writer(first)
-        return writer.prepare_local_plan(planner.create_local_plan())
+        planner.set_up_planner(contents, is_coordinator=first)
+        return planner.create_local_plan()
 
     own = each(runtime, what, local)
     digest = broadcast(runtime, planner.digest() if first else b"", what)
     return own if first else planner.own_part(own, digest)
 
 
-def decide(planner: SavePlanner, writer: ShardWriter, proposals: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """Who writes what: the plan of each rank, and the metadata of the whole. On rank 0; not collective."""
+def decide(planner: SavePlanner, proposals: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    """Return the plan of each rank, with its file's name, and the metadata of the checkpoint. On rank 0; not collective."""
     chosen, metadata = planner.create_global_plan(proposals)
     # The names of entries are the metadata's, and as long as all plans together.
-    return [dataclasses.replace(p, planner_data=None) for p in writer.prepare_global_plan(chosen)], metadata
+    names = (f"__{rank}_0.distcp" for rank in range(len(chosen)))
+    return [
+        dataclasses.replace(p, planner_data=None, storage_data=n) for p, n in zip(chosen, names, strict=True)
+    ], metadata

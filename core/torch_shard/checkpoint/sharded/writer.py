@@ -1,7 +1,7 @@
 """Each rank's part of a checkpoint: one file, written once from front to back, checksums taken on the way.
 
 What DCP's FileSystemWriter writes can be read by this package and the other way round, but it passes every value through
-``torch.save`` into a Python file (a copy, a checksum) and copies slices first. Here a slice goes from where it is to the file,
+``torch.save`` into a Python file (a copy, a checksum) and copies shards first. Here a shard goes from where it is to the file,
 a few MiB at a time, so that the second look at it (the first one is the checksum's) finds it in the cache.
 """
 
@@ -14,165 +14,134 @@ import io
 import os
 import pickle
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
-from ..format.archive import ALIGNMENT
 from ..format.checksum import SMALLEST, block_sum
 from ..format.dcp_metadata import METADATA, StorageInfo
 from ..format.fileio import naming
-from ..format.manifest import FileRecord, Item
-from ..format.tensor_entry import crc_of_part, tensor_blob
+from ..format.manifest import MANIFEST, FileRecord, Item, Manifest
+from ..format.mmap_buffer import memory_of, row_major
+from ..format.tensor_entry import ALIGNMENT, surroundings
+from ..full.tied_weights import memory_key
 
-__all__ = ["BLOCK", "DataFile", "ShardWriter", "checksum_of", "result_of", "write_tensor"]
-
-BLOCK = 4 << 20
-"""Bytes of values that are checked, written and later verified at a time."""
+__all__ = ["Deferred", "Resolves", "write_file", "write_manifest", "write_metadata"]
 
 _SMALL = 256 << 10  # bytes up to which an entry goes through the buffer
 _BUFFER = 1 << 20
 
 
-class Resolves(Protocol):
-    """What is asked of a planner here."""
+@dataclasses.dataclass(frozen=True)
+class Deferred:
+    """A tensor that is read when it is its turn to be written.
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The tensor, or the bytes, of an item."""
-
-
-class ShardWriter(StorageWriter):
-    """A DCP storage writer for a directory that exists. ``record`` describes this rank's file once it is written.
-
-    ``torch.distributed.checkpoint.save(..., storage_writer=ShardWriter(path))`` works, too, but makes no manifest.
+    Attributes:
+        key: equal for two names of one memory, which is written once.
+        read: returns it.
     """
 
-    def __init__(self, path: str | os.PathLike[str], save_id: str | None = None) -> None:
-        self.path, self.save_id = Path(path), save_id
-        self.name = ""
-        self.record: FileRecord | None = None
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path of a file system."""
-        return "://" not in str(checkpoint_id)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another checkpoint."""
-        if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
-        self.record = None
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: the directory exists."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give each rank its file's name."""
-        return [dataclasses.replace(plan, storage_data=f"__{rank}_0.distcp") for rank, plan in enumerate(plans)]
-
-    def write_data(self, plan: SavePlan, planner: Resolves) -> Future[list[WriteResult]]:
-        """Write this rank's file and make it durable."""
-        done: Future[list[WriteResult]] = Future()
-        self.name, self.record = str(plan.storage_data), None
-        if not plan.items:
-            done.set_result([])
-            return done
-        path = self.path / self.name
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o666)
-        try:
-            file = DataFile(fd, path)
-            results = _write(file, plan, planner, self.name)
-            self.record = file.finish()
-            with naming(path):
-                os.fsync(fd)
-        finally:
-            os.close(fd)
-        done.set_result(results)
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write DCP's metadata and make it durable."""
-        metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
-        metadata.storage_meta = self.storage_meta()
-        metadata.version = "1.0.0"
-        with naming(self.path / METADATA), open(self.path / METADATA, "wb") as file:
-            pickle.dump(metadata, file)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def storage_meta(self) -> StorageMeta | None:
-        """What DCP keeps with the metadata."""
-        return StorageMeta(save_id=self.save_id)
+    key: Hashable
+    read: Callable[[], torch.Tensor]
 
 
-def _write(file: DataFile, plan: SavePlan, planner: Resolves, name: str) -> list[WriteResult]:
+class Resolves(Protocol):
+    """What writing asks of a planner."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """Return the tensor of an item, or a :class:`Deferred` one, or an object's bytes (BytesIO)."""
+
+
+def write_file(folder: Path, plan: SavePlan, planner: Resolves) -> tuple[FileRecord | None, list[WriteResult]]:
+    """Write a rank's file, whose name is in the plan, and make it durable.
+
+    Returns:
+        What the manifest says of the file, None where there is nothing to write; and what DCP's metadata says of the entries.
+    """
+    if not plan.items:
+        return None, []
+    name = str(plan.storage_data)
+    fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o666)
+    try:
+        file = _DataFile(fd, folder / name)
+        results = _write(file, plan, planner, name)
+        record = file.finish()
+        with naming(folder / name):
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+    return record, results
+
+
+def write_metadata(
+    folder: Path, metadata: Metadata, results: Sequence[Sequence[WriteResult]], save_id: str
+) -> FileRecord:
+    """Write DCP's metadata, with what all ranks' files hold, and make it durable. Return what the manifest says of it."""
+    metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
+    metadata.storage_meta = StorageMeta(save_id=save_id)
+    metadata.version = "1.0.0"
+    raw = pickle.dumps(metadata)
+    _write_durable(folder / METADATA, raw)
+    crc = zlib.crc32(raw)
+    return FileRecord(len(raw), crc, ((0, 0), (len(raw), crc)))
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, which makes a checkpoint of the directory, and make it durable."""
+    _write_durable(folder / MANIFEST, manifest.to_text().encode())
+
+
+def _write_durable(path: Path, raw: bytes) -> None:
+    with naming(path), open(path, "wb") as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write(file: _DataFile, plan: SavePlan, planner: Resolves, name: str) -> list[WriteResult]:
     results = []
-    # Tied parameters have several names and one memory: written once.
-    written: dict[tuple[Any, ...], tuple[torch.Tensor, int, int, int]] = {}
+    # Tied parameters have several names and one memory: written once. Kept, so that no other memory gets the same key.
+    written: dict[Hashable, tuple[Any, tuple[int, int, int]]] = {}
     for item in plan.items:
         data = planner.resolve_data(item)
         if isinstance(data, io.BytesIO):
-            assert item.type == WriteItemType.BYTE_IO
             start = file.begin()
             file.write(data.getbuffer())
             length, values = file.position - start, start
         else:
-            data = data.detach().resolve_conj().resolve_neg()
-            key = (data.data_ptr(), data.device, data.dtype, tuple(data.shape), data.stride())
-            if data.numel() and key in written:
-                _, start, length, values = written[key]
-            else:
-                start, length, values = write_tensor(file, data)
-                written[key] = (data, start, length, values)
+            key = data.key if isinstance(data, Deferred) else memory_key(data) if data.numel() else object()
+            if key not in written:
+                written[key] = data, _write_tensor(file, data.read() if isinstance(data, Deferred) else data)
+            start, length, values = written[key][1]
         offsets = None if item.index.offset is None or isinstance(data, io.BytesIO) else tuple(item.index.offset)
         file.items.append(Item(item.index.fqn, offsets, start, length, values))
-        results.append(result_of(item, name, start, length))
+        info = StorageInfo(name, start, length)
+        results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
     return results
 
 
-def result_of(item: WriteItem, name: str, start: int, length: int) -> WriteResult:
-    """What DCP's metadata says of an entry: in which file it is, where, how long."""
-    return WriteResult(index=item.index, size_in_bytes=length, storage_data=StorageInfo(name, start, length))
-
-
-def write_tensor(file: DataFile, tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Write one entry: where it starts, how long it is, where its values are."""
-    blob = tensor_blob(tensor.shape, tensor.dtype)
-    tensor = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+def _write_tensor(file: _DataFile, tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Write one entry; return where it starts, how long it is, and where its values are."""
+    head, tail = surroundings(tensor.shape, tensor.dtype)
+    tensor = row_major(tensor)
     start = file.begin()
-    file.write(blob.head)
+    file.write(head)
     values = file.position
-    if blob.nbytes <= _SMALL:
-        raw = b"".join(bytes(block) for block in _blocks(tensor))
-        crc = zlib.crc32(raw)
-        file.write(raw)
-    else:
-        before = file.crc
-        for block in _blocks(tensor):
+    for block in memory_of(tensor):
+        if tensor.nbytes <= _SMALL:
+            file.write(block)
+        else:
             file.write_block(block)
-        crc = crc_of_part(before, file.crc, blob.nbytes)
-    file.write(blob.tail(crc))
+    file.write(tail)
     return start, file.position - start, values
 
 
-def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The memory of a row-major tensor on the CPU, in parts. The tensor must outlive them."""
-    size, address = tensor.numel() * tensor.element_size(), tensor.data_ptr()
-    for at in range(0, size, BLOCK):
-        yield memoryview((ctypes.c_char * min(BLOCK, size - at)).from_address(address + at)).cast("B")
-
-
-class DataFile:
+class _DataFile:
     """Bytes one after the other, with a running checksum and marks. `path` is for messages."""
 
     def __init__(self, fd: int, path: str | os.PathLike[str]) -> None:
@@ -248,10 +217,3 @@ def _sync_file_range() -> Any:
         return None
     function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
     return function
-
-
-def checksum_of(path: Path) -> FileRecord:
-    """The record of a small file that is there already."""
-    raw = path.read_bytes()
-    crc = zlib.crc32(raw)
-    return FileRecord(len(raw), crc, ((0, 0), (len(raw), crc)))

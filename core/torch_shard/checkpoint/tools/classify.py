@@ -1,14 +1,15 @@
 """What is what in an opened checkpoint, whoever wrote it: models, optimizers, and the rest.
 
 They differ in where the model is (``model``, ``state_dict``, ``app.model``, at the top) and in how optimizer state is named: by
-parameter or by number, groups in a list or settings by parameter. :mod:`.saved` does the same for a live model, whose names
-decide; here there is none.
+parameter or by number, groups in a list or settings by parameter. :mod:`..sharded.entry_tree` finds the same things for a
+live model, whose names decide; here there is none.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +18,20 @@ import torch
 from ...errors import CheckpointError
 from ...state.optimizer_state import OTHER
 from ..sharded.entries import EXTRA, MODELS, OPTIMIZER, SLICED
-from ..sharded.entry_lookup import place
+from ..sharded.entry_tree import (
+    WRAPPERS,
+    SavedOptimizer,
+    Stored,
+    StoredObject,
+    is_optimizer,
+    leaves,
+    optimizer_of,
+)
 from ..sharded.extra_shards import joined
-from .open_any import LIGHTNING_META, Opened, Stored, StoredObject, leaves
+from .open_any import LIGHTNING_META, Opened
 
 __all__ = [
     "LIGHTNING",
-    "OptimizerParts",
     "Parts",
     "merged",
     "named_entries",
@@ -38,34 +46,14 @@ LIGHTNING = "pytorch-lightning_version"
 
 _MODELS = ("model", "state_dict", "model_state_dict")
 _OPTIMIZERS = (OPTIMIZER, "optim", "optimizer_state_dict", "optimizer_states", "optimizers")
-_WRAPPERS = ("module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod.")
-
-
-@dataclass
-class OptimizerParts:
-    """An optimizer.
-
-    Attributes:
-        state: by parameter's name, or number as a string, and key.
-        groups: settings, with "params", names or numbers; empty where settings are kept by parameter.
-        of_parameter: those.
-        numbered: whether parameters are numbers.
-        other: what it keeps of no parameter: the optimizer's position, key and value of each.
-    """
-
-    state: dict[str, dict[Any, Any]] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    of_parameter: dict[str, dict[Any, Any]] = field(default_factory=dict)
-    numbered: bool = False
-    other: Any = None
 
 
 @dataclass
 class Parts:
-    """A checkpoint's contents. Tensors are :class:`~.opened.Stored`.
+    """A checkpoint's contents. Tensors are :class:`~..sharded.entry_tree.Stored`.
 
     Attributes:
-        model: the state dict; values that are no tensors may be :class:`~.opened.StoredObject` or nested.
+        model: the state dict; values that are no tensors may be :class:`~..sharded.entry_tree.StoredObject` or nested.
         models: further ones by name.
         optimizers: by name, "" for the only one.
         extra: what ``engine.save`` was given, or the rest of a Lightning checkpoint. None where there is none.
@@ -78,7 +66,7 @@ class Parts:
 
     model: dict[str, Any] = field(default_factory=dict)
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
-    optimizers: dict[str, OptimizerParts] = field(default_factory=dict)
+    optimizers: dict[str, SavedOptimizer] = field(default_factory=dict)
     extra: Any = None
     other: dict[Any, Any] = field(default_factory=dict)
     lightning: bool = False
@@ -129,7 +117,7 @@ def parts_of(opened: Opened, model_only: bool = False) -> Parts:
 
 
 def _model_key(tree: Mapping[Any, Any]) -> str | None:
-    """Where the model is; None for at the top. A dict without tensors is a configuration, if anything else has some."""
+    """Return where the model is; None for at the top. A dict without tensors is a configuration, if anything else has some."""
     found = [key for key in _MODELS if isinstance(tree.get(key), dict)]
     with_tensors = (key for key in found if any(isinstance(leaf, Stored) for _, leaf in leaves(tree[key])))
     at_top = any(isinstance(value, Stored) for value in tree.values())
@@ -141,7 +129,7 @@ def _is_extra_state(name: Any) -> bool:
 
 
 def _read(parts: Parts, value: Any) -> Any:
-    """Objects in nested values as they are; None for those that can't be read."""
+    """Return objects in nested values as they are; None for those that can't be read."""
     try:
         return resolved(value)
     except CheckpointError as error:
@@ -150,7 +138,7 @@ def _read(parts: Parts, value: Any) -> Any:
 
 
 def resolved(value: Any) -> Any:
-    """Nested values with their objects read; tensors stay :class:`~.opened.Stored`.
+    """Return nested values with their objects read; tensors stay :class:`~..sharded.entry_tree.Stored`.
 
     Raises:
         CheckpointError: one is damaged, or can't be unpickled without running code.
@@ -174,9 +162,9 @@ def _optimizers(parts: Parts, tree: dict[Any, Any]) -> Iterator[tuple[str, dict[
             continue
         value = tree[key] if not isinstance(tree[key], StoredObject) else _read(parts, tree[key])
         found: dict[Any, Any] = {"": value}
-        if not _is_optimizer(value):
+        if not is_optimizer(value):
             found = dict(enumerate(value)) if isinstance(value, list) else value if isinstance(value, dict) else {}
-            if not found or not all(map(_is_optimizer, found.values())):
+            if not found or not all(map(is_optimizer, found.values())):
                 continue
             if isinstance(value, list) and len(value) == 1:
                 found = {"": value[0]}
@@ -190,78 +178,27 @@ def _optimizers(parts: Parts, tree: dict[Any, Any]) -> Iterator[tuple[str, dict[
         yield "" if len(numbers) == 1 else key.rpartition("_")[2], tree.pop(key)
 
 
-def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, dict) and any(
-        isinstance(key, str) and (key in ("state", "param_groups") or key.startswith(("state.", "param_groups.")))
-        for key in value
-    )
-
-
-def _optimizer(parts: Parts, tree: dict[Any, Any]) -> OptimizerParts:
+def _optimizer(parts: Parts, tree: dict[Any, Any]) -> SavedOptimizer:
     names = set(map(str, parts.model))
     names.update(f"{m}.{name}" for m, model in parts.models.items() for name in model)
-    found = OptimizerParts()
-    others: list[tuple[Any, Any]] = []  # of no parameter
-    for key, value in tree.items():
-        kind, _, rest = str(key).partition(".")
-        if key == "state" and isinstance(value, dict):
-            for name, own in value.items():
-                own = _read(parts, own) if isinstance(own, StoredObject) else own
-                if isinstance(own, dict):
-                    found.state[str(name)] = own
-                else:
-                    others.append((name, own))
-        elif key == "param_groups":
-            groups = _read(parts, value) if isinstance(value, StoredObject) else value
-            found.groups = [_group(parts, group) for group in (groups or ())]
-        elif key == OTHER:
-            found.other = _read(parts, value)
-        elif rest and kind in ("state", "param_groups"):
-            into = found.state if kind == "state" else found.of_parameter
-            name, path = _split(rest, names)
-            place(into.setdefault(name, {}), path, value)
-    found.numbered = _is_numbered(found)
-    others += [(name, found.state.pop(name)) for name in list(found.state) if found.numbered and not name.isdecimal()]
+    found = optimizer_of(tree, names, functools.partial(_read, parts))
+    numbered = found.numbered
+    strangers = {name: found.state.pop(name) for name in list(found.state) if numbered and not name.isdecimal()}
+    others = {**found.unknown, **strangers}
+    found.other = None if found.other is None else _read(parts, found.other)
     if others and found.other is None:
-        found.other = tuple((0, name, _read(parts, value)) for name, value in others)
+        found.other = tuple((0, name, _read(parts, value)) for name, value in others.items())
+    found.groups = [_read(parts, group) or {} for group in found.groups]
     return found
 
 
-def _group(parts: Parts, group: Any) -> dict[str, Any]:
-    found = _read(parts, group)
-    return {str(key): value for key, value in found.items()} if isinstance(found, Mapping) else {}
-
-
-def _is_numbered(found: OptimizerParts) -> bool:
-    """Parameters may have numbers for names, too, so the groups decide."""
-    listed = [p for group in found.groups for p in group.get("params") or ()]
-    if listed:
-        return all(isinstance(p, int) for p in listed)
-    return bool(found.state) and all(name.isdecimal() for name in found.state)
-
-
-def _split(text: str, names: Container[str]) -> tuple[str, tuple[str, ...]]:
-    """A parameter's name and the key behind it, where both are one text."""
-    for wrapper in ("", *_WRAPPERS):
-        if not text.startswith(wrapper):
-            continue
-        bare = text[len(wrapper) :]
-        cut = bare.rfind(".")
-        while cut > 0:  # the longest first: a name may begin with another one
-            if bare[:cut] in names:
-                return bare[:cut], tuple(bare[cut + 1 :].split("."))
-            cut = bare.rfind(".", 0, cut)
-    name, _, key = text.rpartition(".")
-    return name, (key,)
-
-
-def merged(parts: Parts) -> OptimizerParts:
-    """A list of optimizers as one, groups one behind the other, as ``engine.save`` writes a list.
+def merged(parts: Parts) -> SavedOptimizer:
+    """Return a list of optimizers as one, groups one behind the other, as ``engine.save`` writes a list.
 
     Raises:
         CheckpointError: two of them have state of one parameter.
     """
-    found = OptimizerParts(numbered=any(own.numbered for own in parts.optimizers.values()))
+    found = SavedOptimizer()
     other: list[tuple[int, Any, Any]] = []
     for position, own in enumerate(parts.optimizers.values()):
         groups = [{**group, "params": list(resolved(group.get("params") or ()))} for group in own.groups]
@@ -301,12 +238,12 @@ class _At(tuple[str, Any]):
 
 
 def title(path: Iterable[Any]) -> str:
-    """A path of :func:`named_entries` for people."""
+    """Return a path of :func:`named_entries` for people."""
     return ".".join(map(str, path))
 
 
 def named_entries(parts: Parts) -> dict[tuple[Any, ...], Any]:
-    """Everything by its path, as :mod:`.contents` describes them: equal for equal contents in any format.
+    """Return everything by its path, as :mod:`..sharded.entries` describes them: equal for equal contents in any format.
 
     Empty dicts and lists are entries, too. Two names that read the same, ``{1: ...}`` and ``{"1": ...}``, have two paths.
     """
@@ -355,7 +292,7 @@ def _walk(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], A
 
 def without_wrappers(parts: Parts) -> None:
     """Take the prefix of DDP or torch.compile off the names, where all of the model's have it."""
-    for wrapper in sorted(_WRAPPERS, key=len, reverse=True):
+    for wrapper in sorted(filter(None, WRAPPERS), key=len, reverse=True):
         if parts.model and all(str(name).startswith(wrapper) for name in parts.model):
             cut = len(wrapper)
             parts.model = {name[cut:]: value for name, value in parts.model.items()}

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .classify import OptimizerParts, Parts, merged, named_entries, resolved, title, without_wrappers
-from .open_any import Stored, StoredObject
+from ..sharded.entry_tree import SavedOptimizer, Stored, StoredObject
+from .classify import Parts, merged, named_entries, resolved, title, without_wrappers
 from .torch_layout import known_names, numbered
 
 __all__ = ["Difference", "aligned", "compare", "differing"]
@@ -41,7 +41,7 @@ class Difference:
 
 
 def aligned(a: Parts, b: Parts) -> tuple[dict[tuple[Any, ...], Any], dict[tuple[Any, ...], Any]]:
-    """The entries of two checkpoints by paths that are the same in both where their formats differ.
+    """Return the entries of two checkpoints by paths that are the same in both where their formats differ.
 
     Optimizer state by number gets the names that the other one has, by position; wrappers' prefixes are taken off where
     the other model has none; what only one of them calls ``extra`` is that in both.
@@ -62,11 +62,11 @@ def aligned(a: Parts, b: Parts) -> tuple[dict[tuple[Any, ...], Any], dict[tuple[
     return named_entries(a), named_entries(b)
 
 
-def _form(optimizer: OptimizerParts) -> tuple[bool, bool]:
+def _form(optimizer: SavedOptimizer) -> tuple[bool, bool]:
     return optimizer.numbered, bool(optimizer.of_parameter and not optimizer.groups)
 
 
-def _positions(optimizer: OptimizerParts, parts: Parts) -> list[str]:
+def _positions(optimizer: SavedOptimizer, parts: Parts) -> list[str]:
     if optimizer.numbered:
         return []
     if optimizer.groups:
@@ -75,12 +75,12 @@ def _positions(optimizer: OptimizerParts, parts: Parts) -> list[str]:
     return sorted(optimizer.of_parameter, key=lambda name: order.get(name, len(order)))
 
 
-def _renamed(state: dict[str, Any], names: list[str]) -> OptimizerParts:
+def _renamed(state: dict[str, Any], names: list[str]) -> SavedOptimizer:
     def name(number: Any) -> str:
         return names[number] if isinstance(number, int) and number < len(names) else str(number)
 
     groups = [{**group, "params": [name(p) for p in group["params"]]} for group in state["param_groups"]]
-    return OptimizerParts({name(key): own for key, own in state["state"].items()}, groups)
+    return SavedOptimizer({name(key): own for key, own in state["state"].items()}, groups)
 
 
 def compare(
@@ -92,7 +92,7 @@ def compare(
     dtypes: bool = True,
     progress: Callable[[int], object] = lambda nbytes: None,
 ) -> Iterator[Difference]:
-    """What differs, in the order of the first.
+    """Yield what differs, in the order of the first.
 
     Args:
         a, b: of :func:`aligned`.
@@ -151,7 +151,7 @@ def _tensors(
 
 
 def differing(x: torch.Tensor, y: torch.Tensor, rtol: float = 0.0, atol: float = 0.0) -> tuple[int, float]:
-    """How many elements differ, and the largest absolute difference.
+    """Return how many elements differ, and the largest absolute difference.
 
     Args:
         x, y: of one shape.
@@ -181,7 +181,7 @@ def differing(x: torch.Tensor, y: torch.Tensor, rtol: float = 0.0, atol: float =
 
 
 def _equal(one: Any, two: Any) -> bool:
-    """Whether two objects are the same: of one type (a list and a tuple are one), and floats to the bit."""
+    """Return True if two objects are the same: of one type (a list and a tuple are one), and floats to the bit."""
     one, two = _memory(_loaded(one)), _memory(_loaded(two))
     if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
         return one.dtype == two.dtype and one.shape == two.shape and differing(one, two)[0] == 0

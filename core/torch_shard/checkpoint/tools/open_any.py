@@ -1,75 +1,36 @@
 """Any checkpoint, opened to be looked at: a tree of its entries, read one at a time. Not collective, and without a process group.
 
 The tree is what ``torch.load`` would give, but for its leaves: a tensor is a :class:`Stored`, which reads it, and an object of a
-sharded checkpoint a :class:`StoredObject`. :mod:`.parts` says what is model and what is optimizer in it.
+sharded checkpoint a :class:`StoredObject`. :mod:`.classify` says what is model and what is optimizer in it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import weakref
 import zipfile
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from ...errors import CheckpointError
 from ..format.atomic_directory import find
-from ..format.chunks import covers
 from ..format.dcp_metadata import METADATA
-from ..format.manifest import MANIFEST, Item, Manifest
+from ..format.manifest import MANIFEST, Manifest
 from ..full.open_files import is_full, open_full
 from ..sharded.checkpoint_dir import Checkpoint
-from ..sharded.entries import MODEL, MODELS, OPTIMIZER
-from ..sharded.entry_lookup import place
-from ..sharded.reader import CheckedFile, read_tensor
+from ..sharded.entries import MODEL
+from ..sharded.entry_tree import Stored, StoredObject, tree_of
 
-__all__ = ["LIGHTNING_META", "Opened", "Stored", "StoredObject", "leaves", "open_checkpoint", "refuse_compressed"]
+__all__ = ["LIGHTNING_META", "Opened", "open_checkpoint", "refuse_compressed"]
 
 LIGHTNING_META = "meta.pt"
 """Beside DCP's files, Lightning's own: what is neither model nor optimizer."""
 
 SHARDED, DCP = "torch-shard", "dcp"
-_OPEN_FILES = 64
-
-
-@dataclass(frozen=True, eq=False)
-class Stored:
-    """A tensor in a checkpoint.
-
-    Attributes:
-        name: as the checkpoint has it.
-        shape, dtype: of the whole tensor.
-        place: equal for two names of one memory (tied parameters).
-        files: that hold parts of it.
-        read: returns it, on the CPU; from a checkpoint with checksums what was written, or a CheckpointError.
-    """
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    place: Hashable
-    files: tuple[str, ...]
-    read: Callable[[], torch.Tensor] = field(repr=False)
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True, eq=False)
-class StoredObject:
-    """Anything else in a sharded checkpoint; ``read`` unpickles it without running code."""
-
-    name: str
-    files: tuple[str, ...]
-    read: Callable[[], Any] = field(repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,35 +78,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
     return _full(target)
 
 
-def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Everything in nested dicts, lists and tuples that is none of these, with its path."""
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from leaves(value, (*path, key))
-    elif isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
-        for i, value in enumerate(tree):
-            yield from leaves(value, (*path, i))
-    else:
-        yield path, tree
-
-
 # -- directories of torch.distributed.checkpoint ----------------------------------------------------------------------
 
 
 def _sharded(checkpoint: Checkpoint) -> Opened:
-    reader = _Reader(checkpoint)
-    paths = checkpoint.metadata.planner_data
-    tree: dict[Any, Any] = {}
-    entries = checkpoint.metadata.state_dict_metadata
-    # torch's planner lists entries by the rank that wrote them, and paths in the order of the state dict.
-    order = [name for name in paths if name in entries] if isinstance(paths, Mapping) else []
-    for name in dict.fromkeys([*order, *entries]):
-        path = paths.get(name) if isinstance(paths, Mapping) else None
-        leaf = reader.leaf(name)
-        try:
-            place(tree, _path(name) if path is None else tuple(path), leaf)
-        except (AttributeError, IndexError, TypeError):  # two entries claim one place
-            tree[name] = leaf
+    tree = tree_of(checkpoint)
     folder, manifest = checkpoint.folder, checkpoint.manifest
     if manifest is None and (folder / LIGHTNING_META).is_file():
         tree[LIGHTNING_META] = StoredObject(LIGHTNING_META, (LIGHTNING_META,), lambda: _rest(folder / LIGHTNING_META))
@@ -160,97 +97,13 @@ def _sharded(checkpoint: Checkpoint) -> Opened:
     )
 
 
-def _path(name: str) -> tuple[str, ...]:
-    """The place of an entry that comes without one."""
-    head, _, rest = name.partition(".")
-    if head == MODELS and "." in rest:
-        return (head, *rest.split(".", 1))
-    return (head, rest) if rest and head in (MODEL, OPTIMIZER, "optim", "state_dict") else (name,)
-
-
 def _rest(path: Path) -> Any:
     return _Leaves(path, lambda name: path.name).of(open_full(path).values)
 
 
 def sizes_of(folder: Path) -> dict[str, int]:
-    """Of the files in a directory, by name."""
+    """Return the sizes of the files in a directory, by name."""
     return {name: (folder / name).stat().st_size for name in sorted(os.listdir(folder)) if (folder / name).is_file()}
-
-
-class _Reader:
-    """Reads entries of a sharded checkpoint one at a time; files and tables stay open between them."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-        self._open: dict[str, CheckedFile] = {}
-        weakref.finalize(self, _close, self._open)
-        self._items: dict[str, dict[tuple[str, tuple[int, ...] | None], Item]] = {}
-
-    def leaf(self, name: str) -> Stored | StoredObject:
-        found, storage = self.checkpoint.tensor(name), self.checkpoint.metadata.storage_data
-        if found is None:
-            info = storage.get(MetadataIndex(name))
-            return StoredObject(name, (info.relative_path,) if info else (), lambda: self._object(name))
-        infos = [storage.get(MetadataIndex(name, chunk.offsets)) for chunk in found.chunks]
-        files = tuple(dict.fromkeys(info.relative_path for info in infos if info is not None))
-        where = tuple((i.relative_path, i.offset) for i in infos if i is not None) if found.size.numel() else ()
-        whole = where if len(where) == len(found.chunks) else ()
-        return Stored(name, found.size, found.properties.dtype, whole or name, files, lambda: self._tensor(name, found))
-
-    def _object(self, name: str) -> Any:
-        return self.checkpoint.read({}, [name])[name]
-
-    def _tensor(self, name: str, found: TensorStorageMetadata) -> torch.Tensor:
-        if not covers(found.size, found.chunks):  # what no part fills would be whatever memory held
-            raise CheckpointError(
-                f"{self.checkpoint.folder}: {name} is not complete: its parts do not make up its shape {list(found.size)}. Use "
-                "another checkpoint."
-            )
-        tensor = torch.empty(found.size, dtype=found.properties.dtype)
-        if self.checkpoint.manifest is None:
-            self.checkpoint.read({name: tensor}, ())
-            return tensor
-        for chunk in found.chunks:
-            info = self.checkpoint.metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
-            item = None if info is None else self._table(info.relative_path).get((name, tuple(chunk.offsets)))
-            if info is None or item is None:
-                raise CheckpointError(
-                    f"{self.checkpoint.folder}: {name} is not complete: no file has its part at {list(chunk.offsets)}. "
-                    "Use another checkpoint."
-                )
-            target = tensor
-            for dim, (offset, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                target = target.narrow(dim, offset, length)
-            index, zeros = MetadataIndex(name, chunk.offsets), torch.Size([0] * len(chunk.sizes))
-            read = ReadItem(LoadItemType.TENSOR, index, chunk.offsets, index, zeros, chunk.sizes)
-            read_tensor(self._file(info.relative_path), item, chunk.sizes, found.properties.dtype, read, target)
-        return tensor
-
-    def _file(self, name: str) -> CheckedFile:
-        file = self._open.get(name)
-        if file is None:
-            assert self.checkpoint.manifest is not None
-            if len(self._open) >= _OPEN_FILES:
-                _close(self._open)
-            record = self.checkpoint.manifest.files[name]
-            file = self._open[name] = CheckedFile(self.checkpoint.folder, name, record)
-        return file
-
-    def _table(self, name: str) -> dict[tuple[str, tuple[int, ...] | None], Item]:
-        if name not in self._items:
-            assert self.checkpoint.manifest is not None
-            record = self.checkpoint.manifest.files.get(name)
-            if record is None:
-                raise CheckpointError(
-                    f"{self.checkpoint.folder}: the manifest has no file {name}, which the metadata names."
-                )
-            self._items[name] = {(item.name, item.offsets): item for item in record.items}
-        return self._items[name]
-
-
-def _close(files: dict[str, CheckedFile]) -> None:
-    while files:
-        files.popitem()[1].__exit__(None, None, None)
 
 
 # -- files of one process ---------------------------------------------------------------------------------------------

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import io
-import os
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ...errors import CheckpointError
 from ...state.optimizer_state import OTHER
 from ..format.atomic_directory import Saving, commit, discard
 from ..format.dcp_metadata import METADATA
-from ..format.manifest import MANIFEST, SAVE_ID, FileRecord, Item, Manifest
+from ..format.manifest import SAVE_ID, FileRecord, Manifest
 from ..sharded.entries import EXTRA, MODEL, MODELS, OPTIMIZER
-from ..sharded.save_plan import SavePlanner
-from ..sharded.writer import DataFile, ShardWriter, checksum_of, result_of, write_tensor
-from .classify import OptimizerParts, Parts, merged, resolved
-from .open_any import Opened, Stored
+from ..sharded.entry_tree import SavedOptimizer, Stored
+from ..sharded.save_plan import SavePlanner, decide
+from ..sharded.writer import Deferred, write_file, write_manifest, write_metadata
+from .classify import Parts, merged, resolved
+from .open_any import Opened
 from .torch_layout import known_names
 
 __all__ = ["write_sharded"]
@@ -42,7 +39,7 @@ def write_sharded(
     Args:
         opened: the checkpoint.
         parts: of it, those that are to be written.
-        target: a directory; a checkpoint that is there is replaced once the new one is whole.
+        target: a directory; a checkpoint that is there is replaced once the new one is complete.
         dtype: of the models' floating-point entries; None keeps theirs.
         progress: is told of bytes as they are written.
 
@@ -54,19 +51,16 @@ def write_sharded(
     saving = Saving.begin(target, nonce)
     done = False
     try:
-        writer = ShardWriter(saving.path, save_id=SAVE_ID + nonce)
-        planner = _Planner()
-        planner.set_up_planner(_Contents(planner).of(parts, dtype), writer.storage_meta(), True)
-        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-        plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+        planner = _Planner(progress)
+        planner.set_up_planner(_Contents(planner).of(parts, dtype), is_coordinator=True)
+        (plan,), metadata = decide(planner, [planner.create_local_plan()])
+        plan = planner.finish_plan(plan)
         planner.check(plan)
-        record, results = _write(saving.path, plan, planner, progress)
-        writer.finish(metadata, [results])
-        files = {str(plan.storage_data): record, METADATA: checksum_of(saving.path / METADATA)}
-        with open(saving.path / MANIFEST, "w", encoding="utf-8") as file:
-            file.write(_manifest(opened, parts, str(writer.save_id), files, dtype).to_text())
-            file.flush()
-            os.fsync(file.fileno())
+        save_id = SAVE_ID + nonce
+        record, results = write_file(saving.path, plan, planner)
+        files = {str(plan.storage_data): record} if record is not None else {}
+        files[METADATA] = write_metadata(saving.path, metadata, [results], save_id)
+        write_manifest(saving.path, _manifest(opened, parts, save_id, files, dtype))
         commit(saving, target)
         done = True
         discard(target, nonce)
@@ -75,30 +69,41 @@ def write_sharded(
 
 
 class _Planner(SavePlanner):
-    """Plans with stand-ins, and reads each tensor when it is its turn to be written."""
+    """Plans with proxies, and reads each tensor when it is its turn to be written."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Callable[[int], object]) -> None:
         super().__init__()
-        self.stored: dict[int, tuple[Stored, torch.dtype]] = {}  # by id of its stand-in
+        self.progress = progress
+        self.stored: dict[int, tuple[Stored, torch.dtype]] = {}  # by id of its proxy
 
-    def stand_in(self, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
+    def proxy(self, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
         made = torch.empty(stored.shape, dtype=dtype, device="meta")
         self.stored[id(made)] = stored, dtype
         return made
 
     def check(self, plan: SavePlan) -> None:
-        """Every tensor has to be in the plan: a stand-in within an object would be written as nothing."""
+        """Raise where a tensor is not in the plan: a proxy within an object would be written as nothing."""
         planned = {id(self.state_dict[item.index.fqn]) for item in plan.items}
         lost = [stored.name for number, (stored, _) in self.stored.items() if number not in planned]
         if lost:
             raise CheckpointError(f"{lost[0]} has no place in a sharded checkpoint ({len(lost)} tensors in all).")
 
-    def source(self, index: MetadataIndex) -> tuple[Stored, torch.dtype] | None:
-        return self.stored.get(id(self.state_dict[index.fqn]))
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        stored, dtype = self.stored.get(id(self.state_dict[write_item.index.fqn]), (None, None))
+        if stored is None:
+            return super().resolve_data(write_item)
+
+        def read() -> torch.Tensor:
+            value = stored.read().to(dtype)
+            self.progress(stored.nbytes)
+            return value
+
+        # Places in the other checkpoint say which tensors are tied.
+        return Deferred((stored.place, dtype), read)
 
 
 class _Contents:
-    """A checkpoint's contents in the form of :mod:`.contents`, stand-ins for tensors."""
+    """A checkpoint's contents in the form of :mod:`..sharded.entries`, proxies for tensors."""
 
     def __init__(self, planner: _Planner) -> None:
         self.planner = planner
@@ -135,14 +140,14 @@ class _Contents:
     def fill(self, tree: Any, dtype: torch.dtype | None = None) -> Any:
         if isinstance(tree, Stored):
             kept = dtype if dtype is not None and tree.dtype.is_floating_point else tree.dtype
-            return self.planner.stand_in(tree, kept)
+            return self.planner.proxy(tree, kept)
         if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
             return {key: self.fill(value, dtype) for key, value in tree.items()}
         if isinstance(tree, list):
             return [self.fill(value, dtype) for value in tree]
         return _read(resolved(tree))  # other keys have no names in a checkpoint: one object with its tensors
 
-    def optimizer(self, own: OptimizerParts) -> dict[str, Any]:
+    def optimizer(self, own: SavedOptimizer) -> dict[str, Any]:
         found: dict[str, Any] = {}
         if own.of_parameter and not own.groups:  # in torch's flattened form, which says nothing of groups
             for kind, table in (("state", own.state), ("param_groups", own.of_parameter)):
@@ -160,8 +165,8 @@ class _Contents:
         return found
 
 
-def _given_names(own: OptimizerParts, groups: list[dict[str, Any]]) -> dict[str, str]:
-    """By number, where the optimizer was made of named parameters, so that its groups say them."""
+def _given_names(own: SavedOptimizer, groups: list[dict[str, Any]]) -> dict[str, str]:
+    """Return names by number, where the optimizer was made of named parameters, so that its groups say them."""
     if not own.numbered or not all(len(g.get("param_names", ())) == len(g.get("params", ())) for g in groups):
         return {}
     return {str(p): name for g in groups for p, name in zip(g["params"], g.get("param_names", ()), strict=True)}
@@ -179,7 +184,7 @@ def _stored(tree: Any) -> Iterator[Stored]:
 
 
 def _read(tree: Any) -> Any:
-    """Nested values with their tensors in memory."""
+    """Return nested values with their tensors in memory."""
     if isinstance(tree, Stored):
         return tree.read().clone()
     if isinstance(tree, dict):
@@ -187,38 +192,6 @@ def _read(tree: Any) -> Any:
     if isinstance(tree, list):
         return [_read(value) for value in tree]
     return tuple(map(_read, tree)) if type(tree) is tuple else tree
-
-
-def _write(
-    folder: Path, plan: SavePlan, planner: _Planner, progress: Callable[[int], object]
-) -> tuple[FileRecord, list[WriteResult]]:
-    """As :meth:`ShardWriter.write_data`, which keeps what it has written for the sake of tied parameters: here their places in
-    the other checkpoint say which are tied."""
-    name = str(plan.storage_data)
-    results = []
-    written: dict[Any, tuple[int, int, int]] = {}
-    with open(folder / name, "wb", buffering=0) as raw:
-        file = DataFile(raw.fileno(), folder / name)
-        for item in plan.items:
-            source = planner.source(item.index)
-            if source is None:
-                data = planner.resolve_data(item)
-                assert isinstance(data, io.BytesIO)
-                start = file.begin()
-                file.write(data.getbuffer())
-                places = start, file.position - start, start
-            elif (source[0].place, source[1]) in written:
-                places = written[source[0].place, source[1]]
-            else:
-                places = written[source[0].place, source[1]] = write_tensor(file, source[0].read().to(source[1]))
-                progress(source[0].nbytes)
-            start, length, values = places
-            offsets = None if source is None or item.index.offset is None else tuple(item.index.offset)
-            file.items.append(Item(item.index.fqn, offsets, start, length, values))
-            results.append(result_of(item, name, start, length))
-        record = file.finish()
-        os.fsync(raw.fileno())
-    return record, results
 
 
 def _manifest(

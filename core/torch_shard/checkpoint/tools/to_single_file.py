@@ -13,13 +13,12 @@ import torch
 
 from ...errors import ConfigError
 from ..format.atomic_directory import Saving, commit, discard, sync
-from ..format.dcp_metadata import METADATA
-from ..format.manifest import MANIFEST
 from ..format.safetensors import SafetensorsWriter
 from ..format.torch_file import TorchFileWriter
-from ..full.save import OTHER_WEIGHTS, keep_others
+from ..full.save import keep_others, refuse_to_lose
+from ..sharded.entry_tree import Stored
 from .classify import Parts
-from .open_any import Opened, Stored
+from .open_any import Opened
 from .torch_layout import Slots, torch_structure
 
 __all__ = ["refuse_to_replace", "write_safetensors", "write_torch"]
@@ -39,7 +38,7 @@ def refuse_to_replace(target: Path, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def _beside(target: Path) -> Iterator[Saving]:
-    """A hidden directory beside the target, for what is not whole yet; nothing is left there."""
+    """Make a hidden directory beside the target, for what is not complete yet; leave nothing there."""
     saving = Saving.begin(target, secrets.token_hex(8), refuse=lambda target: None)
     try:
         yield saving
@@ -56,11 +55,11 @@ def write_torch(
     dtype: torch.dtype | None = None,
     progress: Progress = lambda nbytes: None,
 ) -> None:
-    """Write a file that ``torch.load(weights_only=True)`` reads; see :mod:`.torch_form` for what is in it.
+    """Write a file that ``torch.load(weights_only=True)`` reads; see :mod:`.torch_layout` for what is in it.
 
     Args:
         opened, parts: the checkpoint.
-        target: of the file, which appears when it is whole.
+        target: of the file, which appears when it is complete.
         model_only: the state dict alone.
         dtype: of the models' floating-point entries; None keeps theirs.
         progress: is told of bytes as they are read.
@@ -109,7 +108,7 @@ def write_safetensors(
         OSError: the disk is full, for instance; nothing is left then.
     """
     single = target.name if target.suffix == ".safetensors" else None
-    _refuse_to_lose(target, single is not None)
+    refuse_to_lose(target, single is not None)
     tensors, tied, left_out = _tensors(parts, dtype)
     with _beside(target) as saving:
         entries = {name: (stored.shape, kept) for name, (stored, kept) in tensors.items()}
@@ -132,7 +131,7 @@ def write_safetensors(
 def _tensors(
     parts: Parts, dtype: torch.dtype | None
 ) -> tuple[dict[str, tuple[Stored, torch.dtype]], dict[str, str], list[str]]:
-    """What is stored under which name, the further names of tied tensors, and what is no tensor."""
+    """Return what is stored under which name, the further names of tied tensors, and what is no tensor."""
     found: dict[str, tuple[Stored, torch.dtype]] = {}
     names: dict[Any, str] = {}
     tied: dict[str, str] = {}
@@ -157,17 +156,3 @@ def _tensors(
             else:
                 tied[name] = names[value.place]
     return found, tied, left_out
-
-
-def _refuse_to_lose(target: Path, single: bool) -> None:
-    """Raise where a directory would be lost that holds more than a model and files beside it."""
-    if single and target.is_dir() or not single and target.is_file():
-        raise ConfigError(f"{target} is a {'directory' if single else 'file'}; give another path.")
-    for name in sorted(os.listdir(target)) if target.is_dir() else ():
-        if name in (MANIFEST, METADATA) or (target / name).is_dir():
-            raise ConfigError(f"{target} holds {name}, which would be lost, since a model replaces it as a whole.")
-        if OTHER_WEIGHTS.fullmatch(name):
-            raise ConfigError(
-                f"{target} holds other weights ({name}), so that it would not be clear which ones count. Delete them, or give "
-                "another path."
-            )

@@ -15,8 +15,8 @@ import torch
 from ...errors import CheckpointError
 from ..format.torch_file import Slot
 from ..sharded.entries import EXTRA, MODEL, MODELS, OPTIMIZER
-from .classify import OptimizerParts, Parts, resolved
-from .open_any import Stored
+from ..sharded.entry_tree import SavedOptimizer, Stored
+from .classify import Parts, resolved
 
 __all__ = ["Slots", "known_names", "numbered", "torch_structure"]
 
@@ -33,7 +33,7 @@ class Slots:
         self._known: dict[tuple[Any, torch.dtype], Slot] = {}
 
     def fill(self, tree: Any, dtype: torch.dtype | None = None) -> Any:
-        """The same values with slots for tensors, floating-point ones of `dtype` if one is given."""
+        """Return the same values with slots for tensors, floating-point ones of `dtype` if one is given."""
         if isinstance(tree, Stored):
             kept = dtype if dtype is not None and tree.dtype.is_floating_point else tree.dtype
             slot = self._known.get((tree.place, kept))
@@ -53,7 +53,7 @@ class Slots:
 def torch_structure(
     parts: Parts, slots: Slots, versions: Mapping[str, Any], *, model_only: bool, dtype: torch.dtype | None
 ) -> Any:
-    """The structure of a torch file.
+    """Return the structure of a torch file.
 
     Args:
         parts: of the checkpoint.
@@ -88,7 +88,7 @@ def torch_structure(
 
 
 def _free(key: str, given: str, parts: Parts) -> str:
-    """The usual key, or where something else has it ({"model": "resnet50", "state_dict": ...}) the one of the checkpoint."""
+    """Return the usual key, or the checkpoint's where something else has that ({"model": "resnet50", "state_dict": ...})."""
     if key not in parts.other:
         return key
     if given in parts.other:
@@ -109,12 +109,12 @@ def _state_dict(
 
 
 def known_names(parts: Parts) -> list[str]:
-    """Of the models' entries, as optimizer state names them."""
+    """Return the names of the models' entries, as optimizer state has them."""
     return [*parts.model, *(f"{name}.{key}" for name, model in parts.models.items() for key in model)]
 
 
-def numbered(optimizer: OptimizerParts, names: Iterable[str]) -> dict[str, Any]:
-    """An optimizer's state as ``optimizer.state_dict()`` has it: a parameter's number is its position in the groups.
+def numbered(optimizer: SavedOptimizer, names: Iterable[str]) -> dict[str, Any]:
+    """Return an optimizer's state as ``optimizer.state_dict()`` has it: a parameter's number is its position in the groups.
 
     Args:
         optimizer: of a checkpoint.
@@ -142,7 +142,7 @@ def numbered(optimizer: OptimizerParts, names: Iterable[str]) -> dict[str, Any]:
     return {"state": ordered, "param_groups": made}
 
 
-def _regrouped(optimizer: OptimizerParts, names: list[str]) -> list[dict[str, Any]]:
+def _regrouped(optimizer: SavedOptimizer, names: list[str]) -> list[dict[str, Any]]:
     order = {name: i for i, name in enumerate(names)}
     groups: dict[str, dict[str, Any]] = {}
     for name in sorted(optimizer.of_parameter, key=lambda name: order.get(name, len(order))):
@@ -153,5 +153,5 @@ def _regrouped(optimizer: OptimizerParts, names: list[str]) -> list[dict[str, An
 
 
 def _scalar(value: Any) -> Any:
-    """A learning rate may be a tensor; equal ones are one setting."""
+    """Return a setting as a value: a learning rate may be a tensor; equal ones are one setting."""
     return value.read() if isinstance(value, Stored) else value

@@ -1,7 +1,8 @@
-"""Whether a checkpoint is whole and undamaged: every byte is read, one block in memory at a time. Not collective.
+"""Whether a checkpoint is complete and undamaged. Not collective.
 
-What can be found depends on the format. This package's has checksums of everything. Others' entries and torch files are zip
-archives, with a CRC-32 of every member. safetensors has none: that its files are whole is all that can be said.
+This package's own format is verified deeply: every byte has a checksum, and manifest, metadata and files have to agree. Of
+others' formats every entry is read, as loading it would be, and the CRC-32 of zip archives is compared: ``torch.save`` writes
+them, and so do torch's own sharded checkpoints for each entry. safetensors files have no checksums.
 """
 
 from __future__ import annotations
@@ -10,17 +11,12 @@ import contextlib
 import errno
 import io
 import itertools
-import json
-import lzma
 import os
-import re
-import struct
 import zipfile
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
@@ -29,12 +25,13 @@ from ...errors import CheckpointError
 from ..format.atomic_directory import find
 from ..format.chunks import covers
 from ..format.dcp_metadata import METADATA
+from ..format.fileio import some
 from ..format.manifest import MANIFEST, FileRecord, Manifest, read_manifest
-from ..full.open_files import is_full, open_full
+from ..full.open_files import is_full, kind_of, open_full
 from ..sharded.checkpoint_dir import Checkpoint
 from ..sharded.entries import MODEL, MODELS
 from ..sharded.reader import CheckedFile, ShardReader
-from .open_any import LIGHTNING_META, leaves, open_checkpoint, refuse_compressed
+from .open_any import LIGHTNING_META, open_checkpoint, refuse_compressed
 
 __all__ = ["Problem", "size_to_verify", "verify"]
 
@@ -60,11 +57,12 @@ class Problem:
 
 
 def size_to_verify(path: str | os.PathLike[str]) -> int:
-    """Bytes that :func:`verify` will report as progress, about."""
-    target = find(Path(os.path.abspath(os.fspath(path))))
-    if target.is_dir():
-        return sum(entry.stat().st_size for entry in os.scandir(target) if entry.is_file())
-    return target.stat().st_size
+    """Return about how many bytes :func:`verify` will report as progress."""
+    return sum(file.stat().st_size for file in _files(find(Path(os.path.abspath(os.fspath(path))))))
+
+
+def _files(target: Path) -> list[Path]:
+    return [file for file in target.iterdir() if file.is_file()] if target.is_dir() else [target]
 
 
 def verify(path: str | os.PathLike[str], progress: Callable[[int], object] = lambda nbytes: None) -> list[Problem]:
@@ -84,21 +82,9 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int], object] = lam
     target = find(Path(os.path.abspath(os.fspath(path))))
     if target.is_dir() and any((target / name).exists() for name in (MANIFEST, METADATA)):
         return list(_sharded(target, progress))
-    if target.is_dir():
-        if is_full(target):
-            return list(_safetensors(target, progress))
-    elif target.name.endswith((".safetensors", ".index.json")):
-        return list(_safetensors(target, progress))
-    else:
-        with open(target, "rb") as file:
-            first = file.read(9)
-        if first[:2] == b"PK":
-            refuse_compressed(target)
-            return list(_torch_file(target, progress))
-        if first[8:] == b"{":  # safetensors of any name, as in a download cache
-            return list(_safetensors(target, progress))
-    open_checkpoint(target)  # says why it is none
-    raise CheckpointError(f"{target} is no checkpoint.")
+    if not is_full(target) or kind_of(target) is None:
+        open_checkpoint(target)  # says why it is none
+    return list(_full(target, progress))
 
 
 def _sharded(folder: Path, progress: Callable[[int], object]) -> Iterator[Problem]:
@@ -113,13 +99,13 @@ def _sharded(folder: Path, progress: Callable[[int], object]) -> Iterator[Proble
         for name, record in manifest.files.items():
             yield from _checksums(folder, name, record, progress)
         try:
-            metadata = ShardReader(folder, manifest).read_metadata()
+            reader = ShardReader(folder, manifest)
         except (CheckpointError, KeyError):
             return  # found above
-        if getattr(metadata.storage_meta, "save_id", None) != manifest.id:
+        if getattr(reader.metadata.storage_meta, "save_id", None) != manifest.id:
             yield Problem(METADATA, (), f"it belongs to another checkpoint than {MANIFEST}")
             return
-        checkpoint = Checkpoint(folder, manifest, metadata, 0)
+        checkpoint = Checkpoint(folder, manifest, reader, 0)
         yield from _complete(checkpoint)
         yield from _as_the_manifest_says(checkpoint, manifest)
         return
@@ -132,46 +118,43 @@ def _sharded(folder: Path, progress: Callable[[int], object]) -> Iterator[Proble
     yield from broken
     yield from _entries_of_dcp(checkpoint, {name for problem in broken for name in problem.entries}, progress)
     if (folder / LIGHTNING_META).is_file():
-        yield from _torch_file(folder / LIGHTNING_META, progress)
+        yield from _full(folder / LIGHTNING_META, progress)
 
 
 # -- this package's ---------------------------------------------------------------------------------------------------
 
 
 def _checksums(folder: Path, name: str, record: FileRecord, progress: Callable[[int], object]) -> Iterator[Problem]:
-    """Every block of a file, by the manifest's marks."""
-
-    def touched(first: int, last: int) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(i.name for i in record.items if i.start < last and i.start + i.length > first))
+    """Verify every block of a file, by the manifest's marks."""
 
     try:
         size = os.stat(folder / name).st_size
         file = CheckedFile(folder, name, record, by_crc=True)
     except (CheckpointError, FileNotFoundError):
-        names = touched(0, record.size)
-        yield Problem(name, names, f"it is missing, with {_some(names)}")
+        names = record.names_in(0, record.size)
+        yield Problem(name, names, f"it is missing, with {some(names)}")
         return
     if size != record.size:
-        lost = touched(min(size, record.size), record.size)
+        lost = record.names_in(min(size, record.size), record.size)
         yield Problem(
-            name, lost, f"it has {size} bytes, and was written with {record.size}; {_some(lost)} is not whole"
+            name, lost, f"it has {size} bytes, and was written with {record.size}; {some(lost)} is not complete"
         )
-    with file:
+    with contextlib.closing(file):
         for (first, _), (last, _) in itertools.pairwise(record.marks):
             if last > size:
                 break
             try:
                 file.verify(first, last)
             except CheckpointError:
-                names = touched(first, last)
+                names = record.names_in(first, last)
                 yield Problem(
-                    name, names, f"bytes [{first}, {last}), which hold {_some(names)}, differ from what was written"
+                    name, names, f"bytes [{first}, {last}), which hold {some(names)}, differ from what was written"
                 )
             progress(last - first)
 
 
 def _as_the_manifest_says(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[Problem]:
-    """Metadata and manifest name the same entries at the same places, and every parameter is among them."""
+    """Verify that metadata and manifest name the same entries at the same places, with every parameter among them."""
     metadata = checkpoint.metadata
     items = {
         (name, item.name, item.offsets): (item.start, item.length)
@@ -201,7 +184,7 @@ def _as_the_manifest_says(checkpoint: Checkpoint, manifest: Manifest) -> Iterato
 
 
 def _complete(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Every element of every tensor is in exactly one chunk, and every chunk in a file that is long enough."""
+    """Verify that each element of each tensor is in exactly one chunk, and each chunk in a file that is long enough."""
     storage = checkpoint.metadata.storage_data
     sizes: dict[str, int] = {}
     for name, found in checkpoint.metadata.state_dict_metadata.items():
@@ -227,25 +210,20 @@ def _complete(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _entries_of_dcp(checkpoint: Checkpoint, skip: set[str], progress: Callable[[int], object]) -> Iterator[Problem]:
-    """Entries of torch's own writer are archives with checksums, which torch does not compare when it loads."""
-    places: dict[str, list[tuple[int, int, str, Any]]] = {}
+    """Read entries of torch's own writer: archives with checksums, which torch does not compare when it loads."""
     for index, info in checkpoint.metadata.storage_data.items():
-        if index.fqn not in skip:
-            places.setdefault(info.relative_path, []).append((info.offset, info.length, index.fqn, info))
-    for file, entries in sorted(places.items()):
-        with open(checkpoint.folder / file, "rb") as raw:
-            for offset, length, name, info in sorted(entries, key=lambda entry: entry[:3]):
-                part: IO[bytes] = io.BufferedReader(_Part(raw, offset, length))
-                progress(length)
-                if getattr(info, "transform_descriptors", None):
-                    continue  # compressed, say: only reading it, below, shows
-                problem = _archive_problem(part)
-                if problem is not None:
-                    yield Problem(file, (name,), f"{name} is damaged: {problem}")
-                    skip.add(name)
-    for name in checkpoint.metadata.state_dict_metadata:
-        if name in skip:
+        if index.fqn in skip:
             continue
+        with open(checkpoint.folder / info.relative_path, "rb") as raw:
+            raw.seek(info.offset)
+            entry = io.BytesIO(raw.read(info.length))
+        progress(info.length)
+        # Others may have been transformed (compressed, say): only reading them, below, shows.
+        problem = None if getattr(info, "transform_descriptors", None) else _archive_problem(entry)
+        if problem is not None:
+            yield Problem(info.relative_path, (index.fqn,), f"{index.fqn} is damaged: {problem}")
+            skip.add(index.fqn)
+    for name in checkpoint.metadata.state_dict_metadata.keys() - skip:
         found = checkpoint.tensor(name)
         try:
             if found is None:
@@ -254,20 +232,20 @@ def _entries_of_dcp(checkpoint: Checkpoint, skip: set[str], progress: Callable[[
                 checkpoint.read({name: torch.empty(found.size, dtype=found.properties.dtype)}, ())
         except Exception as error:
             if not _refused_class(error):
-                yield Problem("", (name,), str(error) if isinstance(error, CheckpointError) else _damage(error))
+                yield Problem("", (name,), _damage(error))
 
 
 def _refused_class(error: BaseException) -> bool:
-    """Whether the bytes are good and hold a class that the reader does not know, which is for the reader to say."""
+    """Return True if the bytes are good and hold a class that the reader does not know, which is for the reader to say."""
     text = f"{error} {error.__cause__ or ''}"
     return "could run code" in text and ("GLOBAL" in text or "Unsupported global" in text)
 
 
 def _damage(error: Exception) -> str:
-    """What reading something damaged has led to.
+    """Return what reading something damaged has led to.
 
     Raises:
-        OSError: it is none, but the disk's own, so that nothing is known of the data.
+        OSError: it is the disk's own error, so that nothing is known of the data.
     """
     # A damaged archive may lead to a place that is none.
     if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
@@ -275,153 +253,41 @@ def _damage(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-_DAMAGE = (
-    ArithmeticError,
-    EOFError,
-    LookupError,
-    OSError,
-    RuntimeError,  # "encrypted", and NotImplementedError for what no version of zip has
-    ValueError,
-    lzma.LZMAError,
-    struct.error,
-    zipfile.BadZipFile,
-    zlib.error,
-)
-"""What Python's zipfile raises for damaged archives."""
-
-
-def _archive_problem(file: IO[bytes]) -> str | None:
-    """What is wrong with an archive of torch.save."""
+def _archive_problem(file: IO[bytes], progress: Callable[[int], object] = lambda nbytes: None) -> str | None:
+    """Return what is wrong with an archive of torch.save, the first damaged member; None where all is well."""
     if file.read(2) != b"PK":
         return "it is no archive of torch.save"
     file.seek(0)
     try:
         with zipfile.ZipFile(file) as archive:
-            bad = archive.testzip()
-    except _DAMAGE as error:
+            for info in archive.infolist():
+                with archive.open(info) as member:
+                    while data := member.read(_BLOCK):
+                        progress(len(data))
+    except Exception as error:  # damage leads zipfile to errors of a dozen classes
         return _damage(error)
-    return None if bad is None else f"the checksum of {bad} differs"
-
-
-class _Part(io.RawIOBase):
-    """Some bytes of a file, as a file."""
-
-    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, into: Any) -> int:
-        count = min(len(into), max(0, self._length - self._at))
-        self._file.seek(self._start + self._at)
-        data = self._file.read(count)
-        into[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+    return None
 
 
 # -- files of one process ---------------------------------------------------------------------------------------------
 
 
-def _torch_file(path: Path, progress: Callable[[int], object]) -> Iterator[Problem]:
-    bad: list[zipfile.ZipInfo] = []
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = archive.infolist()
-            for member in members:
-                try:
-                    with archive.open(member) as file:
-                        while data := file.read(_BLOCK):
-                            progress(len(data))
-                except _DAMAGE as error:
-                    _damage(error)
-                    bad.append(member)
-    except _DAMAGE as error:
-        text = _damage(error)
-        yield Problem(path.name, (), f"it is damaged or was cut off at {path.stat().st_size} bytes: {text}")
-        return
-    names: dict[str, list[str]] = {}
-    try:
-        values = open_full(path).values
-        with contextlib.suppress(RuntimeError):  # tensors without memory of their own, or what contains itself
-            names = _names_by_member(values, members) if bad else {}
-    except CheckpointError as error:
-        if not bad and not _refused_class(error):
-            yield Problem(path.name, (), str(error))
-    for member in bad:
-        entries = tuple(names.get(member.filename, ()))
-        what = _some(entries) if entries else member.filename
-        yield Problem(path.name, entries, f"the checksum of {what} differs from what was written")
-
-
-def _names_by_member(values: Any, members: Sequence[zipfile.ZipInfo]) -> dict[str, list[str]]:
-    """Which entries lie in which member: the file is mapped, so memories have the order of the members."""
-    names: dict[int, list[str]] = {}
-    for path, leaf in leaves(values):
-        if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().nbytes():
-            names.setdefault(leaf.untyped_storage().data_ptr(), []).append(".".join(map(str, path)))
-    data = sorted((m for m in members if "/data/" in m.filename and m.file_size), key=lambda m: m.header_offset)
-    if len(data) != len(names):
-        return {}
-    return {member.filename: names[at] for member, at in zip(data, sorted(names), strict=True)}
-
-
-def _safetensors(path: Path, progress: Callable[[int], object]) -> Iterator[Problem]:
-    """Headers, sizes and the index, and that every byte can be read."""
+def _full(path: Path, progress: Callable[[int], object]) -> Iterator[Problem]:
+    """Verify a torch file, or safetensors, of which headers, sizes and the index are all that can be compared."""
+    if kind_of(path) == "torch":
+        refuse_compressed(path)
+        with open(path, "rb") as file:
+            problem = _archive_problem(file, progress)
+        if problem is not None:
+            yield Problem(path.name, (), f"it is damaged or was cut off at {path.stat().st_size} bytes: {problem}")
+            return
     try:
         found = open_full(path)
     except CheckpointError as error:
-        yield Problem("", (), str(error))
+        if not _refused_class(error):
+            yield Problem("", (), str(error))
         return
-    index = found.files[0] if found.files[0].name.endswith(".index.json") else None
-    total = 0
-    for file in found.files:
-        with open(file, "rb") as raw:
-            if file != index:
-                length = int.from_bytes(raw.read(8), "little")
-                header = json.loads(raw.read(length))
-                ends = {name: own["data_offsets"] for name, own in header.items() if name != "__metadata__"}
-                end = max((last for _, last in ends.values()), default=0)
-                total += sum(last - first for first, last in ends.values())
-                size = os.fstat(raw.fileno()).st_size
-                if size != 8 + length + end:
-                    yield Problem(file.name, (), f"it has {size} bytes, and its header describes {8 + length + end}")
-                unknown = tuple(name for name in ends if name not in found.values or found.file_of(name) != file)
-                if unknown:
-                    yield Problem(file.name, unknown, f"it holds {_some(unknown)}, which the index does not say")
-            raw.seek(0)
-            while data := raw.read(_BLOCK):
+    for own in found.files if found.kind == "safetensors" else ():
+        with open(own, "rb") as file:
+            while data := file.read(_BLOCK):
                 progress(len(data))
-    if index is not None:
-        yield from _index(index, [file.name for file in found.files[1:]], total)
-
-
-def _index(path: Path, names: Sequence[str], total: int) -> Iterator[Problem]:
-    """Whether an index has lost entries: what it says of all files together."""
-    metadata = json.loads(path.read_text(encoding="utf-8")).get("metadata")
-    size = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if isinstance(size, (int, float)) and size != total:
-        yield Problem(path.name, (), f"it says that all tensors have {size} bytes, and the files have {total}")
-    numbered = [match for name in names if (match := re.fullmatch(r"(.*-)(\d+)(-of-)(\d+)(\..*)", name))]
-    for first, of, count, end in dict.fromkeys(match.group(1, 3, 4, 5) for match in numbered):
-        every = [f"{first}{number:0{len(count)}d}{of}{count}{end}" for number in range(1, int(count) + 1)]
-        lost = [name for name in every if name not in names]
-        if lost:
-            yield Problem(path.name, (), f"it does not name {_some(lost)}")
-
-
-def _some(names: Sequence[str]) -> str:
-    if not names:
-        return "no entry"
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

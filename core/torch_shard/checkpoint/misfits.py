@@ -1,0 +1,41 @@
+"""What of a checkpoint does not fit the live model and optimizers, as one error that lists all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, StateDictError
+
+__all__ = ["check_dtype", "refuse_misfits", "wrong_dtype"]
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raise where a dtype that models are converted to is not one of floats, or None."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}.")
+
+
+def wrong_dtype(name: str, saved: torch.dtype, live: Any, asked: torch.dtype | None, where: str) -> list[str]:
+    """Return nothing where an entry has the live tensor's dtype, or a conversion to that was asked for; else what is wrong."""
+    if not isinstance(live, torch.Tensor) or saved == live.dtype:
+        return []
+    both = saved.is_floating_point and live.is_floating_point()
+    if both and asked == live.dtype:
+        return []
+    hint = f"; pass dtype={live.dtype} to convert it" if both else ""
+    return [f"{name} is {saved} in the {where} and {live.dtype} here{hint}"]
+
+
+def refuse_misfits(path: Path, missing: Sequence[str], unexpected: Sequence[str], problems: Sequence[str]) -> None:
+    """Raise where anything does not fit, with all of it."""
+    named = (("missing", missing), ("unexpected", unexpected))
+    lines = [*(f"{what}: {', '.join(names)}" for what, names in named if names), *problems]
+    if lines:
+        raise StateDictError(
+            f"{path} does not fit, and nothing was loaded. It must be a checkpoint of this model and these optimizers.\n  "
+            + "\n  ".join(lines)
+        )

@@ -1,0 +1,359 @@
+"""The entries of a sharded checkpoint as a tree, and what is what in it, whoever wrote it.
+
+This package, FSDP2, DDP, plain torch with DCP and torchtitan differ in where the model is (``model``, ``app.model``, at the
+top), in prefixes of wrappers, and in how optimizer state is named: by parameter or by number, groups in a list or settings by
+parameter. Here all of them look alike. A leaf of the tree is a :class:`Stored` tensor or a :class:`StoredObject`, which is not
+read yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from ...errors import CheckpointError
+from ...state.optimizer_state import OTHER
+from ..format.chunks import covers
+from .checkpoint_dir import Checkpoint
+from .entries import MODEL, MODELS, OPTIMIZER
+
+__all__ = [
+    "WRAPPERS",
+    "SavedOptimizer",
+    "Stored",
+    "StoredObject",
+    "is_optimizer",
+    "leaves",
+    "mapped",
+    "model_at",
+    "on_meta",
+    "optimizer_at",
+    "optimizer_of",
+    "place",
+    "split_name",
+    "tree_of",
+    "unwrapped",
+]
+
+WRAPPERS = ("", "module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod.")
+"""Prefixes that DDP and torch.compile give to the names of a module's entries."""
+
+_OPTIMIZERS = ((OPTIMIZER,), ("optim",), ("app", "optim"), ("app", "optimizer"))
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A tensor in a checkpoint.
+
+    Attributes:
+        name: as the checkpoint has it.
+        shape, dtype: of the full tensor.
+        place: equal for two names of one memory (tied parameters).
+        files: that hold parts of it.
+        read: returns it, on the CPU; from a checkpoint with checksums what was written, or a CheckpointError.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    place: Hashable
+    files: tuple[str, ...]
+    read: Callable[[], torch.Tensor] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class StoredObject:
+    """Anything else in a sharded checkpoint; ``read`` unpickles it without running code."""
+
+    name: str
+    files: tuple[str, ...]
+    read: Callable[[], Any] = field(repr=False)
+
+
+# -- trees ------------------------------------------------------------------------------------------------------------
+
+
+def tree_of(checkpoint: Checkpoint) -> dict[Any, Any]:
+    """Return a checkpoint's entries, nested. Not collective."""
+    paths = checkpoint.metadata.planner_data if isinstance(checkpoint.metadata.planner_data, Mapping) else {}
+    entries = checkpoint.metadata.state_dict_metadata
+    tree: dict[Any, Any] = {}
+    # torch's planner lists entries by the rank that wrote them, and paths in the order of the state dict.
+    for name in dict.fromkeys([*(name for name in paths if name in entries), *entries]):
+        leaf = _leaf(checkpoint, name)
+        try:
+            place(tree, tuple(paths[name]) if name in paths else _path(name), leaf)
+        except (AttributeError, IndexError, TypeError):  # two entries claim one place
+            tree[name] = leaf
+    return tree
+
+
+def _path(name: str) -> tuple[str, ...]:
+    """Return the place of an entry that comes without one."""
+    head, _, rest = name.partition(".")
+    if head == MODELS and "." in rest:
+        return (head, *rest.split(".", 1))
+    return (head, rest) if rest and head in (MODEL, OPTIMIZER, "optim", "state_dict") else (name,)
+
+
+def _leaf(checkpoint: Checkpoint, name: str) -> Stored | StoredObject:
+    found, storage = checkpoint.tensor(name), checkpoint.metadata.storage_data
+    if found is None:
+        info = storage.get(MetadataIndex(name))
+        return StoredObject(name, (info.relative_path,) if info else (), lambda: checkpoint.read({}, [name])[name])
+    infos = [storage.get(MetadataIndex(name, chunk.offsets)) for chunk in found.chunks]
+    files = tuple(dict.fromkeys(info.relative_path for info in infos if info is not None))
+    where = tuple((i.relative_path, i.offset) for i in infos if i is not None) if found.size.numel() else ()
+    complete = where if len(where) == len(found.chunks) else ()
+    return Stored(
+        name, found.size, found.properties.dtype, complete or name, files, lambda: _tensor(checkpoint, name, found)
+    )
+
+
+def _tensor(checkpoint: Checkpoint, name: str, found: TensorStorageMetadata) -> torch.Tensor:
+    if not covers(found.size, found.chunks):  # what no part fills would be whatever memory held
+        raise CheckpointError(
+            f"{checkpoint.folder}: {name} is not complete: its parts do not make up its shape {list(found.size)}. Use another "
+            "checkpoint."
+        )
+    tensor = torch.empty(found.size, dtype=found.properties.dtype)
+    checkpoint.read({name: tensor}, ())
+    return tensor
+
+
+def place(root: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    """Put a value into nested dicts and lists, which are made as needed: a number in a path is a place in a list."""
+    holder: Any = root
+    for key, after in zip(path, (*path[1:], None), strict=True):
+        if isinstance(holder, list):
+            holder.extend([None] * (key + 1 - len(holder)))
+        if after is None:
+            holder[key] = value
+            return
+        inner = holder[key] if isinstance(holder, list) else holder.get(key)
+        if inner is None:
+            inner = holder[key] = [] if isinstance(after, int) else {}
+        holder = inner
+
+
+def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield everything in nested dicts, lists and tuples that is none of these, with its path."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from leaves(value, (*path, key))
+    elif isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
+        for i, value in enumerate(tree):
+            yield from leaves(value, (*path, i))
+    else:
+        yield path, tree
+
+
+def mapped(tree: Any, values: Callable[[Any], Any] | Mapping[str, Any]) -> Any:
+    """Return nested dicts and lists with other leaves: what a function makes of them, or values by name."""
+    if isinstance(tree, dict):
+        return {key: mapped(value, values) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [mapped(value, values) for value in tree]
+    if tree is None:  # a place of a list that nothing was saved for
+        return None
+    return values[tree.name] if isinstance(values, Mapping) else values(tree)
+
+
+def on_meta(saved: Stored) -> torch.Tensor:
+    """Return a tensor of the saved shape and dtype without memory."""
+    return torch.empty(saved.shape, dtype=saved.dtype, device="meta")
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def model_at(
+    tree: dict[Any, Any], path: tuple[str, ...], keys: Iterable[str], *, ours: bool, own_prefixes: bool = True
+) -> dict[str, Any]:
+    """Find a model's state dict; its values may be nested.
+
+    Args:
+        tree: of the checkpoint.
+        path: where this package puts the model. In a checkpoint of its own the model is there, whatever its entries are called.
+        keys: the live model's, by which its place in others is recognised.
+        ours: whether this package wrote the checkpoint.
+        own_prefixes: drop prefixes of wrappers in this package's checkpoints, too. They may be part of the names that a hook
+            has given.
+    """
+    places = [_below(tree, path)]
+    if path == (MODEL,) and not ours:
+        places += [_below(tree, ("app", MODEL)), _below(tree, ("state_dict",)), tree]
+    wrappers = WRAPPERS if own_prefixes or not ours else ("",)
+    keys = list(keys)
+    choices = ((sum(wrapper + key in own for key in keys), own, wrapper) for own in places for wrapper in wrappers)
+    _, entries, wrapper = max(choices, key=lambda choice: choice[0])  # the first of equals
+    if entries is tree and not wrapper:  # anything else may lie beside the model
+        return {key: tree[key] for key in keys if key in tree}
+    return {
+        str(name).removeprefix(wrapper): value
+        for name, value in entries.items()
+        if ours or str(name).startswith(wrapper)
+    }
+
+
+def _below(tree: dict[Any, Any], path: tuple[str, ...]) -> dict[Any, Any]:
+    """Return what is at a path, where the entries' names, which have dots, may be part of it."""
+    for key in path:
+        nested, prefix = tree.get(key), f"{key}."
+        flat = {n[len(prefix) :]: value for n, value in tree.items() if isinstance(n, str) and n.startswith(prefix)}
+        tree = {**(nested if isinstance(nested, dict) else {}), **flat}
+    return tree
+
+
+def split_name(text: str, known: Container[str]) -> tuple[str, tuple[str, ...]]:
+    """Return a parameter's name and the path behind it, where both are one text."""
+    for wrapper in WRAPPERS:
+        bare = text[len(wrapper) :]
+        cut = bare.rfind(".") if text.startswith(wrapper) else -1
+        while cut > 0:  # the longest first: a name may begin with another one
+            if bare[:cut] in known:
+                return bare[:cut], tuple(bare[cut + 1 :].split("."))
+            cut = bare.rfind(".", 0, cut)
+    name, _, key = text.rpartition(".")
+    return name, (key,)
+
+
+def unwrapped(name: str, known: Container[str]) -> str:
+    """Return a saved name without the prefixes of wrappers that the live ones don't have."""
+    wrapper = next((w for w in ("module.", "_orig_mod.") if name.startswith(w)), None)
+    return name if wrapper is None or name in known else unwrapped(name[len(wrapper) :], known)
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SavedOptimizer:
+    """An optimizer.
+
+    Attributes:
+        state: by parameter's name, or number as a string, and key; values may be nested.
+        groups: settings, with "params", names or numbers; empty where settings are kept by parameter.
+        of_parameter: those.
+        other: what it keeps of no parameter: the optimizer's position, key and value of each.
+        unknown: what is in the state of others' checkpoints and is no parameter's, by its key.
+    """
+
+    state: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    of_parameter: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    other: Any = None
+    unknown: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def numbered(self) -> bool:
+        """Whether parameters are numbers, as in a plain ``optimizer.state_dict()``.
+
+        Names may look like numbers, so the groups decide where they have been read.
+        """
+        given = (group.get("params") for group in self.groups)
+        listed = [p for params in given if isinstance(params, (list, tuple)) for p in params]
+        if listed:
+            return all(isinstance(p, int) for p in listed)
+        return bool(self.state) and all(name.isdecimal() for name in self.state)
+
+    def small(self) -> list[Any]:
+        """Return the leaves that have to be known to compare: settings, and state of no parameter."""
+        return [leaf for _, leaf in leaves([self.groups, self.of_parameter, [] if self.other is None else self.other])]
+
+    def as_saved(self, live: Sequence[Sequence[str]], known: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the groups, and the state, whose leaves are not read.
+
+        Args:
+            live: the live parameters' names, by group.
+            known: values of the groups' leaves, by name.
+
+        Returns:
+            "param_groups", and "state" by name, without wrappers' prefixes, or by number where the groups have numbers.
+        """
+        names = {name for own in live for name in own}
+        found = []
+        if self.of_parameter and not self.groups:
+            settings = {unwrapped(name, names): own for name, own in self.of_parameter.items()}
+            for own in live:
+                held = [name for name in own if name in settings]
+                found.append({**mapped(settings[held[0]] if held else {}, known), "params": held})
+        for given in self.groups:
+            group = {"params": [], **mapped(given, known)}
+            params = [p if isinstance(p, int) else unwrapped(str(p), names) for p in group["params"]]
+            found.append({**group, "params": params})
+        numbered = SavedOptimizer(self.state, found).numbered
+        state = {
+            int(name) if numbered and name.isdecimal() else unwrapped(name, names): own
+            for name, own in self.state.items()
+        }
+        unknown = {str(name): {str(name): leaf} for name, leaf in self.unknown.items()}  # an error, where it is loaded
+        return {"state": {**state, **unknown}, "param_groups": found}
+
+
+def is_optimizer(value: Any) -> bool:
+    """Return True if a part of a tree is an optimizer's state dict, nested or flattened."""
+    return isinstance(value, dict) and any(
+        isinstance(key, str) and (key in ("state", "param_groups") or key.startswith(("state.", "param_groups.")))
+        for key in value
+    )
+
+
+def optimizer_at(tree: dict[Any, Any], path: tuple[str, ...], names: Container[str]) -> SavedOptimizer | None:
+    """Find an optimizer's state; None where there is none.
+
+    Args:
+        tree: of the checkpoint.
+        path: where this package puts it.
+        names: of the live parameters.
+    """
+    places = (_below(tree, own) for own in (_OPTIMIZERS if path == (OPTIMIZER,) else (path,)))
+    found = next(filter(is_optimizer, places), None)
+    return None if found is None else optimizer_of(found, names, lambda value: value)
+
+
+def optimizer_of(tree: dict[Any, Any], names: Container[str], read: Callable[[Any], Any]) -> SavedOptimizer:
+    """Sort an optimizer's state dict.
+
+    Args:
+        tree: the part of a checkpoint that is one.
+        names: of parameters.
+        read: makes of a leaf what may have been saved as one object: groups, or a parameter's state.
+    """
+    found = SavedOptimizer(other=tree.get(OTHER))
+    by_number: dict[str, dict[Any, Any]] = {}
+    for key, value in tree.items():
+        kind, _, rest = str(key).partition(".")
+        value = read(value) if isinstance(value, StoredObject) and kind != OTHER else value
+        if key == "state" and isinstance(value, dict):
+            for name, own in value.items():
+                own = read(own) if isinstance(own, StoredObject) else own
+                parameter, path = split_name(str(name), names)
+                if isinstance(own, dict):
+                    found.state[str(name)] = own
+                elif parameter in names:
+                    place(found.state.setdefault(parameter, {}), path, own)
+                else:
+                    found.unknown[name] = own
+        elif key == "param_groups" and isinstance(value, dict):
+            found.of_parameter = {str(name): own for name, own in value.items() if isinstance(own, dict)}
+        elif key == "param_groups":
+            groups = [read(group) if isinstance(group, StoredObject) else group for group in value or ()]
+            found.groups = [{str(k): v for k, v in group.items()} for group in groups if isinstance(group, dict)]
+        elif rest and kind in ("state", "param_groups"):
+            number, _, setting = rest.partition(".")
+            if kind == "param_groups" and number.isdecimal() and number not in names:
+                place(by_number.setdefault(number, {}), tuple(setting.split(".")), value)
+                continue
+            parameter, path = split_name(rest, names)
+            place((found.state if kind == "state" else found.of_parameter).setdefault(parameter, {}), path, value)
+    found.groups += [by_number[number] for number in sorted(by_number, key=int)]
+    return found
