@@ -206,32 +206,6 @@ def test_an_unknown_optimizer_that_catches_the_refusal_does_not_go_on_in_silence
         optimizer.step()
 
 
-class Sometimes(O.Optimizer):
-    matrices = True
-
-    def __init__(self, params):
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for p in self.param_groups[0]["params"]:
-            p.sub_(p.grad, alpha=0.1)
-            if self.matrices:
-                p.add_(p.grad @ p.grad.T @ p.grad)
-
-
-@ranks(2)
-def test_an_unknown_optimizer_goes_on_after_a_refusal(rank, world_size):
-    pair = Pair(Wide, rank, world_size, optimizer=lambda m: Sometimes([m.mid.weight]))
-    pair.backward(plain_backward, batch(rank, 0))
-    with pytest.raises(ShardError, match=r"Sometimes.*the step is undone"):
-        pair.optimizer.step()
-    pair.optimizer.matrices = pair.plain_optimizer.matrices = False
-    pair.update()
-    pair.step(plain_backward, batch(rank, 1), grads=False)
-    pair.check()
-
-
 @ranks(2)
 def test_hooks_may_use_the_optimizer_among_the_arguments(rank, world_size):
     pair = Pair(Wide, rank, world_size, optimizer=lambda m: O.AdamW(m.parameters(), lr=0.01, foreach=False))

@@ -19,11 +19,11 @@ class UnknownStep(Protocol):
     """The step of an optimizer that the engine does not know, which is given the sharded tensors."""
 
     def runs(self) -> bool:
-        """Whether one runs; it may have failed since."""
+        """Return True while one runs."""
         ...
 
     def refuse(self, message: str) -> str:
-        """Undo what it has done, for an error about an operation that slices can't do; returns what that shall say."""
+        """Return the message of an error about an operation that shards can't do, with whose operation it was."""
         ...
 
 

@@ -16,7 +16,13 @@ __all__ = ["Groups", "StandIn", "Work", "stand_in"]
 
 
 class Work(Protocol):
-    """What a step works on."""
+    """What a step works on.
+
+    Attributes:
+        runtimes: of the engines whose parameters the optimizer holds.
+    """
+
+    runtimes: list[Any]
 
     def open(self) -> None:
         """Take parameters, gradients, options and state as they are now; called when ``step`` first asks for them, and

@@ -9,7 +9,7 @@ Three kinds, by the exact class (a subclass may do anything, so it is of no kind
   torch.optim's Muon and Adafactor, transformers' Adafactor, and torchao's Adam and AdamW with state in 8 or 4 bits, which
   they quantise in blocks.
 - no kind: the optimizer is given the ShardTensors as they are. What it does element by element, and its norms, are right;
-  anything else is an error at its first step, before a parameter has changed.
+  anything else is an error where it is done, and what the step has changed before stays changed.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ import types
 import weakref
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,42 +33,16 @@ from .engines_of_optimizer import OPEN, first_runtime, runtimes_of
 from .host.step import HostStep, refuse_disk, steps_on_host
 from .matrix.multi_engine import MatrixSteps
 from .matrix.step import MatrixStep
-from .optimizer_proxy import Session, StandIn, stand_in
+from .optimizer_proxy import StandIn, stand_in
 from .registry import Kind, is_torchs, kind_of, kind_of_step
+from .running_steps import UnknownSteps, attached_step, steps_on_stack
 from .step_in_backward import InBackward
-from .trial_step import Trial
 
 if TYPE_CHECKING:
     from ..runtime.runtime import Runtime
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _Work = FlatStep | HostStep | MatrixStep | MatrixSteps
-
-
-@dataclass(eq=False)
-class _Running:
-    """A step that has begun.
-
-    Attributes:
-        optimizer: whose it is.
-        frame: id of the frame that has called it. (The frame itself would keep the optimizer.)
-        session: with the stand-in, where there is one.
-        trial: of an optimizer that the engine does not know.
-        runtimes: whose parameters it holds.
-    """
-
-    optimizer: weakref.ref[Any]
-    frame: int
-    session: Session | None
-    trial: Trial | None
-    runtimes: tuple[weakref.ref[Runtime], ...]
-
-    def runs_in(self, frame: Any) -> bool:
-        if id(frame) != self.frame:
-            return False
-        # Ids of frames are used again. Under these names torch's wrapper and that of `attach` have the optimizer.
-        optimizer = self.optimizer()
-        return optimizer is not None and any(frame.f_locals.get(name) is optimizer for name in ("self", "this"))
 
 
 class StepWatch:
@@ -87,9 +60,8 @@ class StepWatch:
         runtime.steps = weakref.ref(self)
         OPEN.add(runtime)
         self._works: ByObject[_Work] = ByObject()
-        self._trials: ByObject[Trial] = ByObject()
         self._hooks: ByObject[tuple[Any, Any, Any]] = ByObject()
-        self._running: list[_Running] = []  # steps, the innermost last; those that have failed leave nothing here
+        self._unknown = UnknownSteps()
         self._kinds: dict[type, type] = {}  # classes of stand-ins
         own = weakref.ref(self)
 
@@ -112,9 +84,8 @@ class StepWatch:
                 handle.remove()
         for work in self._works.values():
             work.forget()  # user code may still refer to a step's stand-in, and by that to the engine
-        for store in (self._works, self._trials, self._hooks):
-            store.clear()
-        self._running = []
+        self._works.clear()
+        self._hooks.clear()
 
     # -- around a step ------------------------------------------------------------------------------------------
     def find(self, optimizer: Any) -> None:
@@ -128,14 +99,14 @@ class StepWatch:
 
             def before(optimizer: Any, args: Any, kwargs: Any) -> _Arguments | None:
                 alive, frame = own(), sys._getframe(1)
-                return (
-                    None if alive is None else alive.before(optimizer, args, kwargs, frame, frame.f_locals.get("func"))
-                )
+                if alive is None:
+                    return None
+                return alive.before(optimizer, args, kwargs, frame.f_locals.get("func"), frame.f_back)
 
             def after(optimizer: Any, args: Any, kwargs: Any) -> None:
                 alive = own()
                 if alive is not None:
-                    alive.after(optimizer, sys._getframe(1))
+                    alive.after(optimizer, args[0])
 
             def loaded(optimizer: Any) -> None:
                 alive = own()
@@ -152,8 +123,12 @@ class StepWatch:
         optimizer._optimizer_step_pre_hooks.move_to_end(handles[0].id)
         optimizer._optimizer_step_post_hooks.move_to_end(handles[1].id, last=False)
 
-    def before(self, optimizer: Any, args: Any, kwargs: Any, frame: Any, function: Any) -> _Arguments | None:
-        """`function` is about to be called with `args`, from `frame`; returns what it shall be given instead."""
+    def before(self, optimizer: Any, args: Any, kwargs: Any, function: Any, frame: Any) -> _Arguments | None:
+        """Begin a step: `function` is about to be called with `args`, within `frame`.
+
+        Returns:
+            What it shall be called with instead; None for the same.
+        """
         runtime = self._runtime()
         if runtime is None or isinstance(optimizer, StandIn) or not self._leads(optimizer, runtime):
             return None
@@ -169,22 +144,24 @@ class StepWatch:
         refuse_offloaded(optimizer, runtimes, kind == "matrix")
         refuse_disk(optimizer, runtimes, kind)
         if kind is None:
-            return self._as_it_is(optimizer, args, kwargs, runtimes, frame)
-        # What works on whole matrices refuses on all ranks together.
-        return self._exchange(optimizer, args, kwargs, runtimes, frame, kind, function)
+            changed = self._as_it_is(optimizer, args, kwargs, runtimes)
+        else:  # what works on whole matrices refuses on all ranks together
+            changed = self._exchange(optimizer, args, kwargs, runtimes, kind, function)
+        for outer in reversed(list(steps_on_stack(frame))):
+            if isinstance(outer, StandIn) and any(held in runtimes for held in outer._session.work.runtimes):
+                outer._session.pause()
+        return changed
 
-    def after(self, optimizer: Any, frame: Any) -> None:
-        """The step has ended."""
+    def after(self, optimizer: Any, stepped: Any) -> None:
+        """End a step that was called with `stepped` as ``self``: the optimizer, or what stood in for it."""
         runtime = self._runtime()
         if runtime is None or isinstance(optimizer, StandIn) or not self._leads(optimizer, runtime):
             return
-        step = self._ended(optimizer, frame)
-        if step is not None and step.session is not None:
-            step.session.end()
-        for stepped in runtimes_of(optimizer) or [runtime]:
-            stepped.parameters_changed()
-        if step is not None and step.trial is not None:
-            step.trial.end()
+        if isinstance(stepped, StandIn):
+            stepped._session.end()
+        for held in runtimes_of(optimizer) or [runtime]:
+            held.parameters_changed()
+        self._unknown.end(optimizer)
 
     def loaded(self, optimizer: Any) -> None:
         """Its ``load_state_dict`` was called."""
@@ -197,53 +174,6 @@ class StepWatch:
             if held.agreement is not None:  # on some ranks only it would mix old and new state
                 held.agreement.note(zlib.crc32(name.encode()), f"{name}.load_state_dict()")
 
-    # -- the steps that run -----------------------------------------------------------------------------------------
-    def _begins(self, step: _Running, frame: Any) -> None:
-        """`step` begins in `frame`, inside those that run already. A step that has failed has told nobody, so whether one
-        still runs is seen on the stack."""
-        outer: list[_Running] = []
-        for watch, runtime in _watches(step):
-            inside = watch._on_stack(frame.f_back)
-            watch._running = [*inside, step]
-            outer += [s for s in inside if s not in outer]
-            trials = any(s.trial is not None for s in watch._running)
-            runtime.collectives.scalar.unknown_step = watch if trials else None
-        for s in outer:
-            if s.session is not None:
-                s.session.pause()
-
-    def _on_stack(self, frame: Any) -> list[_Running]:
-        """The steps that `frame` is inside of, the innermost last."""
-        found: list[_Running] = []
-        while frame is not None and len(found) < len(self._running):
-            found += [step for step in self._running if step.runs_in(frame)]
-            frame = frame.f_back
-        return found[::-1]
-
-    def _ended(self, optimizer: Any, frame: Any) -> _Running | None:
-        """The step that ends in `frame`, with no exception; those inside it have failed."""
-        for i, step in reversed(list(enumerate(self._running))):
-            if step.frame == id(frame) and step.optimizer() is optimizer:
-                del self._running[i:]
-                for watch, runtime in _watches(step):
-                    if step in watch._running:
-                        del watch._running[watch._running.index(step) :]
-                    if not any(s.trial is not None for s in watch._running):
-                        runtime.collectives.scalar.unknown_step = None
-                return step
-        return None
-
-    def runs(self) -> bool:
-        """Whether the step of an optimizer that the engine does not know runs now."""
-        return any(step.trial is not None for step in self._on_stack(sys._getframe(1)))
-
-    def refuse(self, message: str) -> str:
-        """An operation that sharded parameters can't do is refused: undo the steps of unknown optimizers that run now."""
-        trials = [step.trial for step in self._on_stack(sys._getframe(1)) if step.trial is not None]
-        for trial in reversed(trials):
-            trial.undo()
-        return trials[-1].explain(message) if trials else message
-
     def _leads(self, optimizer: Any, runtime: Runtime) -> bool:
         if not runtime.units:  # closed
             return False
@@ -252,15 +182,9 @@ class StepWatch:
         return first is runtime if first is not None else self._hooks.get(optimizer) is not None
 
     def _exchange(
-        self,
-        optimizer: Any,
-        args: Any,
-        kwargs: Any,
-        runtimes: list[Runtime],
-        frame: Any,
-        kind: Kind,
-        function: Any,
+        self, optimizer: Any, args: Any, kwargs: Any, runtimes: list[Runtime], kind: Kind, function: Any
     ) -> _Arguments:
+        """Give `function` a proxy in place of `optimizer`."""
         work = self._works.get(optimizer)
         if work is None or not _suits(work, kind, runtimes):
             if kind == "elementwise" and steps_on_host(optimizer, runtimes):
@@ -269,19 +193,17 @@ class StepWatch:
                 work = FlatStep(optimizer, runtimes[0])
             else:
                 work = MatrixStep(optimizer, runtimes[0]) if len(runtimes) == 1 else MatrixSteps(optimizer, runtimes)
-        step = _Running(weakref.ref(optimizer), id(frame), None, None, tuple(map(weakref.ref, runtimes)))
-        for watch, _ in _watches(step):
-            if watch._works.get(optimizer) is not work:
+        for runtime in runtimes:
+            watch = runtime.steps() if runtime.steps is not None else None
+            if watch is not None and watch._works.get(optimizer) is not work:
                 watch._works.set(optimizer, work)  # which forgets when any of the engines is closed
         if isinstance(work, HostStep):
             work.call(function.__wrapped__ if getattr(function, "hooked", False) else function)
-        other, step.session = stand_in(optimizer, work, self._kinds)
-        session = step.session
-        self._begins(step, frame)
+        other, session = stand_in(optimizer, work, self._kinds)
         args, kwargs = _replaced(args, kwargs, session.around)
         return (other, *args[1:]), kwargs
 
-    def _as_it_is(self, optimizer: Any, args: Any, kwargs: Any, runtimes: list[Runtime], frame: Any) -> _Arguments:
+    def _as_it_is(self, optimizer: Any, args: Any, kwargs: Any, runtimes: list[Runtime]) -> _Arguments:
         """An optimizer that the engine does not know is given the ShardTensors."""
         # State that is whole at its owner belongs to a base class's step, which this one's calls.
         owned = isinstance(self._works.get(optimizer), (MatrixStep, MatrixSteps))
@@ -302,16 +224,9 @@ class StepWatch:
             for runtime in runtimes:
                 shard_state(optimizer, runtime)
         _hook_bases(type(optimizer))
-        trial = self._trials.get(optimizer)
-        if trial is None:
-            trial = Trial(optimizer)
-            self._trials.set(optimizer, trial)
-        step = _Running(weakref.ref(optimizer), id(frame), None, trial, tuple(map(weakref.ref, runtimes)))
-        self._begins(step, frame)
-        if any(s.trial is trial for s in self._running[:-1]):
-            step.trial = None  # called by the class's own with super()
-        else:
-            trial.begin()
+        for runtime in runtimes:
+            runtime.collectives.scalar.unknown_step = self._unknown
+        self._unknown.begin(optimizer)
 
         def around(closure: Callable[[], Any]) -> Callable[[], Any]:
             def run() -> Any:
@@ -367,21 +282,8 @@ class StepWatch:
                 "replacement would not be called. Attach the optimizer first."
             )
 
-        def attached(this: Any, *args: Any, **kwargs: Any) -> Any:
-            frame, replaced = sys._getframe(), (this, *args)
-            # Of the engine that shards its parameters now; this one may be closed, or another one lead.
-            runtime = first_runtime(this)
-            watch = runtime.steps() if runtime is not None and runtime.steps is not None else None
-            if watch is not None:
-                replaced, kwargs = watch.before(this, replaced, kwargs, frame, function) or (replaced, kwargs)
-            result = step(*replaced[1:], **kwargs) if patched and this is optimizer else function(*replaced, **kwargs)
-            if watch is not None:
-                watch.after(this, frame)
-            return result
-
-        attached.attached = True  # type: ignore[attr-defined]
         # A bound method, as schedulers expect, and as copying takes along to the copy.
-        optimizer.step = types.MethodType(attached, optimizer)
+        optimizer.step = types.MethodType(attached_step(optimizer, function, step if patched else None), optimizer)
 
 
 def _hook_bases(cls: type) -> None:
@@ -418,13 +320,6 @@ def _replaced(args: Any, kwargs: Any, around: Callable[[Any], Any]) -> _Argument
     if "closure" in kwargs:
         return args, {**kwargs, "closure": around(closure)}
     return (args[0], around(closure), *args[2:]), kwargs
-
-
-def _watches(step: _Running) -> list[tuple[StepWatch, Runtime]]:
-    """Those that a step concerns, with their runtimes."""
-    runtimes = [ref() for ref in step.runtimes]
-    found = [(r.steps(), r) for r in runtimes if r is not None and r.steps is not None]
-    return [(watch, runtime) for watch, runtime in found if watch is not None]
 
 
 def _suits(work: _Work, kind: Kind, runtimes: list[Runtime]) -> bool:

@@ -65,7 +65,7 @@ class HostStep:
 
     def __init__(self, optimizer: Any, runtime: Runtime) -> None:
         self._optimizer: Any = weakref.ref(optimizer)
-        self.runtime = runtime
+        self.runtime, self.runtimes = runtime, [runtime]
         self._units = HostUnits(optimizer)
         self._rest = FlatStep(optimizer, runtime, REST)
         self._steps: dict[int, tuple[FlatBuffer, FlatStep]] = {}

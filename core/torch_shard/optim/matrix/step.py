@@ -54,7 +54,7 @@ class MatrixStep:
     def __init__(self, optimizer: Any, runtime: Runtime, last: bool = True) -> None:
         """`last`: no other engine's part of the step follows, so parameters that no engine has are stepped here."""
         self._optimizer: Any = weakref.ref(optimizer)  # by which this is found
-        self.runtime, self._last = runtime, last
+        self.runtime, self.runtimes, self._last = runtime, [runtime], last
         self._name = type(optimizer).__name__
         self._groups: list[list[Any]] = []
         self._order = 0  # a hash of the names in all groups
@@ -84,10 +84,6 @@ class MatrixStep:
         self._tells = not is_torchs(type(optimizer))
         # A class that is of no kind itself calls a step of torch's: see `_refuse_state_of_its_own`.
         self._within = kind_of(type(optimizer)) is None
-
-    @property
-    def runtimes(self) -> list[Runtime]:
-        return [self.runtime]
 
     # -- before the arithmetic ------------------------------------------------------------------------------------
     def open(self) -> None:

@@ -1,0 +1,110 @@
+"""Which optimizers' steps run now.
+
+The stack tells, because a step that has failed has told nobody: torch calls no hook then.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..errors import ShardError
+from .engines_of_optimizer import first_runtime
+from .optimizer_proxy import StandIn
+from .registry import kind_of
+
+__all__ = ["UnknownSteps", "attached_step", "steps_on_stack"]
+
+
+def attached_step(optimizer: Any, function: Any, step: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return a ``step`` for an optimizer that torch's hooks don't see.
+
+    Args:
+        optimizer: the optimizer; a copy of it takes the new ``step`` along.
+        function: the ``step`` of its class.
+        step: what the user has put in place of that on this very object.
+    """
+
+    def attached(*args: Any, **kwargs: Any) -> Any:
+        this = args[0]
+        # The engine that shards its parameters now; the one it was attached to may be closed, or another one lead.
+        runtime = first_runtime(this)
+        watch = runtime.steps() if runtime is not None and runtime.steps is not None else None
+        if watch is not None:
+            args, kwargs = watch.before(this, args, kwargs, function, sys._getframe(1)) or (args, kwargs)
+        result = step(*args[1:], **kwargs) if step is not None and this is optimizer else function(*args, **kwargs)
+        if watch is not None:
+            watch.after(this, args[0])
+        return result
+
+    attached.attached = True  # type: ignore[attr-defined]
+    return attached
+
+
+# What calls the ``step`` of a class, with what it calls it with under the name "args": torch's wrapper (2.11 to 2.13), and ours.
+_CALLERS = frozenset(
+    {torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__, attached_step(None, None, None).__code__}  # type: ignore[attr-defined]
+)
+
+
+def steps_on_stack(frame: Any) -> Iterator[Any]:
+    """Yield the ``self`` of each step that `frame` is inside of, the innermost first: an optimizer of the user's, or the proxy
+    that steps in its place."""
+    while frame is not None:
+        if frame.f_code in _CALLERS:
+            yield frame.f_locals["args"][0]
+        frame = frame.f_back
+
+
+class UnknownSteps:
+    """Names the optimizer of no kind, which is given the sharded tensors, in errors about what these can't do."""
+
+    def __init__(self) -> None:
+        self._refused: weakref.ref[Any] | None = None
+
+    def runs(self) -> bool:
+        """Return True while the step of such an optimizer runs."""
+        return _unknown(sys._getframe(1)) is not None
+
+    def refuse(self, message: str) -> str:
+        """Return the message of an error about an operation, with the optimizer that has called it."""
+        optimizer = _unknown(sys._getframe(1))
+        if optimizer is None:
+            return message
+        self._refused = weakref.ref(optimizer)
+        name = type(optimizer).__qualname__
+        return (
+            f"{message} It was called by {name}.step(), an optimizer that the engine does not know, which may have changed some "
+            "parameters before. If it updates each parameter by itself, declare it: "
+            f"torch_shard.optim.register({name}, kind='matrix')."
+        )
+
+    def begin(self, optimizer: Any) -> None:
+        """Begin a step of `optimizer`."""
+        if self._refused is not None and self._refused() is optimizer:
+            self._refused = None
+
+    def end(self, optimizer: Any) -> None:
+        """End it.
+
+        Raises:
+            ShardError: it has caught the error of an operation that was refused, and gone on in another way than plain torch.
+        """
+        if self._refused is not None and self._refused() is optimizer:
+            self._refused = None
+            raise ShardError(
+                f"{type(optimizer).__qualname__}.step() went on after an operation that sharded parameters can't do, so it is "
+                "not the step that it is on plain ones; go on from a checkpoint. Don't catch that error, or declare the class: "
+                "torch_shard.optim.register."
+            )
+
+
+def _unknown(frame: Any) -> Any:
+    for optimizer in steps_on_stack(frame):
+        if not isinstance(optimizer, StandIn) and kind_of(type(optimizer)) is None:
+            return optimizer
+    return None
