@@ -30,7 +30,7 @@ from ..unit.gradient_buffer import GradientBuffer
 from .checks import refuse_others
 from .elementwise.step import FlatStep
 from .elementwise.step_counters import part_shared
-from .group_options import Options
+from .group_options import Options, Snapshot
 from .host.step import steps_on_host
 from .host.unit_step import HostUnits
 from .optimizer_proxy import stand_in
@@ -77,7 +77,7 @@ class InBackward:
         self._stepped: set[int] = set()
         self._kinds: dict[type, type] = {}
         self._options: list[Options] = []  # of the groups, as the latest backward found them
-        self._fresh: list[dict[str, Any]] = []
+        self._fresh: list[Snapshot] = []
         # By index of the unit. Forwards that backward has not come back to:
         self._expected: dict[int, weakref.WeakSet[Use]] = {}
         self._issued: dict[int, bool] = {}  # reduced in this backward; True: and not stepped yet, whatever the time
@@ -175,20 +175,29 @@ class InBackward:
 
     # -- options --------------------------------------------------------------------------------------------------
     def _fresh_groups(self) -> list[dict[str, Any]]:
-        return self._fresh
+        return [given.group for given in self._fresh]
 
-    def before_step(self, optimizer: Any) -> None:
-        """The user calls ``optimizer.step()``: it and the units' steps before it are one step, so that what an optimizer
-        counts in its groups (``group["step"] += 1``) begins for it as it began for them."""
-        if optimizer is self.optimizer:
-            for options in self._options:
-                options.undo()
+    def groups_for(self, optimizer: Any) -> list[dict[str, Any]] | None:
+        """Return what a call of ``optimizer.step()`` by the user works on; None for the optimizer's own groups.
 
-    def after_step(self, optimizer: Any) -> None:
-        """It has made its step. Most have nothing left to count, without gradients."""
-        if optimizer is self.optimizer:
-            for options in self._options:
-                options.redo()
+        That call and the units' steps before it are one step, so that what an optimizer counts in its groups
+        (``group["step"] += 1``) begins for it as it began for them.
+        """
+        groups = optimizer.param_groups
+        same = len(groups) == len(self._options) and all(
+            options.group is group for options, group in zip(self._options, groups, strict=True)
+        )
+        if optimizer is not self.optimizer or not same:
+            return None
+        self._fresh = [options.again() for options in self._options]
+        return self._fresh_groups()
+
+    def end_step(self) -> None:
+        """End a step on what :meth:`groups_for` has returned."""
+        for options, given in zip(self._options, self._fresh, strict=True):
+            options.stepped(given)
+            options.write_back()
+        self._options, self._fresh = [], []  # the next one is another step
 
     # -- when a unit is stepped -------------------------------------------------------------------------------------
     def expect(self, use: Use) -> None:
@@ -294,8 +303,8 @@ class InBackward:
         other, session = stand_in(self.optimizer, work, self._kinds)
         self._function(other)
         session.end()
-        for options, group in zip(self._options, self._fresh, strict=True):
-            options.stepped(group)
+        for options, given in zip(self._options, self._fresh, strict=True):
+            options.stepped(given)
         self._fresh = []
 
     def _step_on_host(self, host: HostUnits, flat: FlatBuffer, work: FlatStep) -> None:

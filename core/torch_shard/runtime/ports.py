@@ -51,11 +51,11 @@ class StepInBackward(Protocol):
     def step(self, gradients: GradientBuffer) -> None:
         """Step the parameters whose reduced gradients these are."""
 
-    def before_step(self, optimizer: Any) -> None:
-        """Prepare for a call of ``optimizer.step()`` outside backward."""
+    def groups_for(self, optimizer: Any) -> list[dict[str, Any]] | None:
+        """Return the groups for a call of ``optimizer.step()`` outside backward; None for the optimizer's own."""
 
-    def after_step(self, optimizer: Any) -> None:
-        """Undo :meth:`before_step`."""
+    def end_step(self) -> None:
+        """End a step on what :meth:`groups_for` has returned."""
 
     def check_reader(self) -> None:
         """Raise where `.grad` is read that was consumed in backward."""

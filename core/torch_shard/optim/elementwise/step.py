@@ -26,6 +26,7 @@ from .runs import Runs
 from .step_counters import part_shared
 
 if TYPE_CHECKING:
+    from ...runtime.ports import StepInBackward
     from ...runtime.runtime import Runtime
     from ...unit.unit import Unit
 
@@ -192,6 +193,7 @@ class FlatStep:
         self._groups: list[_Group] = []
         self.state = _State({})
         self._working: list[_Working] = []
+        self._in_backward: StepInBackward | None = None  # which has begun this step
         # That the parameters change, already; the user's counters have been moved on then, and are his own again.
         self.announced = False
         # Whether :meth:`open` waits for no gradients and leaves :meth:`load` to whoever does the arithmetic, in host memory.
@@ -211,9 +213,6 @@ class FlatStep:
         # Who steps on a part of the parameters has looked at all of them.
         for runtime in self.runtimes if self._only is None else ():
             refuse_unreduced(optimizer, runtime)
-        for runtime in self.runtimes if self._only is None else ():
-            if runtime.in_backward is not None:
-                runtime.in_backward.before_step(optimizer)
         try:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 self._look(optimizer)
@@ -222,7 +221,7 @@ class FlatStep:
             raise
 
     def _look(self, optimizer: Any) -> None:
-        groups = optimizer.param_groups if self._given is None else self._given()
+        groups = self._groups_of(optimizer)
         state = optimizer.state
         same = self._same_parameters(groups)
         if not same:
@@ -265,6 +264,18 @@ class FlatStep:
         if not self._torchs:  # others may work on all groups at once, in whatever order
             for work in self._working:
                 _enter(work)
+
+    def _groups_of(self, optimizer: Any) -> list[dict[str, Any]]:
+        self._in_backward = None
+        if self._given is not None:
+            return self._given()
+        for runtime in self.runtimes if self._only is None else ():
+            groups = None if runtime.in_backward is None else runtime.in_backward.groups_for(optimizer)
+            if groups is not None:
+                self._in_backward = runtime.in_backward
+                return groups
+        found: list[dict[str, Any]] = optimizer.param_groups
+        return found
 
     def load(self) -> None:
         """Behind :meth:`open`, where that is :attr:`later`: take values and gradients, which must be there, as they are now."""
@@ -344,14 +355,14 @@ class FlatStep:
     def pause(self) -> None:
         for work in self._working:
             self._publish(work)
+        if self._in_backward is not None:
+            self._in_backward.end_step()
+            self._in_backward = None
 
     def close(self) -> None:
         """Put values, state and options where the user finds them. Local."""
         self.pause()
         self._drop()
-        for runtime in self.runtimes if self._only is None else ():
-            if runtime.in_backward is not None:
-                runtime.in_backward.after_step(self._optimizer())
 
     def held(self) -> list[ShardTensor]:
         """The parameters that had a gradient in the last step."""

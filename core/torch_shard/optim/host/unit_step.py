@@ -24,7 +24,7 @@ from ...shard_tensor.tensor import ShardTensor
 from ...shard_tensor.unsharded_param import own_grad
 from ...unit.flat_buffer import FlatBuffer
 from ..elementwise.step import FlatStep
-from ..group_options import Options
+from ..group_options import Options, Snapshot
 from ..optimizer_proxy import Session, stand_in
 
 __all__ = ["HostUnits", "Looked"]
@@ -33,10 +33,15 @@ __all__ = ["HostUnits", "Looked"]
 class Looked:
     """What the arithmetic of one flat buffer is called with."""
 
-    __slots__ = ("flat", "groups", "other", "session", "step")
+    __slots__ = ("flat", "given", "other", "session", "step")
 
-    def __init__(self, flat: FlatBuffer, step: FlatStep, other: Any, session: Session, groups: list[dict[str, Any]]):
-        self.flat, self.step, self.other, self.session, self.groups = flat, step, other, session, groups
+    def __init__(self, flat: FlatBuffer, step: FlatStep, other: Any, session: Session, given: list[Snapshot]):
+        self.flat, self.step, self.other, self.session, self.given = flat, step, other, session, given
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's, with options of their own."""
+        return [given.group for given in self.given]
 
 
 class HostUnits:
@@ -53,7 +58,7 @@ class HostUnits:
         self._on_disk: dict[int, list[torch.Tensor]] = {}  # by id of the flat buffer: its state
         self._ahead: FlatBuffer | None = None  # what was read ahead last
         self._options: Sequence[Options] = ()
-        self._fresh: list[dict[str, Any]] = []
+        self._fresh: list[Snapshot] = []
         self._together = Together()
         self._held: set[int] = set()  # the parameters of its groups, by id
         self._switches: dict[int, Any] = {}  # by id of the flat buffer: see `_switches`, in the latest step
@@ -65,7 +70,7 @@ class HostUnits:
 
     def fresh_groups(self) -> list[dict[str, Any]]:
         """For the FlatStep that is looked at."""
-        return self._fresh
+        return [given.group for given in self._fresh]
 
     def look(self, flat: FlatBuffer, step: FlatStep) -> Looked | None:
         """Take everything as it is now, and change nothing; None where there is no gradient for this optimizer, which then does
@@ -76,10 +81,10 @@ class HostUnits:
         flat.settle_step()
         step.count_as_before()
         step.announced, step.later = False, True
-        groups = self._fresh = [options.fresh() for options in self._options]
+        self._fresh = [options.fresh() for options in self._options]
         other, session = stand_in(self._optimizer(), step, self._kinds)
         session.groups()  # opens it
-        return Looked(flat, step, other, session, groups)
+        return Looked(flat, step, other, session, self._fresh)
 
     def step(self, looked: Looked, following: FlatBuffer | None = None) -> None:
         """Do it, or have it done. `following`: what is likely to come behind it."""
@@ -103,8 +108,8 @@ class HostUnits:
                 flat.host.host.give_up(error)
                 raise
             _note_home(flat, step)
-            for options, group in zip(self._options, looked.groups, strict=True):
-                options.stepped(group)
+            for options, given in zip(self._options, looked.given, strict=True):
+                options.stepped(given)
             return
         # Everything of the optimizer's that a step may read is as it is now, whatever becomes of it later.
         object.__setattr__(looked.other, "__dict__", dict(optimizer.__dict__))
