@@ -238,7 +238,7 @@ class CollectsFirst(Shampoo):
         found = [(p, group) for group in self.param_groups for p in group["params"]]
         for p, group in found:
             if p.grad is not None:
-                p.data.sub_(p.grad, alpha=group["lr"])
+                p.sub_(p.grad, alpha=group["lr"])
 
 
 class FirstGroupOnly(Shampoo):

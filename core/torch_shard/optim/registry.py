@@ -60,8 +60,9 @@ def register(cls: type, kind: Kind) -> type:
     - keep what belongs to a parameter in ``self.state`` only, not under the parameter elsewhere;
     - read ``self.param_groups`` after its closure has run;
     - for ``"matrix"``: go through them in one loop, and update a group's parameters within its body; the next group comes
-      when they have gone back. One of the user's groups may come in several parts, some of them without a parameter, each
-      with the options as they were before the step. Random numbers that it draws differ between the ranks.
+      when they have gone back, and what is written to them later is an error, or lost if it is written through ``.data``.
+      One of the user's groups may come in several parts, some of them without a parameter, each with the options as they
+      were before the step. Random numbers that it draws differ between the ranks.
 
     What it may do besides, with ``"elementwise"``:
 

@@ -31,7 +31,6 @@ from .checks import (
 from .elementwise.step import FlatStep
 from .engines_of_optimizer import OPEN, first_runtime, runtimes_of
 from .host.step import HostStep, refuse_disk, steps_on_host
-from .matrix.multi_engine import MatrixSteps
 from .matrix.step import MatrixStep
 from .optimizer_proxy import StandIn, stand_in
 from .registry import Kind, is_torchs, kind_of, kind_of_step
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from ..runtime.runtime import Runtime
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-_Work = FlatStep | HostStep | MatrixStep | MatrixSteps
+_Work = FlatStep | HostStep | MatrixStep
 
 
 class StepWatch:
@@ -192,7 +191,7 @@ class StepWatch:
             elif kind == "elementwise":
                 work = FlatStep(optimizer, runtimes[0])
             else:
-                work = MatrixStep(optimizer, runtimes[0]) if len(runtimes) == 1 else MatrixSteps(optimizer, runtimes)
+                work = MatrixStep(optimizer, runtimes)
         for runtime in runtimes:
             watch = runtime.steps() if runtime.steps is not None else None
             if watch is not None and watch._works.get(optimizer) is not work:
@@ -206,7 +205,7 @@ class StepWatch:
     def _as_it_is(self, optimizer: Any, args: Any, kwargs: Any, runtimes: list[Runtime]) -> _Arguments:
         """An optimizer that the engine does not know is given the ShardTensors."""
         # State that is whole at its owner belongs to a base class's step, which this one's calls.
-        owned = isinstance(self._works.get(optimizer), (MatrixStep, MatrixSteps))
+        owned = isinstance(self._works.get(optimizer), MatrixStep)
 
         def prepare() -> None:
             for runtime in runtimes:
@@ -325,6 +324,5 @@ def _replaced(args: Any, kwargs: Any, around: Callable[[Any], Any]) -> _Argument
 def _suits(work: _Work, kind: Kind, runtimes: list[Runtime]) -> bool:
     if isinstance(work, FlatStep):  # which looks for itself
         return kind == "elementwise"
-    if isinstance(work, HostStep):
-        return kind == "elementwise" and [work.runtime] == runtimes
-    return kind == "matrix" and work.runtimes == runtimes
+    same: bool = work.runtimes == runtimes
+    return same and kind == ("elementwise" if isinstance(work, HostStep) else "matrix")

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-import torch
+from ..group_options import Snapshot, copied, put
+from .exchange import Part
 
-from .exchange import Part, Whole
-
-__all__ = ["Given", "OwnState", "Working"]
+__all__ = ["OwnState", "Working"]
 
 
 class OwnState(MutableMapping[Any, Any]):
@@ -87,105 +86,29 @@ class Working:
         rest: list[Any],
         refuse: Callable[[str], Exception],
     ) -> None:
-        self.group, self.part, self._rest, self._outside = group, part, rest, _Outside(refuse)
+        self._group, self.part, self._rest, self._outside = group, part, rest, _Outside(refuse)
         self._listed = params  # the user's, in the user's order; more than once where they are so there
         # Copies, so that what a step changes in place (`group["k"] += 1` of a tensor) starts from the same for each part.
-        self._given = {key: _own(value) for key, value in group.items() if key not in _OF_PARAMETERS}
-        self._before = {key: _own(value) for key, value in self._given.items() if _is_mutable(value)}
-        self.options = {**self._given, "params": self._outside}
+        self.options = {
+            key: value if key == "param_names" else copied(value) for key, value in group.items() if key != "params"
+        }
+        self.options["params"] = self._outside
+        self._given = Snapshot(self.options)
         names = group.get("param_names")
         self._names = None if names is None else {id(p): n for p, n in zip(group["params"], names, strict=True)}
 
     def enter(self, wholes: Mapping[int, Any]) -> None:
-        """The optimizer begins with this group; `wholes` by id of the user's parameters."""
+        """Give the optimizer this group's parameters; `wholes` by id of the user's."""
         here = [p for p in self._listed if id(p) in wholes]
         self.options["params"] = [wholes[id(p)] for p in here] + self._rest
         if self._names is not None:
             self.options["param_names"] = [self._names[id(p)] for p in here + self._rest]
 
     def go_out(self) -> None:
-        """It has gone on to the next."""
+        """Take them away: the optimizer has gone on to the next group."""
         self.options["params"] = self._outside
 
     def write_back(self) -> None:
-        """Options that the optimizer has set or changed."""
-        for key, value in self.options.items():
-            if key in _OF_PARAMETERS:
-                continue
-            if key not in self._given or self._given[key] is not value:
-                self.group[key] = self._given[key] = value
-            elif key in self._before and not _equal(value, self._before[key]):
-                if isinstance(value, torch.Tensor):
-                    self.group[key].copy_(value)
-                else:
-                    self.group[key] = value
-
-
-_OF_PARAMETERS = ("params", "param_names")  # lists with an entry for each parameter
-
-
-def _is_mutable(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, list, tuple, dict, set))
-
-
-def _own(value: Any) -> Any:
-    """A copy, so that what is changed in place within `value` stays as it is there."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value) is dict:
-        return {key: _own(child) for key, child in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_own, value))
-    return set(value) if type(value) is set else value
-
-
-def _equal(some: Any, others: Any) -> bool:
-    if type(some) is not type(others):
-        return False
-    if isinstance(some, torch.Tensor):
-        return some.shape == others.shape and torch.equal(some, others)
-    if type(some) is dict:
-        return some.keys() == others.keys() and all(_equal(value, others[key]) for key, value in some.items())
-    if type(some) in (list, tuple):
-        return len(some) == len(others) and all(map(_equal, some, others))
-    return bool(some == others)
-
-
-class Given:
-    """Values that have gone back, and must not change any more: what an optimizer writes to them later is lost.
-
-    A tensor's version tells, and outlives its memory. It does not see ``.data``; so in the first steps the smallest parameter
-    of each part is kept besides, and compared.
-    """
-
-    _STEPS = 2
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._versions: list[tuple[torch.Tensor, int]] = []
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def add(self, wholes: list[Whole]) -> None:
-        """The values of a part, as they are about to go."""
-        moving = [whole for whole in wholes if whole.entry.moves]
-        for whole in moving:
-            counter = whole.value.detach()  # which has the same version counter, and keeps it with other memory
-            counter.data = torch.empty(0, dtype=counter.dtype, device=counter.device)
-            self._versions.append((counter, counter._version))
-        if self._steps < self._STEPS and moving:
-            memory = min((whole.memory for whole in moving), key=torch.Tensor.numel)
-            self._kept.append((memory, memory.clone()))
-
-    def changed(self) -> bool:
-        """Whether some have changed since."""
-        return any(counter._version != version for counter, version in self._versions) or any(
-            not torch.equal(memory.view(torch.uint8), given.view(torch.uint8)) for memory, given in self._kept
-        )
-
-    def end(self) -> None:
-        """The step has ended."""
-        self._steps += bool(self._versions)
-        self.drop()
-
-    def drop(self) -> None:
-        self._versions, self._kept = [], []
+        """Give the user's group what the optimizer has made of the options."""
+        for key, value in self._given.changes().items():
+            put(self._group, key, value)

@@ -5,6 +5,10 @@ gradients to their owners, steps on what it owns, and sends new values back (:mo
 while one is worked on, the next one's slices come in and the last one's values go out, so that only two or three parts are
 whole at a time. State is the optimizer's own: whole tensors, at the owner only.
 
+Of an optimizer that holds several engines' parameters each engine has its part of the step, as if it were alone; the optimizer
+goes through the groups of the first one's, then through those of the next. The order is that of their first parameters in the
+optimizer, which all ranks share. All are checked before the first one changes anything.
+
 The optimizer goes through one group for each part. Each begins with the options of the user's group, so that a ``step`` that
 counts in them (``group["k"] += 1``) counts once, however many parts there are.
 
@@ -23,7 +27,7 @@ import functools
 import operator
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,24 +42,123 @@ from ..checks import check_units, refuse_unreduced
 from ..engines_of_optimizer import runtime_of
 from ..registry import is_torchs, kind_of
 from .exchange import Entry, Part, Spares
-from .groups import Given, OwnState, Working
+from .groups import OwnState, Working
 from .state import give_owners, settle, stages_of
 
 if TYPE_CHECKING:
     from ...runtime.runtime import Runtime
     from ...unit.flat_buffer import FlatBuffer
 
-__all__ = ["MatrixStep", "other_way"]
+__all__ = ["MatrixStep"]
 
 
 class MatrixStep:
     """The steps of one optimizer; see :class:`~torch_shard.optim.optimizer_proxy.Work`."""
 
-    def __init__(self, optimizer: Any, runtime: Runtime, last: bool = True) -> None:
-        """`last`: no other engine's part of the step follows, so parameters that no engine has are stepped here."""
+    def __init__(self, optimizer: Any, runtimes: list[Runtime]) -> None:
         self._optimizer: Any = weakref.ref(optimizer)  # by which this is found
-        self.runtime, self.runtimes, self._last = runtime, [runtime], last
+        self.runtimes = list(runtimes)
+        self._engines = [_EngineStep(optimizer, runtime, runtime is runtimes[-1]) for runtime in runtimes]
+        self._places: list[tuple[_EngineStep, int]] = []  # of each group: whose, and the number among those
+        self._at = -1  # the group that is worked on; -1: the parameters are as the last pass has left them
+        self._passed = False  # a loop over the groups has come to its end
+        self._clear: Callable[[], None] | None = None  # `zero_grad` was called
+        self.state = OwnState({})
+
+    def open(self) -> None:
+        self._at, self._passed, self._clear = -1, False, None
+        self._refuse_other_ranks()
+        for engine in self._engines:
+            engine.check()
+        self.state = OwnState(self._optimizer().state)
+        for engine in self._engines:
+            engine.begin(self.state)
+        self._places = [(engine, i) for engine in self._engines for i in range(len(engine.working))]
+
+    def _refuse_other_ranks(self) -> None:
+        first, *others = [runtime.collectives.watch.ranks for runtime in self.runtimes]
+        if any(list(ranks) != list(first) for ranks in others):
+            name, rank = type(self._optimizer()).__name__, self.runtimes[0].collectives.world_rank
+            raise ShardError(
+                f"rank {rank}: {name}.step() works on whole matrices of {len(self.runtimes)} sharded models, whose ranks "
+                "differ, so that a failure would not be known to all of them. Make an optimizer for each model. Nothing was "
+                "changed."
+            )
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [engine.working[i].options for engine, i in self._places]
+
+    def before(self, number: int) -> None:
+        engine, own = self._places[number]
+        if number != self._at + 1:
+            raise engine.other_way("began a loop over the groups within another")
+        if own == 0:
+            engine.left_at = None
+            if number:
+                self._places[number - 1][0].finish()
+        self._at = number
+        engine.come_to(own)
+
+    def after(self, number: int) -> None:
+        engine, own = self._places[number]
+        engine.go_on_from(own)
+
+    def leave(self, number: int) -> None:
+        engine, own = self._places[number]
+        engine.leave(own)
+        at = self._engines.index(engine)
+        for later in self._engines[at + 1 :]:  # in whose exchanges other ranks wait
+            later.leave(-1)
+        for earlier in self._engines[:at]:
+            earlier.ignore()
+        self._at, self._passed = -1, True
+
+    def through(self) -> None:
+        if self._at == len(self._places) - 1 >= 0:
+            self._places[-1][0].finish()
+            self._at, self._passed = -1, True
+            _each(engine.hear_at_once for engine in self._engines)
+        _each(engine.raise_what_leaving_met for engine in self._engines)
+
+    def zero_grad(self, given: Callable[[], None], users: Callable[[], None]) -> None:
+        if self._at >= 0 or not self._passed:
+            raise self._engines[-1].other_way("called zero_grad() before the end of its loop over the groups")
+        self._clear = users
+
+    def pause(self) -> None:
+        self.through()
+        # All of them, because other ranks do the same.
+        _each(functools.partial(engine.pause, self._passed) for engine in self._engines)
+        clear, self._clear = self._clear, None
+        if clear is not None:
+            clear()
+
+    def close(self) -> None:
+        self.pause()
+        self._let_go()
+
+    def forget(self) -> None:
+        for engine in self._engines:
+            engine.forget()
+        self._at = -1
+        self._let_go()
+
+    def _let_go(self) -> None:
+        # What these refer to shall not outlive an engine because a frame refers to the step.
+        self._places, self.state = [], OwnState({})
+        for engine in self._engines:
+            engine.working = []
+
+
+class _EngineStep:
+    """What a step does with one engine's parameters."""
+
+    def __init__(self, optimizer: Any, runtime: Runtime, last: bool) -> None:
+        """`last`: no other engine's part of the step follows, so parameters that no engine has are stepped here."""
+        self._optimizer: Any = weakref.ref(optimizer)
+        self.runtime, self._last = runtime, last
         self._name = type(optimizer).__name__
+        self.other_way = functools.partial(_other_way, self._name, runtime.collectives.world_rank)
         self._groups: list[list[Any]] = []
         self._order = 0  # a hash of the names in all groups
         self._params: list[ShardTensor] = []  # those that are the engine's, each once
@@ -66,30 +169,24 @@ class MatrixStep:
         self._parts: list[list[tuple[Part, list[Any]]]] = []
         # State as the last step has left it, by position in `_params`; None: unknown, because it was loaded since, say.
         self._entries: dict[int, Any] | None = {}
-        self.state = OwnState({})
-        self._working: list[Working] = []
+        self._state = OwnState({})
+        self.working: list[Working] = []
         self._spares = Spares(runtime.collectives.device)
-        self._at = -1  # the group that is worked on; -1: the parameters are as the last pass has left them
-        self._left = False
-        self._left_at = -1
-        self._passed = False  # a loop over the groups has come to its end
+        self._at = -1  # the group that is worked on
+        self.left_at: int | None = None  # the group in which the loop was left
         self._said: list[tuple[int, torch.Tensor]] = []  # by rank, whether it left its step
         self._error: Exception | None = None
-        self._given = Given()
+        # Values that have gone back, with their versions: an empty tensor has the same version counter, and outlives the memory.
+        self._given: list[tuple[torch.Tensor, int]] = []
         # What the step has done to gradients, by id of the user's parameters.
         self._cleared: set[int] = set()
         self._edited: set[int] = set()
-        self._clear: Callable[[], None] | None = None  # `zero_grad` was called
         # The ranks tell each other what a step has done besides updating; torch's own do nothing else.
         self._tells = not is_torchs(type(optimizer))
         # A class that is of no kind itself calls a step of torch's: see `_refuse_state_of_its_own`.
         self._within = kind_of(type(optimizer)) is None
 
     # -- before the arithmetic ------------------------------------------------------------------------------------
-    def open(self) -> None:
-        self.check()
-        self.begin()
-
     def check(self) -> None:
         """Make sure that all ranks can take this step, and take the same one. Collective; nothing is changed."""
         self._abandon()
@@ -110,8 +207,8 @@ class MatrixStep:
             self._changed = self._compare(what, present, not self._is_as_left(optimizer.state))
             self._present = present
 
-    def begin(self) -> None:
-        """Bring state to the owners, and divide the step into parts. Collective."""
+    def begin(self, state: OwnState) -> None:
+        """Bring state to the owners, and divide the step into parts, which find it in `state`. Collective."""
         optimizer, what, present = self._optimizer(), f"{self._name}.step()", self._present
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             if self._changed:
@@ -124,18 +221,16 @@ class MatrixStep:
             if made != self._made:
                 self._arrange(optimizer, present, owners)
                 self._made = made
-            self.state = OwnState(optimizer.state)
-            refuse = functools.partial(other_way, self._name, self.runtime.collectives.world_rank)
-            self._working = []
+            self._state, self.working = state, []
             for group, parts in zip(optimizer.param_groups, self._parts, strict=True):
                 rest = [p for p in group["params"] if runtime_of(p) is None] if self._last else []
                 for n, (part, params) in enumerate(parts):
                     last = n + 1 == len(parts)
-                    self._working.append(Working(group, part, params, rest if last else [], refuse))
+                    self.working.append(Working(group, part, params, rest if last else [], self.other_way))
             for flat in {id(flat): flat for flat, _ in map(_place, self._params)}.values():
                 if flat.rounding is not None:
                     flat.rounding.begin()
-        self._left, self._left_at, self._passed = False, -1, False
+        self.left_at = None
         self._forget_notes()
 
     def _widen(self, state: Any) -> None:
@@ -244,53 +339,49 @@ class MatrixStep:
         return Part(entries, self.runtime.collectives, self._spares, f"{self._name}.step() on {some}")
 
     # -- for the optimizer ----------------------------------------------------------------------------------------
-    def groups(self) -> list[dict[str, Any]]:
-        return [work.options for work in self._working]
-
-    def before(self, number: int) -> None:
-        if number == 0:
-            self._left, self._left_at = False, -1
-        self._come_to(number)
-
-    def _come_to(self, number: int) -> None:
+    def come_to(self, number: int) -> None:
+        """Bring in a group's matrices, and start with those of the next."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            if number != self._at + 1:
-                raise self._other_way("began a loop over the groups within another")
             if number == 0:
-                self._working[0].part.send()
+                self.working[0].part.send()
             self._at = number
-            work = self._working[number]
+            work = self.working[number]
             values = work.part.build()
-            if number + 1 < len(self._working):
+            if number + 1 < len(self.working):
                 # Not before this part is built: its messages' memory is what the next ones take.
-                self._working[number + 1].part.send()
+                self.working[number + 1].part.send()
             work.enter({id(entry.param): value for entry, value in zip(work.part.owned, values, strict=True)})
             for entry, value in zip(work.part.owned, values, strict=True):
-                self.state.show(value, entry.param)
+                self._state.show(value, entry.param)
 
-    def after(self, number: int) -> None:
+    def go_on_from(self, number: int) -> None:
+        """Send the new values of a group back."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            work = self._working[number]
+            work = self.working[number]
             work.go_out()
-            self.state.hide()
+            self._state.hide()
             for made in work.part.wholes:
                 made.settle()
             self._note_gradients(work.part)
-            self._given.add(work.part.wholes)
+            for made in work.part.wholes:
+                if made.entry.moves:  # what is written to it later is lost
+                    counter = made.value.detach()
+                    counter.data = torch.empty(0, dtype=counter.dtype, device=counter.device)
+                    self._given.append((counter, counter._version))
             if number:
                 self._collect(number - 1)  # whose messages' memory the reply takes
-            work.part.reply(self._left)
+            work.part.reply(self.left_at is not None)
             work.write_back()
 
     def leave(self, number: int) -> None:
         """The optimizer has left its loop early, with an exception perhaps; where `number` is -1, before it came to the first
         group. Never raises: that would hide it."""
-        self._left, self._left_at = True, number
+        self.left_at = number
         try:
-            for following in range(max(number, 0), len(self._working)):
+            for following in range(max(number, 0), len(self.working)):
                 if following > number:
-                    self._come_to(following)
-                self.after(following)
+                    self.come_to(following)
+                self.go_on_from(following)
             self.finish()
         except Exception as error:
             self._error = error
@@ -300,55 +391,37 @@ class MatrixStep:
         """What the others say is no news to a rank that has left."""
         self._said = []
 
-    def through(self) -> None:
+    def raise_what_leaving_met(self) -> None:
+        """Raise what the exchanges of a step that was left have met."""
         error, self._error = self._error, None
         if error is not None:
             raise error
-        if self._at == len(self._working) - 1 >= 0:
-            self.finish()
-            self.hear_at_once()
-
-    @property
-    def has_passed(self) -> bool:
-        """Whether a loop over the groups has come to its end, and no other one has begun."""
-        return self._at < 0 and self._passed
-
-    def zero_grad(self, given: Callable[[], None], users: Callable[[], None]) -> None:
-        if not self.has_passed:
-            raise self._other_way("called zero_grad() before the end of its loop over the groups")
-        self._clear = users
 
     def forget(self) -> None:
         """State has been loaded, or an engine is closed: nothing of what there was is kept."""
         self._made, self._entries = (), None
         self._groups, self._params, self._units, self._parts = [], [], [], []
-        self.state = OwnState({})
+        self._state = OwnState({})
         self._forget_notes()
 
     def _forget_notes(self) -> None:
-        """What a step that has failed has left."""
-        self._cleared, self._edited, self._clear = set(), set(), None
-        self._given.drop()
+        """Let go of what a step that has failed has left."""
+        self._cleared, self._edited, self._given = set(), set(), []
 
-    def pause(self) -> None:
-        self.through()
-        for work in self._working:
+    def pause(self, passed: bool) -> None:
+        """Give the user what the step has done so far; `passed`: it has gone through all groups."""
+        for work in self.working:
             work.write_back()
         wrong = self._other_ways()
-        if self._tells and self._passed:
+        if self._tells and passed:
             wrong = self._tell(wrong)
         if wrong:
-            raise self._other_way(wrong)
+            raise self.other_way(wrong)
         self._give_gradients()
-
-    def close(self) -> None:
-        self.pause()
-        # What these refer to shall not outlive an engine because a frame refers to the step.
-        self._working, self.state = [], OwnState({})
 
     # -- after it -------------------------------------------------------------------------------------------------
     def _collect(self, number: int) -> None:
-        part = self._working[number].part
+        part = self.working[number].part
         self._said += part.collect().items()
         stepped = [entry.param for entry in part.entries]
         if stepped:
@@ -358,9 +431,9 @@ class MatrixStep:
     def finish(self) -> None:
         """Bring in the last part's values."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            self._collect(len(self._working) - 1)
+            self._collect(len(self.working) - 1)
             self._spares.drop()
-            self._at, self._passed = -1, True
+            self._at = -1
             state = self._optimizer().state
             self._entries = {i: state[p] for i, p in enumerate(self._params) if p in state}
 
@@ -374,7 +447,7 @@ class MatrixStep:
         """Has a rank left its step?"""
         said, self._said = self._said, []
         ranks = sorted({rank for rank, left in said if left.item()})
-        if ranks and not self._left:
+        if ranks and self.left_at is None:
             raise ShardError(
                 f"rank {self.runtime.collectives.world_rank}: {self._name}.step() ended early on rank(s) "
                 f"{', '.join(map(str, ranks))}, see the error there. Parameters that they own may be as before the step, "
@@ -383,14 +456,14 @@ class MatrixStep:
 
     def _abandon(self) -> None:
         """A step that has failed within an exchange: nothing may still be on its way when the next one begins."""
-        under_way = [exchange for work in self._working for exchange in work.part.under_way()]
+        under_way = [exchange for work in self.working for exchange in work.part.under_way()]
         if self._at < 0 and not under_way:
             return
         self._at = -1
         for exchange in under_way:
             with contextlib.suppress(ShardError):
                 exchange.finish()
-        self._working, self._entries = [], None
+        self.working, self._entries = [], None
         self._spares.drop()
 
     # -- what the step has done to gradients ------------------------------------------------------------------------
@@ -420,7 +493,6 @@ class MatrixStep:
         """Do to the user's gradients what the owners' steps have done to theirs."""
         cleared, self._cleared = self._cleared, set()
         edited, self._edited = self._edited, set()
-        clear, self._clear = self._clear, None
         with torch._C.DisableTorchFunctionSubclass():
             for p in self._params if cleared or edited else ():
                 if id(p) in cleared:
@@ -429,21 +501,16 @@ class MatrixStep:
                     # Sent back they would cost a third more bytes, for what is cleared next nearly always.
                     flat, index = _place(p)
                     flat.gradients.outdate(index, self._name)
-        if clear is not None:
-            clear()
 
     # -- ways of stepping that would change nothing ---------------------------------------------------------------
     def _other_ways(self) -> str:
         """Whether the step has worked on parameters outside its loop over the groups, when they were on their way; how."""
-        changed = self._given.changed()
-        self._given.end()
-        if self._left and any(work.part.entries for work in self._working[self._left_at + 1 :]):
-            self._left = False
+        changed = any(counter._version != version for counter, version in self._given)
+        self._given = []
+        if self.left_at is not None and any(work.part.entries for work in self.working[self.left_at + 1 :]):
+            self.left_at = None
             return _WRONG[1]
         return _WRONG[2] if changed else ""
-
-    def _other_way(self, what: str) -> ShardError:
-        return other_way(self._name, self.runtime.collectives.world_rank, what)
 
 
 _WRONG = (
@@ -453,7 +520,7 @@ _WRONG = (
 )
 
 
-def other_way(name: str, rank: int, what: str) -> ShardError:
+def _other_way(name: str, rank: int, what: str) -> ShardError:
     return ShardError(
         f"rank {rank}: {name}.step() {what}. An optimizer of kind 'matrix' has whole parameters in the body of `for group in "
         "self.param_groups:` only, and must update a group's parameters there. What it does elsewhere is lost, so go on from a "
@@ -477,3 +544,15 @@ def _has_gradient(param: ShardTensor) -> bool:
             "step on whole matrices needs the same. Nothing was changed."
         )
     return True
+
+
+def _each(calls: Iterable[Callable[[], None]]) -> None:
+    """Call all of them, and raise the first error."""
+    error: Exception | None = None
+    for call in calls:
+        try:
+            call()
+        except Exception as problem:
+            error = error or problem
+    if error is not None:
+        raise error
