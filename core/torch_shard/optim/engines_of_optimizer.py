@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from ..runtime import registry
 from ..shard_tensor.tensor import ShardTensor
 from ..unit.unit import unit_of
-from ..utils.weak_id_map import ByObject
 
 if TYPE_CHECKING:
     from ..runtime.runtime import Runtime
@@ -23,9 +22,11 @@ __all__ = ["OPEN", "first_runtime", "runtime_of", "runtimes_of"]
 OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
 """Runtimes of this process whose engines follow optimizers' steps."""
 
+_unit_ref = operator.attrgetter("_unit_ref")
+
 
 def runtime_of(param: Any) -> Runtime | None:
-    """Of the engine that shards `param`; None where none does, or it is gone. (A copy of a submodule has none.)"""
+    """Return the runtime that shards `param`; None where none does, or it is gone. (A copy of a submodule has none.)"""
     unit = unit_of(param)
     if unit is None:
         return None
@@ -34,7 +35,7 @@ def runtime_of(param: Any) -> Runtime | None:
 
 
 def first_runtime(optimizer: Any) -> Runtime | None:
-    """That of the optimizer's first sharded parameter; parameters are looked at until one answers."""
+    """Return the runtime of the optimizer's first sharded parameter."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             runtime = runtime_of(p)
@@ -43,50 +44,12 @@ def first_runtime(optimizer: Any) -> Runtime | None:
     return None
 
 
-class _Held:
-    """What was found last time, and whether it still holds: compared in C, because it is asked in every step."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        found: dict[int, Runtime] = {}
-        self._rest: list[Any] = []
-        for params in self._groups:
-            for p in params:
-                runtime = runtime_of(p)
-                if runtime is None:
-                    self._rest.append(p)
-                else:
-                    found.setdefault(id(runtime), runtime)
-        self._runtimes = [weakref.ref(runtime) for runtime in found.values()]
-
-    def now(self, optimizer: Any) -> list[Runtime] | None:
-        """None where groups have changed, or an engine was closed, or another one has taken parameters since."""
-        groups = optimizer.param_groups
-        if len(groups) != len(self._groups) or not all(
-            len(held) == len(group["params"]) and all(map(operator.is_, held, group["params"]))
-            for held, group in zip(self._groups, groups, strict=True)
-        ):
-            return None
-        runtimes = [ref() for ref in self._runtimes]
-        if not all(runtime is not None and runtime.units for runtime in runtimes):
-            return None
-        if any(isinstance(p, ShardTensor) and runtime_of(p) is not None for p in self._rest):
-            return None
-        return runtimes  # type: ignore[return-value]
-
-
-_known: ByObject[_Held] = ByObject()
-
-
 def runtimes_of(optimizer: Any) -> list[Runtime]:
-    """Those of all sharded parameters that the optimizer holds, in the order of their first ones. Not collective."""
+    """Return the runtimes of all sharded parameters of the optimizer, in the order of their first ones. Not collective."""
     if len(OPEN) < 2:  # as nearly always; it is this one if any
         first = first_runtime(optimizer)
         return [] if first is None else [first]
-    held = _known.get(optimizer)
-    runtimes = None if held is None else held.now(optimizer)
-    if runtimes is None:
-        held = _Held(optimizer)
-        _known.set(optimizer, held)
-        runtimes = held.now(optimizer) or []
-    return runtimes
+    params = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardTensor)]
+    # One parameter of each unit will do; all of a unit refer to it by one object.
+    params = list(dict(zip(map(id, map(_unit_ref, params)), params, strict=True)).values())
+    return list(dict.fromkeys(runtime for runtime in map(runtime_of, params) if runtime is not None))

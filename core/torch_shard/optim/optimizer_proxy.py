@@ -10,54 +10,55 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 __all__ = ["Groups", "StandIn", "Work", "stand_in"]
 
 
-class Work(Protocol):
+class Work:
     """What a step works on.
 
     Attributes:
         runtimes: of the engines whose parameters the optimizer holds.
+        state: stands for the optimizer's ``state``.
     """
 
     runtimes: list[Any]
+    state: Any
 
     def open(self) -> None:
         """Take parameters, gradients, options and state as they are now; called when ``step`` first asks for them, and
         again after each closure."""
+        raise NotImplementedError
 
     def groups(self) -> list[dict[str, Any]]:
-        """The parameter groups to go through."""
+        """Return the parameter groups to go through."""
+        raise NotImplementedError
 
     def before(self, number: int) -> None:
-        """A group is about to be worked on."""
+        """Prepare a group, which is about to be worked on."""
 
     def after(self, number: int) -> None:
-        """It has been worked on."""
+        """Take what a group has come to."""
 
     def leave(self, number: int) -> None:
-        """The optimizer has left its loop in this group, by an exception or otherwise. Must not raise."""
+        """Note that the optimizer has left its loop in this group, by an exception or otherwise. Must not raise."""
 
     def through(self) -> None:
-        """A loop over the groups has come to its end."""
+        """Note that a loop over the groups has come to its end."""
 
     def pause(self) -> None:
-        """A closure is about to run, or a step of another optimizer: what this one has done so far is there for them."""
-
-    @property
-    def state(self) -> Any:
-        """Stands for the optimizer's ``state``."""
+        """Show what the step has done so far: a closure is about to run, or a step of another optimizer."""
 
     def zero_grad(self, given: Callable[[], None], users: Callable[[], None]) -> None:
-        """The step clears gradients: `given` does so for those in :meth:`groups`, `users` for the user's."""
+        """Clear gradients, as the step has asked: `given` clears those in :meth:`groups`, `users` the user's."""
+        given()
 
     def forget(self) -> None:
-        """State has been loaded: what was kept of the old one is let go."""
+        """Let go of what was kept for the next step: state has been loaded, or the engine is closed."""
 
     def close(self) -> None:
-        """The step has ended, by no exception: the user's view is brought up to date."""
+        """End the step, which no exception has ended: bring the user's view up to date."""
 
 
 class StandIn:

@@ -32,7 +32,7 @@ from .elementwise.step import FlatStep
 from .engines_of_optimizer import OPEN, first_runtime, runtimes_of
 from .host.step import HostStep, refuse_disk, steps_on_host
 from .matrix.step import MatrixStep
-from .optimizer_proxy import StandIn, stand_in
+from .optimizer_proxy import StandIn, Work, stand_in
 from .registry import Kind, is_torchs, kind_of, kind_of_step
 from .running_steps import UnknownSteps, attached_step, steps_on_stack
 from .step_in_backward import InBackward
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from ..runtime.runtime import Runtime
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-_Work = FlatStep | HostStep | MatrixStep
 
 
 class StepWatch:
@@ -58,7 +57,7 @@ class StepWatch:
         self._runtime = weakref.ref(runtime)
         runtime.steps = weakref.ref(self)
         OPEN.add(runtime)
-        self._works: ByObject[_Work] = ByObject()
+        self._works: ByObject[Work] = ByObject()
         self._hooks: ByObject[tuple[Any, Any, Any]] = ByObject()
         self._unknown = UnknownSteps()
         self._kinds: dict[type, type] = {}  # classes of stand-ins
@@ -158,7 +157,10 @@ class StepWatch:
             return
         if isinstance(stepped, StandIn):
             stepped._session.end()
-        for held in runtimes_of(optimizer) or [runtime]:
+            runtimes = stepped._session.work.runtimes
+        else:
+            runtimes = runtimes_of(optimizer) or [runtime]
+        for held in runtimes:
             held.parameters_changed()
         self._unknown.end(optimizer)
 
@@ -321,8 +323,7 @@ def _replaced(args: Any, kwargs: Any, around: Callable[[Any], Any]) -> _Argument
     return (args[0], around(closure), *args[2:]), kwargs
 
 
-def _suits(work: _Work, kind: Kind, runtimes: list[Runtime]) -> bool:
-    if isinstance(work, FlatStep):  # which looks for itself
+def _suits(work: Work, kind: Kind, runtimes: list[Runtime]) -> bool:
+    if type(work) is FlatStep:  # which looks for itself
         return kind == "elementwise"
-    same: bool = work.runtimes == runtimes
-    return same and kind == ("elementwise" if isinstance(work, HostStep) else "matrix")
+    return kind == ("matrix" if isinstance(work, MatrixStep) else "elementwise") and work.runtimes == runtimes

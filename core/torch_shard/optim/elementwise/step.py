@@ -20,6 +20,7 @@ from ...unit.flat_buffer import FlatBuffer
 from ...unit.unit import unit_of
 from ..checks import check_units, refuse_twice, refuse_unreduced, shard_state
 from ..engines_of_optimizer import runtimes_of
+from ..optimizer_proxy import Work
 from ..registry import is_torchs, kind_of
 from .piece import Piece, RoundedPiece
 from .runs import Runs
@@ -173,8 +174,8 @@ class _Working:
         self.made = [value for piece in self.pieces for value in piece.state.values()]
 
 
-class FlatStep:
-    """The steps of one optimizer; see :class:`~torch_shard.optim.optimizer_proxy.Work`."""
+class FlatStep(Work):
+    """The steps of one element-wise optimizer."""
 
     def __init__(
         self,
@@ -217,7 +218,7 @@ class FlatStep:
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 self._look(optimizer)
         except BaseException:
-            self.forget()
+            self._let_go()
             raise
 
     def _look(self, optimizer: Any) -> None:
@@ -290,10 +291,10 @@ class FlatStep:
                 if runs.flats[number].rounding is not None:
                     widen(state.get(p), lambda value, local: ShardTensor._wrap(local, value._spec))
 
-    def zero_grad(self, given: Callable[[], None], users: Callable[[], None]) -> None:
-        given()
-
     def forget(self) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
         """Let go of everything that was kept for the next step."""
         self._drop()
         self._groups, self.state = [], _State({})
@@ -349,9 +350,6 @@ class FlatStep:
             self._publish(work)
         self.after(number)
 
-    def through(self) -> None:
-        pass
-
     def pause(self) -> None:
         for work in self._working:
             self._publish(work)
@@ -360,7 +358,6 @@ class FlatStep:
             self._in_backward = None
 
     def close(self) -> None:
-        """Put values, state and options where the user finds them. Local."""
         self.pause()
         self._drop()
 

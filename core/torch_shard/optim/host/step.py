@@ -13,7 +13,6 @@ make state. Optimizers that are not torch's own step as they do without offload,
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -57,28 +56,19 @@ def refuse_disk(optimizer: Any, runtimes: list[Runtime], kind: Kind | None) -> N
             )
 
 
-class HostStep:
-    """Steps one optimizer on shards in host memory; see :class:`~torch_shard.optim.optimizer_proxy.Work`.
-
-    The optimizer's own loop gets only the parameters that are not sharded.
-    """
+class HostStep(FlatStep):
+    """Steps one optimizer on shards in host memory. The optimizer's own loop gets only the parameters that are not sharded."""
 
     def __init__(self, optimizer: Any, runtime: Runtime) -> None:
-        self._optimizer: Any = weakref.ref(optimizer)
-        self.runtime, self.runtimes = runtime, [runtime]
+        super().__init__(optimizer, runtime, REST)
+        self.runtime = runtime
         self._units = HostUnits(optimizer)
-        self._rest = FlatStep(optimizer, runtime, REST)
         self._steps: dict[int, tuple[FlatBuffer, FlatStep]] = {}
 
-    @property
-    def state(self) -> Any:
-        return self._rest.state
-
     def call(self, function: Callable[..., Any]) -> None:
-        """`function`: the class's step, plain."""
+        """Step by `function`, the class's step without hooks."""
         self._units.function = function
 
-    # -- one step -------------------------------------------------------------------------------------------------
     def open(self) -> None:
         optimizer = self._optimizer()
         if runtimes_of(optimizer) != [self.runtime]:
@@ -100,7 +90,7 @@ class HostStep:
             _sort_state(optimizer, held)
         for own in options:
             own.write_back()
-        self._rest.open()
+        super().open()
 
     def _in_order(self, optimizer: Any) -> list[tuple[FlatBuffer, FlatStep]]:
         """As the next forward comes to them, as far as the last one tells."""
@@ -111,40 +101,14 @@ class HostStep:
             self._steps = {id(flat): (flat, FlatStep(optimizer, self.runtime, flat, fresh)) for flat in flats}
         return [self._steps[id(flat)] for flat in flats]
 
-    # -- the rest -------------------------------------------------------------------------------------------------
-    def groups(self) -> list[dict[str, Any]]:
-        return self._rest.groups()
-
-    def before(self, number: int) -> None:
-        self._rest.before(number)
-
-    def after(self, number: int) -> None:
-        self._rest.after(number)
-
-    def leave(self, number: int) -> None:
-        self._rest.leave(number)
-
-    def through(self) -> None:
-        pass
-
-    def pause(self) -> None:
-        self._rest.pause()
-
-    def zero_grad(self, given: Callable[[], None], users: Callable[[], None]) -> None:
-        given()
-
-    def close(self) -> None:
-        self._rest.close()
-
     def forget(self) -> None:
-        """Let go of everything that was kept for the next step."""
         for flat, step in self._steps.values():
             flat.settle()
             step.count_as_before()
             step.forget()
         self._steps = {}
         self._units.forget()
-        self._rest.forget()
+        super().forget()
 
 
 def _sort_state(optimizer: Any, held: int) -> None:
