@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.compat.harness import Pair, average_grads, batch, plain_backward, whole
+from tests.support.marks import exhaustive
 from tests.optim.helpers import (
     MAKE,
     O,
@@ -19,11 +20,9 @@ from tests.optim.helpers import (
     go,
     in_strides_of,
     mostly_adamw,
-    mostly_sgd,
     same_optimizers,
     trainable,
 )
-from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks
 
 # -- groups and optimizers --------------------------------------------------------------------------------------------------
@@ -53,27 +52,6 @@ def test_several_optimizers_over_disjoint_parts_of_a_unit_step_in_turn(rank, wor
         pair.check()
         for ours, theirs in zip(pair.optimizer, pair.plain_optimizer, strict=True):
             same_optimizers(ours, theirs)
-
-
-@mostly_adamw
-@ranks(2, exhaustive=(3,))
-def test_parameters_that_move_between_groups_take_their_state_along(rank, world_size, name):
-    pair = Pair(Odd, rank, world_size, optimizer=MAKE[name])
-    go(pair, 0, 2)
-    for _, optimizer in both(pair):
-        first, second = optimizer.param_groups
-        moved = first["params"][1:3]
-        first["params"] = [p for p in first["params"] if not any(p is other for other in moved)]
-        second["params"].extend(moved)
-    go(pair, 2, 2)
-    for model, optimizer in both(pair):
-        first, second = optimizer.param_groups
-        second["params"].reverse()
-        first["params"].append(second["params"].pop())
-        del second["params"][0]  # is trained no more, keeps its state
-        model.late.requires_grad_(True)
-        first["params"].append(model.late.weight)  # without add_param_group
-    go(pair, 4, 2)
 
 
 @ranks(2)
@@ -158,25 +136,6 @@ def test_an_optimizer_for_each_parameter_that_steps_in_backward(rank, world_size
     pair.check()
 
 
-@pytest.mark.parametrize("name", quick(MAKE, ["AdamW", "AdamW fused", "NAdam"]))
-@ranks(2)
-def test_hyperparameters_set_between_steps_count_from_the_next_one(rank, world_size, name):
-    pair = Pair(Odd, rank, world_size, optimizer=MAKE[name])
-    changes = [
-        {"lr": 0.02, "weight_decay": 0.1},
-        {"maximize": True},
-        {"momentum": 0.5} if name == "SGD" else {"eps": 1e-3, "betas": (0.7, 0.9)},
-        {"foreach": False, "fused": False},
-        {"lr": 0.005, "maximize": False},
-    ]
-    for step, change in enumerate(changes):
-        go(pair, step)
-        for _, optimizer in both(pair):
-            group = optimizer.param_groups[step % 2]
-            group.update({key: value for key, value in change.items() if key in group})
-    go(pair, len(changes), 2)
-
-
 # -- parameters and gradients -----------------------------------------------------------------------------------------------
 
 
@@ -184,79 +143,6 @@ def _whole_gradients(model):
     generator = torch.Generator().manual_seed(3)
     for p in trainable(model):
         p.grad = in_strides_of(p, torch.randn(p.shape, generator=generator, dtype=p.dtype))
-
-
-def _others(model):
-    for p in trainable(model):
-        p.grad = p.grad * 2
-
-
-def _in_place(model):
-    for p in trainable(model):
-        p.grad.mul_(0.5).add_(0.1)
-
-
-def _clipped(model):
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-
-def _some_none(model):
-    model.up.weight.grad = model.scale.grad = None
-    model.one.grad = torch.zeros_like(model.one)
-
-
-@pytest.mark.parametrize("edit", [_whole_gradients, _others, _in_place, _clipped, _some_none])
-@mostly_sgd
-@ranks(2, exhaustive=(3,))
-def test_gradients_changed_by_hand_are_those_that_count(rank, world_size, edit, name):
-    pair = Pair(Odd, rank, world_size, optimizer=MAKE[name])
-    for step in range(3):
-        for model in (pair.model, pair.plain):
-            plain_backward(model, batch(rank, step))
-        average_grads(pair.plain)
-        if step != 1:
-            pair.each(edit)
-        pair.update()
-        same_optimizers(pair.optimizer, pair.plain_optimizer)
-    pair.check()
-
-
-@mostly_sgd
-@ranks(2, exhaustive=(3,))
-def test_gradients_cleared_and_changed_between_two_backwards(rank, world_size, name):
-    pair = Pair(Odd, rank, world_size, optimizer=MAKE[name])
-    for step in range(3):
-        for model in (pair.model, pair.plain):
-            plain_backward(model, batch(rank, 2 * step))
-        average_grads(pair.plain)
-        for model in (pair.model, pair.plain):
-            model.up.weight.grad = model.extra.grad = None
-            model.turned.grad = model.turned.grad * 3
-            model.inp.weight.grad.mul_(2)
-            model.leave_out = step == 1
-            plain_backward(model, batch(rank, 2 * step + 1))
-        average_grads(pair.plain)  # what was there is the same on all ranks
-        pair.update()
-        same_optimizers(pair.optimizer, pair.plain_optimizer)
-
-
-@mostly_adamw
-@ranks(2)
-def test_steps_without_gradients_or_with_those_of_the_last_one(rank, world_size, name):
-    pair = Pair(Odd, rank, world_size, optimizer=MAKE[name])
-    for _, optimizer in both(pair):
-        optimizer.step()
-    assert not pair.optimizer.state and not pair.plain_optimizer.state
-    for model in (pair.model, pair.plain):
-        plain_backward(model, batch(rank, 0))
-    average_grads(pair.plain)
-    for _, optimizer in both(pair):
-        optimizer.step()
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.step()
-    same_optimizers(pair.optimizer, pair.plain_optimizer)
-    go(pair, 1)
 
 
 @ranks(2)

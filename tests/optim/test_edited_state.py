@@ -9,82 +9,12 @@ import torch
 
 import torch_shard
 from tests.compat.harness import Pair, average_grads, batch, plain_backward, same_params, whole
-from tests.optim.helpers import MAKE, Odd, both, close, go, in_strides_of, same_optimizers, trainable
-from tests.support.marks import exhaustive, quick
+from tests.support.marks import exhaustive
+from tests.optim.helpers import MAKE, Odd, both, close, go, same_optimizers, trainable
 from tests.support.ranks import ranks
 from torch_shard.shard_tensor.tensor import ShardTensor
 
 stateful = pytest.mark.parametrize("name", ["AdamW", *exhaustive("AdamW foreach", "AdamW fused", "NAdam", "ASGD")])
-
-
-def _zeroed(model, optimizer):
-    optimizer.state[model.up.weight]["exp_avg"].zero_()
-
-
-def _counters_set(model, optimizer):
-    for p in (model.up.weight, model.up.bias, model.scale):
-        optimizer.state[p]["step"].fill_(5)
-
-
-def _cleared(model, optimizer):
-    optimizer.state.clear()
-
-
-def _emptied(model, optimizer):
-    optimizer.state[model.up.weight] = {}
-
-
-def _deleted(model, optimizer):
-    del optimizer.state[model.up.weight], optimizer.state[model.one]
-
-
-def _whole_tensors(model, optimizer):
-    for p in (model.up.weight, model.turned, model.column):
-        optimizer.state[p]["exp_avg"] = in_strides_of(p, torch.linspace(-0.1, 0.1, p.numel()).view(p.shape))
-
-
-def _replaced(model, optimizer):
-    state = optimizer.state[model.head.weight]
-    state["exp_avg"] = state["exp_avg"] * 0.5
-    state["exp_avg_sq"] = torch.ones_like(model.head.weight)
-    state["step"] = torch.tensor(9.0)
-
-
-def _exchanged(model, optimizer):
-    old = optimizer.state
-    optimizer.state = type(old)(dict)
-    for p, state in old.items():
-        optimizer.state[p] = dict(state)
-
-
-def _with_an_entry_of_the_users(model, optimizer):
-    optimizer.state[model.up.weight]["note"] = "kept"
-    optimizer.state[model.up.weight]["average"] = model.up.weight.detach().clone()
-
-
-EDITS = [
-    _zeroed,
-    _counters_set,
-    _cleared,
-    _emptied,
-    _deleted,
-    _whole_tensors,
-    _replaced,
-    _exchanged,
-    _with_an_entry_of_the_users,
-]
-
-
-@pytest.mark.parametrize("edit", quick(EDITS, [_zeroed, _counters_set, _whole_tensors, _replaced, _exchanged]))
-@pytest.mark.parametrize("name", ["AdamW", *exhaustive("AdamW foreach", "AdamW fused", "NAdam")])
-@ranks(2, exhaustive=(3,))
-def test_state_edited_between_steps_counts_from_the_next_one(rank, world_size, edit, name):
-    pair = Pair(Odd, rank, world_size, optimizer=MAKE[name])
-    go(pair, 0, 2)
-    for model, optimizer in both(pair):
-        edit(model, optimizer)
-    go(pair, 2, 3)
-    same_optimizers(pair.optimizer, pair.plain_optimizer, full=True)
 
 
 def held(optimizer):

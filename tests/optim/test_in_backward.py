@@ -332,23 +332,6 @@ def test_a_gradient_scaler_is_refused_by_name(rank, world_size, early):
     same_params(pair.model, pair.plain)  # before anything was changed
 
 
-class OwnScaler(torch.amp.GradScaler):
-    def scale(self, outputs):
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(torch.device("cpu"))
-        return [outputs[0] * self._scale]
-
-
-@ranks(2)
-def test_scalers_of_other_classes_and_losses_in_lists(rank, world_size):
-    pair = Pair(MLP, rank, world_size)
-    pair.engine.step_in_backward(pair.optimizer)
-    for scaler in (OwnScaler("cpu"), torch.amp.GradScaler("cpu")):
-        scaled = scaler.scale([pair.model(batch(rank, 1)).pow(2).mean()])
-        refused((scaled[0] + 1).backward, "GradScaler", "step_in_backward")
-        same_params(pair.model, pair.plain)
-
-
 @ranks(2)
 def test_a_gradient_scaler_that_scales_nothing_of_the_model_is_none_of_its_business(rank, world_size):
     pair = Pair(MLP, rank, world_size)

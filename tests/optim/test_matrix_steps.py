@@ -230,52 +230,6 @@ def test_an_exception_at_one_owner_is_an_error_on_every_rank(rank, world_size, p
     assert not torch.equal(whole(pair.model.up.weight), pair.plain.up.weight)
 
 
-class CollectsFirst(Shampoo):
-    """Takes all parameters, then updates them: by then their values have gone back."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        found = [(p, group) for group in self.param_groups for p in group["params"]]
-        for p, group in found:
-            if p.grad is not None:
-                p.sub_(p.grad, alpha=group["lr"])
-
-
-class FirstGroupOnly(Shampoo):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            p.sub_(p.grad, alpha=0.1)
-
-
-for wrong in (CollectsFirst, FirstGroupOnly):
-    torch_shard.optim.register(wrong, kind="matrix")
-
-
-@pytest.mark.parametrize("part_bytes", [0, *exhaustive(4 << 20)])
-@pytest.mark.parametrize("cls", [CollectsFirst, FirstGroupOnly])
-@ranks(2)
-def test_a_step_that_would_change_nothing_is_an_error(rank, world_size, cls, part_bytes):
-    pair = Pair(Blocks, rank, world_size, optimizer=lambda m: cls(m.parameters()))
-    gradients(pair, 0)
-    with (
-        parts_of(part_bytes),
-        pytest.raises(ShardError, match=f"{cls.__name__}.step.. .*for group in self.param_groups"),
-    ):
-        pair.optimizer.step()
-
-
-@pytest.mark.exhaustive
-@ranks(2)
-def test_a_rate_of_zero_is_no_such_step(rank, world_size):
-    pair = Pair(Blocks, rank, world_size, optimizer=lambda m: Shampoo(m.parameters(), lr=0.0))
-    advance(pair, range(2))
-    for optimizer in (pair.optimizer, pair.plain_optimizer):
-        optimizer.param_groups[0]["lr"] = 0.1
-    advance(pair, range(2, 4))
-    same_state(pair)
-
-
 class LooksFirst(Shampoo):
     """Goes through the groups three times: only to look, partly, and to step."""
 
@@ -370,15 +324,3 @@ def test_a_grad_scaler_skips_the_step_on_all_ranks(rank, world_size):
             scaler.update()
         same_params(pair.model, pair.plain)
     assert [s.get_scale() for s in scalers] == [2.0, 2.0]
-
-
-@ranks(2)
-def test_the_users_hooks_find_the_optimizer_as_it_is(rank, world_size):
-    pair = Pair(MLP, rank, world_size, optimizer=maker("Muon"))
-    seen = []
-    pair.optimizer.register_step_pre_hook(lambda o, *_: seen.append(len(o.param_groups)))
-    pair.optimizer.register_step_post_hook(lambda o, *_: seen.append(len(o.state_dict()["state"])))
-    gradients(pair, 0)
-    pair.optimizer.step()
-    assert seen == [1, len(pair.optimizer.state)]
-    assert pair.optimizer.param_groups[0]["params"][0] is pair.model.inp.weight

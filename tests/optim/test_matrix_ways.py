@@ -106,39 +106,6 @@ def test_a_declared_optimizer_may_be_written_in_these_ways(rank, world_size, kin
     assert pair.optimizer.state.get("all") == pair.plain_optimizer.state.get("all")
 
 
-class LeavesEarly(Whitened):
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group, _ in zip(self.param_groups, [0], strict=False):
-            for p in group["params"]:
-                self.update(p, group)
-
-
-class FirstGroupOnly(Whitened):
-    @torch.no_grad()
-    def step(self, closure=None):
-        for p in self.param_groups[0]["params"]:
-            self.update(p, self.param_groups[0])
-
-
-for way in (LeavesEarly, FirstGroupOnly):
-    torch_shard.optim.register(way, kind="matrix")
-
-
-@pytest.mark.parametrize("kind", [LeavesEarly, FirstGroupOnly])
-@ranks(2)
-def test_a_loop_that_would_leave_parameters_out_is_an_error(rank, world_size, kind):
-    pair = Pair(MLP, rank, world_size)
-
-    def groups():
-        return [{"params": [p]} for p in pair.model.parameters()]
-
-    optimizer = kind(groups() if kind is LeavesEarly else pair.model.parameters())
-    plain_backward(pair.model, batch(rank, 0))
-    with pytest.raises(ShardError, match=rf"{kind.__name__}.*loop over the groups"):
-        optimizer.step()
-
-
 @ranks(2)
 def test_ranks_that_list_parameters_in_another_order_are_told(rank, world_size):
     pair = Pair(MLP, rank, world_size)

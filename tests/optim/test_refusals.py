@@ -7,15 +7,12 @@ import copy
 import pytest
 import torch
 
-import torch_shard
 from tests.compat.harness import Pair, average_grads, batch, loss_of, plain_backward, same_params
 from tests.optim.helpers import (
     MAKE,
     O,
     Odd,
     backward_both,
-    both,
-    close,
     go,
     mostly_adamw,
     same_optimizers,
@@ -284,32 +281,3 @@ def test_an_optimizer_of_bitsandbytes_is_refused_with_the_reason(rank, world_siz
 
 
 # -- beside each other ------------------------------------------------------------------------------------------------------
-
-
-@ranks(2)
-def test_after_engine_close_the_optimizer_goes_on_with_the_plain_model(rank, world_size):
-    pair = Pair(Odd, rank, world_size, optimizer=MAKE["AdamW"])
-    go(pair, 0, 2)
-    pair.engine.close(pair.optimizer)
-    for model, optimizer in both(pair):
-        plain_backward(model, batch(rank, 2))
-        average_grads(model)
-        optimizer.step()
-    for (name, p), q in zip(pair.model.named_parameters(), pair.plain.parameters(), strict=True):
-        close(p, q, name)
-        for key, value in pair.plain_optimizer.state.get(q, {}).items():
-            close(pair.optimizer.state[p][key], value, f"{key} of {name}")
-
-
-@pytest.mark.exhaustive
-@ranks(2)
-def test_two_models_of_two_engines_with_an_optimizer_each_step_in_turn(rank, world_size):
-    pairs = [Pair(Odd, rank, world_size, optimizer=MAKE[name]) for name in ("AdamW", "SGD")]
-    for step in range(3):
-        for pair in pairs:
-            go(pair, step)
-    state = torch_shard.engine_of(pairs[0].model).optim_state_dict(pairs[0].optimizer, rank0_only=False)
-    plain, names = pairs[0].plain_optimizer.state, dict(pairs[0].plain.named_parameters())
-    for name, entries in state["state"].items():
-        for key, value in entries.items():
-            close(value, plain[names[name]][key], f"{key} of {name}")

@@ -227,24 +227,6 @@ def test_an_optimizer_subclass_without_a_closure_steps_as_on_the_plain_model(ran
 # -- zero_grad and scalers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-@mostly_adamw
-@ranks(2)
-def test_zero_grad_and_a_parameter_left_out_of_a_step(rank, world_size, to_none, name):
-    pair = Pair(Odd, rank, world_size, optimizer=MAKE[name])
-    for step in range(5):
-        for model, optimizer in both(pair):
-            model.leave_out = step in (0, 2)
-            optimizer.zero_grad(set_to_none=to_none)
-        backward_both(pair, step)
-        for model, optimizer in both(pair):
-            # Zeros are a gradient: the moments of a parameter go on, and so does its counter.
-            assert (model.extra.grad is None) == (step == 0 or step == 2 and to_none)
-            optimizer.step()
-        same_optimizers(pair.optimizer, pair.plain_optimizer)
-    pair.check()
-
-
 @pytest.mark.parametrize("where", ["one element", "the batch of one rank"])
 @pytest.mark.parametrize("unscale", [True, *exhaustive(False)])
 @pytest.mark.parametrize("name", [*exhaustive("SGD"), "AdamW fused", *exhaustive("AdamW", "AdamW foreach")])

@@ -14,7 +14,6 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import Pair, batch, plain_backward, same, train_alike
-from tests.optim.helpers import same_optimizers
 from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError, ShardError
@@ -131,17 +130,6 @@ def test_parameters_that_are_not_sharded_step_with_the_state_that_was_loaded(ran
     same(own, pair.plain_optimizer.state[pair.plain.alone]["momentum_buffer"])
 
 
-@ranks(2)
-def test_a_parameter_that_is_not_sharded_gets_its_first_gradient_late(rank, world_size):
-    pair = Pair(
-        Wide, rank, world_size, optimizer=lambda m: O.SGD(m.parameters(), lr=0.01, momentum=0.9), ignore=["alone"]
-    )
-    for step in range(4):
-        pair.model.late = pair.plain.late = step < 2
-        pair.step(averaged_backward, batch(rank, step))
-    pair.check()
-
-
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 @ranks(2, exhaustive=(3,))
 def test_an_optimizer_of_scalars_that_stepped_before_sharding(rank, world_size, name):
@@ -161,26 +149,6 @@ def test_an_optimizer_of_scalars_that_stepped_before_sharding(rank, world_size, 
     for key, value in optimizers[1].state[plain.scale].items():
         same(optimizers[0].state[model.scale][key], value, key)
         assert (type(optimizers[0].state[model.scale][key]) is ShardTensor) == (key != "step")
-
-
-@ranks(2)
-def test_two_optimizers_that_share_their_state(rank, world_size):
-    """As torch's load_state_dict leaves it, without a copy."""
-    pair = Pair(Wide, rank, world_size, optimizer=lambda m: O.SGD(m.parameters(), lr=0.01, momentum=0.9, foreach=False))
-    pair.step(plain_backward, batch(rank, 0))
-    others = []
-    for model, optimizer in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
-        other = O.SGD(model.parameters(), lr=0.02, momentum=0.9, foreach=False)
-        other.load_state_dict(optimizer.state_dict())
-        others.append(other)
-    for step in range(1, 5):
-        pair.model.late = pair.plain.late = step == 2
-        pair.backward(plain_backward, batch(rank, step))
-        for optimizer in (pair.optimizer, pair.plain_optimizer) if step % 2 else others:
-            optimizer.step()
-        for model in (pair.model, pair.plain):
-            model.zero_grad()
-    pair.check()
 
 
 class Fallback(O.Optimizer):
@@ -289,30 +257,6 @@ def test_what_is_kept_between_steps_keeps_neither_old_state_nor_gradients_nor_th
     pair.optimizer = None
     gc.collect()
     assert optimizer() is None
-
-
-@ranks(2)
-def test_stepping_in_backward_with_some_parameters(rank, world_size):
-    def optimizer(model):
-        return O.SGD([model.inp.weight, model.head.bias, model.scale], lr=0.1, momentum=0.9)
-
-    pair = Pair(Wide, rank, world_size, optimizer=optimizer)
-    pair.engine.step_in_backward(pair.optimizer)
-    other = O.SGD([pair.model.mid.weight], lr=0.1)
-    with pytest.raises(ConfigError, match="step_in_backward"):
-        pair.engine.step_in_backward(other)
-    schedulers = [O.lr_scheduler.StepLR(o, 1, 0.5) for o in (pair.optimizer, pair.plain_optimizer)]
-    for step in range(3):
-        pair.backward(plain_backward, batch(rank, step))
-        pair.plain_optimizer.step()
-        for model in (pair.model, pair.plain):
-            model.zero_grad()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # that the optimizer did not step
-            for scheduler in schedulers:
-                scheduler.step()
-    pair.check()
-    same_optimizers(pair.optimizer, pair.plain_optimizer)
 
 
 @ranks(2)

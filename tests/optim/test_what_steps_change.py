@@ -10,8 +10,8 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, batch, plain_backward, same_grads
-from tests.optim.helpers import Odd, backward_both, both, go, same_optimizers, trainable
 from tests.support.marks import exhaustive, quick
+from tests.optim.helpers import Odd, backward_both, both, go, in_strides_of, same_optimizers, trainable
 from tests.support.ranks import ranks
 from torch_shard.shard_tensor.tensor import ShardTensor
 from torch_shard.shard_tensor.unsharded_param import own_grad
@@ -370,6 +370,32 @@ def _laid_out_by_another(model, optimizer):
     other.step()
 
 
+def _whole_values(model, optimizer):
+    for p in (model.up.weight, model.turned, model.column):
+        optimizer.state[p]["exp_avg"] = in_strides_of(p, torch.linspace(-0.1, 0.1, p.numel()).view(p.shape))
+
+
+def _state_cleared(model, optimizer):
+    optimizer.state.clear()
+
+
+def _entry_emptied(model, optimizer):
+    optimizer.state[model.up.weight] = {}
+    del optimizer.state[model.one]
+
+
+def _state_in_another_dict(model, optimizer):
+    old = optimizer.state
+    optimizer.state = type(old)(dict)
+    for p, state in old.items():
+        optimizer.state[p] = dict(state)
+
+
+def _an_entry_of_the_users(model, optimizer):
+    optimizer.state[model.up.weight]["note"] = "kept"
+    optimizer.state[model.up.weight]["average"] = model.up.weight.detach().clone()
+
+
 def _group_divided(model, optimizer):
     params = optimizer.param_groups[0]["params"]
     optimizer.param_groups[0]["params"] = params[::2]
@@ -400,7 +426,8 @@ INPUTS = [
     _gradient_missing, _gradient_again, _gradient_edited, _counter_filled, _counter_through_data,
     _first_counter_through_data, _counters_through_data, _counter_in_other_memory, _counter_of_numpy, _entry_exchanged,
     _value_exchanged, _values_edited, _state_exchanged, _laid_out_by_another, _group_divided, _parameter_left_out, _loops,
-    _several_at_once, _lr_in_a_tensor, _lr,
+    _several_at_once, _lr_in_a_tensor, _lr, _whole_values, _state_cleared, _entry_emptied, _state_in_another_dict,
+    _an_entry_of_the_users,
 ]  # fmt: skip
 
 
@@ -419,6 +446,9 @@ INPUTS = [
             _parameter_left_out,
             _several_at_once,
             _lr,
+            _whole_values,
+            _state_in_another_dict,
+            _an_entry_of_the_users,
         ],
     ),
 )
