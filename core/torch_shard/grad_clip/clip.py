@@ -106,7 +106,7 @@ class _Gradients:
             self.slices[id(comm)], self.tensors[id(comm)] = [], []
 
     def dtype(self) -> torch.dtype:
-        """That of the norm."""
+        """Return the dtype of the norm."""
         result = None
         for dtype in self.dtypes:
             dtype = dtype if not dtype.is_complex else dtype.to_real()
@@ -123,7 +123,7 @@ class _Gradients:
             flat.gradients.home.moving.settle()
 
     def norms(self, tensor: torch.Tensor, p: float) -> list[torch.Tensor] | None:
-        """Those of its pieces, where they were taken on the way. Else it may be read."""
+        """Return the norms of the tensor's pieces where they were taken on the way; None where it may be read."""
         flat = self._at_home.get(id(tensor))
         if flat is None or flat.gradients.home is None:
             return None
@@ -151,8 +151,8 @@ class _Gradients:
 
 
 def one_piece(flat: FlatBuffer, wait: bool = True) -> torch.Tensor | None:
-    """The 1-D tensor that all gradients of `flat` are slices of, as the reduction left them. `wait` until it may be read, where
-    it is on its way to host memory."""
+    """Return the 1-D tensor that all gradients of `flat` are shards of, as the reduction left them, or None. `wait` until it
+    may be read, where it is on its way to host memory."""
     try:
         grads = list(map(own_grad, flat.params))
         found = list(map(_flat if wait or flat.host is None else whole_of, grads))
@@ -208,7 +208,7 @@ def clip_grad_norm_(
 
 
 def _total_norm(runtime: Runtime, grads: _Gradients, p: float) -> torch.Tensor:
-    """The same 0-d tensor on all ranks, in fp64, as which all that is sent travels.
+    """Return the norm, the same 0-d tensor on all ranks, in fp64, as which all that is sent travels.
 
     The plain gradients' norm travels along and rank 0's counts: the ranks must not scale by different factors.
     """
@@ -259,7 +259,7 @@ def members(comm: Any, c: Collectives) -> tuple[Any, list[int] | None]:
 
 
 def _of_rank_0(runtime: Runtime, value: torch.Tensor) -> torch.Tensor:
-    """Over all ranks: those that share a copy are not all, and replicated parameters have no communicator for slices."""
+    """Return rank 0's value, over all ranks: those of a replica are not all, and replicated parameters have no communicator."""
     c = runtime.collectives
     if c.world == 1:
         return value
@@ -273,7 +273,8 @@ def local_norm(
     device: torch.device,
     known: Callable[[torch.Tensor, float], list[torch.Tensor] | None] | None = None,
 ) -> torch.Tensor:
-    """The norm of all of them together, 0-d, on `device`. `known`: the norms of a tensor's pieces, where there are some."""
+    """Return the norm of all `tensors` together, 0-d, on `device`. `known`: the norms of a tensor's pieces, where there are
+    some."""
     norms: list[torch.Tensor] = []
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     ready: dict[int, torch.Tensor] = {}  # by id of the piece
@@ -308,14 +309,15 @@ def local_norm(
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """On the CPU torch adds in fp32 one after the other: for 40M equal elements a norm comes out 0.2 % too small."""
+    """Return parts to take norms of: torch adds in fp32 on the CPU, and for 40M equal elements a norm comes out 0.2 % too
+    small."""
     if tensor.device.type != "cpu" or tensor.numel() <= 2 * _PIECE or not tensor.is_contiguous():
         return (tensor,)
     return tensor.view(-1).split(_PIECE)
 
 
 def _count(tensors: Sequence[torch.Tensor], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """How many tensors are not zero everywhere: what torch's norm of norms gives for p = 0."""
+    """Return how many tensors are not zero everywhere: what torch's norm of norms gives for p = 0."""
     total = torch.zeros((), dtype=dtype, device=device)
     for t in tensors:
         total += (t != 0).any().to(device)
@@ -325,7 +327,7 @@ def _count(tensors: Sequence[torch.Tensor], p: float, dtype: torch.dtype, device
 def _counts(
     slices: list[list[torch.Tensor]], plain: torch.Tensor | None, comm: Any, device: torch.device
 ) -> torch.Tensor:
-    """The same for each gradient of which ranks have slices, and rank 0's count of `plain` ones; 1-D."""
+    """Return, 1-D, whether each sharded gradient is not zero everywhere, and rank 0's count of `plain` ones."""
     none = torch.zeros((), dtype=torch.float64, device=device)
     found = [(t[0] != 0).any().to(device, torch.float64) if t else none for t in slices]
     if plain is not None:

@@ -57,7 +57,7 @@ def grad_norms(
 
 
 def _slices(flat: FlatBuffer, chosen: set[int] | None) -> list[torch.Tensor]:
-    """This rank's slices of the gradients, in one piece where they lie in one."""
+    """Return this rank's shards of the gradients, as one tensor where they lie in one."""
     with torch._C.DisableTorchFunctionSubclass():
         wanted = [param for param in flat.params if chosen is None or id(param) in chosen]
         if len(wanted) == len(flat.params):

@@ -42,7 +42,7 @@ _REFUSED = "bitsandbytes"
 
 
 def refusal_of(optimizer: Any) -> str | None:
-    """Why an optimizer can't step on slices, whatever it is registered as, with the remedy; None where it may. Not collective."""
+    """Return why an optimizer can't step on shards, whatever it is registered as, with the remedy; None where it may."""
     cls = type(optimizer)
     if not any(base.__module__.split(".")[0] == _REFUSED for base in cls.__mro__):
         return None
@@ -82,7 +82,7 @@ def check_class(optimizer: Any, rank: int) -> None:
 
 
 def units_of(optimizer: Any) -> list[Unit]:
-    """The units whose parameters the optimizer holds, of whatever engine."""
+    """Return the units whose parameters the optimizer holds, of whatever engine."""
     found: dict[int, Unit] = {}
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -158,7 +158,7 @@ def refuse_without_rounding(optimizer: Any, runtime: Runtime) -> None:
 
 
 def refuse_unreduced(optimizer: Any, runtime: Runtime) -> None:
-    """Each rank would step its slice with a gradient of its own.
+    """Refuse gradients that are not reduced: each rank would step its shard with a gradient of its own.
 
     Raises:
         ShardError: a gradient waits for its reduction, or for the end of an accumulation.
@@ -182,7 +182,7 @@ def refuse_unreduced(optimizer: Any, runtime: Runtime) -> None:
 
 
 def refuse_offloaded(optimizer: Any, runtimes: Iterable[Runtime], matrix: bool) -> None:
-    """`matrix`: it steps on whole matrices, which are sent between devices.
+    """Refuse an optimizer that can't step in host memory. `matrix`: it steps on whole matrices, which are sent between devices.
 
     Raises:
         ShardError: on all ranks; parameters are in the memory of a host with a GPU, where it can't step.

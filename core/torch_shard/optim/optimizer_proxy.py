@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["Groups", "StandIn", "Work", "stand_in"]
+__all__ = ["Groups", "OptimizerProxy", "Work", "proxy_of"]
 
 
 class Work:
@@ -61,7 +61,7 @@ class Work:
         """End the step, which no exception has ended: bring the user's view up to date."""
 
 
-class StandIn:
+class OptimizerProxy:
     """Shares the optimizer's attributes, but for the groups and the state."""
 
     __slots__ = ("_session",)
@@ -90,7 +90,7 @@ class Session:
         self.ended = False
 
     def groups(self) -> Any:
-        if self.ended:  # post-hooks of the user have the stand-in among the step's arguments
+        if self.ended:  # post-hooks of the user have the proxy among the step's arguments
             return self._optimizer().param_groups
         if self.fresh is None:
             self.work.open()
@@ -104,13 +104,13 @@ class Session:
         return self.work.state
 
     def pause(self) -> None:
-        """Something else runs, behind which everything is looked at anew."""
+        """Show what was done so far: something else runs, behind which everything is looked at anew."""
         if self.fresh is not None and not self.ended:
             self.work.pause()
             self.fresh = None
 
     def end(self) -> None:
-        """The step has ended."""
+        """End the step."""
         self.work.close()
         self.ended, self.fresh = True, None
 
@@ -127,7 +127,7 @@ class Session:
             check(optimizer)
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, with the user's view brought up to date before it."""
+        """Return the closure, with the user's view brought up to date before it."""
 
         def run() -> Any:
             self.pause()
@@ -155,12 +155,12 @@ class Groups(list[dict[str, Any]]):
         self.work.through()
 
 
-def _zero_grad(self: StandIn, cls: Any, *args: Any, **kwargs: Any) -> None:
+def _zero_grad(self: OptimizerProxy, cls: Any, *args: Any, **kwargs: Any) -> None:
     users = functools.partial(self._session._optimizer().zero_grad, *args, **kwargs)
     self._session.zero_grad(functools.partial(cls.zero_grad, self, *args, **kwargs), users)
 
 
-def stand_in(optimizer: Any, work: Work, kinds: dict[type, type]) -> tuple[Any, Session]:
+def proxy_of(optimizer: Any, work: Work, kinds: dict[type, type]) -> tuple[Any, Session]:
     """Make the object that takes `optimizer`'s place in its ``step``; `kinds`: the classes of such objects, kept by class of
     optimizer (a new one for each step would be a class to collect, and a call of the user's ``__init_subclass__``)."""
     cls = type(optimizer)
@@ -169,7 +169,7 @@ def stand_in(optimizer: Any, work: Work, kinds: dict[type, type]) -> tuple[Any, 
         names: dict[str, Any] = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
         if hasattr(cls, "zero_grad"):
             names["zero_grad"] = functools.partialmethod(_zero_grad, cls)
-        kind = kinds[cls] = type(cls.__name__, (StandIn, cls), names)
+        kind = kinds[cls] = type(cls.__name__, (OptimizerProxy, cls), names)
     other: Any = object.__new__(kind)
     object.__setattr__(other, "__dict__", optimizer.__dict__)  # past a __setattr__ of its own
     session = Session(optimizer, work)

@@ -98,7 +98,7 @@ def register(cls: type, kind: Kind) -> type:
 
 
 def kind_of(cls: type) -> Kind | None:
-    """The kind of an optimizer class, or None. Not collective."""
+    """Return the kind of an optimizer class, or None. Not collective."""
     own: Any = cls.__dict__.get(_ATTRIBUTE)
     if own is not None:
         return own  # type: ignore[no-any-return]
@@ -108,7 +108,7 @@ def kind_of(cls: type) -> Kind | None:
 
 
 def kind_of_step(cls: type, function: Any) -> Kind | None:
-    """The kind of a ``step`` function of torch's own, which `cls` has inherited or calls by ``super().step()``, or None."""
+    """Return the kind of a ``step`` of torch's own, which `cls` has inherited or calls by ``super().step()``, or None."""
     if function is None:
         return None
     plain = inspect.unwrap(function)
@@ -120,10 +120,11 @@ def kind_of_step(cls: type, function: Any) -> Kind | None:
 
 
 def has_linear_work(cls: type) -> bool:
-    """Whether a step of kind ``"matrix"`` takes time in proportion to a parameter's elements: it makes no matrix products."""
+    """Return True if a step of kind ``"matrix"`` takes time in proportion to a parameter's elements: it makes no matrix
+    products."""
     return cls.__name__ == "Adafactor" and kind_of(cls) == "matrix"
 
 
 def is_torchs(cls: type) -> bool:
-    """Whether `cls` is one of torch.optim's own classes."""
+    """Return True if `cls` is one of torch.optim's own classes."""
     return getattr(torch.optim, cls.__name__, None) is cls

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import ShardError
 from .engines_of_optimizer import first_runtime
-from .optimizer_proxy import StandIn
+from .optimizer_proxy import OptimizerProxy
 from .registry import kind_of
 
 __all__ = ["UnknownSteps", "attached_step", "steps_on_stack"]
@@ -105,6 +105,6 @@ class UnknownSteps:
 
 def _unknown(frame: Any) -> Any:
     for optimizer in steps_on_stack(frame):
-        if not isinstance(optimizer, StandIn) and kind_of(type(optimizer)) is None:
+        if not isinstance(optimizer, OptimizerProxy) and kind_of(type(optimizer)) is None:
             return optimizer
     return None

@@ -33,7 +33,7 @@ from .elementwise.step_counters import part_shared
 from .group_options import Options, Snapshot
 from .host.step import steps_on_host
 from .host.unit_step import HostUnits
-from .optimizer_proxy import stand_in
+from .optimizer_proxy import proxy_of
 
 if TYPE_CHECKING:
     from ..runtime.backward_hooks import Use
@@ -95,7 +95,7 @@ class InBackward:
 
     # -- around a backward --------------------------------------------------------------------------------------
     def begin(self, syncing: bool) -> None:
-        """A backward begins.
+        """Begin a backward.
 
         Raises:
             ShardError: under ``no_sync``, or with a GradScaler; nothing has been changed.
@@ -130,7 +130,7 @@ class InBackward:
                         )
 
     def end(self) -> None:
-        """The last unit has been stepped.
+        """End a backward: the last unit has been stepped.
 
         Raises:
             ShardError: a parameter has got a gradient behind its step.
@@ -154,7 +154,7 @@ class InBackward:
                         )
 
     def outermost(self, begins: bool) -> None:
-        """A call of ``torch.autograd.backward`` by the user begins or ends. All is one step inside, but may be several
+        """Note that a call of ``torch.autograd.backward`` by the user begins or ends. All is one step inside, but may be several
         backwards to the engine: of checkpoints with ``use_reentrant=True``, where nothing of the engine's is behind them."""
         self._inside, self._begun = begins, False
         if not begins:
@@ -201,20 +201,20 @@ class InBackward:
 
     # -- when a unit is stepped -------------------------------------------------------------------------------------
     def expect(self, use: Use) -> None:
-        """Backward may come back to a forward of a unit."""
+        """Note that backward may come back to a forward of a unit."""
         found = self._expected.get(use.unit.index)
         if found is None:
             found = self._expected[use.unit.index] = weakref.WeakSet()
         found.add(use)
 
     def reached(self, use: Use) -> None:
-        """It does so now."""
+        """Note that backward has come back to a forward of a unit."""
         found = self._expected.get(use.unit.index)
         if found is not None:
             found.discard(use)
 
     def postpones(self, unit: Unit) -> bool:
-        """The gradients of `unit` are complete: whether it is stepped at the end of backward only."""
+        """Return True if `unit`, whose gradients are complete, is stepped at the end of backward only."""
         postponed = (
             self._all_at_end
             or bool(unit.kept)
@@ -225,29 +225,29 @@ class InBackward:
         return postponed
 
     def _may_be_saved(self, unit: Unit) -> bool:
-        """Whether autograd may have saved values of a replicated unit."""
+        """Return True if autograd may have saved values of a replicated unit."""
         if not unit.collectives.counts_references:
             return True
         return any(_storage_uses(flat) > self._uses_of(flat) for flat in unit.flats)
 
     def _uses_of(self, flat: FlatBuffer) -> int:
-        """How many tensors there are over a replicated unit's memory when autograd has saved none."""
+        """Return how many tensors there are over a replicated unit's memory when autograd has saved none."""
         return self._uses.get(id(flat), flat.storage_baseline)
 
     def gathered(self, unit: Unit) -> None:
-        """`unit` is gathered, by whatever rank's need."""
+        """Note that `unit` is unsharded, by whatever rank's need."""
         if unit.index in self._issued:
             self._gathered.add(unit.index)
 
     def demanded(self, unit: Unit) -> None:
-        """This rank computes with `unit` in backward."""
+        """Note that this rank computes with `unit` in backward."""
         again = self._gathered if unit.gathers else self._issued
         if unit.index in again:
             self._demanded.add(unit.index)
 
     def marks(self) -> list[int]:
-        """For the end of backward, whether each unit was gathered from what may be its step's result, and whether this rank
-        computes with what it has gathered. The largest of any rank counts."""
+        """Return, for the end of backward, whether each unit was gathered from what may be its step's result, and whether this
+        rank computes with what it has gathered. The largest of any rank counts."""
         runtime = self._runtime()
         marks: list[int] = []
         for unit in runtime.units if runtime is not None else ():
@@ -257,7 +257,7 @@ class InBackward:
         return marks
 
     def check(self, marks: Sequence[int]) -> None:
-        """`marks` of all ranks.
+        """Raise for the `marks` of all ranks if backward computed with a unit behind its step.
 
         Raises:
             ShardError: on all ranks; a unit was needed once more when some rank may have stepped it.
@@ -274,7 +274,7 @@ class InBackward:
 
     # -- one unit -----------------------------------------------------------------------------------------------
     def step(self, gradients: GradientBuffer) -> None:
-        """The parameters of `gradients` have their ``.grad``: update them and let go of it."""
+        """Update the parameters of `gradients`, which have their ``.grad``, and let go of it."""
         flat, work = self._steps[id(gradients)]
         if id(gradients) in self._stepped:
             raise ShardError(
@@ -300,7 +300,7 @@ class InBackward:
 
     def _step_here(self, work: FlatStep) -> None:
         self._fresh = [options.fresh() for options in self._options]
-        other, session = stand_in(self.optimizer, work, self._kinds)
+        other, session = proxy_of(self.optimizer, work, self._kinds)
         self._function(other)
         session.end()
         for options, given in zip(self._options, self._fresh, strict=True):
@@ -318,7 +318,7 @@ class InBackward:
 
     # -- what can't be had together ---------------------------------------------------------------------------------
     def check_reader(self) -> None:
-        """Somebody reads a ``.grad`` that is None."""
+        """Raise if who reads a ``.grad`` that is None clips or scales gradients."""
         frame: Any = sys._getframe(2)
         for _ in range(4):
             if frame is None:

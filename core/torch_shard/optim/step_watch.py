@@ -32,7 +32,7 @@ from .elementwise.step import FlatStep
 from .engines_of_optimizer import OPEN, first_runtime, runtimes_of
 from .host.step import HostStep, refuse_disk, steps_on_host
 from .matrix.step import MatrixStep
-from .optimizer_proxy import StandIn, Work, stand_in
+from .optimizer_proxy import OptimizerProxy, Work, proxy_of
 from .registry import Kind, is_torchs, kind_of, kind_of_step
 from .running_steps import UnknownSteps, attached_step, steps_on_stack
 from .step_in_backward import InBackward
@@ -60,7 +60,7 @@ class StepWatch:
         self._works: ByObject[Work] = ByObject()
         self._hooks: ByObject[tuple[Any, Any, Any]] = ByObject()
         self._unknown = UnknownSteps()
-        self._kinds: dict[type, type] = {}  # classes of stand-ins
+        self._kinds: dict[type, type] = {}  # classes of proxies
         own = weakref.ref(self)
 
         def found(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -81,15 +81,15 @@ class StepWatch:
             for handle in handles:
                 handle.remove()
         for work in self._works.values():
-            work.forget()  # user code may still refer to a step's stand-in, and by that to the engine
+            work.forget()  # user code may still refer to a step's proxy, and by that to the engine
         self._works.clear()
         self._hooks.clear()
 
     # -- around a step ------------------------------------------------------------------------------------------
     def find(self, optimizer: Any) -> None:
-        """A step begins: have :meth:`before` and :meth:`after` called next to it."""
+        """Have :meth:`before` and :meth:`after` called next to a step that begins."""
         runtime = self._runtime()
-        if runtime is None or isinstance(optimizer, StandIn) or not self._leads(optimizer, runtime):
+        if runtime is None or isinstance(optimizer, OptimizerProxy) or not self._leads(optimizer, runtime):
             return
         handles = self._hooks.get(optimizer)
         if handles is None:
@@ -128,7 +128,7 @@ class StepWatch:
             What it shall be called with instead; None for the same.
         """
         runtime = self._runtime()
-        if runtime is None or isinstance(optimizer, StandIn) or not self._leads(optimizer, runtime):
+        if runtime is None or isinstance(optimizer, OptimizerProxy) or not self._leads(optimizer, runtime):
             return None
         if _under_compiler():
             raise ShardError(
@@ -146,16 +146,16 @@ class StepWatch:
         else:  # what works on whole matrices refuses on all ranks together
             changed = self._exchange(optimizer, args, kwargs, runtimes, kind, function)
         for outer in reversed(list(steps_on_stack(frame))):
-            if isinstance(outer, StandIn) and any(held in runtimes for held in outer._session.work.runtimes):
+            if isinstance(outer, OptimizerProxy) and any(held in runtimes for held in outer._session.work.runtimes):
                 outer._session.pause()
         return changed
 
     def after(self, optimizer: Any, stepped: Any) -> None:
         """End a step that was called with `stepped` as ``self``: the optimizer, or what stood in for it."""
         runtime = self._runtime()
-        if runtime is None or isinstance(optimizer, StandIn) or not self._leads(optimizer, runtime):
+        if runtime is None or isinstance(optimizer, OptimizerProxy) or not self._leads(optimizer, runtime):
             return
-        if isinstance(stepped, StandIn):
+        if isinstance(stepped, OptimizerProxy):
             stepped._session.end()
             runtimes = stepped._session.work.runtimes
         else:
@@ -165,7 +165,7 @@ class StepWatch:
         self._unknown.end(optimizer)
 
     def loaded(self, optimizer: Any) -> None:
-        """Its ``load_state_dict`` was called."""
+        """Let go of the state that there was: the optimizer's ``load_state_dict`` was called."""
         runtime, work = self._runtime(), self._works.get(optimizer)
         if runtime is None or work is None:
             return
@@ -200,12 +200,12 @@ class StepWatch:
                 watch._works.set(optimizer, work)  # which forgets when any of the engines is closed
         if isinstance(work, HostStep):
             work.call(function.__wrapped__ if getattr(function, "hooked", False) else function)
-        other, session = stand_in(optimizer, work, self._kinds)
+        other, session = proxy_of(optimizer, work, self._kinds)
         args, kwargs = _replaced(args, kwargs, session.around)
         return (other, *args[1:]), kwargs
 
     def _as_it_is(self, optimizer: Any, args: Any, kwargs: Any, runtimes: list[Runtime]) -> _Arguments:
-        """An optimizer that the engine does not know is given the ShardTensors."""
+        """Give the ShardTensors to an optimizer that the engine does not know."""
         # State that is whole at its owner belongs to a base class's step, which this one's calls.
         owned = isinstance(self._works.get(optimizer), MatrixStep)
 
@@ -288,8 +288,8 @@ class StepWatch:
 
 
 def _hook_bases(cls: type) -> None:
-    """torch calls hooks for the classes of which there was an optimizer: let it do so for those that this one's ``step`` may
-    call by ``super()``."""
+    """Have torch call hooks for the classes that this one's ``step`` may call by ``super()``, as it does for those of which there
+    was an optimizer."""
     for base in cls.__mro__[1:]:
         step = base.__dict__.get("step")
         if (
@@ -304,7 +304,7 @@ def _hook_bases(cls: type) -> None:
 
 
 def _under_compiler() -> bool:
-    """Whether dynamo would compile the functions that are called now (torch 2.11 to 2.13)."""
+    """Return True if dynamo would compile the functions that are called now (torch 2.11 to 2.13)."""
     callback = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
     return callback is not None and callable(callback())
 
@@ -314,7 +314,7 @@ def _closure(args: Any, kwargs: Any) -> Any:
 
 
 def _replaced(args: Any, kwargs: Any, around: Callable[[Any], Any]) -> _Arguments:
-    """The arguments of a step with its closure, if there is one, replaced."""
+    """Return the arguments of a step with its closure, if there is one, replaced."""
     closure = _closure(args, kwargs)
     if closure is None:
         return args, kwargs

@@ -28,7 +28,7 @@ from ..unshard.full_values import gathered_values
 def state_dict(
     model: nn.Module, runtime: Runtime, rank0_only: bool = True, offload_to_cpu: bool = True
 ) -> dict[str, Any]:
-    """What ``model.state_dict()`` of the unsharded model gives, as a snapshot. Collective.
+    """Return what ``model.state_dict()`` of the unsharded model gives, as a snapshot. Collective.
 
     Args:
         model: the sharded model.
@@ -52,7 +52,7 @@ def state_dict(
 
 
 def own_state_dict(model: nn.Module, runtime: Runtime) -> dict[str, Any]:
-    """``model.state_dict()`` with ShardTensors, whatever form is set for it. Not collective."""
+    """Return ``model.state_dict()`` with ShardTensors, whatever form is set for it. Not collective."""
     kept, runtime.state_dict_settings = runtime.state_dict_settings, None
     try:
         found: dict[str, Any] = model.state_dict()
@@ -209,7 +209,8 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
 
 
 def misplaced(value: Any, part: TensorPart | None, name: str) -> list[str]:
-    """What is wrong with a DTensor that is not distributed as a parameter with this `part` is; nothing with any other value."""
+    """Return what is wrong with a DTensor that is not distributed as a parameter with this `part` is; nothing with any other
+    value."""
     try:
         if is_dtensor(value):
             part_given(value, part, name)
@@ -252,7 +253,7 @@ def rehearse(model: nn.Module, given: Mapping[str, Any]) -> tuple[list[str], lis
     if not isinstance(given, Mapping):
         raise StateDictError(f"a state dict is a mapping from names to tensors, not {type(given).__name__}.")
     trial = WithMetadata(
-        {k: _stand_in(v).data if isinstance(v, ShardTensor) or is_dtensor(v) else v for k, v in given.items()}
+        {k: _on_meta(v).data if isinstance(v, ShardTensor) or is_dtensor(v) else v for k, v in given.items()}
     )
     metadata = getattr(given, "_metadata", None)
     if metadata is not None:
@@ -286,7 +287,7 @@ def rehearse(model: nn.Module, given: Mapping[str, Any]) -> tuple[list[str], lis
             for slots in (module._parameters, module._buffers):
                 for name, value in slots.items():
                     if value is not None:
-                        slots[name] = _stand_in(value)  # type: ignore[assignment]
+                        slots[name] = _on_meta(value)  # type: ignore[assignment]
             if type(module).set_extra_state is not nn.Module.set_extra_state:
                 module.__dict__["set_extra_state"] = lambda state: None
         with warnings.catch_warnings(), torch.no_grad():
@@ -303,7 +304,7 @@ def rehearse(model: nn.Module, given: Mapping[str, Any]) -> tuple[list[str], lis
     return list(dict.fromkeys(missing)), list(dict.fromkeys(unexpected)), problems
 
 
-def _stand_in(value: torch.Tensor) -> torch.Tensor:
+def _on_meta(value: torch.Tensor) -> torch.Tensor:
     meta = torch.empty(value.shape, dtype=value.dtype, device="meta")
     if isinstance(value, (nn.Parameter, ShardTensor)):
         return nn.Parameter(meta, requires_grad=False)

@@ -28,7 +28,7 @@ from .model_state import copied, describe, misplaced
 def names_of(
     runtime: Runtime, optimizer: torch.optim.Optimizer, model: nn.Module | None, others: bool = False
 ) -> dict[int, str]:
-    """The name of each of the optimizer's parameters, by id; with `others` a number for those that are not the model's.
+    """Return the name of each of the optimizer's parameters, by id; with `others` a number for those that are not the model's.
 
     Raises:
         StateDictError: it holds some that are not the model's.
@@ -75,7 +75,7 @@ def optim_state_dict(
     given: dict[str, Any] | None = None,
     own: bool = False,
 ) -> dict[str, Any]:
-    """Whole optimizer state by parameter name, on the CPU. Collective.
+    """Return full optimizer state by parameter name, on the CPU. Collective.
 
     Args:
         runtime: of the engine.
@@ -157,7 +157,7 @@ class ShardedEntries:
 
 
 def sharded_entries(runtime: Runtime, params: list[Any], state: Mapping[Any, Any]) -> ShardedEntries:
-    """Find them. Not collective.
+    """Find sharded state. Not collective.
 
     Args:
         runtime: of the engine.
@@ -200,7 +200,7 @@ def _whole(tensor: Any) -> Any:
 
 
 def is_number(key: Any, numbers: list[Any]) -> bool:
-    """Whether a key of torch's state dict stands for a parameter."""
+    """Return True if a key of torch's state dict stands for a parameter."""
     return type(key) is int and 0 <= key < len(numbers)
 
 
@@ -228,7 +228,7 @@ def optim_state_dict_to_load(
     model: nn.Module | None,
     what: str,
 ) -> dict[str, Any]:
-    """From state by name, for the optimizer's ``load_state_dict``: by number, with this rank's slices. Collective.
+    """Turn state by name into what the optimizer's ``load_state_dict`` takes: by number, with this rank's shards. Collective.
 
     Raises:
         StateDictError: on all ranks, with everything that does not fit.
@@ -259,7 +259,8 @@ def by_number(
     elsewhere: Mapping[int, bool] | None = None,
     in_place: bool = False,
 ) -> dict[str, Any]:
-    """A checked dict in torch's form: numbers for names, in the optimizer's own order, with this rank's slices. Not collective.
+    """Return a checked dict in torch's form: numbers for names, in the optimizer's order, with this rank's shards. Not
+    collective.
 
     Args:
         optimizer: whose parameters, groups and state these are.
@@ -290,7 +291,8 @@ def by_number(
 
 
 def own_part(param: torch.Tensor, key: str, value: Any, into: Any = None) -> Any:
-    """One entry of the state of `param`: this rank's slice where it has the parameter's shape, copied to `into` if it fits."""
+    """Return an entry of the state of `param`: this rank's shard where it has the parameter's shape, copied to `into` if it
+    fits."""
     if not isinstance(value, torch.Tensor):
         return matrix_state.local(value) if isinstance(param, ShardTensor) else value
     if isinstance(value, ShardTensor) or not is_cut(param, key, value.shape):
@@ -307,20 +309,20 @@ def own_part(param: torch.Tensor, key: str, value: Any, into: Any = None) -> Any
 
 
 def is_cut(param: torch.Tensor, key: Any, shape: torch.Size) -> bool:
-    """Whether whole state of this shape is cut as its parameter is, and not a number of its own, which every rank has."""
+    """Return True if full state of this shape is cut as its parameter is, and not a number of its own, which every rank has."""
     return isinstance(param, ShardTensor) and is_elementwise(param, key, shape)
 
 
 def is_elementwise(param: torch.Tensor, key: Any, shape: torch.Size) -> bool:
-    """Whether whole state of this shape has one element for each of its parameter's."""
+    """Return True if full state of this shape has one element for each of its parameter's."""
     if key == "step" or shape != param.shape:
         return False
     return param.dim() > 0 or key not in COUNTERS  # of a 0-dim parameter both are 0-dim
 
 
 def keep_as_saved(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None:
-    """After loading: torch casts state to the parameter's dtype, and makes generators of strings in tuples; what was saved stays
-    what it was. `state` by number, as it was loaded."""
+    """Undo what loading did to state: torch casts it to the parameter's dtype, and makes generators of strings in tuples.
+    `state` by number, as it was loaded."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for number, p in enumerate(params):
         for key, value in state.get(number, {}).items():

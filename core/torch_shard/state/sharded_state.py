@@ -18,7 +18,8 @@ __all__ = ["from_local", "local", "sharded"]
 
 
 def sharded(model: nn.Module, runtime: Runtime, offload_to_cpu: bool) -> dict[str, Any]:
-    """``model.state_dict()`` with ShardTensors; with `offload_to_cpu` what is elsewhere is copied to the CPU. Not collective."""
+    """Return ``model.state_dict()`` with ShardTensors; with `offload_to_cpu` what is elsewhere is copied to the CPU. Not
+    collective."""
     found = model_state.own_state_dict(model, runtime)
     if offload_to_cpu:
         for key, value in found.items():
@@ -31,13 +32,13 @@ def sharded(model: nn.Module, runtime: Runtime, offload_to_cpu: bool) -> dict[st
 
 
 def local(model: nn.Module, runtime: Runtime, offload_to_cpu: bool) -> dict[str, Any]:
-    """The same with plain 1-D slices, which other cuts can't load. Not collective."""
+    """Return :func:`sharded` with plain 1-D shards, which other layouts can't load. Not collective."""
     found = sharded(model, runtime, offload_to_cpu)
     return {k: v._local.detach() if isinstance(v, ShardTensor) else v for k, v in found.items()}
 
 
 def from_local(model: nn.Module, runtime: Runtime, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What :func:`local` gave, as ShardTensors. Collective.
+    """Return what :func:`local` gave as ShardTensors. Collective.
 
     Raises:
         StateDictError: on all ranks; a slice is not of the length and dtype that this rank holds.

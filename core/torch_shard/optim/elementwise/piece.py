@@ -30,7 +30,7 @@ class Piece:
         return self.param.detach().split_with_sizes(self.sizes) if len(self.values) > 1 else ()
 
     def load(self) -> None:
-        """Before the arithmetic."""
+        """Take values and gradients, before the arithmetic."""
         if len(self.values) == 1:
             grad = self.grads[0]
         else:
@@ -40,7 +40,7 @@ class Piece:
         self.param.grad = self.given = grad.to(self.param.dtype)
 
     def store(self) -> None:
-        """After it."""
+        """Put the values into the shards, after the arithmetic."""
         if len(self.values) > 1:
             if self.param.data_ptr() != self._parts[0].data_ptr():  # given other memory, by `p.data = ...`
                 self._parts = self._split()
@@ -50,13 +50,13 @@ class Piece:
             self.param.data = self.values[0]
 
     def store_gradient(self) -> None:
-        """After it, where the step may have changed the gradient in place."""
+        """Put the gradient into the shards, where the step may have changed it in place."""
         # Whether it has can't be asked: a write through `.data` moves no version, and fused kernels move it always.
         if self.given is not None and self.grads and self.given is not self.grads[0]:
             torch._foreach_copy_(self.grads, self.given.split_with_sizes([grad.numel() for grad in self.grads]))
 
     def take_gradient(self) -> bool:
-        """Whether the step has replaced or removed the gradient; what is there counts as given from then on."""
+        """Return True if the step has replaced or removed the gradient; what is there counts as given from then on."""
         grad = self.param.grad
         if grad is self.given:
             return False
@@ -90,10 +90,10 @@ class RoundedPiece(Piece):
         self.entered = False
 
     def load(self) -> None:
-        """The copies are made when the optimizer comes to this piece."""
+        """Do nothing: :meth:`enter` makes the copies when the optimizer comes to this piece."""
 
     def enter(self) -> None:
-        """Before the arithmetic."""
+        """Make the copies, before the arithmetic."""
         if self.entered:
             return
         exact = torch.empty(sum(self.sizes), dtype=EXACT, device=self.param.device)

@@ -29,8 +29,7 @@ from ...shard_tensor.unsharded_param import own_grad, set_own_grad
 from ...unit.flat_buffer import FlatBuffer
 from ...unit.unit import copy_attributes
 from .piece import Piece, RoundedPiece
-from .segments import Run, Segment, fit_fused, runs_of
-from .state_signature import signature
+from .segments import Run, Segment, fit_fused, runs_of, signature
 from .step_counters import Counters
 
 __all__ = ["Runs"]
@@ -111,8 +110,8 @@ class Runs:
 
     # -- before a step --------------------------------------------------------------------------------------------
     def is_as_left(self, state: Any, split: int) -> bool:
-        """Whether nothing but the gradients is new; these are what :meth:`load` takes then. `split`: elements of a piece, 0 for
-        any number."""
+        """Return True if nothing but the gradients is new; these are what :meth:`load` takes then. `split`: elements of a
+        piece, 0 for any number."""
         if not self._regular or split != self._split:
             return False
         # In C as far as possible: this is done for each parameter in each step.
@@ -205,7 +204,7 @@ class Runs:
         return self._attributes and len(p.__dict__) > OWN_COUNT
 
     def _all_attributes(self) -> list[Any]:
-        """Names and values; what the user changes within a value is seen through it."""
+        """Return names and values of the users' attributes; what the user changes within a value is seen through it."""
         found: list[Any] = []
         for p in self.params:
             own = p.__dict__
@@ -217,7 +216,7 @@ class Runs:
         return self.flats[self.shard_of[i]].memory
 
     def _gradients(self) -> list[int]:
-        """Of what kind each parameter's gradient is."""
+        """Return of what kind each parameter's gradient is."""
         pattern: list[int] = []
         results: dict[int, torch.Tensor] = {}
         for p, spec, shard in zip(self.params, self.specs, self.shard_of, strict=True):
@@ -234,7 +233,7 @@ class Runs:
 
     # -- runs -----------------------------------------------------------------------------------------------------
     def elements(self) -> list[Any]:
-        """The sharded tensors of the state of what is stepped."""
+        """Return the sharded tensors of the state of what is stepped."""
         return self._elements
 
     def own_counters(self) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
@@ -258,13 +257,13 @@ class Runs:
         return [value for _, value in held], [piece.state["step"] for piece, _ in held]
 
     def give_counters_back(self) -> None:
-        """The pieces' counters are the user's again."""
+        """Let pieces count in the user's counters again."""
         for piece, value in self._counting:
             piece.state["step"] = value
         self._counting = []
 
     def _segments(self, pattern: list[int], kinds: dict[int, Any]) -> tuple[list[Segment], list[int]]:
-        """Parameters with neighbours that may be stepped together; and those that this rank holds nothing of."""
+        """Return the segments, and the parameters that this rank holds nothing of."""
         segments: list[Segment] = []
         empty: list[int] = []
         last = -1  # the slot that the open segment ends with
@@ -292,7 +291,7 @@ class Runs:
         return segments, empty
 
     def _cut(self, run: Run, state: Any, split: int) -> None:
-        """Into pieces, with their state."""
+        """Cut a run into pieces, with their state."""
         entries = state.get(self.params[run.members[0]]) or {}
         bases = self._bases(run, state) if entries else {}
         shards = [self.flats[segment.shard].memory[segment.start : segment.stop] for segment in run.segments]
@@ -317,7 +316,7 @@ class Runs:
             run.pieces.append(piece)
 
     def _piece(self, run: Run, values: list[torch.Tensor], start: int) -> Piece:
-        """`values`: of all segments, or of a part of the only one that begins at `start` in it."""
+        """Make a piece. `values`: of all segments, or of a part of the only one that begins at `start` in it."""
         sources = []
         for segment in run.segments:
             flat = self.flats[segment.shard]
@@ -328,7 +327,7 @@ class Runs:
         return RoundedPiece(values, sources)
 
     def _find_gradients(self, numbers: dict[int, int]) -> None:
-        """Where the pieces' gradients come from; `numbers`: those of the parameters among the present."""
+        """Note where the pieces' gradients come from. `numbers`: those of the parameters among the present."""
         self._gathered, self._narrowed = [], []
         for run in self._runs:
             if run.segments[0].grad is not None:
@@ -353,7 +352,7 @@ class Runs:
 
     # -- state ----------------------------------------------------------------------------------------------------
     def _bases(self, run: Run, state: Any) -> dict[str, torch.Tensor]:
-        """The run's state as one tensor for each key; copied together where it is not."""
+        """Return the run's state as one tensor for each key; copied together where it is not."""
         bases: dict[str, torch.Tensor] = {}
         for key, value in state[self.params[run.members[0]]].items():
             if not isinstance(value, ShardTensor):
@@ -370,7 +369,7 @@ class Runs:
         return bases
 
     def _common(self, run: Run, values: list[Any]) -> torch.Tensor | None:
-        """The memory of which the values are the parts that belong to the run, or None."""
+        """Return the memory of which the values are the parts that belong to the run, or None."""
         base = values[0]._shard_state.flat
         if base is None:
             return None

@@ -1,4 +1,5 @@
-"""How the parameters of a group are divided for a step: segments of one shard, and the runs that they are stepped in."""
+"""How the parameters of a group are divided for a step: segments of one shard, and the runs that they are stepped in; and by
+their optimizer state, which of them may be stepped together."""
 
 from __future__ import annotations
 
@@ -7,9 +8,12 @@ from typing import Any
 
 import torch
 
+from ...errors import NeedsGatherError
+from ...shard_tensor.spec import same_cut
+from ...shard_tensor.tensor import ShardTensor
 from .piece import Piece
 
-__all__ = ["Run", "Segment", "fit_fused", "runs_of"]
+__all__ = ["Run", "Segment", "fit_fused", "runs_of", "signature"]
 
 SMALL = 1 << 14
 """Segments of fewer elements are worked on together..."""
@@ -41,7 +45,7 @@ class Run:
 
 
 def runs_of(segments: list[Segment], kinds: dict[int, Any]) -> list[Run]:
-    """Each large segment is a run; the small ones of a kind are one together."""
+    """Make runs: each large segment is one, the small ones of a kind are one together."""
     runs: list[Run] = []
     small: dict[Any, list[Segment]] = {}
     count = 0
@@ -56,8 +60,9 @@ def runs_of(segments: list[Segment], kinds: dict[int, Any]) -> list[Run]:
 
 
 def fit_fused(pieces: Sequence[Piece]) -> bool:
-    """torch's for-loop takes a mixture of state that is there and state that is not (SGD's momentum), counters that are Python
-    numbers, and other dtypes than the parameter's; the fused kernels raise."""
+    """Return True if a fused kernel takes the pieces' state: torch's for-loop takes a mixture of state that is there and state
+    that is not (SGD's momentum), counters that are Python numbers, and other dtypes than the parameter's; the fused kernels
+    raise."""
     kinds: set[frozenset[str]] = set()
     for piece in pieces:
         kinds.add(frozenset(key for key, value in piece.state.items() if value is not None))
@@ -69,3 +74,34 @@ def fit_fused(pieces: Sequence[Piece]) -> bool:
             if value.dtype != (piece.param.dtype if value.dim() else torch.float32):
                 return False
     return len(kinds) < 2
+
+
+def signature(param: ShardTensor, entries: Any) -> Any:
+    """Return what parameters of one run must agree in; raises where a flat step can't take the state."""
+    if not entries:
+        return None
+    found: list[tuple[Any, ...]] = []
+    for key, value in entries.items():
+        if isinstance(value, ShardTensor):
+            if not same_cut(value._spec, param._spec):
+                raise _unusable(param, key, "is a sharded tensor that is cut differently")
+            found.append((key, "elements", value.dtype))
+        elif isinstance(value, torch.Tensor):
+            if value.dim():
+                raise _unusable(
+                    param, key, f"has shape {tuple(value.shape)} where the parameter has {tuple(param.shape)}"
+                )
+            found.append((key, value.dtype, value.device, value.item()))
+        elif value is None or isinstance(value, (bool, int, float, complex, str)):
+            found.append((key, type(value), value))
+        else:
+            raise _unusable(param, key, f"is a {type(value).__name__}")
+    return tuple(found)
+
+
+def _unusable(param: ShardTensor, key: str, what: str) -> NeedsGatherError:
+    return NeedsGatherError(
+        f"rank {param._spec.world_rank}: optimizer state {key!r} of {param._spec.name} {what}, which a step on slices can't use; "
+        "nothing was changed. Drop it (`optimizer.state.pop(parameter)`), load state that fits, or change the parameter inside "
+        "`with engine.gathered(parameter, write=True)`."
+    )

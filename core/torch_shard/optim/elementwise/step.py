@@ -47,14 +47,14 @@ REST = object()
 
 
 def is_step_of_torchs(optimizer: Any) -> bool:
-    """Whether what runs is one of torch's own functions, which have one loop, read no attributes of parameters, and leave
+    """Return True if what runs is one of torch's own functions, which have one loop, read no attributes of parameters, and leave
     gradients as they are."""
     # A subclass of no kind of its own is here for a function that it has inherited.
     return is_torchs(type(optimizer)) or kind_of(type(optimizer)) is None
 
 
 class _State(MutableMapping[Any, Any]):
-    """The state of what the step works on; that of parameters which are not the engine's is the optimizer's own."""
+    """Stands for the optimizer's state; that of parameters which are not the engine's is the optimizer's own."""
 
     def __init__(self, own: Any, pieces: Iterable[Piece] = ()) -> None:
         self.own = own
@@ -145,7 +145,7 @@ class _Group:
         )
 
     def way(self, options: dict[str, Any], torchs: bool) -> tuple[bool, int]:
-        """Whether to ask for a fused kernel, and the size of pieces (0: whole runs)."""
+        """Return whether to ask for a fused kernel, and the size of pieces (0: whole runs)."""
         chosen = options.get("foreach", False) is not None or options.get("fused", False) is not None
         if self.may_fuse and not chosen:
             numbers = all(isinstance(n, (int, float)) for n in (options["lr"], *options.get("betas", ())))
@@ -170,7 +170,7 @@ class _Working:
         self.note_made()
 
     def note_made(self) -> None:
-        """State is this now."""
+        """Note the state as it is now."""
         self.made = [value for piece in self.pieces for value in piece.state.values()]
 
 
@@ -279,13 +279,13 @@ class FlatStep(Work):
         return found
 
     def load(self) -> None:
-        """Behind :meth:`open`, where that is :attr:`later`: take values and gradients, which must be there, as they are now."""
+        """Take, behind an :meth:`open` that is :attr:`later`, values and gradients, which must be there, as they are now."""
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for own in self._groups:
                 own.runs.load()
 
     def _widen(self, state: Any) -> None:
-        """What steps in bf16 have left behind, or the user has made like the parameters."""
+        """Bring to fp32 what steps in bf16 have left behind, or the user has made like the parameters."""
         for runs in (own.runs for own in self._groups if own.rounded):
             for p, number in zip(runs.params, runs.shard_of, strict=True):
                 if runs.flats[number].rounding is not None:
@@ -362,16 +362,16 @@ class FlatStep(Work):
         self._drop()
 
     def held(self) -> list[ShardTensor]:
-        """The parameters that had a gradient in the last step."""
+        """Return the parameters that had a gradient in the last step."""
         return [p for own in self._groups for p in own.runs.stepped]
 
     @property
     def all_runs(self) -> list[Runs]:
-        """Of all groups."""
+        """The runs of all groups."""
         return [own.runs for own in self._groups]
 
     def count_apart(self) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]] | None:
-        """Behind :meth:`open`: see :meth:`.runs.Runs.own_counters`; None where some group has more than counts."""
+        """Return :meth:`.runs.Runs.own_counters` of all groups; None where some group has more than counts."""
         found = []
         for runs in self.all_runs:
             counters = runs.own_counters()

@@ -22,7 +22,7 @@ _place: Any = torch.Tensor.data_ptr
 
 
 def part_shared(state: Any) -> None:
-    """Where the user has given two parameters of an optimizer's `state` one counter, let each count for itself from now on."""
+    """Let each parameter of an optimizer's `state` count for itself, where the user has given two of them one counter."""
     plain = [
         value for own in state.values() if type(own) is dict for value in own.values() if type(value) is torch.Tensor
     ]
@@ -38,7 +38,7 @@ def part_shared(state: Any) -> None:
 
 
 class _Followers:
-    """Those of one leader."""
+    """The counters that follow one leader."""
 
     def __init__(self, leader: torch.Tensor, tensors: list[torch.Tensor]) -> None:
         self.leader, self.tensors = leader, tensors
@@ -57,7 +57,7 @@ class _Followers:
 
 
 class Counters:
-    """Of one group's parameters."""
+    """The counters of one group's parameters."""
 
     def __init__(self) -> None:
         self._sets: list[_Followers] = []
@@ -94,7 +94,7 @@ class Counters:
         self.note()
 
     def are_as_left(self) -> bool:
-        """Whether those that are stepped together still agree."""
+        """Return True if counters that are stepped together still agree."""
         if list(map(_place, self._followers)) != self._places:  # `.data = ...`
             return False
         for some in self._sets:
@@ -105,15 +105,15 @@ class Counters:
         return list(map(_version, self._elsewhere)) == self._versions
 
     def load(self) -> None:
-        """Before a step: what the user has made of the leaders."""
+        """Copy what the user has made of the leaders, before a step."""
         if self._copies:
             torch._foreach_copy_(self._copies, self._copied)
 
     def follow(self) -> None:
-        """The leaders have been stepped."""
+        """Bring the followers up to date with the leaders, which have been stepped."""
         for some in self._sets:
             some.memory.copy_(some.leader)
 
     def note(self) -> None:
-        """They are as the step has left them."""
+        """Note that the counters are as the step has left them."""
         self._versions = list(map(_version, self._elsewhere))

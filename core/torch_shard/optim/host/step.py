@@ -33,13 +33,13 @@ __all__ = ["HostStep", "refuse_disk", "steps_on_host"]
 
 
 def steps_on_host(optimizer: Any, runtimes: list[Runtime]) -> bool:
-    """Whether a step of kind ``"elementwise"`` is a :class:`HostStep`."""
+    """Return True if a step of kind ``"elementwise"`` is a :class:`HostStep`."""
     # One over several engines is one step over all of them, in the training thread.
     return len(runtimes) == 1 and runtimes[0].host is not None and is_step_of_torchs(optimizer)
 
 
 def refuse_disk(optimizer: Any, runtimes: list[Runtime], kind: Kind | None) -> None:
-    """State on disk is moved by :class:`HostStep`. `kind`: of the optimizer.
+    """Refuse state on disk, which only :class:`HostStep` moves, to other steps. `kind`: of the optimizer.
 
     Raises:
         ShardError: on all ranks; `optimizer` steps another way, with ``Offload(nvme=...)``. Nothing was changed.
@@ -93,7 +93,7 @@ class HostStep(FlatStep):
         super().open()
 
     def _in_order(self, optimizer: Any) -> list[tuple[FlatBuffer, FlatStep]]:
-        """As the next forward comes to them, as far as the last one tells."""
+        """Return the flat buffers in the order of the next forward, as far as the last one tells, with their steps."""
         units = list(dict.fromkeys([*self.runtime.reductions.used, *self.runtime.units]))
         flats = [flat for unit in units for flat in unit.flats]
         if any(id(flat) not in self._steps for flat in flats):
@@ -112,8 +112,7 @@ class HostStep(FlatStep):
 
 
 def _sort_state(optimizer: Any, held: int) -> None:
-    """What state has been made since there were `held` entries, in the order in which torch makes it, that of the groups, and not
-    of units: users go through it."""
+    """Bring state that was made since there were `held` entries into torch's order, that of the groups: users go through it."""
     state = optimizer.state
     made = set(map(id, list(state)[held:]))
     for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in made):

@@ -25,7 +25,7 @@ from ...shard_tensor.unsharded_param import own_grad
 from ...unit.flat_buffer import FlatBuffer
 from ..elementwise.step import FlatStep
 from ..group_options import Options, Snapshot
-from ..optimizer_proxy import Session, stand_in
+from ..optimizer_proxy import Session, proxy_of
 
 __all__ = ["HostUnits", "Looked"]
 
@@ -45,7 +45,7 @@ class Looked:
 
 
 class HostUnits:
-    """Of one optimizer, of torch's own.
+    """The steps of one optimizer, of a class of torch's own.
 
     Attributes:
         function: the class's ``step``, plain.
@@ -64,12 +64,12 @@ class HostUnits:
         self._switches: dict[int, Any] = {}  # by id of the flat buffer: see `_switches`, in the latest step
 
     def begin(self, options: Sequence[Options]) -> None:
-        """A step begins, of which one part after the other is looked at and done. `options`: of the groups."""
+        """Begin a step, of which one part after the other is looked at and done. `options`: of the groups."""
         self._options, self._together = options, Together()
         self._held = {id(p) for group in self._optimizer().param_groups for p in group["params"]}
 
     def fresh_groups(self) -> list[dict[str, Any]]:
-        """For the FlatStep that is looked at."""
+        """Return the groups for the FlatStep that is looked at."""
         return [given.group for given in self._fresh]
 
     def look(self, flat: FlatBuffer, step: FlatStep) -> Looked | None:
@@ -82,7 +82,7 @@ class HostUnits:
         step.count_as_before()
         step.announced, step.later = False, True
         self._fresh = [options.fresh() for options in self._options]
-        other, session = stand_in(self._optimizer(), step, self._kinds)
+        other, session = proxy_of(self._optimizer(), step, self._kinds)
         session.groups()  # opens it
         return Looked(flat, step, other, session, self._fresh)
 
@@ -132,7 +132,7 @@ class HostUnits:
         flat.host.moving.begin(work, [*flat.params, *(value for runs in step.all_runs for value in runs.elements())])
 
     def _run(self, looked: Looked, optimizer: Any, following: FlatBuffer | None) -> None:
-        """The arithmetic of one flat buffer, whose gradients are there. `optimizer`: alive until then."""
+        """Do the arithmetic of one flat buffer, whose gradients are there. `optimizer`: alive until then."""
         flat = looked.flat
         assert self.function is not None and flat.host is not None
         disk, kept = flat.host.host.disk, self._kept(flat)
@@ -155,7 +155,7 @@ class HostUnits:
 
     # -- on disk --------------------------------------------------------------------------------------------------
     def _kept(self, flat: FlatBuffer) -> list[torch.Tensor]:
-        """What a step on a flat buffer needs from disk."""
+        """Return what a step on a flat buffer needs from disk."""
         own = [flat.memory] if flat.host is not None and flat.host.host.offload.nvme_params else []
         return own + self._on_disk.get(id(flat), [])
 
@@ -191,7 +191,7 @@ class HostUnits:
 
 
 def _behind(host: Host, works: Iterable[Work], task: Callable[[], None], step: FlatStep, name: str) -> None:
-    """On the host thread: what is done to the gradients, and then the step on them."""
+    """Do on the host thread what is to be done to the gradients, and then the step on them."""
     for work in works:
         finish(work)
     host.forget_arrived()
@@ -221,8 +221,8 @@ def _is_number(option: Any) -> bool:
 
 
 def _switches(optimizer: Any, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Which options are other than zero. Where that changes a step may make state (SGD's ``momentum``), or miss some, which is to
-    be there, or heard of, when it returns."""
+    """Return which options are other than zero. Where that changes a step may make state (SGD's ``momentum``), or miss some,
+    which is to be there, or heard of, when it returns."""
     return [{k: _is_on(v) for k, v in group.items() if k in optimizer.defaults} for group in groups]
 
 
@@ -234,14 +234,14 @@ def _is_on(option: Any) -> Any:
 
 
 def _gradients(flat: FlatBuffer) -> list[Any]:
-    """Which a step reads."""
+    """Return the gradients that a step reads."""
     with torch._C.DisableTorchFunctionSubclass():
         grads = [own_grad(p) for p in flat.params]
     return [grad for grad in grads if isinstance(grad, ShardTensor)]
 
 
 def _note_home(flat: FlatBuffer, step: FlatStep) -> None:
-    """Of state: see :func:`.moving.home_of`."""
+    """Note where state is at home; see :func:`.pending_writes.home_of`."""
     assert flat.host is not None
     for base in (whole_of(value) for runs in step.all_runs for value in runs.elements()):
         if base is not None and not hasattr(base, "_home"):

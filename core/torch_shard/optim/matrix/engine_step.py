@@ -115,7 +115,7 @@ class EngineStep:
         self._forget_notes()
 
     def _widen(self, state: Any) -> None:
-        """State that steps in bf16 have left behind, where steps are rounded stochastically."""
+        """Bring to fp32 what steps in bf16 have left behind, where steps are rounded stochastically."""
         for p in self._params:
             if _place(p)[0].rounding is not None:
                 widen(state.get(p), lambda value, local: ShardTensor._wrap(local, value._spec))
@@ -158,8 +158,8 @@ class EngineStep:
         )
 
     def _refuse_state_of_its_own(self, state: Any) -> None:
-        """A subclass of torch's class that keeps entries of its own, on all ranks, beside those of the base class, which only
-        the owners keep."""
+        """Refuse a subclass of torch's class that keeps entries of its own, on all ranks, beside those of the base class, which
+        only the owners keep."""
         if not self._within or self._entries is None or self.runtime.collectives.size == 1:
             return
         owners, rank = self.runtime.owners.of(self._optimizer()), self.runtime.collectives.rank
@@ -175,7 +175,7 @@ class EngineStep:
                 )
 
     def _compare(self, what: str, present: list[bool], changed: bool) -> bool:
-        """Whether all ranks are about to do the same, and whether state has changed on any. Collective.
+        """Return True if state has changed on any rank; all must be about to do the same. Collective.
 
         Raises:
             DivergenceError: on all ranks, before anything has changed.
@@ -255,8 +255,8 @@ class EngineStep:
             work.write_back()
 
     def leave(self, number: int) -> None:
-        """The optimizer has left its loop early, with an exception perhaps; where `number` is -1, before it came to the first
-        group. Never raises: that would hide it."""
+        """Take part in the exchanges that remain, without stepping: the optimizer has left its loop in this group, -1 for before
+        the first, with an exception perhaps. Never raises: that would hide it."""
         self.left_at = number
         try:
             for following in range(max(number, 0), len(self.working)):
@@ -269,7 +269,7 @@ class EngineStep:
         self.ignore()
 
     def ignore(self) -> None:
-        """What the others say is no news to a rank that has left."""
+        """Ignore what the others say: it is no news to a rank that has left."""
         self._said = []
 
     def raise_what_leaving_met(self) -> None:
@@ -279,7 +279,7 @@ class EngineStep:
             raise error
 
     def forget(self) -> None:
-        """State has been loaded, or an engine is closed: nothing of what there was is kept."""
+        """Let go of all that was kept: state has been loaded, or an engine is closed."""
         self._made, self._entries = (), None
         self._groups, self._params, self._units, self._parts = [], [], [], []
         self._state = OwnState({})
@@ -319,13 +319,13 @@ class EngineStep:
             self._entries = {i: state[p] for i, p in enumerate(self._params) if p in state}
 
     def hear_at_once(self) -> None:
-        """Has a rank left its step? Asked where the answer is here."""
+        """Raise if a rank has left its step, where the answer is here."""
         # On a GPU the host would wait for the whole step.
         if self.runtime.collectives.device.type == "cpu" or self._tells:
             self._hear()
 
     def _hear(self) -> None:
-        """Has a rank left its step?"""
+        """Raise if a rank has left its step."""
         said, self._said = self._said, []
         ranks = sorted({rank for rank, left in said if left.item()})
         if ranks and self.left_at is None:
@@ -336,7 +336,7 @@ class EngineStep:
             )
 
     def _abandon(self) -> None:
-        """A step that has failed within an exchange: nothing may still be on its way when the next one begins."""
+        """End a step that has failed within an exchange: nothing may still be on its way when the next one begins."""
         under_way = [exchange for work in self.working for exchange in work.part.under_way()]
         if self._at < 0 and not under_way:
             return
@@ -385,7 +385,7 @@ class EngineStep:
 
     # -- ways of stepping that would change nothing ---------------------------------------------------------------
     def _other_ways(self) -> str:
-        """Whether the step has worked on parameters outside its loop over the groups, when they were on their way; how."""
+        """Return how the step has worked on parameters outside its loop over the groups, when they were on their way, or ""."""
         changed = any(counter._version != version for counter, version in self._given)
         self._given = []
         if self.left_at is not None and any(work.part.entries for work in self.working[self.left_at + 1 :]):

@@ -45,7 +45,7 @@ class Spares:
         self._spare: list[torch.Tensor] = []  # the smallest first
 
     def take(self, size: int) -> torch.Tensor:
-        """1-D, `size` bytes."""
+        """Return `size` bytes, 1-D."""
         for i, memory in enumerate(self._spare):
             if size <= memory.numel():
                 return self._spare.pop(i)[:size]
@@ -76,13 +76,13 @@ class Exchange:
         self._pending: Pending = c.all_to_all(self._received, self._sent, come, to, what)
 
     def finish(self) -> torch.Tensor:
-        """What the ranks have sent, one after the other; given back with :meth:`end`."""
+        """Return what the ranks have sent, one after the other; given back with :meth:`end`."""
         self._pending.wait()
         self._spares.give(self._sent)
         return self._received
 
     def end(self) -> None:
-        """What has come is not needed any more."""
+        """Give back the memory of what has come."""
         self._spares.give(self._received)
 
 
@@ -102,7 +102,7 @@ class Entry:
 
     @property
     def moves(self) -> bool:
-        """Whether another rank than the owner holds something of it."""
+        """True if another rank than the owner holds something of the parameter."""
         return any(rank != self.owner for rank in self.held)
 
     def length(self, rank: int) -> int:
@@ -110,7 +110,7 @@ class Entry:
         return stop - start
 
     def shaped(self, memory: torch.Tensor) -> torch.Tensor:
-        """1-D memory of all elements, in the parameter's shape and strides."""
+        """Return 1-D memory of all elements in the parameter's shape and strides."""
         spec = self.param._spec
         return memory.as_strided(tuple(spec.shape), spec.stride, memory.storage_offset())
 
@@ -133,13 +133,13 @@ class Whole:
         self._version = self.grad._version
 
     def settle(self) -> None:
-        """Where the optimizer has given the tensor other memory (``p.data = ...``), bring what is there back."""
+        """Bring values back where the optimizer has given the tensor other memory (``p.data = ...``)."""
         own = self.entry.shaped(self.memory)
         if self.value.data_ptr() != own.data_ptr() or self.value.stride() != own.stride():
             own.copy_(self.value)
 
     def settle_gradient(self) -> bool:
-        """Whether the optimizer has changed the gradient (there is one) where the user's must be changed, too."""
+        """Return True if the optimizer has changed the gradient (there is one) where the user's must be changed, too."""
         given: Any = self.value.grad
         changed = given is not self.grad or given._version != self._version
         if self.entry.moves:
@@ -150,7 +150,7 @@ class Whole:
         return False
 
     def store(self) -> None:
-        """The new values are final: in the dtype of storage, and where nothing moves, in the shard."""
+        """Round the new values to the dtype of storage, in the shard where nothing moves."""
         e = self.entry
         if not self.rounds:
             return
@@ -273,7 +273,7 @@ class Part:
         return left
 
     def under_way(self) -> Iterator[Exchange]:
-        """Exchanges that nobody has waited for; they are forgotten."""
+        """Yield exchanges that nobody has waited for, and forget them."""
         for exchange in (self._coming, self._returning):
             if exchange is not None:
                 yield exchange
@@ -282,14 +282,14 @@ class Part:
 
     # -- messages -----------------------------------------------------------------------------------------------
     def _filled(self, slices: Iterable[torch.Tensor], size: int) -> list[torch.Tensor]:
-        """The bytes of `slices`, and what lacks of `size`."""
+        """Return the bytes of `slices`, and what lacks of `size`."""
         parts = [t.view(torch.uint8) for t in slices]
         lacking = size - sum(t.numel() for t in parts)
         return [*parts, torch.zeros(lacking, dtype=torch.uint8, device=self.c.device)] if lacking else parts
 
 
 def _segment(message: torch.Tensor, at: int, length: int, e: Entry) -> tuple[torch.Tensor, int]:
-    """`length` elements of a message, from byte `at`; and where they end."""
+    """Return `length` elements of a message, from byte `at`, and where they end."""
     end = at + length * e.itemsize
     return message[at:end].view(e.param._local.dtype), end
 

@@ -48,14 +48,14 @@ _NONE, _WHOLE, _SLICES, _PARTS = 0, 1, 2, 3  # what a rank has of a parameter's 
 
 
 def is_matrix(runtime: Runtime, optimizer: Any) -> bool:
-    """Whether the state of this optimizer belongs to the owners. Not collective."""
+    """Return True if the state of this optimizer belongs to the owners. Not collective."""
     cls = type(optimizer)
     kind = kind_of(cls) or kind_of_step(cls, getattr(cls, "step", None))
     return kind == "matrix" or optimizer in runtime.owners
 
 
 def everyone(runtime: Runtime, mine: Sequence[int], what: str) -> list[list[int]]:
-    """What each rank says, by rank: as many numbers below 256 as every other. Collective."""
+    """Return each rank's numbers, by rank: as many below 256 as every other's. Collective."""
     c = runtime.collectives
     table = torch.zeros(c.world, len(mine), dtype=torch.uint8, device="cpu")
     table[c.world_rank] = torch.tensor(list(mine), dtype=torch.uint8)
@@ -97,8 +97,11 @@ def give_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor])
 
 
 def elsewhere(runtime: Runtime, optimizer: Any, names: Mapping[int, str], state: Mapping[str, Any]) -> dict[int, bool]:
-    """Which parameters, of `runtime` or of another engine, have their state, `state` by name, whole at one rank, and whether that
-    is another one than this; by id. `names` by id. Gives them owners; the same on all ranks where `state` is."""
+    """Return, by id of the parameters whose state is whole at one rank, whether that is another rank than this.
+
+    Parameters are those of `runtime` and of other engines, `state` is by name, `names` by id. Gives them owners; the same on all
+    ranks where `state` is.
+    """
     if not any(is_matrix(held, optimizer) for held in (runtime, *runtimes_of(optimizer))):
         return {}
     loaded: dict[int, ShardTensor] = {}
@@ -115,7 +118,7 @@ def elsewhere(runtime: Runtime, optimizer: Any, names: Mapping[int, str], state:
 
 
 def stages_of(params: Sequence[ShardTensor], ranks: int) -> dict[int, int]:
-    """Which parameters are exchanged together, by id: numbers of consecutive stages.
+    """Return which parameters are exchanged together, by id: numbers of consecutive stages.
 
     A step has three stages in memory at a time: messages both ways, values and gradients, eight times a rank's share of a
     stage and more where owners differ. So with many units a stage is a sixteenth of everything, which is less than the
@@ -202,7 +205,7 @@ def settle(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor], what
 
 
 def _check_kinds(runtime: Runtime, p: ShardTensor, kinds: list[int], what: str) -> None:
-    """`kinds` by rank of the engine, so that all ranks raise."""
+    """Raise if a parameter's state can't be brought to one owner. `kinds` by rank of the engine, so that all ranks raise."""
     if _PARTS in kinds:
         having = [rank for rank, kind in enumerate(kinds) if kind == _PARTS]
         raise ShardError(
@@ -222,8 +225,8 @@ def _check_kinds(runtime: Runtime, p: ShardTensor, kinds: list[int], what: str) 
 def _send_to_copies(
     runtime: Runtime, state: Any, params: Sequence[ShardTensor], kinds_of: list[list[int]], what: str
 ) -> None:
-    """State of which only some copies have anything: give it to the others, and note that in `kinds_of`, by rank. Where each rank
-    is a copy (``no_shard``) it is the user's affair, as with DDP. Collective."""
+    """Send state of which only some replicas have anything to the others, and note that in `kinds_of`, by rank. Where each rank
+    is a replica (``no_shard``) it is the user's affair, as with DDP. Collective."""
     topology = runtime.collectives.topology
     if not topology.is_hybrid:
         return
@@ -275,7 +278,7 @@ def collect(
     what: str,
     keep: Callable[[int, Any], Any] = lambda _, entries: entries,
 ) -> MutableMapping[int, Any]:
-    """State of which only some ranks have entries, from the first of those to all. Collective.
+    """Send state of which only some ranks have entries from the first of those to all. Collective.
 
     Args:
         runtime: whose ranks.
@@ -300,7 +303,7 @@ def collect(
 
 
 def descriptions(runtime: Runtime, state: Mapping[int, Any], count: int, what: str) -> dict[int, tuple[int, Any]]:
-    """State of which only some ranks have entries: where it is, and what it looks like. Collective.
+    """Find state of which only some ranks have entries: where it is, and what it looks like. Collective.
 
     Args:
         runtime, state, count, what: as for :func:`collect`.
@@ -339,10 +342,10 @@ def descriptions(runtime: Runtime, state: Mapping[int, Any], count: int, what: s
 def sent(
     runtime: Runtime, state: Mapping[int, Any], number: int, source: int, description: Any, wanted: bool, what: str
 ) -> Any:
-    """One parameter's entries, on the CPU, from the rank that :func:`descriptions` names. Collective.
+    """Send one parameter's entries from the rank that :func:`descriptions` names. Collective.
 
     Returns:
-        None where it is not `wanted`.
+        The entries, on the CPU; None where they are not `wanted`.
     """
     tensors = tensors_of(state[number]) if source == runtime.collectives.world_rank else []
     received = _broadcast_tensors(runtime, tensors, _sent_in(description), source, wanted, what)
@@ -350,7 +353,7 @@ def sent(
 
 
 def broadcast_object(runtime: Runtime, value: Any, source: int, what: str) -> Any:
-    """Its own ranks' objects, so unpickling them is safe. Collective."""
+    """Return the object of rank `source`, one of its own ranks, so that unpickling is safe. Collective."""
     c = runtime.collectives
     if c.world == 1 or c.backend == "fake":
         return value
@@ -367,7 +370,7 @@ def broadcast_object(runtime: Runtime, value: Any, source: int, what: str) -> An
 def _broadcast_tensors(
     runtime: Runtime, tensors: list[torch.Tensor], sent: list[Sent], source: int, wanted: bool, what: str
 ) -> list[torch.Tensor]:
-    """One parameter's tensors in one message. Collective."""
+    """Send one parameter's tensors in one message. Collective."""
     c = runtime.collectives
     total = sum(_aligned(s.nbytes) for s in sent)
     if not total:
@@ -394,7 +397,7 @@ def _aligned(size: int) -> int:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in memory without gaps, of the tensor's own strides where those have none."""
+    """Return a copy in memory without gaps, of the tensor's own strides where those have none."""
     return tensor.detach().clone()
 
 
@@ -407,8 +410,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The plain tensors in nested dicts, lists and tuples, and in tensors that hold others, in order: what an optimizer may keep
-    under one key."""
+    """Return the plain tensors in nested dicts, lists and tuples, and in tensors that hold others, in order: what an optimizer
+    may keep under one key."""
     if is_wrapper(value):
         value = take(value)
     if isinstance(value, torch.Tensor):
@@ -420,7 +423,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def mapped(value: Any, change: Any) -> Any:
-    """`value` with new containers, in which `change` was called with each plain tensor or :class:`Sent`."""
+    """Return `value` with new containers, in which `change` was called with each plain tensor or :class:`Sent`."""
     if is_wrapper(value):
         value = take(value)
     if isinstance(value, Taken):
@@ -437,12 +440,12 @@ def mapped(value: Any, change: Any) -> Any:
 
 
 def local(value: Any) -> Any:
-    """With this rank's part, shared memory, of each DTensor."""
+    """Return `value` with this rank's part, shared memory, of each DTensor."""
     return mapped(value, local_of)
 
 
 def copied(value: Any, device: str | None = None) -> Any:
-    """With a copy of each plain tensor, on `device` or its own; ShardTensors stay."""
+    """Return `value` with a copy of each plain tensor, on `device` or its own; ShardTensors stay."""
     return mapped(value, lambda t: t if isinstance(t, ShardTensor) else t.detach().to(device or t.device, copy=True))
 
 
