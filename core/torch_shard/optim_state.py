@@ -26,6 +26,7 @@ from .comm.consensus import agree
 from .comm.process_groups import ranks_of
 from .engine import Engine, engine_of
 from .errors import ConfigError, StateDictError
+from .optim.engines_of_optimizer import params_of
 from .optim.matrix import state as matrix_state
 from .state import optimizer_state
 
@@ -264,7 +265,7 @@ def scatter_full_optim_state_dict(
 
 
 def _slices_of(optim: torch.optim.Optimizer) -> Callable[[int, Any], Any]:
-    params = [p for group in optim.param_groups for p in group["params"]]
+    params = params_of(optim)
 
     def keep(number: int, entries: Mapping[str, Any]) -> dict[str, Any]:
         return {key: optimizer_state.own_part(params[number], key, value) for key, value in entries.items()}
@@ -301,7 +302,7 @@ def rekey_optim_state_dict(
         raise ConfigError(f"{what}: optim_state_key_type must be an OptimStateKeyType, not {optim_state_key_type!r}.")
     if optim is None and optim_input is None:
         raise ConfigError(f"{what}: give the optimizer (optim=...), or what it was made from (optim_input=...).")
-    params = [p for group in optim.param_groups for p in group["params"]] if optim is not None else _listed(optim_input)
+    params = params_of(optim) if optim is not None else _listed(optim_input)
     engine = engine_of(model)
     known = {id(p): name for name, p in model.named_parameters()}
     if engine is not None:
@@ -338,7 +339,7 @@ def _renamed(state_dict: Mapping[str, Any], mapping: Mapping[Any, Any], what: st
 
 def _by_number(engine: Engine, optim: torch.optim.Optimizer) -> list[str]:
     names = optimizer_state.names_of(engine._runtime, optim, engine.model)
-    return [names[id(p)] for group in optim.param_groups for p in group["params"]]
+    return [names[id(p)] for p in params_of(optim)]
 
 
 def _named(engine: Engine, optim: torch.optim.Optimizer, given: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -398,8 +399,7 @@ def _listed(optim_input: _Input) -> list[Any]:
 def _check_input(engine: Engine, optim: torch.optim.Optimizer, optim_input: _Input, what: str) -> None:
     if optim_input is None:
         return
-    held = [id(p) for group in optim.param_groups for p in group["params"]]
-    if [id(p) for p in _listed(optim_input)] != held:
+    if list(map(id, _listed(optim_input))) != list(map(id, params_of(optim))):
         raise ConfigError(
             f"rank {engine.rank}: {what}: optim_input lists other parameters than the optimizer holds, or in another order. "
             "Leave it out (an iterator like model.parameters() can be gone through once only)."

@@ -199,33 +199,13 @@ def test_ten_steps_with_all_that_happens_between_them_are_as_plain(rank, world_s
 
 
 CYCLES = {
-    "OneCycleLR SGD": lambda m: (
-        o := O.SGD(by_ndim(m), lr=0.1, momentum=0.9),
-        O.lr_scheduler.OneCycleLR(o, max_lr=[0.2, 0.1], total_steps=10),
-    ),
     "OneCycleLR AdamW": lambda m: (
         o := O.AdamW(by_ndim(m), lr=0.01, amsgrad=True),
         O.lr_scheduler.OneCycleLR(o, max_lr=[0.02, 0.05], total_steps=10),
     ),
-    "OneCycleLR Adam fused": lambda m: (
-        o := O.Adam(by_ndim(m), lr=0.01, fused=True),
-        O.lr_scheduler.OneCycleLR(o, max_lr=0.02, total_steps=10),
-    ),
-    "OneCycleLR NAdam foreach": lambda m: (
-        o := O.NAdam(by_ndim(m), lr=0.01, foreach=True),
-        O.lr_scheduler.OneCycleLR(o, max_lr=0.02, total_steps=10, three_phase=True),
-    ),
     "CyclicLR SGD nesterov": lambda m: (
         o := O.SGD(by_ndim(m), lr=0.1, momentum=0.9, nesterov=True),
         O.lr_scheduler.CyclicLR(o, base_lr=0.01, max_lr=0.2, step_size_up=2),
-    ),
-    "CyclicLR RMSprop": lambda m: (
-        o := O.RMSprop(by_ndim(m), lr=0.01, momentum=0.5),
-        O.lr_scheduler.CyclicLR(o, base_lr=0.001, max_lr=0.02, step_size_up=3, mode="exp_range", gamma=0.9),
-    ),
-    "CyclicLR Adam": lambda m: (
-        o := O.Adam(by_ndim(m), lr=0.01),
-        O.lr_scheduler.CyclicLR(o, base_lr=0.001, max_lr=[0.02, 0.01], step_size_up=2, base_momentum=0.7),
     ),
 }
 

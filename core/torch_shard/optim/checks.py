@@ -15,7 +15,7 @@ from ..shard_tensor.state import is_unreduced
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad
 from ..unit.unit import unit_of
-from .engines_of_optimizer import runtime_of
+from .engines_of_optimizer import params_of, runtime_of
 from .registry import COUNTERS, is_torchs
 
 if TYPE_CHECKING:
@@ -84,11 +84,10 @@ def check_class(optimizer: Any, rank: int) -> None:
 def units_of(optimizer: Any) -> list[Unit]:
     """Return the units whose parameters the optimizer holds, of whatever engine."""
     found: dict[int, Unit] = {}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            unit = unit_of(p)
-            if unit is not None:
-                found[id(unit)] = unit
+    for p in params_of(optimizer):
+        unit = unit_of(p)
+        if unit is not None:
+            found[id(unit)] = unit
     return list(found.values())
 
 
@@ -98,15 +97,14 @@ def refuse_others(optimizer: Any, runtime: Runtime, what: str = "") -> None:
     Raises:
         ConfigError: it holds some.
     """
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            other = runtime_of(p)
-            if other is not None and other is not runtime:
-                raise ConfigError(
-                    f"rank {runtime.collectives.world_rank}: {what}{type(optimizer).__name__} holds parameters of two sharded "
-                    f"models, {p._spec.name} among them, and a step during the backward of one would be half of a step. Make "
-                    "an optimizer for each of them, or leave engine.step_in_backward() out. Nothing was changed."
-                )
+    for p in params_of(optimizer):
+        other = runtime_of(p)
+        if other is not None and other is not runtime:
+            raise ConfigError(
+                f"rank {runtime.collectives.world_rank}: {what}{type(optimizer).__name__} holds parameters of two sharded "
+                f"models, {p._spec.name} among them, and a step during the backward of one would be half of a step. Make "
+                "an optimizer for each of them, or leave engine.step_in_backward() out. Nothing was changed."
+            )
 
 
 def check_units(optimizer: Any, units: Iterable[Unit]) -> None:
@@ -144,17 +142,16 @@ def refuse_without_rounding(optimizer: Any, runtime: Runtime) -> None:
     Raises:
         ConfigError: what it adds would be rounded to nearest.
     """
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            unit = unit_of(p)
-            if unit is None or unit.runtime is not runtime or unit.find(p)[0].rounding is None:
-                continue
-            name = type(optimizer).__qualname__
-            raise ConfigError(
-                f"rank {p._spec.rank}: precision.stochastic_rounding with {name}, an optimizer that the engine does not know: it "
-                f"would step on {p._spec.name} as it is stored, in bfloat16, and round to nearest. Declare how it steps: "
-                f"torch_shard.optim.register({name}, kind=...). Nothing was changed."
-            )
+    for p in params_of(optimizer):
+        unit = unit_of(p)
+        if unit is None or unit.runtime is not runtime or unit.find(p)[0].rounding is None:
+            continue
+        name = type(optimizer).__qualname__
+        raise ConfigError(
+            f"rank {p._spec.rank}: precision.stochastic_rounding with {name}, an optimizer that the engine does not know: it "
+            f"would step on {p._spec.name} as it is stored, in bfloat16, and round to nearest. Declare how it steps: "
+            f"torch_shard.optim.register({name}, kind=...). Nothing was changed."
+        )
 
 
 def refuse_unreduced(optimizer: Any, runtime: Runtime) -> None:
@@ -165,20 +162,18 @@ def refuse_unreduced(optimizer: Any, runtime: Runtime) -> None:
     """
     if not runtime.holds_gradients():
         return
-    listed = [p for group in optimizer.param_groups for p in group["params"]]
-    refuse_unfinished(runtime, listed, "optimizer.step()")
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if not isinstance(p, ShardTensor):
-                continue
-            with torch._C.DisableTorchFunctionSubclass():
-                grad: Any = own_grad(p)
-            unit = unit_of(p) if is_unreduced(grad) else None
-            if unit is not None and unit.runtime is runtime and grad._local.count_nonzero():
-                raise ShardError(
-                    f"rank {p._spec.world_rank}: optimizer.step() with a gradient of {p._spec.name} that is not reduced, because "
-                    "every backward since zero_grad() ran under no_sync(). Run the last backward, with its forward, outside."
-                )
+    refuse_unfinished(runtime, params_of(optimizer), "optimizer.step()")
+    for p in params_of(optimizer):
+        if not isinstance(p, ShardTensor):
+            continue
+        with torch._C.DisableTorchFunctionSubclass():
+            grad: Any = own_grad(p)
+        unit = unit_of(p) if is_unreduced(grad) else None
+        if unit is not None and unit.runtime is runtime and grad._local.count_nonzero():
+            raise ShardError(
+                f"rank {p._spec.world_rank}: optimizer.step() with a gradient of {p._spec.name} that is not reduced, because "
+                "every backward since zero_grad() ran under no_sync(). Run the last backward, with its forward, outside."
+            )
 
 
 def refuse_offloaded(optimizer: Any, runtimes: Iterable[Runtime], matrix: bool) -> None:
@@ -214,26 +209,25 @@ def shard_state(optimizer: Any, runtime: Runtime) -> None:
         return
     scalars: list[tuple[ShardTensor, Any, str]] = []
     known = is_torchs(type(optimizer))
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            own = state.get(p) if isinstance(p, ShardTensor) else None
-            if not isinstance(own, dict):
+    for p in params_of(optimizer):
+        own = state.get(p) if isinstance(p, ShardTensor) else None
+        if not isinstance(own, dict):
+            continue
+        for key, value in own.items():
+            # Counters are whole on every rank.
+            if (
+                not (type(value) is torch.Tensor or is_dtensor(value))
+                or key in COUNTERS
+                or value.shape != p._spec.shape
+            ):
                 continue
-            for key, value in own.items():
-                # Counters are whole on every rank.
-                if (
-                    not (type(value) is torch.Tensor or is_dtensor(value))
-                    or key in COUNTERS
-                    or value.shape != p._spec.shape
-                ):
-                    continue
-                unit = unit_of(p)
-                if unit is None or unit.runtime is not runtime or unit.is_summoned:
-                    break
-                if value.dim() or known:
-                    own[key] = _slice(value, p)  # the key stays, so the dict may be gone through
-                else:
-                    scalars.append((p, own, key))
+            unit = unit_of(p)
+            if unit is None or unit.runtime is not runtime or unit.is_summoned:
+                break
+            if value.dim() or known:
+                own[key] = _slice(value, p)  # the key stays, so the dict may be gone through
+            else:
+                scalars.append((p, own, key))
     if scalars:
         # Next to a 0-dim parameter its own moments look like counters. Where others have slices under that name, so has it
         # (torch's own counters are known by name).

@@ -17,12 +17,17 @@ from ..unit.unit import unit_of
 if TYPE_CHECKING:
     from ..runtime.runtime import Runtime
 
-__all__ = ["OPEN", "first_runtime", "runtime_of", "runtimes_of"]
+__all__ = ["OPEN", "first_runtime", "params_of", "runtime_of", "runtimes_of"]
 
 OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
 """Runtimes of this process whose engines follow optimizers' steps."""
 
 _unit_ref = operator.attrgetter("_unit_ref")
+
+
+def params_of(optimizer: Any) -> list[Any]:
+    """Return the optimizer's parameters, in the order in which torch numbers them."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def runtime_of(param: Any) -> Runtime | None:
@@ -49,7 +54,7 @@ def runtimes_of(optimizer: Any) -> list[Runtime]:
     if len(OPEN) < 2:  # as nearly always; it is this one if any
         first = first_runtime(optimizer)
         return [] if first is None else [first]
-    params = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardTensor)]
+    params = [p for p in params_of(optimizer) if isinstance(p, ShardTensor)]
     # One parameter of each unit will do; all of a unit refer to it by one object.
     params = list(dict(zip(map(id, map(_unit_ref, params)), params, strict=True)).values())
     return list(dict.fromkeys(runtime for runtime in map(runtime_of, params) if runtime is not None))

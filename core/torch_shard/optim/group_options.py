@@ -45,7 +45,7 @@ class Options:
         self.group = group
         self._before = {key: copied(value) for key, value in group.items() if key not in _OF_PARAMETERS}
         self._made: dict[str, Any] = {}
-        self._left: Snapshot | None = None  # the user's group, behind the steps
+        self._left = Snapshot({})  # the user's group, behind the steps
 
     def fresh(self) -> Snapshot:
         """Return a group for one step; its values are its own."""
@@ -54,7 +54,7 @@ class Options:
     def again(self) -> Snapshot:
         """Return a group for one more step, behind :meth:`write_back`: it begins as the others did, but for what has been edited
         since."""
-        return Snapshot(self._with({} if self._left is None else self._left.changes()))
+        return Snapshot(self._with(self._left.changes()))
 
     def _with(self, edited: dict[str, Any]) -> dict[str, Any]:
         group = {key: value for key, value in self.group.items() if key in _OF_PARAMETERS}

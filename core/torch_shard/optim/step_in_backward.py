@@ -30,6 +30,7 @@ from ..unit.gradient_buffer import GradientBuffer
 from .checks import refuse_others
 from .elementwise.step import FlatStep
 from .elementwise.step_counters import part_shared
+from .engines_of_optimizer import params_of
 from .group_options import Options, Snapshot
 from .host.step import steps_on_host
 from .host.unit_step import HostUnits
@@ -78,6 +79,7 @@ class InBackward:
         self._kinds: dict[type, type] = {}
         self._options: list[Options] = []  # of the groups, as the latest backward found them
         self._fresh: list[Snapshot] = []
+        self._behind: list[Options] = []  # those of the latest backward, until a step of the user's
         # By index of the unit. Forwards that backward has not come back to:
         self._expected: dict[int, weakref.WeakSet[Use]] = {}
         self._issued: dict[int, bool] = {}  # reduced in this backward; True: and not stepped yet, whatever the time
@@ -114,20 +116,19 @@ class InBackward:
         if not self._begun:
             for noted in (self._stepped, self._issued, self._gathered, self._demanded):
                 noted.clear()
-            self._options = [Options(group) for group in self.optimizer.param_groups]
+            self._options, self._behind = [Options(group) for group in self.optimizer.param_groups], []
             part_shared(self.optimizer.state)
             if self._host is not None:
                 self._host.begin(self._options)
                 self._latest = None
             self._begun = self._inside
         with torch._C.DisableTorchFunctionSubclass():
-            for group in self.optimizer.param_groups:
-                for p in group["params"]:
-                    if isinstance(p, ShardTensor) and own_grad(p) is not None:
-                        raise ShardError(
-                            f"{self._where}{p._spec.name} has a gradient from before engine.step_in_backward(), which this "
-                            "backward would step with in part. Call optimizer.step() or zero_grad() first."
-                        )
+            for p in params_of(self.optimizer):
+                if isinstance(p, ShardTensor) and own_grad(p) is not None:
+                    raise ShardError(
+                        f"{self._where}{p._spec.name} has a gradient from before engine.step_in_backward(), which this "
+                        "backward would step with in part. Call optimizer.step() or zero_grad() first."
+                    )
 
     def end(self) -> None:
         """End a backward: the last unit has been stepped.
@@ -137,6 +138,7 @@ class InBackward:
         """
         for options in self._options:
             options.write_back()
+        self._behind = self._options
         if not self._inside:
             self._all_at_end = False
         for flat, _ in self._steps.values():
@@ -161,12 +163,11 @@ class InBackward:
             self._all_at_end = False
 
     def _refuse_repeated(self) -> None:
-        groups = [group["params"] for group in self.optimizer.param_groups]
-        ids = [number for params in groups for number in map(id, params)]
-        if len(ids) == len(set(ids)):
+        params = params_of(self.optimizer)
+        if len(params) == len(set(map(id, params))):
             return
-        repeated = {number for number, count in Counter(ids).items() if count > 1}
-        for p in (p for params in groups for p in params):
+        repeated = {number for number, count in Counter(map(id, params)).items() if count > 1}
+        for p in params:
             if id(p) in repeated and isinstance(p, ShardTensor):
                 raise ConfigError(
                     f"{self._where}{type(self.optimizer).__qualname__} lists {p._spec.name} more than once, which "
@@ -184,20 +185,20 @@ class InBackward:
         (``group["step"] += 1``) begins for it as it began for them.
         """
         groups = optimizer.param_groups
-        same = len(groups) == len(self._options) and all(
-            options.group is group for options, group in zip(self._options, groups, strict=True)
+        same = len(groups) == len(self._behind) and all(
+            options.group is group for options, group in zip(self._behind, groups, strict=True)
         )
         if optimizer is not self.optimizer or not same:
             return None
-        self._fresh = [options.again() for options in self._options]
+        self._fresh = [options.again() for options in self._behind]
         return self._fresh_groups()
 
     def end_step(self) -> None:
         """End a step on what :meth:`groups_for` has returned."""
-        for options, given in zip(self._options, self._fresh, strict=True):
+        for options, given in zip(self._behind, self._fresh, strict=True):
             options.stepped(given)
             options.write_back()
-        self._options, self._fresh = [], []  # the next one is another step
+        self._behind, self._fresh = [], []  # the next one is another step
 
     # -- when a unit is stepped -------------------------------------------------------------------------------------
     def expect(self, use: Use) -> None:

@@ -13,7 +13,7 @@ from ..comm.consensus import agree
 from ..errors import StateDictError
 from ..layout.dtensor_placement import is_dtensor, local_of
 from ..log import logger
-from ..optim.engines_of_optimizer import runtime_of
+from ..optim.engines_of_optimizer import params_of, runtime_of
 from ..optim.matrix import state as matrix_state
 from ..optim.registry import COUNTERS
 from ..runtime.runtime import Runtime
@@ -98,7 +98,7 @@ def optim_state_dict(
         taken = optimizer.state_dict() if given is None else given
     except Exception as problem:  # the other ranks must hear of it
         error = problem
-    numbers = [p for group in optimizer.param_groups for p in group["params"]]  # torch counts like this
+    numbers = params_of(optimizer)
     if own:
         mine = {id(p) for p in (model.parameters() if model is not None else ())}
         mine.update(id(p) for unit in runtime.units for p in unit.params)
@@ -235,7 +235,7 @@ def optim_state_dict_to_load(
     """
     error: Exception | None = None
     names: dict[int, str] = {}
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    trained = {id(p) for p in params_of(optimizer) if p.requires_grad}
     try:
         names = names_of(runtime, optimizer, model)
         error = describe(runtime, what, *misfits(runtime, optimizer, names, state_dict))
@@ -323,8 +323,7 @@ def is_elementwise(param: torch.Tensor, key: Any, shape: torch.Size) -> bool:
 def keep_as_saved(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None:
     """Undo what loading did to state: torch casts it to the parameter's dtype, and makes generators of strings in tuples.
     `state` by number, as it was loaded."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, p in enumerate(params):
+    for number, p in enumerate(params_of(optimizer)):
         for key, value in state.get(number, {}).items():
             live = optimizer.state.get(p, {}).get(key)
             if not isinstance(value, torch.Tensor) or isinstance(live, torch.Tensor) and live.dtype != value.dtype:
@@ -347,7 +346,7 @@ def misfits(
             live, held = {names[id(p)]: None for p in group["params"]}, set(saved["params"])
             missing += [f"{n} (in group {number})" for n in live if n not in held]
             unexpected += [f"{n} (in group {number})" for n in saved["params"] if n not in live]
-    by_name = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    by_name = {names[id(p)]: p for p in params_of(optimizer)}
     listed = {n for saved in saved_groups for n in saved["params"]}
     without = [n for n in by_name if n in listed and n not in given["state"]] if given["state"] else []
     lost = [n for n in without if optimizer.state.get(by_name[n])]

@@ -21,7 +21,7 @@ from ...unit.flat_buffer import FlatBuffer
 from ..checks import refuse_unreduced
 from ..elementwise.step import REST, FlatStep, is_step_of_torchs
 from ..elementwise.step_counters import part_shared
-from ..engines_of_optimizer import runtimes_of
+from ..engines_of_optimizer import params_of, runtimes_of
 from ..group_options import Options
 from ..registry import Kind
 from .unit_step import HostUnits
@@ -115,5 +115,6 @@ def _sort_state(optimizer: Any, held: int) -> None:
     """Bring state that was made since there were `held` entries into torch's order, that of the groups: users go through it."""
     state = optimizer.state
     made = set(map(id, list(state)[held:]))
-    for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in made):
-        state[p] = state.pop(p)
+    for p in params_of(optimizer):
+        if id(p) in made:
+            state[p] = state.pop(p)

@@ -24,6 +24,7 @@ from ...shard_tensor.tensor import ShardTensor
 from ...shard_tensor.unsharded_param import own_grad
 from ...unit.flat_buffer import FlatBuffer
 from ..elementwise.step import FlatStep
+from ..engines_of_optimizer import params_of
 from ..group_options import Options, Snapshot
 from ..optimizer_proxy import Session, proxy_of
 
@@ -66,7 +67,7 @@ class HostUnits:
     def begin(self, options: Sequence[Options]) -> None:
         """Begin a step, of which one part after the other is looked at and done. `options`: of the groups."""
         self._options, self._together = options, Together()
-        self._held = {id(p) for group in self._optimizer().param_groups for p in group["params"]}
+        self._held = set(map(id, params_of(self._optimizer())))
 
     def fresh_groups(self) -> list[dict[str, Any]]:
         """Return the groups for the FlatStep that is looked at."""

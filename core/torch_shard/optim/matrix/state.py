@@ -22,7 +22,7 @@ from ...runtime.runtime import Runtime
 from ...shard_tensor.tensor import ShardTensor
 from ...shard_tensor.wrapper_subclasses import Taken, is_wrapper, take
 from ...unit.unit import unit_of
-from ..engines_of_optimizer import runtime_of, runtimes_of
+from ..engines_of_optimizer import params_of, runtime_of, runtimes_of
 from ..registry import has_linear_work, kind_of, kind_of_step
 
 __all__ = [
@@ -78,8 +78,7 @@ def give_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor])
     linear = has_linear_work(type(optimizer))
     work = {
         p._spec.name: work_of(p._spec.shape, linear)
-        for group in optimizer.param_groups
-        for p in group["params"]
+        for p in params_of(optimizer)
         if runtime_of(p) is runtime  # names of several models may be the same
     }
     stages = stages_of(new, c.size)
@@ -105,7 +104,7 @@ def elsewhere(runtime: Runtime, optimizer: Any, names: Mapping[int, str], state:
     if not any(is_matrix(held, optimizer) for held in (runtime, *runtimes_of(optimizer))):
         return {}
     loaded: dict[int, ShardTensor] = {}
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
+    for p in params_of(optimizer):
         entries = state.get(names[id(p)])
         if isinstance(p, ShardTensor) and entries and _kind(entries) == _WHOLE:
             loaded[id(p)] = p
