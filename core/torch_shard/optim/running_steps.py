@@ -38,7 +38,7 @@ def attached_step(optimizer: Any, function: Any, step: Callable[..., Any] | None
             args, kwargs = watch.before(this, args, kwargs, function, sys._getframe(1)) or (args, kwargs)
         result = step(*args[1:], **kwargs) if step is not None and this is optimizer else function(*args, **kwargs)
         if watch is not None:
-            watch.after(this, args[0])
+            watch.after(this, args, kwargs)
         return result
 
     attached.attached = True  # type: ignore[attr-defined]

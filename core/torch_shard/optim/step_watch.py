@@ -61,14 +61,7 @@ class StepWatch:
         self._hooks: ByObject[tuple[Any, Any, Any]] = ByObject()
         self._unknown = UnknownSteps()
         self._kinds: dict[type, type] = {}  # classes of proxies
-        own = weakref.ref(self)
-
-        def found(optimizer: Any, args: Any, kwargs: Any) -> None:
-            alive = own()
-            if alive is not None:
-                alive.find(optimizer)
-
-        self._handle = torch_optimizer.register_optimizer_step_pre_hook(found)
+        self._handle = torch_optimizer.register_optimizer_step_pre_hook(_weakly(self.find))
         # A runtime that is dropped without close() must not leave a hook behind for the life of the process.
         weakref.finalize(runtime, self._handle.remove)
 
@@ -86,40 +79,26 @@ class StepWatch:
         self._hooks.clear()
 
     # -- around a step ------------------------------------------------------------------------------------------
-    def find(self, optimizer: Any) -> None:
+    def find(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Have :meth:`before` and :meth:`after` called next to a step that begins."""
         runtime = self._runtime()
         if runtime is None or isinstance(optimizer, OptimizerProxy) or not self._leads(optimizer, runtime):
             return
         handles = self._hooks.get(optimizer)
         if handles is None:
-            own = weakref.ref(self)
-
-            def before(optimizer: Any, args: Any, kwargs: Any) -> _Arguments | None:
-                alive, frame = own(), sys._getframe(1)
-                if alive is None:
-                    return None
-                return alive.before(optimizer, args, kwargs, frame.f_locals.get("func"), frame.f_back)
-
-            def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-                alive = own()
-                if alive is not None:
-                    alive.after(optimizer, args[0])
-
-            def loaded(optimizer: Any) -> None:
-                alive = own()
-                if alive is not None:
-                    alive.loaded(optimizer)
-
             handles = (
-                optimizer.register_step_pre_hook(before),
-                optimizer.register_step_post_hook(after),
-                optimizer.register_load_state_dict_post_hook(loaded),
+                optimizer.register_step_pre_hook(_weakly(self._hook_before)),
+                optimizer.register_step_post_hook(_weakly(self.after)),
+                optimizer.register_load_state_dict_post_hook(_weakly(self.loaded)),
             )
             self._hooks.set(optimizer, handles)
         # torch has no public way to say where in the order a hook comes (torch 2.11 to 2.13).
         optimizer._optimizer_step_pre_hooks.move_to_end(handles[0].id)
         optimizer._optimizer_step_post_hooks.move_to_end(handles[1].id, last=False)
+
+    def _hook_before(self, optimizer: Any, args: Any, kwargs: Any) -> _Arguments | None:
+        frame = sys._getframe(2)  # torch's wrapper of ``step``, which has called what `_weakly` makes
+        return self.before(optimizer, args, kwargs, frame.f_locals.get("func"), frame.f_back)
 
     def before(self, optimizer: Any, args: Any, kwargs: Any, function: Any, frame: Any) -> _Arguments | None:
         """Begin a step: `function` is about to be called with `args`, within `frame`.
@@ -150,14 +129,14 @@ class StepWatch:
                 outer._session.pause()
         return changed
 
-    def after(self, optimizer: Any, stepped: Any) -> None:
-        """End a step that was called with `stepped` as ``self``: the optimizer, or what stood in for it."""
+    def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """End a step that was called with `args`: the optimizer's own, or those that :meth:`before` has put in their place."""
         runtime = self._runtime()
         if runtime is None or isinstance(optimizer, OptimizerProxy) or not self._leads(optimizer, runtime):
             return
-        if isinstance(stepped, OptimizerProxy):
-            stepped._session.end()
-            runtimes = stepped._session.work.runtimes
+        if isinstance(args[0], OptimizerProxy):
+            args[0]._session.end()
+            runtimes = args[0]._session.work.runtimes
         else:
             runtimes = runtimes_of(optimizer) or [runtime]
         for held in runtimes:
@@ -285,6 +264,17 @@ class StepWatch:
 
         # A bound method, as schedulers expect, and as copying takes along to the copy.
         optimizer.step = types.MethodType(attached_step(optimizer, function, step if patched else None), optimizer)
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that calls `method`, and does not keep what it belongs to."""
+    ref = weakref.WeakMethod(method)
+
+    def hook(*args: Any) -> Any:
+        alive = ref()
+        return None if alive is None else alive(*args)
+
+    return hook
 
 
 def _hook_bases(cls: type) -> None:
