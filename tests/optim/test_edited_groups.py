@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from tests.compat.harness import Pair, average_grads, batch, plain_backward, whole
-from tests.support.marks import exhaustive
 from tests.optim.helpers import (
     MAKE,
     O,
@@ -23,6 +22,7 @@ from tests.optim.helpers import (
     same_optimizers,
     trainable,
 )
+from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 
 # -- groups and optimizers --------------------------------------------------------------------------------------------------

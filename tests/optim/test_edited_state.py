@@ -9,8 +9,8 @@ import torch
 
 import torch_shard
 from tests.compat.harness import Pair, average_grads, batch, plain_backward, same_params, whole
-from tests.support.marks import exhaustive
 from tests.optim.helpers import MAKE, Odd, both, close, go, same_optimizers, trainable
+from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard.shard_tensor.tensor import ShardTensor
 

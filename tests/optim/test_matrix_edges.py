@@ -11,9 +11,9 @@ import torch
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, batch, plain_backward, same, same_params
-from tests.support.marks import exhaustive
 from tests.optim.helpers import O
 from tests.optim.matrix_optimizers import advance, gradients, maker
+from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard.errors import DivergenceError, ShardError, UnitStateError
 from torch_shard.optim.matrix import state as matrix_state

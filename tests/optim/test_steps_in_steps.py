@@ -9,8 +9,8 @@ import torch
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, batch, plain_backward, same_params
-from tests.support.marks import exhaustive, quick
 from tests.optim.helpers import O
+from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks
 
 MAKE = {

@@ -10,8 +10,8 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, batch, plain_backward, same_grads
-from tests.support.marks import exhaustive, quick
 from tests.optim.helpers import Odd, backward_both, both, go, in_strides_of, same_optimizers, trainable
+from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks
 from torch_shard.shard_tensor.tensor import ShardTensor
 from torch_shard.shard_tensor.unsharded_param import own_grad
