@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
 from tools.mutants import settings, tree
@@ -42,10 +43,16 @@ class Verdict:
 
 def judge(tests: dict[str, float], passed: Path | None = None) -> tuple[Verdict, list[str]]:
     """Run `tests`, seconds by name, in order; with `passed`, until one fails. Return the verdict, and all that failed."""
-    began, left, ran = time.monotonic(), dict(tests), 0
+    began, left, ran, batch = time.monotonic(), dict(tests), 0, settings.BATCH
     while True:
-        verdict, failed = _run(left, passed)
+        # A few at first, whose files are soon collected: most mutants live no longer.
+        now = dict(islice(left.items(), batch)) if passed else left
+        verdict, failed = _run(now, passed)
         ran += verdict.ran
+        if verdict.how == "survived" and len(now) < len(left):
+            left = dict(islice(left.items(), batch, None))
+            batch *= 8
+            continue
         if verdict.test and verdict.killed and (verdict.how == "hung" or _TOO_SLOW.search(verdict.text)):
             # Slow or stuck? What is stuck is so once more.
             again, _ = _run({verdict.test: left[verdict.test]}, passed)

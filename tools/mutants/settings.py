@@ -61,4 +61,7 @@ NUMBERS = ("0", "1", "2")
 
 SLOWER = 10.0  # than when it was recorded: a test that takes this much longer hangs ...
 AT_LEAST = 180.0  # ... but not before this many seconds
-START = 400.0  # seconds for pytest to import and collect
+BATCH = (
+    20  # tests of a mutant's first run of pytest, which collects their files only; the next one has eight times as many
+)
+START = 600.0  # seconds for pytest to import and collect
