@@ -112,7 +112,7 @@ def _is_open(result: WorkResult | None, doubtful: set[str], again: bool) -> bool
 
 def _run_one(db: WorkDB, item: WorkItem, known: dict[str, reach.Test], seconds: float) -> Verdict:
     (spec,) = item.mutations
-    chosen = reach.reaching(spec.module_path, lines(spec), known)
+    chosen = reach.reaching(spec.module_path, lines(spec), known, killers())
     if not chosen:
         verdict = Verdict("survived", text="no test reaches it")
         output = json.dumps(asdict(verdict))

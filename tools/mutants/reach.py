@@ -87,11 +87,11 @@ def breadth() -> dict[str, int]:
     return found
 
 
-def reaching(file: Path, lines: set[int], known: dict[str, Test]) -> list[Test]:
+def reaching(file: Path, lines: set[int], known: dict[str, Test], killers: dict[str, int]) -> list[Test]:
     """Return the tests of `known` that reach one of `lines`, in the order in which to run them.
 
-    Quick ones that do little else come first: they are the ones that look closely. Each test function comes once before any
-    comes again, with other parameters.
+    Those of `killers` come first, which have killed that many mutants. Among the others, quick ones that do little else: they
+    look closely. Each test function comes once before any comes again, with other parameters.
     """
     contexts = frozenset().union(*(found for line, found in _contexts(file).items() if line in lines))
     chosen = [t for t in known.values() if t.name in contexts or not contexts.isdisjoint(t.fixtures)]
@@ -99,7 +99,8 @@ def reaching(file: Path, lines: set[int], known: dict[str, Test]) -> list[Test]:
     turns: dict[str, list[Test]] = defaultdict(list)
     for test in chosen:
         turns[test.function].append(test)
-    return [test for turn in zip_longest(*turns.values()) for test in turn if test is not None]
+    found = [test for turn in zip_longest(*turns.values()) for test in turn if test is not None]
+    return sorted(found, key=lambda test: -killers.get(test.name, 0))  # stable
 
 
 def cover(known: dict[str, Test]) -> set[str]:
