@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import re
 import subprocess
 from collections import defaultdict
 from dataclasses import dataclass
@@ -90,12 +91,15 @@ def breadth() -> dict[str, int]:
 def reaching(file: Path, lines: set[int], known: dict[str, Test], killers: dict[str, int]) -> list[Test]:
     """Return the tests of `known` that reach one of `lines`, in the order in which to run them.
 
-    Those of `killers` come first, which have killed that many mutants. Among the others, quick ones that do little else: they
-    look closely. Each test function comes once before any comes again, with other parameters.
+    Those of `killers` come first, which have killed that many mutants, then those that compare training with the plain one.
+    Among equals, quick ones that do little else: they look closely. Each test function comes once before any comes again,
+    with other parameters.
     """
     contexts = frozenset().union(*(found for line, found in _contexts(file).items() if line in lines))
     chosen = [t for t in known.values() if t.name in contexts or not contexts.isdisjoint(t.fixtures)]
-    chosen.sort(key=lambda t: ((t.seconds + 0.02) * (breadth()[t.name] + 50), t.name))
+    chosen.sort(
+        key=lambda t: (not re.search(settings.COMPARES, t.name), (t.seconds + 0.02) * (breadth()[t.name] + 50), t.name)
+    )
     turns: dict[str, list[Test]] = defaultdict(list)
     for test in chosen:
         turns[test.function].append(test)

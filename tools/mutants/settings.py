@@ -59,6 +59,9 @@ OPERATORS = (
 # Other numbers are sizes, seconds and multipliers: one more of them is no other promise.
 NUMBERS = ("0", "1", "2")
 
+# Names of tests that compare training on several ranks with plain training. Most mutants change what they compare.
+COMPARES = r"(like_(the_)?plain|(under|with|of|as)_ddp|as_plain|_exact).*[2-8]ranks"
+
 SLOWER = 10.0  # than when it was recorded: a test that takes this much longer hangs ...
 AT_LEAST = 180.0  # ... but not before this many seconds
 BATCH = (
