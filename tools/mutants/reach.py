@@ -91,20 +91,25 @@ def breadth() -> dict[str, int]:
 def reaching(file: Path, lines: set[int], known: dict[str, Test], killers: dict[str, int]) -> list[Test]:
     """Return the tests of `known` that reach one of `lines`, in the order in which to run them.
 
-    Those of `killers` come first, which have killed that many mutants, then those that compare training with the plain one.
-    Among equals, quick ones that do little else: they look closely. Each test function comes once before any comes again,
-    with other parameters.
+    Those of `killers` come first, which have killed that many mutants. Then, in turns, those that compare training with the
+    plain one, and those that reach what few others reach of the file: they are about what it does. Among equals, quick ones
+    come first. Each test function comes once before any comes again, with other parameters.
     """
     contexts = frozenset().union(*(found for line, found in _contexts(file).items() if line in lines))
     chosen = [t for t in known.values() if t.name in contexts or not contexts.isdisjoint(t.fixtures)]
-    chosen.sort(
-        key=lambda t: (not re.search(settings.COMPARES, t.name), (t.seconds + 0.02) * (breadth()[t.name] + 50), t.name)
-    )
+    rare: dict[str, float] = defaultdict(float)
+    for found in _contexts(file).values():
+        for context in found:
+            rare[context] += 1 / len(found)
+    cost = {t.name: (t.seconds + 0.1) * (breadth()[t.name] + 50) for t in chosen}
+    comparing = sorted(chosen, key=lambda t: (not re.search(settings.COMPARES, t.name), cost[t.name], t.name))
+    closest = sorted(chosen, key=lambda t: (-rare[t.name] / (t.seconds + 0.5), t.name))
+    mixed = dict.fromkeys(test for pair in zip(comparing, closest, strict=True) for test in pair)
     turns: dict[str, list[Test]] = defaultdict(list)
-    for test in chosen:
+    for test in mixed:
         turns[test.function].append(test)
-    found = [test for turn in zip_longest(*turns.values()) for test in turn if test is not None]
-    return sorted(found, key=lambda test: -killers.get(test.name, 0))  # stable
+    order = [test for turn in zip_longest(*turns.values()) for test in turn if test is not None]
+    return sorted(order, key=lambda test: -killers.get(test.name, 0))  # stable
 
 
 def cover(known: dict[str, Test]) -> set[str]:
