@@ -19,7 +19,7 @@ from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkItem, WorkResul
 
 import tools.mutants
 from tools.mutants import reach, report, tree
-from tools.mutants.draw import draw, lines
+from tools.mutants.draw import draw, function, lines
 from tools.mutants.judge import Verdict, judge
 from tools.mutants.record import read
 from tools.mutants.sessions import killers, session, unreliable, verdict_of
@@ -112,7 +112,7 @@ def _is_open(result: WorkResult | None, doubtful: set[str], again: bool) -> bool
 
 def _run_one(db: WorkDB, item: WorkItem, known: dict[str, reach.Test], seconds: float) -> Verdict:
     (spec,) = item.mutations
-    chosen = reach.reaching(spec.module_path, lines(spec), known, killers())
+    chosen = reach.reaching(spec.module_path, lines(spec), function(spec), known, killers())
     if not chosen:
         verdict = Verdict("survived", text="no test reaches it")
         output = json.dumps(asdict(verdict))

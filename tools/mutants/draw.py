@@ -175,6 +175,15 @@ def lines(spec: MutationSpec) -> set[int]:
     return {line for s in within for line in range(_first(s), (s.end_lineno or 0) + 1)}
 
 
+def function(spec: MutationSpec) -> set[int]:
+    """Return the lines of the function around a mutation; none outside of functions."""
+    found: set[int] = set()
+    for node in ast.walk(ast.parse(spec.module_path.read_text())):  # outer ones first
+        if isinstance(node, ast.FunctionDef) and node.lineno <= spec.start_pos[0] <= (node.end_lineno or 0):
+            found = set(range(node.lineno, (node.end_lineno or 0) + 1))
+    return found
+
+
 def _first(node: ast.AST) -> int:
     decorators = getattr(node, "decorator_list", [])
     return min([node.lineno, *(d.lineno for d in decorators)])  # type: ignore[attr-defined]

@@ -88,19 +88,21 @@ def breadth() -> dict[str, int]:
     return found
 
 
-def reaching(file: Path, lines: set[int], known: dict[str, Test], killers: dict[str, int]) -> list[Test]:
+def reaching(
+    file: Path, lines: set[int], around: set[int], known: dict[str, Test], killers: dict[str, int]
+) -> list[Test]:
     """Return the tests of `known` that reach one of `lines`, in the order in which to run them.
 
     Those of `killers` come first, which have killed that many mutants. Then, in turns, those that compare training with the
-    plain one, and those that reach what few others reach of the file: they are about what it does. Among equals, quick ones
-    come first. Each test function comes once before any comes again, with other parameters.
+    plain one, and those that reach what few others reach of the file, and above all of the lines `around`: they are about
+    what it does. Among equals, quick ones come first. Each test function comes once before any comes again, with other parameters.
     """
     contexts = frozenset().union(*(found for line, found in _contexts(file).items() if line in lines))
     chosen = [t for t in known.values() if t.name in contexts or not contexts.isdisjoint(t.fixtures)]
     rare: dict[str, float] = defaultdict(float)
-    for found in _contexts(file).values():
+    for line, found in _contexts(file).items():
         for context in found:
-            rare[context] += 1 / len(found)
+            rare[context] += (10 if line in around else 1) / len(found)
     cost = {t.name: (t.seconds + 0.1) * (breadth()[t.name] + 50) for t in chosen}
     comparing = sorted(chosen, key=lambda t: (not re.search(settings.COMPARES, t.name), cost[t.name], t.name))
     closest = sorted(chosen, key=lambda t: (-rare[t.name] / (t.seconds + 0.5), t.name))

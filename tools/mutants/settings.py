@@ -64,7 +64,5 @@ COMPARES = r"(like_(the_)?plain|(under|with|of|as)_ddp|as_plain|_exact).*[2-8]ra
 
 SLOWER = 10.0  # than when it was recorded: a test that takes this much longer hangs ...
 AT_LEAST = 180.0  # ... but not before this many seconds
-BATCH = (
-    20  # tests of a mutant's first run of pytest, which collects their files only; the next one has eight times as many
-)
+BATCH = 5  # tests of a mutant's first run of pytest, which collects their files only; the next has eight times as many
 START = 600.0  # seconds for pytest to import and collect
