@@ -95,7 +95,8 @@ def reaching(
 
     Those of `killers` come first, which have killed that many mutants. Then, in turns, those that compare training with the
     plain one, and those that reach what few others reach of the file, and above all of the lines `around`: they are about
-    what it does. Among equals, quick ones come first. Each test function comes once before any comes again, with other parameters.
+    what it does. Among equals, quick ones come first. Each test function comes once before any comes again, with other
+    parameters.
     """
     contexts = frozenset().union(*(found for line, found in _contexts(file).items() if line in lines))
     chosen = [t for t in known.values() if t.name in contexts or not contexts.isdisjoint(t.fixtures)]
