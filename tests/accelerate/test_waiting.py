@@ -101,6 +101,18 @@ def test_wait_for_everyone_waits_for_longer_than_a_short_timeout(rank):
         loss_of(model, next(iter(loader()))).backward()
 
 
+@ranks(2, fresh=True)
+def test_after_wait_for_everyone_the_engines_own_timeout_counts_again(rank):
+    with accelerator() as acc:
+        model = acc.prepare(net())
+        engine_of(model)._runtime.collectives.watch.timeout = 1.0  # set-up may take longer
+        acc.wait_for_everyone()
+        if rank == 0:
+            time.sleep(2)
+        with pytest.raises(MissingRankError, match="rank 1 waited 1 s in the start of a forward"):
+            loss_of(model, next(iter(loader())))
+
+
 # -- ranks that do different things ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "what",
