@@ -35,7 +35,7 @@ def _started() -> coverage.Coverage:
         _coverage = coverage.Coverage(
             data_file=os.path.join(os.environ["MUTANTS_RECORD"], "parts", "coverage"),
             data_suffix=True,  # one of its own for each process
-            include=[os.path.join(os.environ["MUTANTS_TREE"], settings.ENGINE, "*")],
+            include=[os.path.join(os.environ["MUTANTS_TREE"], package, "*") for package in settings.PACKAGES],
             config_file=False,
             messages=False,
         )

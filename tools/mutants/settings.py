@@ -6,6 +6,7 @@ SEED = 1
 COUNT = 120  # mutants, the same number from each part
 
 ENGINE = "core/torch_shard"
+PACKAGES = (ENGINE, "lightning_shard", "accelerate_shard")  # of which it is recorded which lines each test reaches
 
 # The hot and the dangerous parts, as globs under ENGINE. A part says which files hold it; it may hold any number.
 PARTS: dict[str, tuple[str, ...]] = {
