@@ -15,7 +15,7 @@ from tools.mutants import settings
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 BUILD = Path(os.environ.get("MUTANTS_BUILD", CHECKOUT / "build" / "mutants"))
-TREE = BUILD / "tree"
+TREE = Path(os.environ.get("MUTANTS_TREE", BUILD / "tree"))  # in the copy itself the variable says where it is
 RECORD = BUILD / "coverage"
 
 
