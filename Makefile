@@ -20,7 +20,7 @@ WHEEL_VENV := .venv-wheel
 WHEEL_DIR := build/wheel
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
-.PHONY: help setup test test-all test-wheel lint format demo bench docs clean
+.PHONY: help setup test test-all test-wheel mutants lint format demo bench docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo "make test-all   the same, with the exhaustive sets of the tests"
 	@echo "make lint       ruff and mypy            make format   apply ruff's formatting"
 	@echo "make bench      the short benchmarks     make docs     write docs/reference"
+	@echo "make mutants    what the tests fail to notice: mutated engines (hours; goes on where it stopped)"
 	@echo "Variables: PYTHON, TORCH, PIP_ARGS, ARGS (see the top of the Makefile)"
 
 setup: $(STAMP)
@@ -62,6 +63,12 @@ test-wheel: $(STAMP)
 	@cp -r tests pyproject.toml $(WHEEL_DIR)/
 	cd $(WHEEL_DIR) && OMP_NUM_THREADS=1 TORCH_SHARD_WHEEL=1 ../../$(WHEEL_VENV)/bin/python -m pytest -q \
 	  -m 'wheel and not exhaustive' -p no:cacheprovider $$(grep -rl --include='test_*.py' 'mark\.wheel' tests)
+
+# What it needs besides goes into .venv at its first run: tools/mutants/__init__.py says what it does. Steps and
+# options in ARGS: make mutants ARGS="quick report --only 003,017"
+mutants: $(STAMP)
+	$(BIN)/python -c 'import cosmic_ray, coverage' 2>/dev/null || $(BIN)/python -m pip install --quiet $(PIP_ARGS) -e '.[mutants]'
+	$(RUN) -m tools.mutants $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -69,6 +69,21 @@ def test_a_gradient_hook_sees_this_ranks_whole_gradient_as_under_ddp(rank, world
 
 
 @ranks(2)
+def test_a_gradient_hook_on_a_parameter_that_was_frozen_until_now_trains_like_plain(rank, world_size):
+    pair = Pair(MLP, rank, world_size, unit_bytes=500)
+    weights = [pair.model.blocks[1].up.weight, pair.plain.blocks[1].up.weight]
+    for weight in weights:
+        weight.requires_grad_(False)
+    pair.step(plain_backward, batch(rank, 0))
+    for weight in weights:
+        weight.requires_grad_(True)
+        weight.register_hook(lambda grad: grad * 3)
+    for step in range(1, 3):
+        pair.step(plain_backward, batch(rank, step))
+    pair.check()
+
+
+@ranks(2)
 @WHEN
 def test_a_post_accumulate_hook_that_was_removed_is_not_called_again(rank, world_size, when):
     calls = []

@@ -175,7 +175,6 @@ def _raise(*_: Any) -> None:
     raise ZeroDivisionError
 
 
-@pytest.mark.exhaustive
 @ranks(2)
 def test_edits_that_leave_no_trace_count(rank, world_size):
     """Written on one rank for all; by a collective, past autograd, through NumPy, on the memory itself."""

@@ -61,6 +61,7 @@ REDUCTIONS = [
     lambda a: a.amin(),
     lambda a: a.std(),
     lambda a: a.var(unbiased=False),
+    lambda a: a.var(correction=2),
     lambda a: (a > 0).any(),
     lambda a: (a > -10).all(),
     lambda a: (a > 0.5).sum(),

@@ -90,6 +90,30 @@ def test_a_main_process_that_works_alone_is_waited_for_with_a_warning(rank):
         assert "tests/accelerate" in forward and "rank 0 waits in no operation of the engine" in forward
 
 
+@pytest.mark.exhaustive
+@ranks(2)
+def test_wait_for_everyone_waits_for_longer_than_a_short_timeout(rank):
+    with accelerator() as acc:
+        model = acc.prepare(net())
+        engine_of(model)._runtime.collectives.watch.timeout = 1.0  # set-up may take longer
+        if acc.is_main_process:
+            time.sleep(2.5)
+        acc.wait_for_everyone()
+        loss_of(model, next(iter(loader()))).backward()
+
+
+@ranks(2, fresh=True)
+def test_after_wait_for_everyone_the_engines_own_timeout_counts_again(rank):
+    with accelerator() as acc:
+        model = acc.prepare(net())
+        engine_of(model)._runtime.collectives.watch.timeout = 1.0  # set-up may take longer
+        acc.wait_for_everyone()
+        if rank == 0:
+            time.sleep(2)
+        with pytest.raises(MissingRankError, match="rank 1 waited 1 s in the start of a forward"):
+            loss_of(model, next(iter(loader())))
+
+
 # -- ranks that do different things ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "what",
