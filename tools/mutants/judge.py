@@ -57,7 +57,7 @@ def judge(tests: dict[str, float], passed: Path | None = None) -> tuple[Verdict,
             # Slow or stuck? What is stuck is so once more.
             again, _ = _run({verdict.test: left[verdict.test]}, passed)
             if again.killed:
-                verdict.how = "hung"
+                verdict.how = "hung" if "did not end within" in verdict.text else verdict.how
             else:
                 names = list(left)
                 left = {name: left[name] for name in names[names.index(verdict.test) + 1 :]}

@@ -60,6 +60,7 @@ def text() -> str:
         f"- killed by the quick tests: {len(by_quick)} ({_percent(len(by_quick), len(quick))})",
         f"- killed by the exhaustive tests only: {len(by_more)}",
         f"- survived: {len(survived)}, {len(unproven)} of which have not met the exhaustive tests yet",
+        f"- undecided, for they were not run, or not against all tests yet: {len(items) - len(quick)}",
         f"- of what all tests kill, the quick ones kill {_percent(len(by_quick), killed)}",
     ]
     for title, jobs, verdicts in (
