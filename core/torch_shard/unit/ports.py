@@ -1,4 +1,4 @@
-"""What a unit needs of the runtime above it; :class:`~torch_shard.runtime.runtime.Runtime` is that."""
+"""The interface that a unit needs of the runtime above it, which :class:`~torch_shard.runtime.runtime.Runtime` has."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["RuntimePort"]
 
 
 class RuntimePort(Protocol):
-    """A runtime as its units see it."""
+    """The part of a runtime that its units use."""
 
     @property
     def config(self) -> ShardConfig: ...
 
     @property
     def gathered_bytes(self) -> GatheredBytes:
-        """Counts the memory of unsharded parameters, of all units."""
+        """The counter of the memory of all units' unsharded parameters."""
 
     @property
     def in_forward(self) -> bool:
-        """Whether a forward of the model is running."""
+        """True if a forward of the model is running."""
 
     @property
     def comm_hook(self) -> CommHook | None:
@@ -39,7 +39,7 @@ class RuntimePort(Protocol):
     def comm_hook(self, hook: CommHook | None) -> None: ...
 
     def add(self, unit: Unit) -> None:
-        """Take `unit` among the runtime's."""
+        """Add `unit` to the runtime's units."""
 
     def note_issued(self, kind: str, unit: Unit) -> None:
         """Record that a collective of `unit` was issued, in the sequence that the ranks compare."""
