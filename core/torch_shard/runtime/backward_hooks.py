@@ -1,4 +1,4 @@
-"""What autograd tells the runtime: which backward runs, which nodes came first, and a unit's forward that it comes back to."""
+"""Hooks on the autograd graph: on the outputs of units' forwards, and at the end of a backward."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ if TYPE_CHECKING:
 
 
 class Use:
-    """One forward of a unit that backward will come back to: the sequence numbers of its nodes, and what they saved."""
+    """One forward of a unit, to which backward will come: the sequence numbers of its nodes, and what autograd saved."""
 
     __slots__ = ("__weakref__", "end", "saved", "start", "task", "unit", "versions")
 
     def __init__(self, unit: Unit, start: int) -> None:
         self.unit, self.start, self.end, self.saved, self.task = unit, start, start, True, -1
-        # Of what autograd has saved: flat, parameter, version.
+        # The parameters that autograd has saved: number of the flat buffer, index, version.
         self.versions: list[tuple[int, int, int]] = []
 
     def check(self) -> None:
-        """Raise where one of them has changed: a gather would bring backward other values than forward had. Plain torch
-        raises then, too."""
+        """Raise if a saved parameter has changed, because backward would get other values than forward had.
+
+        Plain torch raises then, too.
+        """
         flats = self.unit.flats
         with torch._C.DisableTorchFunctionSubclass():
             changed = [(f, i) for f, i, version in self.versions if flats[f].params[i]._version != version]
@@ -38,7 +40,7 @@ class Use:
 
 
 class Trigger:
-    """A tensor hook on the outputs of one forward."""
+    """A tensor hook on the outputs of one forward, which begins the backward of its unit."""
 
     def __init__(self, runtime: Runtime, use: Use) -> None:
         self.runtime, self.use = runtime, use
@@ -48,7 +50,7 @@ class Trigger:
 
 
 class Check:
-    """The same for a unit that is always whole."""
+    """A tensor hook on the outputs of one forward, for a unit that is always unsharded."""
 
     def __init__(self, runtime: Runtime, use: Use) -> None:
         self.runtime, self.use = runtime, use
@@ -64,7 +66,10 @@ class Check:
 
 
 class EndOfBackward:
-    """Held by autograd's graph task alone: if the task dies with an exception, so does this, and the runtime notices."""
+    """A callback at the end of a graph task, which alone refers to it.
+
+    If the task ends with an exception, this object dies, and the runtime notices by its weak reference.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -74,6 +79,8 @@ class EndOfBackward:
 
 
 class EndOfNested:
+    """A callback at the end of a graph task inside another one, as reentrant checkpointing runs it."""
+
     def __init__(self, runtime: Runtime, task: int) -> None:
         self.runtime, self.task = runtime, task
 

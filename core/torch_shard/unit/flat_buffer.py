@@ -214,7 +214,6 @@ class FlatBuffer:
 
     def own_slot(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's slot of a buffer of the full layout."""
-        """Return this rank's slot of a buffer of the full layout."""
         n = self.layout.shard_numel
         return flat.narrow(0, self.collectives.rank * n, n)
 

@@ -20,7 +20,6 @@ Cut: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
 
 def cut_of(slots: Sequence[Slot]) -> Cut:
     """Return the cut of the layout with these slots, under which its views are kept."""
-    """Return the cut of the layout with these slots, under which its views are kept."""
     return tuple((slot.shape, slot.stride, slot.offset) for slot in slots)
 
 

@@ -148,7 +148,6 @@ class Unit:
 
     def find(self, param: ShardTensor) -> tuple[FlatBuffer, int]:
         """Return the flat buffer that holds `param`, and the parameter's index in that buffer."""
-        """Return the flat buffer that holds `param`, and the parameter's index in that buffer."""
         for flat in self.flats:
             if flat.layout is param._spec.layout:
                 return flat, param._spec.index
@@ -213,7 +212,6 @@ class Unit:
 
     @property
     def full_bytes(self) -> int:
-        """The bytes of the unit's unsharded parameters, where these have memory of their own."""
         """The bytes of the unit's unsharded parameters, where these have memory of their own."""
         return sum(f.nbytes for f in self.flats if f.gathers)
 
