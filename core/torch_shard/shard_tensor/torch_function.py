@@ -1,13 +1,13 @@
-"""What ``__torch_function__`` of a ShardTensor does: the level at which whole functions are seen.
+"""``__torch_function__`` of a ShardTensor, which sees functions before they are decomposed into operators.
 
 - Assignments to ``.data`` and ``.grad`` and registrations of hooks are intercepted (:mod:`.attributes`).
-- *On demand*: the parameter's unit is asked, function by function, whether the gathered parameter
-  shall take the ShardTensor's place; it is told whether local arithmetic would do.
-- What was computed from parameters on slices (`self.temp.exp()`) is made whole where it needs to be.
+- *On demand*: for each function the parameter's unit decides if the unsharded parameter takes the ShardTensor's place. It is
+  told if shards would do.
+- A tensor that was computed from parameters on shards (`self.temp.exp()`) is gathered where a function needs it in full.
 - So are gradients and optimizer state, for functions that only read them (:mod:`.full_tensor`).
-- Operations on slices cannot give a plain tensor its gradient: on parameters they raise.
+- A function on shards can't give another, plain operand its gradient, and raises.
 
-Below this level is :mod:`.dispatch`, which has the last word on what slices can do.
+Below this level :mod:`.dispatch` decides what can be computed on shards.
 """
 
 from __future__ import annotations
@@ -79,15 +79,16 @@ GETTERS = frozenset(
     + [getattr(_T, n) for n in _METHODS.split() if hasattr(_T, n)]
     + [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size]
 )
-"""Functions that read metadata: equal for the slice and the whole, so nothing is substituted."""
+"""Functions that read metadata, which is the same for the shard and the full tensor, so that nothing is substituted."""
 
-# Never substituted, also where compute runs on the gathered parameter: an alias must keep the right to be gathered
-# itself (`F.linear(x, w.detach())`), flags belong to the user's object, `new_tensor` reads no element.
+# Functions that always get the ShardTensor itself, also where modules compute with the unsharded parameter. An alias must
+# stay one of a parameter that can be unsharded (`F.linear(x, w.detach())`), flags belong to the user's object, and
+# `new_tensor` reads no element.
 _OWN = _names(
     "__set__:requires_grad detach detach_ requires_grad_ retain_grad backward new_tensor is_pinned __repr__ __reduce_ex__ "
     "result_type"
 )
-# Elements come from the first operand alone; from the other shape, dtype and device.
+# Functions that read the elements of the first operand, and of the other one only shape, dtype and device.
 _SHAPED_LIKE = _names("view_as expand_as reshape_as")
 _FORMS = _SHAPED_LIKE | {"to", "type_as"}
 
@@ -119,7 +120,7 @@ _DIMS_SECOND = _names("sum mean std var amax amin any all count_nonzero")
 _EXTREMES = frozenset({"max", "min"})
 _COMPARISONS = frozenset({"equal", "allclose"})
 
-# They would hand out the slice's memory, or none, as if it were the parameter's.
+# Functions that would hand out the shard's memory as if it were the parameter's.
 _DENIED = _names(
     "numpy tolist data_ptr untyped_storage storage _typed_storage __array__ __dlpack__ share_memory_ set_ resize_ "
     "resize_as_ apply_ map_ map2_ __cuda_array_interface__ _make_subclass"
@@ -128,18 +129,20 @@ _RESHAPED_IN_PLACE = _names("t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueez
 
 
 def creates(name: str) -> bool:
-    """Return whether a function only takes shape and dtype from its operand (`zeros_like`, `new_empty`)."""
+    """Return True if a function only takes shape and dtype from its operand (`zeros_like`, `new_empty`)."""
     return name.endswith("_like") or name.startswith("new_")
 
 
 def initialises(name: str) -> bool:
-    """Return whether a function of torch.nn.init fills its operand, without recording anything."""
+    """Return True for a function of torch.nn.init that fills its operand without recording anything."""
     return name in _INIT
 
 
 def exposes_memory(name: str) -> bool:
-    """Return whether a gathered parameter that is released right after the function must not stand in for it: the
-    address or memory that it hands out would be gone, or the parameter itself gets another shape."""
+    """Return True if a function must not get an unsharded parameter that is resharded right after it.
+
+    The function hands out an address or memory that would be gone, or gives the parameter itself another shape.
+    """
     return name in _RESHAPED_IN_PLACE or (name in _DENIED and name != "tolist")
 
 
@@ -148,9 +151,11 @@ DEVICE = _property("device")
 
 
 def computed_in(param: ShardTensor) -> torch.dtype | None:
-    """The dtype that a parameter shows inside a forward, where that is not its own: many models cast what they have to
-    ``self.child.weight.dtype``, and mean that of the computation. Or in ``Optimizer.load_state_dict``, where that is not its
-    state's."""
+    """Return the dtype that a parameter shows in place of its own; None where it shows its own.
+
+    Inside a forward this is the dtype of the computation, because many models cast inputs to ``self.child.weight.dtype``.
+    In ``Optimizer.load_state_dict`` it is the dtype of the optimizer's state.
+    """
     unit = param._unit_ref() if param._unit_ref is not None else None
     if unit is not None and unit.rounding and is_loading() and unit.find(param)[0].rounding is not None:
         return EXACT
@@ -161,8 +166,10 @@ def computed_in(param: ShardTensor) -> torch.dtype | None:
 
 
 def computed_on(param: ShardTensor) -> torch.device | None:
-    """The device that a parameter in host memory shows inside a forward, where that is not its own: models put what they make
-    next to ``self.child.weight``."""
+    """Return the device that a parameter in host memory shows inside a forward; None where it shows its own.
+
+    This is the device that computes, because models make tensors on ``self.child.weight.device``.
+    """
     unit = param._unit_ref() if param._unit_ref is not None else None
     if unit is None or unit.host is None or not _is_in_forward(unit):
         return None
@@ -171,7 +178,7 @@ def computed_on(param: ShardTensor) -> torch.device | None:
 
 
 def _is_in_forward(unit: UnitPort) -> bool:
-    """Whether a forward of its model runs, and it is not shown as it is stored, by ``gathered()``."""
+    """Return True if a forward of the model runs, outside ``gathered()``, which shows parameters as they are stored."""
     return not unit.is_summoned and unit.in_forward
 
 
@@ -193,7 +200,7 @@ def call(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[
             with _NoTorchFunction():
                 return func(*args, **kwargs)
         if name in _SHAPED_LIKE and len(args) == 2 and args[0]._unit_ref is None:
-            args = (args[0], torch.empty(args[1].shape, device="meta"))  # a parameter need not be gathered for that
+            args = (args[0], torch.empty(args[1].shape, device="meta"))  # the shape needs no unshard
     tensors: list[Any] = []
     _collect(args, tensors)
     if kwargs:
@@ -223,7 +230,7 @@ def _collect(values: Any, found: list[Any]) -> None:
 def _run(
     cls: type[ShardTensor], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
 ) -> Any:
-    """Run on the slices; or, where these can't answer, on copies of gradients and optimizer state."""
+    """Run a function on shards; where these don't suffice, on full copies of gradients and optimizer state."""
     if name in _DENIED or name.removeprefix("__get__:") in _DENIED:
         sharded = to_gather(cls, name, tensors, None) if name == "tolist" else []
         if not sharded:
@@ -260,10 +267,11 @@ def _run(
 _SCALARS = NORMS | _EXTREMES | _DIMS_SECOND
 
 
-# Gradients and optimizer state are cut like parameters and have no unit either, but nobody computes an output with
-# them: they stay on slices. What an output may be computed with is remembered to come from a parameter.
+# Gradients and optimizer state are cut like parameters and have no unit, as have tensors that were computed from parameters.
+# But nobody computes an output with gradients and optimizer state, so that these stay on shards. Hence `origin`, which tells
+# them apart.
 def _is_derived(t: Any) -> bool:
-    """Computed from parameters: ``temp.exp()``, ``p * 2``, or a meta-learner's ``p - lr * grad``."""
+    """Return True if `t` was computed from parameters: ``temp.exp()``, ``p * 2``, a meta-learner's ``p - lr * grad``."""
     if t._shard_state.origin is not None:
         return True
     if not torch.is_grad_enabled():
@@ -273,8 +281,8 @@ def _is_derived(t: Any) -> bool:
 
 
 def _descent(cls: type[ShardTensor], tensors: list[Any]) -> tuple[bool, bool]:
-    """Whether any was computed from parameters, and whether any was so or is one. Every step of an optimizer asks, for
-    each operand: hence no calls."""
+    """Return if any of the tensors was computed from parameters, and if any was so or is a parameter itself."""
+    # Hot: every step of an optimizer asks this for each operand, hence no calls.
     derived = of_parameter = False
     recording = torch.is_grad_enabled()
     for t in tensors:
@@ -288,13 +296,13 @@ def _descent(cls: type[ShardTensor], tensors: list[Any]) -> tuple[bool, bool]:
 
 
 def _note_origin(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any], result: Any) -> None:
-    """Remember of new ShardTensors which unit the parameter belongs to that they were computed from."""
+    """Note on new ShardTensors the unit of the parameter from which they were computed."""
     results: Any = [result] if isinstance(result, cls) else result if isinstance(result, (list, tuple)) else ()
     for new, operands in zip(results, _meeting(name, args, kwargs, tensors), strict=False):
         if not isinstance(new, cls) or new._unit_ref is not None or any(new is t for t in operands):
             continue
         origins = [t._shard_state.unit_ref or t._shard_state.origin for t in operands if isinstance(t, cls)]
-        # With a gradient or optimizer state among them, it is an update.
+        # With a gradient or optimizer state among the operands, the result is an update.
         if origins and None not in origins:
             new._shard_state.origin = origins[0]
 
@@ -302,10 +310,10 @@ def _note_origin(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tens
 def _on_wholes(
     cls: type[ShardTensor], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
 ) -> Any:
-    """Run on the gathered forms of what was computed from parameters, as for the parameters themselves. Collective."""
+    """Run a function with the full tensors in place of those that were computed from parameters. Collective."""
     target = _target(name, args, kwargs)
     if isinstance(target, cls) and _is_derived(target) and not name.startswith("__i"):
-        # It would edit the gathered form. (`t += x` gives the name to the result.)
+        # The function would edit the full tensor, which nobody keeps. `t += x` is right, since `t` becomes the result.
         raise function_needs_gather(cls, name, tensors, "in place needs the whole of what was computed from it")
     with _NoTorchFunction():
         wholes = {id(t): Whole.apply(t) for t in tensors if isinstance(t, cls) and _is_derived(t)}
@@ -330,10 +338,10 @@ def _names_of(cls: type[ShardTensor], tensors: list[Any]) -> str:
 
 
 def is_local(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
-    """Return whether slices are enough for a function, by its name and its operands' shapes.
+    """Return True if shards suffice for a function, by its name and its operands' shapes.
 
-    Local are: elementwise arithmetic whose result has the ShardTensors' own shape, copies, fills,
-    new tensors, conversions, lists of these, and reductions to a scalar.
+    They do for elementwise arithmetic whose result has the ShardTensors' own shape, copies, fills, new tensors, conversions,
+    lists of these, and reductions to a scalar.
     """
     if name in _LISTS or name in _NEW or name in _CONVERSIONS or name in _INIT or name in _SCALAR:
         return True
@@ -353,7 +361,7 @@ def is_local(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors:
 
 
 def _is_masked_fill(cls: type[ShardTensor], args: Any) -> bool:
-    """``t[mask] = value`` with a mask of the whole shape and one value."""
+    """Return True for ``t[mask] = value`` with a mask of the full shape and one value."""
     target, mask, value = args
     return (
         isinstance(target, cls)
@@ -388,12 +396,12 @@ def _fits(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: li
                 if torch.broadcast_shapes(spec.shape, t.shape) != spec.shape:
                     return False
             except RuntimeError:
-                return True  # plain torch rejects it: so will the local operation, without a gather
+                return True  # plain torch rejects the shapes, and so will the function on shards
     return True
 
 
 def _target(name: str, args: Any, kwargs: Any) -> Any:
-    """What a function writes to: a tensor, or a list of them; None for one that makes its result."""
+    """Return what a function writes to: a tensor, or a list of tensors; None if it makes its result."""
     if "out" in kwargs:
         return kwargs["out"]
     in_place = name.endswith("_") and not name.endswith("__")
@@ -403,10 +411,10 @@ def _target(name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _slices_will_do(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
-    """Whether each rank's slices give each rank what the whole would give it."""
+    """Return True if each rank gets from shards what it would get from the full tensors."""
     if name in _ARITHMETIC and name != "where":
         spec = None
-        for t in tensors:  # an optimizer's arithmetic, nearly always: all cut alike, nothing plain
+        for t in tensors:  # the usual case, an optimizer's arithmetic: all operands are sharded and cut alike
             if not isinstance(t, cls) or (spec is not None and t._spec is not spec):
                 break
             spec = t._spec
@@ -416,7 +424,7 @@ def _slices_will_do(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, t
 
 
 def _meeting(name: str, args: Any, kwargs: Any, tensors: list[Any]) -> list[list[Any]]:
-    """The operands that are combined with each other: all, or for functions of lists those at one position."""
+    """Return the groups of operands that are combined: one of all operands, or for functions of lists one a position."""
     if name not in _LISTS:
         return [tensors]
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
@@ -424,13 +432,14 @@ def _meeting(name: str, args: Any, kwargs: Any, tensors: list[Any]) -> list[list
 
 
 def _may_differ(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
-    """Whether parameters, or what was computed from them, meet something that each rank may have its own of: an input, a
-    mask, random numbers. On slices the ranks' results would be mixed into one; each must have its own, and where there
-    are gradients, their average.
+    """Return True if parameters, or tensors computed from them, are combined with values that may differ between ranks.
 
-    What is written to a sharded tensor has one value for all ranks anyhow, and whoever combines it with a gradient or
-    optimizer state works on sharded values: neither is asked to communicate. A 0-dim tensor without a gradient counts
-    as a number, such as an optimizer's learning rate, except in backward, where it comes from a rank's own gradient.
+    Such values are an input, a mask, random numbers. On shards the ranks' results would be mixed into one. But each rank must
+    have its own result, and where there are gradients, their average.
+
+    A write to a sharded tensor has one value for all ranks anyhow, and a combination with a gradient or optimizer state is one
+    of sharded values. Neither has to communicate. A 0-dim tensor without a gradient counts as a number, such as an
+    optimizer's learning rate, except in backward, where it comes from a rank's own gradient.
     """
     target = _target(name, args, kwargs)
     if name in _FORMS or isinstance(target, (cls, list, tuple)):
@@ -444,7 +453,7 @@ def _may_differ(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tenso
 
 
 def _mixes(cls: type[ShardTensor], operands: list[Any]) -> bool:
-    """Whether there is a plain tensor among them, and all others are parameters or were computed from such."""
+    """Return True if plain and sharded tensors are mixed, and all sharded ones are, or were computed from, parameters."""
     sharded = [t for t in operands if isinstance(t, cls)]
     if not 0 < len(sharded) < len(operands):
         return False
@@ -460,7 +469,7 @@ def _mixes(cls: type[ShardTensor], operands: list[Any]) -> bool:
 def _on_demand(
     cls: type[ShardTensor], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
 ) -> Any:
-    """Ask each parameter's unit whether the gathered parameter shall take its place, and run."""
+    """Run a function with the unsharded parameters in place of those whose unit says so. May be collective."""
     leaves: dict[int, Any] = {}
     originals: list[Any] = []
     asked: list[Any] = []
@@ -493,7 +502,7 @@ def _on_demand(
         args = tuple(substituted(value, leaves) for value in args)
         kwargs = {key: substituted(value, leaves) for key, value in kwargs.items()}
         result = func(*args, **kwargs)
-        # An in-place function returns its operand: `module.weight += 1` must not register the leaf.
+        # An in-place function returns its operand: `module.weight += 1` must not put the unsharded parameter into the module.
         for t in originals:
             if result is leaves[id(t)]:
                 result = t
@@ -514,8 +523,11 @@ def _refuse_recorded_edit(cls: type[ShardTensor], target: Any, name: str, tensor
 
 
 def _own_memory(result: Any, leaves: list[Any], copies: list[torch.Tensor]) -> Any:
-    """A view of a gathered parameter (`weight.t()`, `weight[:n]`) outlives its memory, which goes with the next unit's
-    forward: copy it, into `copies` as well. The copy carries the gradient back as the view would."""
+    """Return `result` with copies in place of views of unsharded parameters (`weight.t()`, `weight[:n]`).
+
+    A view would outlive its memory, which is freed when the unit is resharded. A copy carries the gradient back as the view
+    would. The copies are also appended to `copies`.
+    """
     if isinstance(result, (tuple, list)) and result and all(isinstance(r, torch.Tensor) for r in result):
         items = [_own_memory(r, leaves, copies) for r in result]
         return type(result)(items) if type(result) in (tuple, list) else result
