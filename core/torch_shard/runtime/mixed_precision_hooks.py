@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -185,20 +185,6 @@ def unregister(root: nn.Module) -> None:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
                 module._forward_hooks_always_called.pop(key, None)
-
-
-def convert_buffers(root: nn.Module, dtype: torch.dtype) -> None:
-    """The floating-point buffers of `root` in `dtype`."""
-    for module, name, buffer in list(_buffers(root)):
-        if buffer.is_floating_point() and buffer.element_size() > 1:
-            module._buffers[name] = buffer.to(dtype)
-
-
-def _buffers(root: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    for module in root.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                yield module, name, buffer
 
 
 def _stored(module: nn.Module, precision: Precision) -> torch.dtype:

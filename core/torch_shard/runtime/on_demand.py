@@ -10,9 +10,9 @@ import torch
 
 from ..comm.work import caller_line
 from ..errors import UnitStateError
+from ..shard_tensor.function_sets import creates, exposes_memory, initialises
 from ..shard_tensor.spec import gather_error
 from ..shard_tensor.tensor import ShardTensor
-from ..shard_tensor.torch_function import creates, exposes_memory, initialises
 from ..unit.unit import State
 from ..utils.autograd_private import graph_task, sequence_number
 from ..utils.pytree import tensors_in
@@ -51,8 +51,8 @@ class OnDemand:
         # Copies that stand for views, each with its version, the parameter's name and the caller's line. Edits would be lost.
         self._copies: list[tuple[torch.Tensor, int, str, str]] = []
 
-    def leaf(
-        self, unit: Unit, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype] = frozenset()
+    def begin(
+        self, unit: Unit, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype]
     ) -> torch.Tensor | None:
         """Return what `func` computes with in place of `param`, usually the unsharded parameter; None for the shards.
 
@@ -152,10 +152,10 @@ class OnDemand:
         return True
 
     def done(self, unit: Unit, result: Any, copies: list[torch.Tensor], name: str) -> None:
-        """End the operation for which :meth:`leaf` was called, also when it has raised.
+        """End the operation for which :meth:`begin` was called, also when it has raised.
 
         Args:
-            unit: as for :meth:`leaf`.
+            unit: as for :meth:`begin`.
             result: of the operation; None if it has raised.
             copies: tensors in `result` that stand for views of unsharded parameters.
             name: of the parameters.

@@ -43,9 +43,7 @@ from .replaced_params import Registrations
 from .unshard_schedule import Schedule
 
 if TYPE_CHECKING:
-    from ..comm.comm_hook import CommHook
     from ..offload.host import Host
-    from ..shard_tensor.tensor import ShardTensor
     from .ports import StepInBackward
 
 
@@ -126,6 +124,7 @@ class Runtime:
         other.original = self.number or self.original
         if self.buffers is not None:
             other.buffers = copy.deepcopy(self.buffers, memo)
+        other.reductions.hook = self.reductions.hook
         other.registrations.ignored = self.registrations.ignored
         return other
 
@@ -142,36 +141,13 @@ class Runtime:
         """True if a forward of the model or of one of its units is running."""
         return self.forwards.running
 
-    @property
-    def comm_hook(self) -> CommHook | None:
-        """The user's function that reduces gradients in place of the engine."""
-        return self.reductions.hook
-
-    @comm_hook.setter
-    def comm_hook(self, hook: CommHook | None) -> None:
-        self.reductions.hook = hook
-
-    def unshard_on_demand(
-        self, unit: Unit, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype]
-    ) -> torch.Tensor | None:
-        """Return what `func` computes with in place of `param`; None where the shards will do. See :class:`.OnDemand`."""
-        return self.on_demand.leaf(unit, param, func, local_ok, dtypes)
-
-    def on_demand_done(self, unit: Unit, result: Any, copies: list[torch.Tensor], name: str) -> None:
-        """End the operation that :meth:`unshard_on_demand` was asked for."""
-        self.on_demand.done(unit, result, copies, name)
-
-    def watch_copies(self, copies: list[torch.Tensor], name: str) -> None:
-        """Have an edit of one of `copies`, which stand for views of `name`, be an error."""
-        self.on_demand.watch_copies(copies, name)
-
     def check_grad_reader(self) -> None:
-        """Raise where `.grad` is read that an optimizer has consumed in backward already."""
+        """Raise if `.grad` is read that an optimizer's step in backward has consumed."""
         if self.in_backward is not None:
             self.in_backward.check_reader()
 
     def leave_interrupted(self) -> None:
-        """Do what the hooks of forwards that an interrupt has ended would have done. Not collective."""
+        """Do what the forward hooks would have done that an interrupt has skipped. Not collective."""
         self.forwards.leave_interrupted()
 
     # -- forward ------------------------------------------------------------------------------------------------

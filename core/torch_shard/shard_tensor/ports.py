@@ -55,11 +55,12 @@ class UnitPort(Protocol):
         """Return the tensor through which autograd reaches the parameter in a graph."""
 
     def on_demand(
-        self, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype] = frozenset()
+        self, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype]
     ) -> torch.Tensor | None:
         """Return what `func` computes with in place of `param`; None for the shards.
 
-        `local_ok`: the operation gives the right result on shards, too. `dtypes`: of the operands that are not sharded.
+        `local_ok`: the operation gives the right result on shards, too. `dtypes`: of the operands that are not sharded;
+        empty unless :attr:`casts`.
         """
 
     def on_demand_done(self, result: Any, copies: list[torch.Tensor], name: str) -> None:

@@ -179,17 +179,13 @@ def _equal(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> bool:
     first, second = args[0], args[1]
     if first.shape != second.shape:
         return False
-    spec = (first if isinstance(first, cls) else second)._spec
+    sharded = first if isinstance(first, cls) else second
+    spec = sharded._spec
     if isinstance(first, cls) and isinstance(second, cls) and not same_cut(first._spec, second._spec):
         raise gather_error([first._spec, second._spec], str(func), "needs both cut alike, and they are not")
     locals_ = [t._local if isinstance(t, cls) else slice_full(t, spec) for t in (first, second)]
-    same = torch.tensor(func(*locals_, *args[2:], **kwargs), device=spec_device(first, second, cls))
+    same = torch.tensor(func(*locals_, *args[2:], **kwargs), device=sharded._local.device)
     return bool(_flag(same, True, spec.comm, _what(func, spec))) if spec.numel else True
-
-
-def spec_device(first: Any, second: Any, cls: type[ShardTensor]) -> torch.device:
-    """Return the device of whichever is sharded: collectives run there."""
-    return (first if isinstance(first, cls) else second)._local.device
 
 
 # -- norms --------------------------------------------------------------------------------------------------------

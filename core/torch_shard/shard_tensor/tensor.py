@@ -21,6 +21,7 @@ from ..layout.flat_layout import Box
 from ..offload.pending_writes import home_of
 from . import attributes, dispatch, torch_function
 from .full_tensor import full_tensors
+from .function_sets import DEVICE, DTYPE, GETTERS
 from .spec import ScalarComm, ShardSpec, boxes_in, broadcast_slice, same_cut, slice_full
 from .state import STATE, ShardState
 from .unsharded_param import own_grad, set_own_grad
@@ -105,12 +106,12 @@ class ShardTensor(torch.Tensor):
     # -- the two dispatch mechanisms ------------------------------------------------------------------------------
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in torch_function.GETTERS:  # hot: read many times a step
-            if func == torch_function.DTYPE:  # `is` would not do: each read makes a new object
+        if func in GETTERS:  # hot: read many times a step
+            if func == DTYPE:  # `is` would not do: each read makes a new object
                 dtype = torch_function.computed_in(args[0])
                 if dtype is not None:
                     return dtype
-            elif func == torch_function.DEVICE:
+            elif func == DEVICE:
                 device = torch_function.computed_on(args[0])
                 if device is not None:
                     return device

@@ -30,8 +30,26 @@ from .autograd import (
     shared_gradient,
 )
 from .c10d_functions import EXCHANGES
-from .dispatch import ELEMENTWISE, FOREACH, FUSED, RANDOM
+from .dispatch import RANDOM
 from .full_tensor import on_copies, substituted, to_gather
+from .function_sets import (
+    ARITHMETIC,
+    COMPARISONS,
+    CONVERSIONS,
+    DENIED,
+    DIMS_SECOND,
+    DUNDER,
+    EXTREMES,
+    FORMS,
+    INIT,
+    LISTS,
+    NEW,
+    OWN,
+    SCALAR,
+    SHAPED_LIKE,
+    creates,
+    initialises,
+)
 from .spec import same_cut
 from .unsharded_param import memory_of, recorded_edit
 
@@ -39,115 +57,9 @@ if TYPE_CHECKING:
     from .ports import UnitPort
     from .tensor import ShardTensor
 
-__all__ = [
-    "DEVICE",
-    "DTYPE",
-    "GETTERS",
-    "call",
-    "computed_in",
-    "computed_on",
-    "creates",
-    "exposes_memory",
-    "initialises",
-    "is_local",
-]
+__all__ = ["call", "computed_in", "computed_on"]
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_T: Any = torch.Tensor
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
-
-
-def _property(name: str) -> Any:
-    return getattr(_T, name).__get__
-
-
-_PROPERTIES = """
-shape dtype device requires_grad ndim is_leaf layout grad_fn is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn
-is_nested is_sparse_csr is_mps is_xpu output_nr retains_grad names itemsize nbytes _version name is_vulkan is_xla
-_backward_hooks _post_accumulate_grad_hooks
-"""
-_METHODS = """
-size dim ndimension numel nelement stride element_size storage_offset is_floating_point is_complex is_signed
-is_contiguous is_inference is_conj is_neg get_device __len__ __hash__ dim_order _is_view has_names is_same_size
-"""
-GETTERS = frozenset(
-    [_property(n) for n in _PROPERTIES.split() if hasattr(_T, n) and hasattr(getattr(_T, n), "__get__")]
-    + [getattr(_T, n) for n in _METHODS.split() if hasattr(_T, n)]
-    + [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size]
-)
-"""Functions that read metadata, which is the same for the shard and the full tensor, so that nothing is substituted."""
-
-# Functions that always get the ShardTensor itself, also where modules compute with the unsharded parameter. An alias must
-# stay one of a parameter that can be unsharded (`F.linear(x, w.detach())`), flags belong to the user's object, and
-# `new_tensor` reads no element.
-_OWN = _names(
-    "__set__:requires_grad detach detach_ requires_grad_ retain_grad backward new_tensor is_pinned __repr__ __reduce_ex__ "
-    "result_type"
-)
-# Functions that read the elements of the first operand, and of the other one only shape, dtype and device.
-_SHAPED_LIKE = _names("view_as expand_as reshape_as")
-_FORMS = _SHAPED_LIKE | {"to", "type_as"}
-
-_CONVERSIONS = _names(
-    "to type type_as half float double bfloat16 int long short bool byte char cfloat cdouble cpu cuda xpu contiguous "
-    "conj pin_memory"
-)
-_NEW = _names("new_empty new_zeros new_ones new_full new_empty_strided rand_like randn_like randint_like")
-_INIT = _names(
-    "uniform_ normal_ trunc_normal_ constant_ ones_ zeros_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ "
-    "xavier_normal_ _no_grad_normal_ _no_grad_uniform_ _no_grad_fill_ _no_grad_zero_ _no_grad_trunc_normal_"
-)
-_SCALAR = _names("item __float__ __int__ __bool__ __index__ __complex__ __format__ __contains__")
-_DUNDER = _names(
-    "__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __div__ __rdiv__ __idiv__ "
-    "__truediv__ __rtruediv__ __itruediv__ __floordiv__ __rfloordiv__ __ifloordiv__ __mod__ __rmod__ __imod__ "
-    "__pow__ __rpow__ __ipow__ __neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ "
-    "__rand__ __iand__ __or__ __ror__ __ior__ __xor__ __rxor__ __ixor__ __lshift__ __rlshift__ __ilshift__ "
-    "__rshift__ __rrshift__ __irshift__"
-)
-_ARITHMETIC = frozenset(
-    ELEMENTWISE | {name + "_" for name in ELEMENTWISE} | _DUNDER | {"expand_as", "view_as", "true_divide"}
-)
-_LISTS = frozenset(FOREACH | FUSED | {n + "_" for n in FOREACH | FUSED}) | {
-    "_foreach_norm",
-    "_amp_foreach_non_finite_check_and_unscale_",
-}
-_DIMS_SECOND = _names("sum mean std var amax amin any all count_nonzero")
-_EXTREMES = frozenset({"max", "min"})
-_COMPARISONS = frozenset({"equal", "allclose"})
-
-# Functions that would hand out the shard's memory as if it were the parameter's.
-_DENIED = _names(
-    "numpy tolist data_ptr untyped_storage storage _typed_storage __array__ __dlpack__ share_memory_ set_ resize_ "
-    "resize_as_ apply_ map_ map2_ __cuda_array_interface__ _make_subclass"
-)
-_RESHAPED_IN_PLACE = _names("t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_")
-
-
-def creates(name: str) -> bool:
-    """Return True if a function only takes shape and dtype from its operand (`zeros_like`, `new_empty`)."""
-    return name.endswith("_like") or name.startswith("new_")
-
-
-def initialises(name: str) -> bool:
-    """Return True for a function of torch.nn.init that fills its operand without recording anything."""
-    return name in _INIT
-
-
-def exposes_memory(name: str) -> bool:
-    """Return True if a function must not get an unsharded parameter that is resharded right after it.
-
-    The function hands out an address or memory that would be gone, or gives the parameter itself another shape.
-    """
-    return name in _RESHAPED_IN_PLACE or (name in _DENIED and name != "tolist")
-
-
-DTYPE = _property("dtype")
-DEVICE = _property("device")
 
 
 def computed_in(param: ShardTensor) -> torch.dtype | None:
@@ -188,18 +100,18 @@ def call(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[
     if special is not None:
         return special(cls, func, args, kwargs)
     name = _name(func)
-    if name in _OWN:
+    if name in OWN:
         with _NoTorchFunction():
             return func(*args, **kwargs)
-    if name in _FORMS and args:
+    if name in FORMS and args:
         if not isinstance(args[0], cls):
-            other = args[1] if name not in _SHAPED_LIKE and len(args) > 1 else None
+            other = args[1] if name not in SHAPED_LIKE and len(args) > 1 else None
             dtype = computed_in(other) if isinstance(other, cls) else None
             if dtype is not None:
                 return args[0].to(args[1].device, dtype, *args[2:], **kwargs)
             with _NoTorchFunction():
                 return func(*args, **kwargs)
-        if name in _SHAPED_LIKE and len(args) == 2 and args[0]._unit_ref is None:
+        if name in SHAPED_LIKE and len(args) == 2 and args[0]._unit_ref is None:
             args = (args[0], torch.empty(args[1].shape, device="meta"))  # the shape needs no unshard
     tensors: list[Any] = []
     _collect(args, tensors)
@@ -231,7 +143,7 @@ def _run(
     cls: type[ShardTensor], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
 ) -> Any:
     """Run a function on shards; where these don't suffice, on full copies of gradients and optimizer state."""
-    if name in _DENIED or name.removeprefix("__get__:") in _DENIED:
+    if name in DENIED or name.removeprefix("__get__:") in DENIED:
         sharded = to_gather(cls, name, tensors, None) if name == "tolist" else []
         if not sharded:
             raise function_needs_gather(cls, name, tensors)
@@ -264,7 +176,7 @@ def _run(
     return on_copies(cls, func, name, args, kwargs, sharded)
 
 
-_SCALARS = NORMS | _EXTREMES | _DIMS_SECOND
+_SCALARS = NORMS | EXTREMES | DIMS_SECOND
 
 
 # Gradients and optimizer state are cut like parameters and have no unit, as have tensors that were computed from parameters.
@@ -337,23 +249,23 @@ def _names_of(cls: type[ShardTensor], tensors: list[Any]) -> str:
 # -- local arithmetic or not --------------------------------------------------------------------------------------
 
 
-def is_local(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
+def _is_local(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
     """Return True if shards suffice for a function, by its name and its operands' shapes.
 
     They do for elementwise arithmetic whose result has the ShardTensors' own shape, copies, fills, new tensors, conversions,
     lists of these, and reductions to a scalar.
     """
-    if name in _LISTS or name in _NEW or name in _CONVERSIONS or name in _INIT or name in _SCALAR:
+    if name in LISTS or name in NEW or name in CONVERSIONS or name in INIT or name in SCALAR:
         return True
-    if name in _EXTREMES:
+    if name in EXTREMES:
         if len(tensors) == 1:
             return len(args) == 1 and not kwargs
         return _fits(cls, name, args, kwargs, tensors)
-    if name in _DIMS_SECOND or name in NORMS:
+    if name in DIMS_SECOND or name in NORMS:
         return reduces_to_scalar(cls, name, args, kwargs, tensors)
-    if name in _COMPARISONS:
+    if name in COMPARISONS:
         return True
-    if name in _ARITHMETIC or name in RANDOM or (name.endswith("_") and name[:-1] in RANDOM):
+    if name in ARITHMETIC or name in RANDOM or (name.endswith("_") and name[:-1] in RANDOM):
         return _fits(cls, name, args, kwargs, tensors)
     if name == "__setitem__":
         return _is_masked_fill(cls, args)
@@ -405,14 +317,14 @@ def _target(name: str, args: Any, kwargs: Any) -> Any:
     if "out" in kwargs:
         return kwargs["out"]
     in_place = name.endswith("_") and not name.endswith("__")
-    if in_place or name == "__setitem__" or (name.startswith("__i") and name in _DUNDER and name != "__invert__"):
+    if in_place or name == "__setitem__" or (name.startswith("__i") and name in DUNDER and name != "__invert__"):
         return args[0] if args else None
     return None
 
 
 def _slices_will_do(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
     """Return True if each rank gets from shards what it would get from the full tensors."""
-    if name in _ARITHMETIC and name != "where":
+    if name in ARITHMETIC and name != "where":
         spec = None
         for t in tensors:  # the usual case, an optimizer's arithmetic: all operands are sharded and cut alike
             if not isinstance(t, cls) or (spec is not None and t._spec is not spec):
@@ -420,12 +332,12 @@ def _slices_will_do(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, t
             spec = t._spec
         else:
             return True
-    return is_local(cls, name, args, kwargs, tensors) and not _may_differ(cls, name, args, kwargs, tensors)
+    return _is_local(cls, name, args, kwargs, tensors) and not _may_differ(cls, name, args, kwargs, tensors)
 
 
 def _meeting(name: str, args: Any, kwargs: Any, tensors: list[Any]) -> list[list[Any]]:
     """Return the groups of operands that are combined: one of all operands, or for functions of lists one a position."""
-    if name not in _LISTS:
+    if name not in LISTS:
         return [tensors]
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
     return [[t for t in items if isinstance(t, torch.Tensor)] for items in zip(*lists, strict=False)]
@@ -442,7 +354,7 @@ def _may_differ(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tenso
     optimizer's learning rate, except in backward, where it comes from a rank's own gradient.
     """
     target = _target(name, args, kwargs)
-    if name in _FORMS or isinstance(target, (cls, list, tuple)):
+    if name in FORMS or isinstance(target, (cls, list, tuple)):
         return False
     if torch.is_grad_enabled():
         with _NoTorchFunction():
@@ -488,7 +400,7 @@ def _on_demand(
             if local_ok is None:
                 local_ok = _slices_will_do(cls, name, args, kwargs, tensors)
             dtypes = frozenset(o.dtype for o in tensors if not isinstance(o, cls)) if unit.casts else frozenset()
-            leaf = unit.on_demand(t, func, local_ok, dtypes) if dtypes else unit.on_demand(t, func, local_ok)
+            leaf = unit.on_demand(t, func, local_ok, dtypes)
             if leaf is None:
                 continue
             asked.append(unit)

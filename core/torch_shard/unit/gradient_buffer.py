@@ -95,8 +95,9 @@ class GradientBuffer:
         before = _divided_before(world) if self.dtypes.reduce is torch.float16 and world > 1 else divisor
         self._divide(1.0 / before, before / divisor)
 
-    def divide_like(self, other: GradientBuffer) -> None:
-        """Divide as `other` does."""
+    def reduce_like(self, other: GradientBuffer) -> None:
+        """Reduce and divide as `other` does."""
+        self.hook = other.hook
         self._divide(other._factor, other._rest)
 
     def reduce_by(self, hook: CommHook) -> None:
@@ -330,14 +331,11 @@ class GradientBuffer:
                 self._publish_one(self.params[i], pieces[self._piece_of[i]], result, self.home)
             if self.home is not None:
                 self.home.moving.hold(self._shown())
-        self._note_unfinished(touched)
-        return touched
-
-    def _note_unfinished(self, touched: list[int]) -> None:
         if self.partial:
             self.unfinished.note(touched)
         else:
             self.unfinished.end()
+        return touched
 
     @staticmethod
     def _publish_one(param: Any, local: torch.Tensor, result: torch.Tensor, home: HostGradients | None = None) -> None:

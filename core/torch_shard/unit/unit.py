@@ -475,15 +475,18 @@ class Unit:
 
     # -- on demand ----------------------------------------------------------------------------------------------
     def on_demand(
-        self, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype] = frozenset()
+        self, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype]
     ) -> torch.Tensor | None:
-        return self.runtime.unshard_on_demand(self, param, func, local_ok, dtypes)
+        """Return what `func` computes with in place of `param`; None for the shards."""
+        return self.runtime.on_demand.begin(self, param, func, local_ok, dtypes)
 
     def on_demand_done(self, result: Any, copies: list[torch.Tensor], name: str) -> None:
-        self.runtime.on_demand_done(self, result, copies, name)
+        """End the operation for which :meth:`on_demand` was called."""
+        self.runtime.on_demand.done(self, result, copies, name)
 
     def watch_copies(self, copies: list[torch.Tensor], name: str) -> None:
-        self.runtime.watch_copies(copies, name)
+        """Make it an error to edit one of `copies`, which stand for views of `name`."""
+        self.runtime.on_demand.watch_copies(copies, name)
 
     # -- what parameters ask ------------------------------------------------------------------------------------
     @property
@@ -492,7 +495,7 @@ class Unit:
         return self.runtime is not None and self.runtime.in_forward
 
     def check_grad_reader(self) -> None:
-        """Raise where `.grad` is read that an optimizer has consumed in backward already."""
+        """Raise if `.grad` is read that an optimizer's step in backward has consumed."""
         if self.runtime is not None:
             self.runtime.check_grad_reader()
 
@@ -533,13 +536,8 @@ class Unit:
                 twin.params[i] = memo[id(flat.params[i])]
             twin.mirror(force=True)
         other.compute_in_its_dtypes()
-        hook = self.runtime.comm_hook
-        if hook is not None:
-            runtime.comm_hook = hook
-            for twin in other.flats:
-                twin.gradients.reduce_by(hook)
         for flat, twin in zip(self.flats, other.flats, strict=True):
-            twin.gradients.divide_like(flat.gradients)
+            twin.gradients.reduce_like(flat.gradients)
         runtime.add(other)
         for module, attribute, flat, index in self.places:
             other.places.append((copy.deepcopy(module, memo), attribute, other.flats[self.flats.index(flat)], index))
