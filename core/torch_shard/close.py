@@ -20,7 +20,8 @@ from .shard_tensor.unsharded_param import set_own_grad
 from .state import optimizer_state
 from .unit.flat_buffer import FlatBuffer
 from .unit.full_values import whole_slices
-from .unit.unit import OWN_ATTRIBUTES, Unit
+from .unit.module_params import OWN_ATTRIBUTES
+from .unit.unit import Unit
 from .unshard.full_values import gathered_values, local_grads
 
 

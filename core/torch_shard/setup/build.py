@@ -36,7 +36,8 @@ from ..runtime.forward_hooks import register, unregister
 from ..runtime.load_hooks import note_loads
 from ..runtime.registry import engine_of
 from ..runtime.runtime import Runtime
-from ..unit.unit import Unit, rebuild_flat_weights
+from ..unit.module_params import rebuild_flat_weights
+from ..unit.unit import Unit
 from .checks import SETUP, agree, by_name_of, check_model
 from .flatten import empty_flat, flatten, groups_of, swap_in
 from .lazy_param import deferred_of

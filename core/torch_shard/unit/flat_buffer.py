@@ -171,6 +171,14 @@ class FlatBuffer:
         if self.dtypes.casts or code is not None:
             self._build(self.dtypes.compute, code)
 
+    def copy_for(self, unit: Unit) -> FlatBuffer:
+        """Return a flat buffer of `unit`, a copy of this one's unit, with the same values and settings."""
+        shard = self.shard.detach()
+        shard = shard.clone() if unit.host is None else unit.host.copied(shard, unit.name)
+        twin = FlatBuffer(self.layout, self.dtypes, shard, self.collectives, unit, self.placed, unit.host)
+        twin.rounding = None if self.rounding is None else self.rounding.copy()
+        return twin
+
     # -- tensors ------------------------------------------------------------------------------------------------
     def _parameter(self, index: int) -> ShardTensor:
         start, stop = self.layout.local_range(index, self.collectives.rank)

@@ -39,11 +39,12 @@ from ..comm.quantized_collectives import QuantizedGather
 from ..comm.work import Pending
 from ..errors import ReplacedParameterError, ShardError, UnitStateError
 from ..offload.host_shard import Crossing
-from ..shard_tensor.state import OWN_COUNT, STATE
+from ..shard_tensor.state import OWN_COUNT
 from ..shard_tensor.tensor import ShardTensor
 from ..utils.autograd_private import inside_functional_call
 from ..utils.pytree import may_hold_tensors, tensors_in
 from .flat_buffer import FlatBuffer, GatherAgain
+from .module_params import adopt, copy_attributes, rebuild_flat_weights
 from .phases import PHASES
 
 if TYPE_CHECKING:
@@ -519,26 +520,16 @@ class Unit:
             )
         other = Unit(self.name, self.index, self.collectives, self.host)
         memo[id(self)] = other
-        for flat in self.flats:
-            shard = (
-                flat.shard.detach().clone() if self.host is None else self.host.copied(flat.shard.detach(), self.name)
-            )
-            twin = FlatBuffer(flat.layout, flat.dtypes, shard, self.collectives, other, flat.placed, self.host)
-            twin.rounding = None if flat.rounding is None else flat.rounding.copy()
-            other.flats.append(twin)
-            for mine, its in zip(flat.params, twin.params, strict=True):
-                memo[id(mine)] = its
-        runtime = copy.deepcopy(self.runtime, memo)
+        other.flats = [flat.copy_for(other) for flat in self.flats]
         for mine, its in zip(self.params, other.params, strict=True):
+            memo[id(mine)] = its
             adopt(its, mine)  # without `.grad`, as nn.Parameter is copied
-        for flat, twin in zip(self.flats, other.flats, strict=True):
-            for i in range(len(twin.params)):
-                twin.params[i] = memo[id(flat.params[i])]
+        for twin in other.flats:
             twin.mirror(force=True)
         other.compute_in_its_dtypes()
         for flat, twin in zip(self.flats, other.flats, strict=True):
             twin.gradients.reduce_like(flat.gradients)
-        runtime.add(other)
+        copy.deepcopy(self.runtime, memo).add(other)
         for module, attribute, flat, index in self.places:
             other.places.append((copy.deepcopy(module, memo), attribute, other.flats[self.flats.index(flat)], index))
         other.triggers = [copy.deepcopy(m, memo) for m in self.triggers]
@@ -558,33 +549,3 @@ _MODULES_OWN = frozenset(nn.Module().__dict__)
 def _first_attribute(module: nn.Module) -> int:
     """Return the position in the module's ``__dict__`` at which attributes begin that are not nn.Module's own."""
     return next((i for i, key in enumerate(module.__dict__) if key not in _MODULES_OWN), len(module.__dict__))
-
-
-OWN_ATTRIBUTES = frozenset({STATE, "_is_param", "_place", "data_taken"})
-"""Attributes of sharded and unsharded parameters that are not the user's."""
-
-
-def adopt(param: Any, original: Any) -> None:
-    """Make `param` an nn.Parameter with the Python attributes and requires_grad of `original`."""
-    with torch._C.DisableTorchFunctionSubclass():
-        param._is_param = True
-        param.requires_grad_(original.requires_grad)
-        if isinstance(original, ShardTensor) and original.grad_dtype != original.dtype:
-            param.grad_dtype = original.grad_dtype
-    for key, value in original.__dict__.items():
-        if key not in OWN_ATTRIBUTES:
-            param.__dict__[key] = value
-
-
-def copy_attributes(param: torch.Tensor, leaf: torch.Tensor) -> None:
-    """Give `leaf` the Python attributes that the user has given to `param`."""
-    for key, value in param.__dict__.items():
-        if key not in OWN_ATTRIBUTES:
-            leaf.__dict__[key] = value
-
-
-def rebuild_flat_weights(module: nn.RNNBase) -> None:
-    """Have an RNN module read the parameters that it holds now."""
-    # RNNBase.forward reads `_flat_weights`, not `_parameters`. Its weak references would also block a later swap_tensors.
-    module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
-    module._flat_weight_refs = [None] * len(module._flat_weights_names)
