@@ -54,7 +54,7 @@ def close_units(
     names = {id(p): name for unit in runtime.units for name, p in zip(unit.names, unit.params, strict=True)}
     if model is not None:
         names = {**{id(p): name for name, p in model.named_parameters()}, **names}
-    runtime.schedule.release_unused()
+    runtime.schedule.reshard_unused()
     for unit in runtime.units:
         plain: list[tuple[ShardTensor, nn.Parameter]] = []
         with gathered_values(runtime, unit) as wholes:

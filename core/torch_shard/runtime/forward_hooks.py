@@ -64,11 +64,11 @@ class Forwards:
         if runtime.registrations.changed:
             runtime.check_registrations()
         phase = runtime.phase()
-        runtime.demand(unit, phase)
+        runtime.unshard(unit, phase)
         if phase == BACKWARD and not unit.uses:
             # Recomputation of a checkpointed region that spans several units: the nodes that will read these values are
             # older than the ones being made now, so only this unit's own trigger may start the countdown to release.
-            unit.held = True
+            unit.awaits_trigger = True
         unit.install()
         unit.running += 1
         self.depth += 1
@@ -113,7 +113,7 @@ class Forwards:
             return
         runtime = self.runtime
         if not recording:
-            runtime.schedule.release_whole()
+            runtime.schedule.reshard_after_evaluation()
         if runtime.schedule.keeps_on:  # the next forward must look for changes of the parameters
             runtime.session = False
 
@@ -129,7 +129,7 @@ class Forwards:
             runtime.check_registrations()
         if self.depth == 0 and len(self._roots) == 1 and graph_task() == -1:
             runtime.session = False
-            runtime.schedule.release_unused()
+            runtime.schedule.reshard_unused()
             runtime.synchronise_buffers(root)
 
     def finish(self) -> None:
@@ -146,7 +146,7 @@ class Forwards:
         if self.depth == 0 and graph_task() == -1:
             runtime.session = False
             if not torch.is_grad_enabled():
-                runtime.schedule.release_unused()
+                runtime.schedule.reshard_unused()
 
     # -- after an interrupt ---------------------------------------------------------------------------------------
     def leave_interrupted(self) -> None:

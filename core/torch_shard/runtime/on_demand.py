@@ -86,8 +86,8 @@ class OnDemand:
         hooked = differentiable and bool(unit.leaf_of(param)._backward_hooks)
         # The gradient of a replicated parameter is averaged over the replicas if it arrives at the unsharded parameter. Most
         # of these parameters need no unshard.
-        copies = unit.collectives.topology.replicas > 1
-        replicated = differentiable and (copies or not (unit.sharded or unit.gathers))
+        averaged = unit.collectives.topology.replicas > 1
+        replicated = differentiable and (averaged or not (unit.sharded or unit.gathers))
         if local_ok and not (inside or hooked or replicated):
             return None
         if runtime.agreement is None:
@@ -104,8 +104,8 @@ class OnDemand:
         start = sequence_number()
         is_there = replicated and not unit.gathers
         at_hand = local_ok and ((is_there and not inside) or (unit.installed and not recording))
-        if not (at_hand or (not inside and not recording and self._is_whole(unit, param))):
-            runtime.demand(unit, runtime.phase())
+        if not (at_hand or (not inside and not recording and self._is_unsharded(unit, param))):
+            runtime.unshard(unit, runtime.phase())
         for each in unit.flats:
             each.mirror()
             if not unit.installed:
@@ -129,7 +129,7 @@ class OnDemand:
         self._uses.append(_Stored(flat, index, full))
         return flat.parameter_over(full, index)
 
-    def _is_whole(self, unit: Unit, param: ShardTensor) -> bool:
+    def _is_unsharded(self, unit: Unit, param: ShardTensor) -> bool:
         """Return True if an operation that records nothing, outside any forward, finds the unit unsharded. Not collective.
 
         In backward a unit may be unsharded when a hook of its module computes with a weight. An event of its own would only

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 PAUSE = 0.2
 # Seconds that a rank whose backward has failed waits for reductions within its replica, so that replicas stay in step. If the
 # other ranks have failed as well, these reductions end at once.
-_WAIT_ACROSS = 5.0
+_WAIT_WITHIN_REPLICA = 5.0
 # Number of backwards in which nobody waits for PAUSE, once that was in vain.
 _NO_PAUSE_FOR = 100
 
@@ -233,12 +233,14 @@ class Reductions:
         """
         c = self.collectives
         # Ranks that are out of step already send nothing more.
-        copies = c.across_channel is not None and not c.across_channel.groups.broken
-        deadline = time.monotonic() + min(_WAIT_ACROSS if copies else PAUSE * len(self._in_flight), c.watch.timeout)
+        replicas = c.across_channel is not None and not c.across_channel.groups.broken
+        deadline = time.monotonic() + min(
+            _WAIT_WITHIN_REPLICA if replicas else PAUSE * len(self._in_flight), c.watch.timeout
+        )
         for _, reduction in self._in_flight:
             left = max(0.0, deadline - time.monotonic())
             with contextlib.suppress(ShardError):
-                reduction.abandon(left if copies else min(PAUSE, left))
+                reduction.abandon(left if replicas else min(PAUSE, left))
         self._in_flight.clear()
         self._marked = None
         self._units.clear()

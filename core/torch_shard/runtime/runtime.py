@@ -217,7 +217,7 @@ class Runtime:
         if not self.schedule.agree_on_changes("the start of a forward"):
             self.agreement.check("the start of a forward")
 
-    def demand(self, unit: Unit, phase: int) -> None:
+    def unshard(self, unit: Unit, phase: int) -> None:
         """Unshard `unit`, and start to prefetch the next units. Collective."""
         if phase != BACKWARD:
             if not self.session:
@@ -228,7 +228,7 @@ class Runtime:
                 # By first use: where a unit is used twice (a tied head), the backward of its first use completes its gradients.
                 self.forward_order.setdefault(unit.index, unit)
         if unit.gathers:
-            self.schedule.demand(unit, phase)
+            self.schedule.unshard(unit, phase)
         if phase == BACKWARD and self.in_backward is not None:
             self.in_backward.demanded(unit)
 
@@ -247,10 +247,10 @@ class Runtime:
             use.check()
             use.task = graph_task()
             unit.uses.append(use)
-            unit.held = False
-            self.schedule.release_behind(use)
+            unit.awaits_trigger = False
+            self.schedule.reshard_behind(use)
         if use.saved:
-            self.demand(unit, BACKWARD)
+            self.unshard(unit, BACKWARD)
         else:
             unit.note_stream()
             unit.wait()  # a prefetch for another use of the unit may be running
@@ -270,7 +270,7 @@ class Runtime:
             try:
                 for unit in self.units:
                     for flat in unit.flats:
-                        flat.gradients.check_held()
+                        flat.gradients.check_deferred()
             except ShardError as error:
                 self.refusal = error
             self.checked = True
@@ -285,7 +285,7 @@ class Runtime:
             if not refused:  # the next backward must find a refused change again
                 for unit in self.units:
                     for flat in unit.flats:
-                        flat.gradients.keep_held()
+                        flat.gradients.keep_deferred()
 
     def holds_gradients(self) -> bool:
         """Return True if gradients are deferred, partially accumulated, or were lost while they were deferred."""
@@ -406,15 +406,15 @@ class Runtime:
         else:
             for unit in self.units:
                 for flat in unit.flats:
-                    flat.gradients.show_held()
+                    flat.gradients.show_deferred()
         schedule.double_backward = self.creating
         for unit in self.units:
-            unit.held = False
+            unit.awaits_trigger = False
             unit.uses.clear()
             unit.kept.clear()
         if self.together is not None:
             self.together.drop_parts()
-        schedule.release_unused()
+        schedule.reshard_unused()
         self.collectives.drop_spares()  # to save memory between steps; a backward allocates the buffers again
         if self.syncing:
             self._forget_forwards()
@@ -446,14 +446,14 @@ class Runtime:
         for unit in self.units:
             unit.uses.clear()
             unit.kept.clear()
-            unit.held = False
-            unit.drop_parts()
+            unit.awaits_trigger = False
+            unit.drop_secondary_shards()
             for flat in unit.flats:
                 flat.gradients.forget()
             if unit.state is not State.SHARDED and unit.gathers and not unit.running and not unit.is_summoned:
                 with contextlib.suppress(ShardError):
                     if all(p.settle(PAUSE) for p in unit.pending):
-                        self.schedule.release(unit)
+                        self.schedule.reshard(unit)
                 if unit.state is State.GATHERING:
                     # The unshard may never end. The memory stays allocated, since the collective may still write to it.
                     unit.pending, unit.state = [], State.SHARDED

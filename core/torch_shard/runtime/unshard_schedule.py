@@ -55,11 +55,11 @@ class Schedule:
         self.needed.clear()
 
     # -- unshard ------------------------------------------------------------------------------------------------
-    def demand(self, unit: Unit, phase: int) -> None:
+    def unshard(self, unit: Unit, phase: int) -> None:
         """Unshard `unit`, and start to prefetch the next units. Collective."""
         if self._replicated:
             if unit.state is State.FULL and not unit.running and not unit.uses and unit.is_stale():
-                unit.release()
+                unit.reshard()
             self._gather(unit, phase)
             unit.wait()
             unit.note_stream()
@@ -84,9 +84,9 @@ class Schedule:
             upcoming = [self.by_index[i] for i in self.order.upcoming()]
         if phase != BACKWARD:
             if edited or (idle and unit.outdated):
-                unit.release()
+                unit.reshard()
             if upcoming is not None and not self._keeps():
-                self._release_others(unit, upcoming, for_backward=phase == FORWARD)
+                self._reshard_others(unit, upcoming, for_backward=phase == FORWARD)
         self._gather(unit, phase)
         unit.wait()
         unit.note_stream()
@@ -96,8 +96,8 @@ class Schedule:
     def _gather(self, unit: Unit, phase: int) -> None:
         if unit.state is State.SHARDED or unit.refill:
             if phase != BACKWARD:
-                unit.drop_parts()
-            unit.gather(again=phase == BACKWARD)
+                unit.drop_secondary_shards()
+            unit.unshard(from_secondary=phase == BACKWARD)
         self.gathered[unit.index] = unit
 
     def _follow(self, unit: Unit, event: Event) -> None:
@@ -151,7 +151,7 @@ class Schedule:
             unit.outdated = bool(changed)
         return True
 
-    def release(self, unit: Unit, for_backward: bool = False) -> None:
+    def reshard(self, unit: Unit, for_backward: bool = False) -> None:
         """Reshard a unit; if backward may reach the unit without a trigger, only take part in its next unshard."""
         if self.keeps_on and self._is_current(unit):
             return
@@ -161,52 +161,52 @@ class Schedule:
             if for_backward:
                 unit.note_resharded()
             return
-        unit.release(for_backward)
+        unit.reshard(for_backward)
         self.gathered.pop(unit.index, None)
 
-    def _release_others(self, unit: Unit, upcoming: list[Unit], for_backward: bool) -> None:
+    def _reshard_others(self, unit: Unit, upcoming: list[Unit], for_backward: bool) -> None:
         if self.double_backward:
             return
         for other in list(self.gathered.values()):
             if other is unit or other.running or other.uses or other.is_summoned or other in upcoming:
                 continue
-            self.release(other, for_backward)
+            self.reshard(other, for_backward)
 
-    def release_unused(self) -> None:
+    def reshard_unused(self) -> None:
         """Reshard all units that no running forward and no begun backward needs."""
         if self.double_backward:
             return
         for unit in list(self.gathered.values()):
             if not unit.running and not unit.uses and not unit.is_summoned:
-                self.release(unit)
+                self.reshard(unit)
 
-    def release_whole(self) -> None:
+    def reshard_after_evaluation(self) -> None:
         """Reshard the units of a forward without gradients, except those that are being prefetched."""
         for unit in list(self.gathered.values()):
             if unit.state is State.FULL and not unit.running and not unit.uses and not self._keeps():
-                self.release(unit)
+                self.reshard(unit)
 
-    def release_behind(self, use: Use) -> None:
+    def reshard_behind(self, use: Use) -> None:
         """Reshard the units whose forwards began after the end of `use`: when backward comes to it, their nodes have run."""
         if self.double_backward or self._keeps_forward:
             return
         for unit in list(self.gathered.values()):
-            if unit is use.unit or unit.running or unit.held:
+            if unit is use.unit or unit.running or unit.awaits_trigger:
                 continue
             if not unit.uses:
                 if unit.index in self.passed and unit.state is State.FULL:
-                    self.release(unit)
+                    self.reshard(unit)
             elif all(u.start >= use.end and u.task == use.task for u in unit.uses):
                 unit.uses.clear()
-                self.release(unit)
+                self.reshard(unit)
 
     def end_nested(self, task: int) -> None:
         """Reshard the units that only a backward inside the backward has needed, which has ended."""
         for unit in list(self.gathered.values()):
             if any(u.task == task for u in unit.uses):
                 unit.uses = [u for u in unit.uses if u.task != task]
-                if not unit.uses and not unit.running and not self.double_backward and not unit.held:
-                    self.release(unit)
+                if not unit.uses and not unit.running and not self.double_backward and not unit.awaits_trigger:
+                    self.reshard(unit)
 
     def values_changed(self) -> None:
         """Forget unsharded parameters, and graphs over them, because the shards were edited between steps."""
@@ -215,8 +215,8 @@ class Schedule:
             unit.uses.clear()
             unit.kept.clear()
         for unit in self.by_index.values():
-            unit.drop_parts()
+            unit.drop_secondary_shards()
         for unit in self.by_index.values() if self.keeps_on else ():
             # `unit.is_stale()` would not do: this rank's shard may have no part of a parameter that was edited.
             unit.outdated |= any(param.requires_grad for param in unit.params)
-        self.release_unused()
+        self.reshard_unused()

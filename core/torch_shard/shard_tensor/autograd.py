@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NORMS",
-    "MeanSlice",
-    "Whole",
+    "GatherFull",
+    "MeanShard",
     "autograd_grad",
     "differentiable_sum",
     "function_needs_gather",
@@ -124,7 +124,7 @@ def shared_gradient(value: torch.Tensor, source: Any) -> torch.Tensor:
     return result
 
 
-class Whole(torch.autograd.Function):
+class GatherFull(torch.autograd.Function):
     """The full tensor on every rank; the ranks' gradients are averaged. Forward and backward are collective."""
 
     @staticmethod
@@ -134,11 +134,11 @@ class Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return MeanSlice.apply(grad, ctx.cls, ctx.spec, ctx.spec.comm.everyone)
+        return MeanShard.apply(grad, ctx.cls, ctx.spec, ctx.spec.comm.everyone)
 
 
-class MeanSlice(torch.autograd.Function):
-    """The shards of the mean over the ranks of full plain tensors; the counterpart of :class:`Whole`. Collective.
+class MeanShard(torch.autograd.Function):
+    """The shards of the mean over the ranks of full plain tensors; the counterpart of :class:`GatherFull`. Collective.
 
     Derivatives of what each rank computes for itself are averaged in the end, and those of ShardTensors are not. Hence
     neither of the two derivatives divides by the number of ranks.
@@ -152,7 +152,7 @@ class MeanSlice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        return Whole.apply(grad), None, None, None
+        return GatherFull.apply(grad), None, None, None
 
 
 def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
@@ -192,11 +192,11 @@ def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> 
     leaves = [unit.differentiable(inputs[i]) for i, unit in units.items()]
     with torch._C.DisableTorchFunctionSubclass():
         grads = list(func(outputs, (*inputs, *leaves), allow_unused=True, **options))
-    own, of_leaves = grads[: len(inputs)], grads[len(inputs) :]
+    own, of_unsharded = grads[: len(inputs)], grads[len(inputs) :]
     with torch.set_grad_enabled(bool(options.get("create_graph"))):
-        for (i, unit), grad in zip(units.items(), of_leaves, strict=True):
+        for (i, unit), grad in zip(units.items(), of_unsharded, strict=True):
             if unit.in_forward:  # in an inner step of the model itself (MAML) each rank has its own, as under DDP
-                own[i] = grad if own[i] is None else Whole.apply(own[i]) + (0 if grad is None else grad)
+                own[i] = grad if own[i] is None else GatherFull.apply(own[i]) + (0 if grad is None else grad)
             else:
                 own[i] = _reduced(cls, unit, inputs[i], own[i], grad)
     if not allow_unused and any(grad is None for grad in own):
@@ -210,13 +210,13 @@ def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> 
     return tuple(own)
 
 
-def _reduced(cls: type[ShardTensor], unit: Any, param: Any, from_slices: Any, from_leaf: Any) -> Any:
+def _reduced(cls: type[ShardTensor], unit: Any, param: Any, from_shards: Any, from_unsharded: Any) -> Any:
     spec, everyone = param._spec, unit.collectives.plane  # all replicas, since their gradients differ, too
-    used = torch.tensor(float(from_leaf is not None), device=param._local.device)
+    used = torch.tensor(float(from_unsharded is not None), device=param._local.device)
     if not everyone.all_reduce(used, "max", f"torch.autograd.grad for {spec.name}"):
-        return from_slices
+        return from_shards
     stored = param._local.dtype  # as in plain torch, the result has the dtype of the parameter
-    if from_leaf is None:  # only other ranks have used the parameter
-        from_leaf = torch.zeros(spec.shape, dtype=stored, device=param.device)
-    grad: Any = MeanSlice.apply(from_leaf.to(stored), cls, spec, everyone)
-    return grad if from_slices is None else grad + from_slices
+    if from_unsharded is None:  # only other ranks have used the parameter
+        from_unsharded = torch.zeros(spec.shape, dtype=stored, device=param.device)
+    grad: Any = MeanShard.apply(from_unsharded.to(stored), cls, spec, everyone)
+    return grad if from_shards is None else grad + from_shards

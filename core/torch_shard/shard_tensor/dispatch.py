@@ -193,12 +193,12 @@ def _new(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
     spec, name = source._spec, func._opname
     options = {key: value for key, value in kwargs.items() if key in ("dtype", "device", "pin_memory")}
     strided = name == "new_empty_strided"
-    whole = size == tuple(spec.shape) and (not strided or tuple(args[2]) == spec.stride)
-    if whole and strided:
+    same_shape = size == tuple(spec.shape) and (not strided or tuple(args[2]) == spec.stride)
+    if same_shape and strided:
         return cls._wrap(source._local.new_empty(spec.length, **options), spec)
-    shape = (spec.length,) if whole else size
+    shape = (spec.length,) if same_shape else size
     result = func(source._local, shape, *args[2:], **options)
-    return cls._wrap(result, spec) if whole else result
+    return cls._wrap(result, spec) if same_shape else result
 
 
 def _random(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:

@@ -54,9 +54,9 @@ def full_tensors(tensors: Sequence[ShardTensor], what: str) -> list[torch.Tensor
             else:
                 groups.setdefault((id(spec.comm), local.device), []).append(i)
         for members in groups.values():
-            wholes = _gathered([tensors[i] for i in members], what)
-            for i, whole in zip(members, wholes, strict=True):
-                results[i] = whole
+            fulls = _gathered([tensors[i] for i in members], what)
+            for i, full in zip(members, fulls, strict=True):
+                results[i] = full
     return results
 
 
@@ -72,11 +72,11 @@ def _gathered(tensors: Sequence[ShardTensor], what: str) -> list[torch.Tensor]:
     own = torch.empty(sizes[comm.rank], dtype=torch.uint8, device=device)
     for t, place in zip(tensors, _places(own, cuts, tensors, comm.rank), strict=True):
         place.copy_(t._local.detach())
-    wholes = [torch.empty_strided(t._spec.shape, t._spec.stride, dtype=t._local.dtype, device=device) for t in tensors]
+    fulls = [torch.empty_strided(t._spec.shape, t._spec.stride, dtype=t._local.dtype, device=device) for t in tensors]
     for rank, row in enumerate(_rows(comm, own, sizes, key, what)):
-        for t, whole, cut, values in zip(tensors, wholes, cuts, _places(row, cuts, tensors, rank), strict=True):
-            cut[rank].fill(whole, values, t._spec)
-    return wholes
+        for t, full, cut, values in zip(tensors, fulls, cuts, _places(row, cuts, tensors, rank), strict=True):
+            cut[rank].fill(full, values, t._spec)
+    return fulls
 
 
 def _rows(comm: ScalarComm, own: torch.Tensor, sizes: Sequence[int], key: int, what: str) -> Iterator[torch.Tensor]:
@@ -140,12 +140,12 @@ class _Cut:
     def length(self) -> int:
         return self.stop - self.start
 
-    def fill(self, whole: torch.Tensor, values: torch.Tensor, spec: ShardSpec) -> None:
+    def fill(self, full: torch.Tensor, values: torch.Tensor, spec: ShardSpec) -> None:
         """Put the rank's `values`, 1-D, into the full tensor."""
         if self.dim is None:
-            whole.as_strided((spec.numel,), (1,))[self.start : self.stop] = values
+            full.as_strided((spec.numel,), (1,))[self.start : self.stop] = values
             return
-        part = whole.narrow(self.dim, self.offset, self.size)
+        part = full.narrow(self.dim, self.offset, self.size)
         meta = ParamMeta(spec.name, tuple(part.shape), dense_stride(tuple(part.shape), spec.stride))
         layout = FlatLayout.build([meta], values.element_size(), 1)
         for box, place in boxes_in(values, layout.slots[0].order, layout.boxes(0, self.start, self.stop)):

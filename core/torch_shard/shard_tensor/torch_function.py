@@ -22,7 +22,7 @@ from ..numerics.stochastic_rounding import EXACT, is_loading
 from .attributes import HANDLERS
 from .autograd import (
     NORMS,
-    Whole,
+    GatherFull,
     autograd_grad,
     differentiable_sum,
     function_needs_gather,
@@ -149,8 +149,8 @@ def _run(
             raise function_needs_gather(cls, name, tensors)
         return on_copies(cls, func, name, args, kwargs, sharded)
     derived, of_parameter = _descent(cls, tensors)
-    if derived and not _slices_will_do(cls, name, args, kwargs, tensors):
-        return _on_wholes(cls, func, name, args, kwargs, tensors)
+    if derived and not _shards_suffice(cls, name, args, kwargs, tensors):
+        return _on_full_tensors(cls, func, name, args, kwargs, tensors)
     try:
         with _NoTorchFunction():
             if torch.is_grad_enabled() and len(tensors) > 1:
@@ -210,7 +210,7 @@ def _descent(cls: type[ShardTensor], tensors: list[Any]) -> tuple[bool, bool]:
 def _note_origin(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any], result: Any) -> None:
     """Note on new ShardTensors the unit of the parameter from which they were computed."""
     results: Any = [result] if isinstance(result, cls) else result if isinstance(result, (list, tuple)) else ()
-    for new, operands in zip(results, _meeting(name, args, kwargs, tensors), strict=False):
+    for new, operands in zip(results, _combined(name, args, kwargs, tensors), strict=False):
         if not isinstance(new, cls) or new._unit_ref is not None or any(new is t for t in operands):
             continue
         origins = [t._shard_state.unit_ref or t._shard_state.origin for t in operands if isinstance(t, cls)]
@@ -219,7 +219,7 @@ def _note_origin(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tens
             new._shard_state.origin = origins[0]
 
 
-def _on_wholes(
+def _on_full_tensors(
     cls: type[ShardTensor], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
 ) -> Any:
     """Run a function with the full tensors in place of those that were computed from parameters. Collective."""
@@ -228,15 +228,15 @@ def _on_wholes(
         # The function would edit the full tensor, which nobody keeps. `t += x` is right, since `t` becomes the result.
         raise function_needs_gather(cls, name, tensors, "in place needs the whole of what was computed from it")
     with _NoTorchFunction():
-        wholes = {id(t): Whole.apply(t) for t in tensors if isinstance(t, cls) and _is_derived(t)}
+        fulls = {id(t): GatherFull.apply(t) for t in tensors if isinstance(t, cls) and _is_derived(t)}
     origins = [t._shard_state.origin for t in tensors if isinstance(t, cls)]
     units = [origin() for origin in origins if origin is not None]
-    args = tuple(substituted(value, wholes) for value in args)
-    result = func(*args, **{key: substituted(value, wholes) for key, value in kwargs.items()})
+    args = tuple(substituted(value, fulls) for value in args)
+    result = func(*args, **{key: substituted(value, fulls) for key, value in kwargs.items()})
     unit = next((unit for unit in units if unit is not None), None)
-    if unit is not None and not any(whole.requires_grad for whole in wholes.values()):
+    if unit is not None and not any(full.requires_grad for full in fulls.values()):
         copies: list[torch.Tensor] = []
-        result = _own_memory(result, list(wholes.values()), copies)
+        result = _own_memory(result, list(fulls.values()), copies)
         if copies:  # `(p * 2)[0].zero_()` would be lost
             unit.watch_copies(copies, f"what was computed from {_names_of(cls, tensors)}")
     return result
@@ -322,7 +322,7 @@ def _target(name: str, args: Any, kwargs: Any) -> Any:
     return None
 
 
-def _slices_will_do(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
+def _shards_suffice(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
     """Return True if each rank gets from shards what it would get from the full tensors."""
     if name in ARITHMETIC and name != "where":
         spec = None
@@ -335,7 +335,7 @@ def _slices_will_do(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, t
     return _is_local(cls, name, args, kwargs, tensors) and not _may_differ(cls, name, args, kwargs, tensors)
 
 
-def _meeting(name: str, args: Any, kwargs: Any, tensors: list[Any]) -> list[list[Any]]:
+def _combined(name: str, args: Any, kwargs: Any, tensors: list[Any]) -> list[list[Any]]:
     """Return the groups of operands that are combined: one of all operands, or for functions of lists one a position."""
     if name not in LISTS:
         return [tensors]
@@ -361,7 +361,7 @@ def _may_differ(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tenso
             trains = any(isinstance(t, cls) and t.requires_grad for t in tensors)
         if trains:
             return name in RANDOM or any(not isinstance(t, cls) for t in tensors)
-    return name in RANDOM or any(_mixes(cls, operands) for operands in _meeting(name, args, kwargs, tensors))
+    return name in RANDOM or any(_mixes(cls, operands) for operands in _combined(name, args, kwargs, tensors))
 
 
 def _mixes(cls: type[ShardTensor], operands: list[Any]) -> bool:
@@ -398,7 +398,7 @@ def _on_demand(
             if unit is None:
                 continue
             if local_ok is None:
-                local_ok = _slices_will_do(cls, name, args, kwargs, tensors)
+                local_ok = _shards_suffice(cls, name, args, kwargs, tensors)
             dtypes = frozenset(o.dtype for o in tensors if not isinstance(o, cls)) if unit.casts else frozenset()
             leaf = unit.on_demand(t, func, local_ok, dtypes)
             if leaf is None:

@@ -138,11 +138,11 @@ class FlatBuffer:
         if self.host is not None:
             self.host.compute_in(compute, code)
         # The secondary shard: kept between forward and backward, where fewer ranks than all share the unit then.
-        self.part: torch.Tensor | None = None
+        self.secondary_shard: torch.Tensor | None = None
         if self.sharded and self.collectives.again_channel is not None:
-            self.part = torch.empty_like(self.collectives.own_part(self.full))
-            self.part.untyped_storage().resize_(0)
-        self._take_parts()
+            self.secondary_shard = torch.empty_like(self.collectives.own_part(self.full))
+            self.secondary_shard.untyped_storage().resize_(0)
+        self._take_views()
         self.leaves: list[nn.Parameter] = [self._leaf(i) for i in range(n)]
         if self.gathers:
             self.full.untyped_storage().resize_(0)
@@ -151,7 +151,7 @@ class FlatBuffer:
         ] * n  # keep each leaf's AccumulateGrad node alive, so that use counts are constant
         self.mirror(force=True)
 
-    def _take_parts(self) -> None:
+    def _take_views(self) -> None:
         """Take the views of the full buffer that the all-gather needs. The buffer must have memory."""
         c = self.collectives
         mark_of_unit(self.full)
@@ -248,27 +248,29 @@ class FlatBuffer:
             return None
         return self.collectives.all_gather(self.full, self.payload, what, self.slots)
 
-    def keep_part(self) -> None:
+    def keep_secondary_shard(self) -> None:
         """Copy the secondary shard out of the full buffer, which is freed next. Call under `gathering()`."""
-        assert self.part is not None
-        # Hazard: compute must have ended on the full buffer; `Unit.release` has joined its streams. The secondary shard is
+        assert self.secondary_shard is not None
+        # Hazard: compute must have ended on the full buffer; `Unit.reshard` has joined its streams. The secondary shard is
         # allocated, filled, read and freed on the gather stream alone, so that no other stream has to wait for it.
-        self.part.untyped_storage().resize_(self.part.numel() * self.part.element_size())
-        self.part.copy_(self.collectives.own_part(self.full))
+        self.secondary_shard.untyped_storage().resize_(
+            self.secondary_shard.numel() * self.secondary_shard.element_size()
+        )
+        self.secondary_shard.copy_(self.collectives.own_part(self.full))
 
-    def drop_part(self) -> None:
+    def drop_secondary_shard(self) -> None:
         """Free the secondary shard. Call under `gathering()`, after the reads that were issued there."""
-        if self.part is not None:
-            self.part.untyped_storage().resize_(0)
+        if self.secondary_shard is not None:
+            self.secondary_shard.untyped_storage().resize_(0)
 
-    def gather_again(self, what: str) -> Pending | GatherAgain:
+    def gather_secondary(self, what: str) -> Pending | SecondaryGather:
         """Start to fill the full buffer, which has memory, from the ranks' secondary shards. Collective."""
-        assert self.part is not None
-        if self.part.untyped_storage().nbytes():  # else this rank has kept the full buffer
-            self.collectives.own_part(self.full).copy_(self.part)
-            self.drop_part()
+        assert self.secondary_shard is not None
+        if self.secondary_shard.untyped_storage().nbytes():  # else this rank has kept the full buffer
+            self.collectives.own_part(self.full).copy_(self.secondary_shard)
+            self.drop_secondary_shard()
         pending = self.collectives.all_gather_again(self.full, what)
-        return pending if self.code is None else GatherAgain(self, pending)
+        return pending if self.code is None else SecondaryGather(self, pending)
 
     def keep_as_gathered(self) -> None:
         """Remember what this rank's slot of the full buffer holds, to find edits of it."""
@@ -278,7 +280,7 @@ class FlatBuffer:
     def gathered_bytes(self) -> int:
         """The bytes that are allocated for the full buffer and the secondary shard at this moment."""
         held = self.full.untyped_storage().nbytes()
-        return held if self.part is None else held + self.part.untyped_storage().nbytes()
+        return held if self.secondary_shard is None else held + self.secondary_shard.untyped_storage().nbytes()
 
     def is_stale(self) -> bool:
         """Return True if a parameter was edited since the last unshard."""
@@ -319,7 +321,7 @@ class FlatBuffer:
         self.fresh_version = self.shard._version
         self.note_versions()
 
-    def release(self) -> None:
+    def free(self) -> None:
         """Free the memory of the full buffer."""
         self._sent = self._edited = None
         storage = self.full.untyped_storage()
@@ -355,7 +357,7 @@ class FlatBuffer:
             self.full = torch.empty(self.layout.numel, dtype=self.compute, device=self.full.device)
             for i, leaf in enumerate(self.leaves):
                 move(leaf, self.view(self.full, i))
-            self._take_parts()
+            self._take_views()
             self.full.untyped_storage().resize_(0)
         self._measure()
 
@@ -448,7 +450,7 @@ class FlatBuffer:
         return [leaf._version + memory_of(leaf)._version for leaf in self.leaves]
 
 
-class GatherAgain:
+class SecondaryGather:
     """An all-gather of secondary shards whose values forward has received quantized; the quantized values are gone by now."""
 
     def __init__(self, flat: FlatBuffer, pending: Pending) -> None:

@@ -25,7 +25,7 @@ from ..shard_tensor.state import STATE, ShardState, is_unreduced
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad, set_own_grad
 from .flat_views import FlatViews, cut_of
-from .partial_gradients import Unfinished
+from .partial_gradients import PartialGradients
 
 if TYPE_CHECKING:
     from ..comm.comm_hook import CommHook, HookedReduction
@@ -62,8 +62,8 @@ class GradientBuffer:
         self._views: FlatViews | None = None  # of `flat`
         self.lost = False  # some gradients must not be added to, see `_check_lost`
         # For each deferred gradient what `.grad` has shown since the last backward, and its version then.
-        self.shown: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * n
-        self.unfinished = Unfinished(params)
+        self.deferred: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * n
+        self.unfinished = PartialGradients(params)
         self.partial = False  # the running backward does not end an accumulation, but reduces all the same
         self.results: list[torch.Tensor] = []  # reduced shards that wait to be published as `.grad`
         # CUDA streams on which gradients arrived, noted where another stream reads the gradients.
@@ -157,7 +157,7 @@ class GradientBuffer:
         """Begin a backward.
 
         Args:
-            checked: :meth:`check_held` was called before this backward.
+            checked: :meth:`check_deferred` was called before this backward.
             deferred: the backward will not reduce.
             partial: the backward will reduce, although others follow before the optimizer's step.
         """
@@ -165,10 +165,10 @@ class GradientBuffer:
         if self.lost:
             self._check_lost()
         if not checked:
-            self.check_held()
+            self.check_deferred()
         n = len(self.params)
         self.held_before = self.holds.copy()
-        self.shown = [None] * n
+        self.deferred = [None] * n
         with torch._C.DisableTorchFunctionSubclass():
             self.frozen = [not p.requires_grad for p in self.params]
         # As in autograd, a parameter gets a gradient if any recorded forward has used it as trainable and it is so now.
@@ -278,7 +278,7 @@ class GradientBuffer:
             else:
                 self.results.append(result)
         elif base is not None:
-            home.add(base, result, self._shown(), factor, streams)
+            home.add(base, result, self._present_grads(), factor, streams)
         else:
             self.results.append(home.receive(result, self.dtypes.grad, factor, streams))
 
@@ -288,9 +288,9 @@ class GradientBuffer:
         `gaps` are the ranges of padding in `base`.
         """
         assert self.home is not None
-        self.home.scale(base, factor, gaps, self._shown())
+        self.home.scale(base, factor, gaps, self._present_grads())
 
-    def _shown(self) -> list[Any]:
+    def _present_grads(self) -> list[Any]:
         """Return the parameters' present gradients, those that are ShardTensors."""
         with torch._C.DisableTorchFunctionSubclass():
             grads = map(own_grad, self.params)
@@ -330,7 +330,7 @@ class GradientBuffer:
             for i in touched:
                 self._publish_one(self.params[i], pieces[self._piece_of[i]], result, self.home)
             if self.home is not None:
-                self.home.moving.hold(self._shown())
+                self.home.moving.hold(self._present_grads())
         if self.partial:
             self.unfinished.note(touched)
         else:
@@ -350,7 +350,7 @@ class GradientBuffer:
             existing.add_(grad)
 
     # -- deferred gradients, between the backwards of no_sync() -----------------------------------------------------
-    def show_held(self) -> None:
+    def show_deferred(self) -> None:
         """Let `.grad` show this rank's own, unreduced gradient, after a backward that did not reduce.
 
         `zero_grad()` finds there what to clear. The reduction replaces it.
@@ -365,15 +365,15 @@ class GradientBuffer:
                 param = self.params[i]
                 shown: Any = own_grad(param)
                 if shown is None:
-                    own = own or self._own_part()
+                    own = own or self._own_shards()
                     shown = ShardTensor._wrap(own[self._piece_of[i]], param._spec)
                     shown._shard_state.unreduced = True
                     set_own_grad(param, shown)
-                self.shown[i] = (weakref.ref(shown), shown._version)
+                self.deferred[i] = (weakref.ref(shown), shown._version)
         if self.home is not None and own:
-            self.home.moving.hold(self._shown())
+            self.home.moving.hold(self._present_grads())
 
-    def _own_part(self) -> Sequence[torch.Tensor]:
+    def _own_shards(self) -> Sequence[torch.Tensor]:
         """Return this rank's shards of the unreduced gradients, one for each parameter, in the dtype of `.grad`."""
         assert self.flat is not None
         start, stop = self.layout.rank_range(self.collectives.rank)
@@ -383,18 +383,18 @@ class GradientBuffer:
         own = own.to(dtype) if self.home is None else self.home.receive(own.to(dtype, copy=True), dtype)
         return own.split_with_sizes(self._pieces)
 
-    def keep_held(self) -> None:
+    def keep_deferred(self) -> None:
         """Take what `.grad` holds after a backward as unedited: a loss term on a sharded parameter itself adds to it."""
         self.unfinished.keep()
         if self.flat is None:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            for i, shown in enumerate(self.shown):
+            for i, shown in enumerate(self.deferred):
                 grad = own_grad(self.params[i])
                 if shown is not None and grad is not None:
-                    self.shown[i] = (weakref.ref(grad), grad._version)
+                    self.deferred[i] = (weakref.ref(grad), grad._version)
 
-    def check_held(self) -> None:
+    def check_deferred(self) -> None:
         """Drop deferred gradients that the user has cleared since the last backward.
 
         Raises:
@@ -405,7 +405,7 @@ class GradientBuffer:
             return
         with torch._C.DisableTorchFunctionSubclass():
             for i, held in enumerate(self.holds):
-                shown = self.shown[i]
+                shown = self.deferred[i]
                 if not held or shown is None:
                     continue
                 grad = own_grad(self.params[i])

@@ -17,10 +17,10 @@ from ..errors import ShardError
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad
 
-__all__ = ["Unfinished"]
+__all__ = ["PartialGradients"]
 
 
-class Unfinished:
+class PartialGradients:
     """Knows which gradients of some parameters are partially accumulated; true if any is."""
 
     def __init__(self, params: Sequence[ShardTensor]) -> None:

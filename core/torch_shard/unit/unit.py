@@ -9,7 +9,7 @@ A unit has one :class:`~.flat_buffer.FlatBuffer` for each dtype and trainability
 
 The states of a unit::
 
-    SHARDED --gather()--> GATHERING --wait()--> FULL --release()--> SHARDED
+    SHARDED --unshard()--> GATHERING --wait()--> FULL --reshard()--> SHARDED
     SHARDED or FULL --summon()--> SUMMONED --dismiss()--> the state before
 
 Where a shard group has one rank, `full` is the shard itself, the unit is always FULL, and nothing moves. There are two
@@ -43,7 +43,7 @@ from ..shard_tensor.state import OWN_COUNT
 from ..shard_tensor.tensor import ShardTensor
 from ..utils.autograd_private import inside_functional_call
 from ..utils.pytree import may_hold_tensors, tensors_in
-from .flat_buffer import FlatBuffer, GatherAgain
+from .flat_buffer import FlatBuffer, SecondaryGather
 from .module_params import adopt, copy_attributes, rebuild_flat_weights
 from .phases import PHASES
 
@@ -86,11 +86,11 @@ class Unit:
         self.tensor_hooks: dict[str, dict[int, Any]] = {}
         self.post_hooks: dict[str, dict[int, Any]] = {}
         self.state = State.SHARDED if self.gathers else State.FULL
-        self.pending: list[Pending | QuantizedGather | GatherAgain | Crossing] = []
+        self.pending: list[Pending | QuantizedGather | SecondaryGather | Crossing] = []
         self.running = 0  # forwards that compute with this unit at this moment
         self.installed = 0  # forwards and summons that have put the unsharded parameters into the modules
-        self._before_summons = self.state
-        self.held = False  # recomputed in backward before its own trigger: see Forwards.enter
+        self._state_before_summon = self.state
+        self.awaits_trigger = False  # recomputed in backward before its own trigger: see Forwards.enter
         self.uses: list[Any] = []  # uses whose backward has begun
         # Uses that backward may reach without a trigger, so that this rank keeps the unit unsharded. Other ranks may have
         # resharded the unit; when they unshard it anew, this rank takes part (`refill`).
@@ -103,7 +103,9 @@ class Unit:
         # Under `shard_optim`. outdated: parameters may have changed since the last unshard, as all ranks agree.
         # exposed: the user was given the memory of a shard, where changes leave no trace.
         self.outdated = self.exposed = False
-        self._held = self._whole_bytes = 0  # bytes of unsharded parameters: as counted now, and of the full unit
+        self._counted_bytes = self._full_bytes = (
+            0  # bytes of unsharded parameters: as counted now, and of the full unit
+        )
         self.rounds = 0  # reductions issued in this backward
         self.streams: set[Any] = set()  # CUDA streams that compute with the unsharded parameters
         self.checks = 2  # iterations that still look for untracked edits of the unsharded parameters
@@ -128,7 +130,7 @@ class Unit:
         self.casts = any(flat.casts for flat in self.flats)
         self.rounding = any(flat.rounding is not None for flat in self.flats)
         self.exact = all(flat.exact for flat in self.flats)
-        self._whole_bytes = self.full_bytes
+        self._full_bytes = self.full_bytes
         if self.gathers:
             self.state = State.SHARDED
 
@@ -217,21 +219,21 @@ class Unit:
         return sum(f.nbytes for f in self.flats if f.gathers)
 
     # -- unshard and reshard ------------------------------------------------------------------------------------
-    def gather(self, again: bool = False) -> None:
+    def unshard(self, from_secondary: bool = False) -> None:
         """Start the unshard of a SHARDED unit, or of a FULL one that takes part for other ranks (`refill`). Collective.
 
         Args:
-            again: for backward; use the secondary shards that the ranks have kept since forward, where there are any.
+            from_secondary: for backward; use the secondary shards that the ranks have kept since forward, where there are any.
         """
         if self.state is not State.SHARDED and not self.refill:
             return
         self.wait()
         self.refill = self.outdated = False
         c = self.collectives
-        again = again and self.resharded and self._reshard_versions == self._versions()
-        if again:
+        from_secondary = from_secondary and self.resharded and self._reshard_versions == self._versions()
+        if from_secondary:
             self.resharded = False
-        self.runtime.note_issued("gather again" if again else "gather", self)
+        self.runtime.note_issued("gather again" if from_secondary else "gather", self)
         if c.gather_stream is not None and c.is_capturing():
             raise UnitStateError(
                 f"rank {c.world_rank}: unit {self.name!r} is gathered during the capture of a CUDA graph, which would read freed "
@@ -247,20 +249,20 @@ class Unit:
                 # because an edited unit is resharded first.
                 if storage.nbytes() != flat.nbytes:
                     storage.resize_(flat.nbytes)
-                among_few = again and flat.sharded
-                pending: Pending | QuantizedGather | GatherAgain | Crossing | None
-                pending = flat.gather_again(self.gather_text) if among_few else flat.start_gather(self.gather_text)
+                secondary = from_secondary and flat.sharded
+                pending: Pending | QuantizedGather | SecondaryGather | Crossing | None
+                pending = flat.gather_secondary(self.gather_text) if secondary else flat.start_gather(self.gather_text)
                 if pending is not None:
                     self.pending.append(pending)
         self.state = State.GATHERING
-        self._count_bytes(self._whole_bytes)
+        self._count_bytes(self._full_bytes)
 
     def _count_bytes(self, held: int = 0) -> None:
         """Count `held` bytes of unsharded parameters in the statistics; with secondary shards, count what is allocated."""
         if self.collectives.again_channel is not None:
             held = sum(flat.gathered_bytes for flat in self.flats if flat.gathers)
-        self.runtime.gathered_bytes.add(held - self._held)
-        self._held = held
+        self.runtime.gathered_bytes.add(held - self._counted_bytes)
+        self._counted_bytes = held
 
     def _gathering(self) -> contextlib.AbstractContextManager[Any]:
         # Without other ranks and without host memory the unshard is a cast, on the stream that computes with the values.
@@ -301,11 +303,11 @@ class Unit:
 
     def summon(self) -> None:
         """Make a SHARDED or FULL unit SUMMONED: it is not unsharded, resharded or written back until :meth:`dismiss`."""
-        self._before_summons, self.state = self.state, State.SUMMONED
+        self._state_before_summon, self.state = self.state, State.SUMMONED
 
     def dismiss(self) -> None:
         """Give a SUMMONED unit the state back that it had before :meth:`summon`."""
-        self.state = self._before_summons
+        self.state = self._state_before_summon
 
     def note_stream(self) -> None:
         """Note that the current CUDA stream computes with the unsharded parameters from here on."""
@@ -322,16 +324,16 @@ class Unit:
             self.resharded = True
             self._reshard_versions = self._versions()
 
-    def drop_parts(self) -> None:
+    def drop_secondary_shards(self) -> None:
         """Drop the secondary shards, so that the next unshard uses the shards."""
         if self.resharded:
             self.resharded = False
             with self._gathering():
                 for flat in self.flats:
-                    flat.drop_part()
+                    flat.drop_secondary_shard()
             self._count_bytes()
 
-    def release(self, for_backward: bool = False) -> None:
+    def reshard(self, for_backward: bool = False) -> None:
         """Reshard: FULL becomes SHARDED, and the memory of the unsharded parameters is freed.
 
         Args:
@@ -355,9 +357,9 @@ class Unit:
                 if not flat.gathers:
                     continue
                 if keeps and flat.sharded:
-                    flat.keep_part()
+                    flat.keep_secondary_shard()
                     self._count_bytes()  # the full buffer and the secondary shard are both allocated for a moment
-                flat.release()
+                flat.free()
         self.state = State.SHARDED
         self._count_bytes()
 

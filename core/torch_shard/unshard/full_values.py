@@ -38,7 +38,7 @@ def gathered_values(runtime: Runtime, unit: Unit) -> Iterator[list[torch.Tensor]
         yield [flat.full for flat in unit.flats]
     finally:
         if not keep:
-            unit.release()
+            unit.reshard()
 
 
 def refill(runtime: Runtime, unit: Unit) -> bool:
@@ -47,8 +47,8 @@ def refill(runtime: Runtime, unit: Unit) -> bool:
     if unit.state is not State.SHARDED:
         # The unit may have been unsharded before an edit of the shards, or be prefetched on some ranks only.
         unit.wait()
-        unit.release()
-    unit.gather()
+        unit.reshard()
+    unit.unshard()
     if not keep:
         runtime.schedule.gathered.pop(unit.index, None)
     return keep
@@ -57,7 +57,7 @@ def refill(runtime: Runtime, unit: Unit) -> bool:
 # -- full to shards ---------------------------------------------------------------------------------------------------
 
 
-def send_slices(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tensor, source: int, what: str) -> None:
+def scatter_shards(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tensor, source: int, what: str) -> None:
     """Send each rank its shard of rank `source`'s full buffer. Collective.
 
     Args:
@@ -77,20 +77,20 @@ def send_slices(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tensor,
     me = c.world_rank == source
     with torch.no_grad():
         raw = _bytes(into.to(c.device).contiguous())
-        whole = _bytes(full.to(c.device)) if me and full is not None else None
+        data = _bytes(full.to(c.device)) if me and full is not None else None
         if c.size == 1:
-            if whole is not None:
-                raw.copy_(whole)
+            if data is not None:
+                raw.copy_(data)
             c.broadcast(raw, source, what)
         else:
-            slots = None if whole is None else whole.view(c.size, -1)
+            slots = None if data is None else data.view(c.size, -1)
             parts = None if slots is None else [slots[position] for position in c.topology.positions()]
             c.scatter(raw, parts, source, what)
         if raw.data_ptr() != into.data_ptr():
             into.copy_(raw.view(into.dtype))
 
 
-def send_bytes(runtime: Runtime, values: torch.Tensor, source: int, what: str) -> torch.Tensor:
+def broadcast_bytes(runtime: Runtime, values: torch.Tensor, source: int, what: str) -> torch.Tensor:
     """Broadcast a small uint8 CPU tensor from rank `source`, and return it. Collective."""
     c = runtime.collectives
     if c.world == 1:

@@ -218,7 +218,7 @@ def _enter(runtime: Runtime, units: list[Unit], request: Request, entered: list[
     except BaseException:
         for summons in started[len(entered) :]:
             if summons.in_place and not summons.shared:
-                summons.unit.release()
+                summons.unit.reshard()
         raise
 
 
@@ -236,11 +236,11 @@ def _enter_one(runtime: Runtime, summons: Summons) -> None:
                     summons.backup = [flat.shard.clone() for flat in unit.flats]
         else:
             _copy(summons)
-    whole_grads: list[list[torch.Tensor | None]] = []
+    full_grads: list[list[torch.Tensor | None]] = []
     if request.grads:
         for flat in unit.flats:
             found = whole_slices(flat, local_grads(flat), f"the gradients of unit {unit.name!r}")
-            whole_grads.append([None if g is None else flat.as_given(g, i) for i, g in enumerate(found)])
+            full_grads.append([None if g is None else flat.as_given(g, i) for i, g in enumerate(found)])
     if summons.here and not summons.shared:
         _install(summons)
     open_on(unit).append(summons)
@@ -248,7 +248,7 @@ def _enter_one(runtime: Runtime, summons: Summons) -> None:
         summons.wants = [[leaf.requires_grad for leaf in leaves] for leaves in summons.leaves]
         if request.grads or not summons.in_place:
             _refuse_backward(summons)
-        for leaves, values in zip(summons.leaves, whole_grads, strict=False):
+        for leaves, values in zip(summons.leaves, full_grads, strict=False):
             for leaf, value in zip(leaves, values, strict=True):
                 if value is not None and value.dtype != leaf.dtype:
                     leaf.grad_dtype = value.dtype
@@ -375,9 +375,9 @@ def _leave(runtime: Runtime, summons: Summons) -> None:
         for flat in unit.flats:
             flat.mirror()
     if summons.in_place and unit.gathers:
-        unit.release()
+        unit.reshard()
         if summons.keep:  # backward goes on with the values as they are now
-            unit.gather()
+            unit.unshard()
             unit.wait()
             runtime.schedule.gathered[unit.index] = unit
 
@@ -391,11 +391,11 @@ def apply(model: nn.Module, runtime: Runtime, fn: Callable[[nn.Module], Any]) ->
     In each call the module's own parameters are full, and those of its children, too, if all of them are in one unit.
     Otherwise `fn` sees the children's parameters sharded, on which elementwise edits work.
     """
-    whole: dict[int, list[Unit]] = {}
+    units_for: dict[int, list[Unit]] = {}
     for module in model.modules():
         own = units_of(runtime, [p for p in module._parameters.values() if p is not None])
         below = units_of(runtime, module)
-        whole[id(module)] = below if len(below) <= 1 else own
+        units_for[id(module)] = below if len(below) <= 1 else own
     order: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
@@ -406,9 +406,9 @@ def apply(model: nn.Module, runtime: Runtime, fn: Callable[[nn.Module], Any]) ->
     visit(model)
     at = 0
     while at < len(order):  # consecutive modules with the same units share one gathered()
-        units = whole[id(order[at])]
+        units = units_for[id(order[at])]
         stop = at + 1
-        while stop < len(order) and whole[id(order[stop])] == units:
+        while stop < len(order) and units_for[id(order[stop])] == units:
             stop += 1
         # Also without units, so that all ranks compare what they do.
         with gathered(runtime, [u.params for u in units], write=True):

@@ -18,7 +18,7 @@ from ..shard_tensor.unsharded_param import is_view, memory_of, own_grad
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.full_values import whole_flat
 from ..unit.unit import Unit
-from .full_values import send_bytes, send_slices, set_grad, unify_replicas
+from .full_values import broadcast_bytes, scatter_shards, set_grad, unify_replicas
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,9 @@ def _write(summons: Summons) -> None:
     with torch.no_grad():
         for number, flat in enumerate(unit.flats):
             if request.ranks is not None:
-                send_slices(flat, summons.buffers[number] if summons.here else None, flat.shard, request.ranks[0], what)
+                scatter_shards(
+                    flat, summons.buffers[number] if summons.here else None, flat.shard, request.ranks[0], what
+                )
             else:
                 if not summons.in_place or flat.gathers:  # else the buffer is the shard
                     flat.shard.copy_(flat.own_slot(summons.buffers[number]))
@@ -168,12 +170,12 @@ def _write(summons: Summons) -> None:
                 _write_grads(summons, number, flat)
 
 
-def _of_first_copy(
+def _of_first_replica(
     unit: Unit, flat: FlatBuffer, slices: list[torch.Tensor | None], what: str
 ) -> list[torch.Tensor | None]:
     """Return the first replica's `slices` of gradients, since each replica may have edited or dropped its own. Collective."""
     held = torch.tensor([s is not None for s in slices], dtype=torch.uint8, device="cpu")
-    send_bytes(runtime_of(unit), held, 0, what)
+    broadcast_bytes(runtime_of(unit), held, 0, what)
     own = torch.zeros(flat.layout.shard_numel, dtype=flat.dtypes.grad, device=flat.shard.device)
     ranges = [flat.layout.local_range(i, flat.collectives.rank) for i in range(len(slices))]
     for local, (start, stop) in zip(slices, ranges, strict=True):
@@ -194,13 +196,13 @@ def _write_grads(summons: Summons, number: int, flat: FlatBuffer) -> None:
         ]
         topology = flat.collectives.topology
         if topology.replicas > 1 or topology.planes > 1:
-            slices = _of_first_copy(unit, flat, slices, what)
+            slices = _of_first_replica(unit, flat, slices, what)
         for param, local in zip(flat.params, slices, strict=True):
             set_grad(param, None if local is None else local.clone())
         return
     source = request.ranks[0]
     held = torch.tensor([0 if g is None else 1 for g in grads], dtype=torch.uint8)
-    held = send_bytes(runtime_of(unit), held, source, what)
+    held = broadcast_bytes(runtime_of(unit), held, source, what)
     if not held.any():
         for param in flat.params:
             set_grad(param, None)
@@ -212,7 +214,7 @@ def _write_grads(summons: Summons, number: int, flat: FlatBuffer) -> None:
             if grad is not None:
                 flat.view(full, i).copy_(grad)
     own = torch.empty(flat.layout.shard_numel, dtype=flat.dtypes.grad, device=flat.shard.device)
-    send_slices(flat, full, own, source, what)
+    scatter_shards(flat, full, own, source, what)
     for i, param in enumerate(flat.params):
         start, stop = flat.layout.local_range(i, flat.collectives.rank)
         set_grad(param, own[start:stop].clone() if held[i] else None)
