@@ -1,4 +1,4 @@
-"""Hooks on the autograd graph: on the outputs of units' forwards, and at the end of a backward."""
+"""What a backward leaves with autograd: the forwards that it will come to, and a callback at its end."""
 
 from __future__ import annotations
 
@@ -39,32 +39,6 @@ class Use:
                 )
 
 
-class Trigger:
-    """A tensor hook on the outputs of one forward, which begins the backward of its unit."""
-
-    def __init__(self, runtime: Runtime, use: Use) -> None:
-        self.runtime, self.use = runtime, use
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        self.runtime.trigger(self.use)
-
-
-class Check:
-    """A tensor hook on the outputs of one forward, for a unit that is always unsharded."""
-
-    def __init__(self, runtime: Runtime, use: Use) -> None:
-        self.runtime, self.use = runtime, use
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        runtime = self.runtime
-        if self.use.unit.holds_gradients():
-            runtime.arm()
-        stepping = runtime.in_backward
-        if stepping is not None:
-            stepping.reached(self.use)
-        self.use.check()
-
-
 class EndOfBackward:
     """A callback at the end of a graph task, which alone refers to it.
 
@@ -76,13 +50,3 @@ class EndOfBackward:
 
     def __call__(self) -> None:
         self.runtime.end_backward()
-
-
-class EndOfNested:
-    """A callback at the end of a graph task inside another one, as reentrant checkpointing runs it."""
-
-    def __init__(self, runtime: Runtime, task: int) -> None:
-        self.runtime, self.task = runtime, task
-
-    def __call__(self) -> None:
-        self.runtime.schedule.end_nested(self.task)

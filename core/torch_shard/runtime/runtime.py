@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ from ..unit.phases import BACKWARD, EVALUATION, FORWARD, PHASES
 from ..unit.unit import State, Unit
 from ..utils.autograd_private import graph_task, sequence_number
 from . import grad_scaler
-from .backward_hooks import Check, EndOfBackward, EndOfNested, Trigger, Use
+from .backward_hooks import EndOfBackward, Use
 from .buffer_sync import BufferSync
 from .forward_hooks import Forwards
 from .on_demand import OnDemand
@@ -167,10 +168,11 @@ class Runtime:
         if not unit.gathers:
             # Deferred gradients have to be reduced also by a backward in which no parameter of the unit gets a gradient.
             if use.versions or self.in_backward is not None or unit.holds_gradients():
+                check = functools.partial(self.check_use, use)
                 for tensor in found:
-                    tensor.register_hook(Check(self, use))
+                    tensor.register_hook(check)
             return
-        trigger = Trigger(self, use)
+        trigger = functools.partial(self.trigger, use)
         for tensor in found:
             tensor.register_hook(trigger)
         if use.saved and (not found or (forward and (by_python or _newer_nodes(found, use.end)))):
@@ -233,8 +235,16 @@ class Runtime:
             self.in_backward.demanded(unit)
 
     # -- backward -----------------------------------------------------------------------------------------------
-    def trigger(self, use: Use) -> None:
-        """Begin the backward of a unit, since the gradient of an output of `use` has arrived."""
+    def check_use(self, use: Use, grad: torch.Tensor) -> None:
+        """Check `use` of a unit that is always unsharded; a tensor hook on the outputs of its forward."""
+        if use.unit.holds_gradients():
+            self.arm()
+        if self.in_backward is not None:
+            self.in_backward.reached(use)
+        use.check()
+
+    def trigger(self, use: Use, grad: torch.Tensor) -> None:
+        """Begin the backward of the unit of `use`; a tensor hook on the outputs of its forward."""
         self.arm()
         unit = use.unit
         if self.in_backward is not None:
@@ -300,7 +310,8 @@ class Runtime:
         if self.end is not None and self.end() is not None:
             if task != -1:  # reentrant checkpointing runs a backward inside the backward
                 self.tasks.add(task)
-                torch.autograd.Variable._execution_engine.queue_callback(EndOfNested(self, task))
+                ended = functools.partial(self.schedule.end_nested, task)
+                torch.autograd.Variable._execution_engine.queue_callback(ended)
             return
         if self.refusal is not None:
             raise self.refusal
