@@ -14,9 +14,9 @@ from ..comm.collectives import Collectives
 
 
 class BufferSync:
-    """Broadcasts the buffers of `root` from rank 0 of the mesh, one collective per dtype. `ignored` are names in `root`."""
+    """Broadcasts a model's buffers from rank 0 of the mesh, one collective per dtype, except those of names `ignored`."""
 
-    def __init__(self, root: nn.Module, collectives: Collectives, ignored: frozenset[str]) -> None:
+    def __init__(self, collectives: Collectives, ignored: frozenset[str]) -> None:
         self.collectives, self.ignored = collectives, ignored
         self.due = (
             True  # as under DDP, before the first forward and before each forward after one whose backward reduces

@@ -354,7 +354,7 @@ def _register(setup: Setup) -> None:
     if setup.coalesced:
         broadcast(c, setup.coalesced, "the broadcast of buffers from rank 0", within_plane=True)
     if setup.has_buffers and c.world > 1 and config.broadcast_buffers:
-        runtime.buffers = BufferSync(model, c, setup.rank_own)
+        runtime.buffers = BufferSync(c, setup.rank_own)
     runtime.ready()
     runtime.number_as_new()
     runtime.registrations.ignored = frozenset(setup.plan.ignored)

@@ -328,7 +328,7 @@ class GradientBuffer:
         for result in results if touched else ():
             pieces = result.split_with_sizes(self._pieces)
             for i in touched:
-                self._publish_one(self.params[i], pieces[self._piece_of[i]], result, self.home)
+                self._publish_one(self.params[i], pieces[self._piece_of[i]], result)
             if self.home is not None:
                 self.home.moving.hold(self._present_grads())
         if self.partial:
@@ -337,16 +337,16 @@ class GradientBuffer:
             self.unfinished.end()
         return touched
 
-    @staticmethod
-    def _publish_one(param: Any, local: torch.Tensor, result: torch.Tensor, home: HostGradients | None = None) -> None:
+    def _publish_one(self, param: Any, local: torch.Tensor, result: torch.Tensor) -> None:
+        """Make `local`, a part of `result`, the gradient of `param`, or add it to the gradient."""
         grad = ShardTensor._wrap(local, param._spec)
         existing: Any = own_grad(param)
         if existing is None or is_unreduced(existing):
             grad._shard_state.flat = result
             set_own_grad(param, grad)
         else:
-            if home is not None:
-                home.moving.settle()
+            if self.home is not None:
+                self.home.moving.settle()
             existing.add_(grad)
 
     # -- deferred gradients, between the backwards of no_sync() -----------------------------------------------------

@@ -376,7 +376,7 @@ class Unit:
             held: Any = slots.get(attribute)
             if held is param:
                 slots[attribute] = flat.leaves[index]
-            elif not self._stands_in(module, attribute, held):
+            elif not _is_of_functional_call(held):
                 self.installed -= 1
                 self._restore()
                 name = flat.layout.slots[index].name
@@ -422,12 +422,6 @@ class Unit:
         if self._flattened is None:
             self._flattened = list(dict.fromkeys(m for m, *_ in self.places if isinstance(m, nn.RNNBase)))
         return self._flattened
-
-    def _stands_in(self, module: nn.Module, attribute: str, found: Any) -> bool:
-        """Return True if `found` is a tensor that torch.func.functional_call has put into `module` for one call."""
-        if found is not None and not isinstance(found, nn.Parameter) and isinstance(found, torch.Tensor):
-            return True
-        return inside_functional_call()
 
     def write_back_edits(self) -> None:
         """Write to the shard what a forward has edited (`with no_grad(): self.weight.clamp_()`).
@@ -542,6 +536,11 @@ def unit_of(param: object) -> Unit | None:
     """Return the unit of a sharded parameter; None for gradients, optimizer state and plain tensors."""
     ref = param._unit_ref if isinstance(param, ShardTensor) else None
     return None if ref is None else cast("Unit | None", ref())
+
+
+def _is_of_functional_call(found: Any) -> bool:
+    """Return True if torch.func.functional_call has put `found` into a module, in place of a parameter, for one call."""
+    return (isinstance(found, torch.Tensor) and not isinstance(found, nn.Parameter)) or inside_functional_call()
 
 
 _HOLDERS = frozenset({torch.Tensor, list, tuple, dict})

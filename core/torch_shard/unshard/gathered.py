@@ -63,10 +63,10 @@ def gathered(
     error: Exception | None = None
     units: list[Unit] = []
     held: list[Any] = []  # the units' names, and which gradients there are
-    request = Request(write, None, c.device, grads, what)
+    request = Request(write, None, c.device, grads)
     try:
         units = units_of(runtime, target)
-        request = Request(bool(write), _ranks(c, ranks), _device(c, device), bool(grads), what)
+        request = Request(bool(write), _ranks(c, ranks), _device(c, device), bool(grads))
         _check(runtime, units, request)
         held = [(u.name, [[g is not None for g in local_grads(f)] for f in u.flats if grads]) for u in units]
     except Exception as problem:  # the other ranks must hear of it
@@ -84,7 +84,7 @@ def gathered(
             failed = False
         finally:
             if request.write:
-                write_back(runtime, entered, request, failed)
+                write_back(runtime, entered, failed)
     finally:
         runtime.solo -= solo
         for summons in reversed(entered):
@@ -213,7 +213,7 @@ def _enter(runtime: Runtime, units: list[Unit], request: Request, entered: list[
     # All in-place unshards are started before the first is waited for.
     try:
         for summons in started:
-            _enter_one(runtime, summons)
+            _enter_one(summons)
             entered.append(summons)
     except BaseException:
         for summons in started[len(entered) :]:
@@ -222,7 +222,7 @@ def _enter(runtime: Runtime, units: list[Unit], request: Request, entered: list[
         raise
 
 
-def _enter_one(runtime: Runtime, summons: Summons) -> None:
+def _enter_one(summons: Summons) -> None:
     unit, request = summons.unit, summons.request
     if not summons.shared:
         unit.wait()

@@ -29,7 +29,6 @@ class Request:
     ranks: tuple[int, ...] | None
     device: torch.device
     grads: bool
-    what: str
 
     def names(self, rank: int) -> bool:
         return self.ranks is None or rank in self.ranks
@@ -71,13 +70,12 @@ def open_on(unit: Unit) -> list[Summons]:
 # -- writing back -----------------------------------------------------------------------------------------------------
 
 
-def write_back(runtime: Runtime, entered: list[Summons], request: Request, failed: bool) -> None:
+def write_back(runtime: Runtime, entered: list[Summons], failed: bool) -> None:
     """Write the values back into the shards, on every rank or on none. Collective.
 
     Args:
         runtime: of the engine.
         entered: the units inside this gathered().
-        request: its arguments.
         failed: an exception is on its way out of the gathered().
 
     Raises:
