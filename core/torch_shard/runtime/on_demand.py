@@ -137,9 +137,7 @@ class OnDemand:
         """
         if not unit.gathers:
             return True
-        if (
-            graph_task() == -1 or unit.state is State.SHARDED or unit.refill
-        ):  # with `refill`, others may have to unshard
+        if graph_task() == -1 or unit.state is State.SHARDED or unit.refill:  # in a refill other ranks may unshard
             return False
         unit.wait()
         unit.note_stream()
