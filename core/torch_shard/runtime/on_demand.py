@@ -13,6 +13,7 @@ from ..errors import UnitStateError
 from ..shard_tensor.function_sets import creates, exposes_memory, initialises
 from ..shard_tensor.spec import gather_error
 from ..shard_tensor.tensor import ShardTensor
+from ..unit.full_values import whole_flat
 from ..unit.unit import State
 from ..utils.autograd_private import graph_task, sequence_number
 from ..utils.pytree import tensors_in
@@ -121,8 +122,6 @@ class OnDemand:
             text = f"gathers the stored values of unit {unit.name!r}"
             agreement.note(zlib.crc32(text.encode()), text)
             agreement.check(text)
-        from ..unit.full_values import whole_flat  # which knows the runtime
-
         full = whole_flat(flat, unit.gather_text)
         if full is flat.shard:
             full = full.clone()

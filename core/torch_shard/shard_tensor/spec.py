@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import NeedsGatherError
+from ..layout.dtensor_placement import part_given
 from ..layout.flat_layout import Box, FlatLayout
 from ..layout.tensor_part import TensorPart
 
@@ -177,8 +178,6 @@ def slice_full(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     if full.shape != spec.shape:
         raise ValueError(f"{spec.name} has shape {tuple(spec.shape)}, not {tuple(full.shape)}.")
     if hasattr(full, "_local_tensor"):
-        from ..layout.dtensor_placement import part_given  # which imports this module
-
         full = part_given(full, spec.part, spec.name)
     elif spec.part is not None:
         for dim, size in enumerate(spec.part.sizes):
