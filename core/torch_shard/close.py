@@ -1,4 +1,4 @@
-"""``engine.close``: whole plain parameters again, inside the same Python objects."""
+"""``engine.close``, after which parameters are full and plain again, in the same Python objects."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from .shard_tensor.unsharded_param import set_own_grad
 from .state import optimizer_state
 from .unit.flat_buffer import FlatBuffer
 from .unit.full_values import whole_slices
-from .unit.unit import OWN_ATTRIBUTES, Unit
+from .unit.module_params import OWN_ATTRIBUTES
+from .unit.unit import Unit
 from .unshard.full_values import gathered_values, local_grads
 
 
 def close_units(
     runtime: Runtime, optimizers: Iterable[torch.optim.Optimizer] = (), model: nn.Module | None = None
 ) -> None:
-    """Turn every sharded parameter into a whole plain ``nn.Parameter``, the same object. Collective.
+    """Turn every sharded parameter into a full plain ``nn.Parameter``, the same object. Collective.
 
-    Values, gradients (reduced, whole), ``requires_grad``, attributes and hooks are kept; hooks see the local gradient
-    and are called once ``.grad`` is accumulated, as in plain torch. Needs memory for the whole model on every rank.
-    The state of `optimizers` becomes whole and plain too; that of any other optimizer stays cut and can't be used.
+    Values, gradients (reduced, full), ``requires_grad``, attributes and hooks are kept. Hooks see the local gradient and are
+    called once ``.grad`` is accumulated, as in plain torch. The state of `optimizers` becomes full and plain, too; the state
+    of any other optimizer stays sharded and can't be used. Every rank needs memory for the full model.
 
     Raises:
-        UnitStateError: inside a forward or ``engine.gathered``, or where a parameter can't be swapped because of weak
+        UnitStateError: inside a forward or ``engine.gathered``, or if a parameter can't be swapped because of weak
             references to it or a live graph over it. Nothing has changed then.
     """
     error: Exception | None = None
@@ -43,7 +44,7 @@ def close_units(
         for unit in runtime.units:
             for flat in unit.flats:
                 if flat.host is not None:
-                    flat.host.moving.settle()  # until then it has weak references to what waits for it
+                    flat.host.moving.settle()  # background work has weak references to tensors that wait for it
             _check(unit)
     except Exception as problem:  # the other ranks must hear of it
         error = problem
@@ -53,7 +54,7 @@ def close_units(
     names = {id(p): name for unit in runtime.units for name, p in zip(unit.names, unit.params, strict=True)}
     if model is not None:
         names = {**{id(p): name for name, p in model.named_parameters()}, **names}
-    runtime.schedule.release_unused()
+    runtime.schedule.reshard_unused()
     for unit in runtime.units:
         plain: list[tuple[ShardTensor, nn.Parameter]] = []
         with gathered_values(runtime, unit) as wholes:
@@ -81,11 +82,11 @@ def close_units(
 
 
 def _give_back(optimizer: torch.optim.Optimizer, names: dict[int, str], state: dict[str, Any]) -> None:
-    """Whole state in place of slices. Not by ``load_state_dict``, which changes dtypes to the parameters'."""
+    """Give `optimizer` full state in place of shards, without ``load_state_dict``, which would change dtypes."""
     for group in optimizer.param_groups:
         counts_on_device = group.get("capturable") or group.get("fused")
         for p in group["params"]:
-            if id(p) not in names:  # not the model's
+            if id(p) not in names:  # a parameter of another model
                 continue
             entries = state.get(names[id(p)])
             if entries:
@@ -100,23 +101,31 @@ def _give_back(optimizer: torch.optim.Optimizer, names: dict[int, str], state: d
 
 
 def _distribute(param: Any, entries: dict[str, Any]) -> None:
-    """Of whole state of a DTensor, what plain tensor parallelism would have made DTensors: torch computes with DTensors and plain
-    tensors together only where those are 0-dim."""
+    """Make DTensors of those entries of a DTensor parameter's state that would be DTensors without the engine.
+
+    torch computes with DTensors and plain tensors together only where the plain ones are 0-dim.
+    """
     placed = placed_of(param, "")
-    for key, value in entries.items():  # the key stays, so the dict may be gone through
+    for key, value in entries.items():  # values may be replaced in the loop, since the keys stay
         if isinstance(value, torch.Tensor) and optimizer_state.is_elementwise(param, key, value.shape):
             entries[key] = made_like(param, value)
         elif placed is not None and placed.part is None and key not in COUNTERS:
-            # Of any shape: what optimizers of whole matrices keep. Every rank has all of the parameter, and so of its state.
+            # State of any shape, as optimizers of full matrices keep it. Every rank has the full parameter, and so its state.
             entries[key] = matrix_state.mapped(value, lambda whole: replicated_like(param, whole))
 
 
 class _NotGivenBack:
-    """On an optimizer of whole matrices that ``engine.close`` was not told of: its state has stayed with the owners, each
-    rank would step plain parameters with a part of it or without, and replicas would differ without a word."""
+    """A hook on an optimizer of full matrices that ``engine.close`` was not told of, which makes its next step an error.
+
+    The state of such an optimizer has stayed with the parameters' owners. Each rank would step plain parameters with a part
+    of the state, and replicas would silently differ.
+    """
 
     def __init__(self, optimizer: Any, rank: int, params: set[int]) -> None:
-        """`params`: the ids of the closed engine's. (A weak reference would forbid to shard them again.)"""
+        """Hook `optimizer`; `params` are the ids of the closed engine's parameters.
+
+        Weak references to the parameters would keep them from being sharded again.
+        """
         self._rank, self._params = rank, params
         self._handles = [
             optimizer.register_step_pre_hook(self.check),
@@ -126,7 +135,7 @@ class _NotGivenBack:
     def check(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._params]
         if not held or any(isinstance(p, ShardTensor) for p in held):
-            return  # another engine has them, which finds the state where it is
+            return  # another engine has sharded the parameters, and finds the state with their owners
         name = type(optimizer).__name__
         raise UnitStateError(
             f"rank {self._rank}: {name}.step() on a model whose engine was closed without naming it, so each rank has the state "
@@ -165,7 +174,7 @@ def _check(unit: Unit) -> None:
 def _plain(unit: Unit, flat: FlatBuffer, full: torch.Tensor, index: int, grad: torch.Tensor | None) -> nn.Parameter:
     param, leaf, name = flat.params[index], flat.leaves[index], flat.layout.slots[index].name
     with torch.inference_mode(False), torch.no_grad():
-        # Memory of its own, not a view: saving one parameter must not save its whole unit.
+        # Cloned, because saving a view would save the memory of the full unit.
         values = flat.as_given(flat.view(full, index).clone(), index)
         with torch._C.DisableTorchFunctionSubclass():
             wants = param.requires_grad
@@ -176,7 +185,7 @@ def _plain(unit: Unit, flat: FlatBuffer, full: torch.Tensor, index: int, grad: t
     for key, value in param.__dict__.items():
         if key not in OWN_ATTRIBUTES:
             whole.__dict__[key] = value
-    # The dicts themselves, so that the handles that users hold still remove their hooks.
+    # The dicts themselves, so that users' handles still remove their hooks.
     hooks: Any = leaf._backward_hooks
     if hooks:
         whole._backward_hooks = hooks
@@ -191,7 +200,8 @@ def _swap(param: ShardTensor, whole: nn.Parameter) -> None:
         set_own_grad(param, None)
         hooks: Any = whole._backward_hooks
         torch.utils.swap_tensors(param, whole)
-        # These stay with the Python object: here are the engine's own, which the next engine would take for the user's.
+        # swap_tensors leaves backward hooks with the Python object: those are the engine's own, and the next engine would
+        # take them for the user's.
         param._backward_hooks = hooks
-    # What was the ShardTensor is in `whole` now and goes away with it.
+    # The ShardTensor is the object `whole` now, which goes away.
     assert not isinstance(param, ShardTensor)

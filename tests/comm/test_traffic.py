@@ -72,12 +72,12 @@ def watch_gathers(pair: Pair) -> None:
     """Let the sharded model note each gather that is issued, too."""
     for number, unit in enumerate(pair.engine.units):
 
-        def gather(again: bool, unit: Any = unit, number: int = number, issue: Any = unit.gather) -> None:
+        def unshard(from_secondary: bool, unit: Any = unit, number: int = number, issue: Any = unit.unshard) -> None:
             if unit.state.value == "sharded":  # else there is nothing to issue
                 pair.model.events.append(f"gather {number - 1}")  # the embedding is -1
-            issue(again)
+            issue(from_secondary)
 
-        unit.gather = gather
+        unit.unshard = unshard
 
 
 def place(events: list[str], event: str) -> int:
@@ -259,12 +259,12 @@ def watch_gathered(pair: Pair) -> list[int]:
     pair.model.look = look
     for unit in pair.engine.units:
 
-        def gather(again: bool, issue: Any = unit.gather) -> None:
-            issue(again)
+        def unshard(from_secondary: bool, issue: Any = unit.unshard) -> None:
+            issue(from_secondary)
             # What the unit that is just being gathered adds, and those that are about to be released.
             found.append(sum(u.full_bytes for u in pair.engine.units if u.state.value != "sharded"))
 
-        unit.gather = gather
+        unit.unshard = unshard
     return found
 
 

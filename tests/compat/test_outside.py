@@ -149,7 +149,7 @@ def test_edits_and_arithmetic_among_sharded_tensors_stay_on_slices(rank, world_s
     pair.backward(plain_backward, batch(rank, 1))
     demanded = []
     runtime = pair.model.scale._unit_ref().runtime
-    runtime.demand = lambda unit, phase: demanded.append(unit)
+    runtime.unshard = lambda unit, phase: demanded.append(unit)
     noise = torch.arange(5.0, dtype=torch.float64)
     with torch.no_grad():
         for model in (pair.model, pair.plain):
@@ -165,7 +165,7 @@ def test_edits_and_arithmetic_among_sharded_tensors_stay_on_slices(rank, world_s
             assert type(update) is type(p.grad)
             p.sub_(torch.addcmul(update, p.grad, noise) + p * torch.tensor(0.1))
             torch._foreach_add_([p], [noise])
-    del runtime.demand
+    del runtime.unshard
     assert not demanded and isinstance(pair.model.scale.grad, ShardTensor)
     pair.check()
 

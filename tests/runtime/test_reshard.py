@@ -22,7 +22,8 @@ HYBRID = {"strategy": "hybrid_shard", "shard_size": 4}
 def parts(engine: torch_shard.Engine) -> int:
     """Bytes that this rank keeps between forward and backward."""
     flats = [flat for unit in engine.units for flat in unit.flats]
-    return sum(flat.part.untyped_storage().nbytes() for flat in flats if flat.part is not None)
+    shards = [flat.secondary_shard for flat in flats if flat.secondary_shard is not None]
+    return sum(shard.untyped_storage().nbytes() for shard in shards)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ class AskedUnit:
     def leaf_of(self, param):
         return self.leaf
 
-    def on_demand(self, param, func, local_ok):
+    def on_demand(self, param, func, local_ok, dtypes):
         self.asked.append((getattr(func, "__name__", ""), local_ok))
         return self.leaf if self.is_summoned or (self.gathers and not local_ok) else None
 

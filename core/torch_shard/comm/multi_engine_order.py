@@ -53,7 +53,7 @@ class Together:
         get one of its own. (One that comes later gathers from all ranks.)"""
         for runtime in self._engines_here:
             for unit in runtime.units:
-                unit.drop_parts()
+                unit.drop_secondary_shards()
 
     def begin(self, runtime: Any, task: int) -> None:
         """A backward through an engine begins, which ends with the graph task `task`."""

@@ -1,4 +1,4 @@
-"""What autograd tells the runtime: which backward runs, which nodes came first, and a unit's forward that it comes back to."""
+"""What a backward leaves with autograd: the forwards that it will come to, and a callback at its end."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ if TYPE_CHECKING:
 
 
 class Use:
-    """One forward of a unit that backward will come back to: the sequence numbers of its nodes, and what they saved."""
+    """One forward of a unit, to which backward will come: the sequence numbers of its nodes, and what autograd saved."""
 
     __slots__ = ("__weakref__", "end", "saved", "start", "task", "unit", "versions")
 
     def __init__(self, unit: Unit, start: int) -> None:
         self.unit, self.start, self.end, self.saved, self.task = unit, start, start, True, -1
-        # Of what autograd has saved: flat, parameter, version.
+        # The parameters that autograd has saved: number of the flat buffer, index, version.
         self.versions: list[tuple[int, int, int]] = []
 
     def check(self) -> None:
-        """Raise where one of them has changed: a gather would bring backward other values than forward had. Plain torch
-        raises then, too."""
+        """Raise if a saved parameter has changed, because backward would get other values than forward had.
+
+        Plain torch raises then, too.
+        """
         flats = self.unit.flats
         with torch._C.DisableTorchFunctionSubclass():
             changed = [(f, i) for f, i, version in self.versions if flats[f].params[i]._version != version]
@@ -37,45 +39,14 @@ class Use:
                 )
 
 
-class Trigger:
-    """A tensor hook on the outputs of one forward."""
-
-    def __init__(self, runtime: Runtime, use: Use) -> None:
-        self.runtime, self.use = runtime, use
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        self.runtime.trigger(self.use)
-
-
-class Check:
-    """The same for a unit that is always whole."""
-
-    def __init__(self, runtime: Runtime, use: Use) -> None:
-        self.runtime, self.use = runtime, use
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        runtime = self.runtime
-        if self.use.unit.holds_gradients():
-            runtime.arm()
-        stepping = runtime.in_backward
-        if stepping is not None:
-            stepping.reached(self.use)
-        self.use.check()
-
-
 class EndOfBackward:
-    """Held by autograd's graph task alone: if the task dies with an exception, so does this, and the runtime notices."""
+    """A callback at the end of a graph task, which alone refers to it.
+
+    If the task ends with an exception, this object dies, and the runtime notices by its weak reference.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
 
     def __call__(self) -> None:
         self.runtime.end_backward()
-
-
-class EndOfNested:
-    def __init__(self, runtime: Runtime, task: int) -> None:
-        self.runtime, self.task = runtime, task
-
-    def __call__(self) -> None:
-        self.runtime.schedule.end_nested(self.task)

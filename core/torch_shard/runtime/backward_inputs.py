@@ -1,10 +1,10 @@
 """`backward(inputs=parameters)` for sharded parameters: the one function of torch's namespace that is wrapped.
 
 `loss.backward(inputs=[...])` hands plain Python objects to autograd's C++ engine, which would find that a sharded
-parameter is no leaf of the graph and do nothing, without a word. No hook of torch sees that call, so
-`torch.autograd.backward` is wrapped once, for the life of the process; without sharded inputs it passes straight through.
-The wrapper also tells every engine when a backward of the user's begins and ends.
-`torch.autograd.grad` needs no wrapper: it honours `__torch_function__`. Tested on torch 2.13.
+parameter is no leaf of the graph and silently do nothing. No hook of torch sees that call. So `torch.autograd.backward` is
+wrapped once, for the life of the process; without sharded inputs the wrapper changes no argument. The wrapper also tells
+every engine when a user's backward begins and ends. `torch.autograd.grad` needs no wrapper, because it honours
+`__torch_function__`. Tested on torch 2.13.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from .runtime import Runtime
 
 
-# Of all engines alive: their runtimes hear of each backward before it starts.
+# The runtimes of all living engines, which hear of each backward before it starts.
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
 def install(runtime: Runtime) -> None:
-    """Wrap `torch.autograd.backward`, once; `runtime` follows it from now on."""
+    """Have `runtime` follow `torch.autograd.backward` from now on, which is wrapped once."""
     _runtimes.add(runtime)
     original = torch.autograd.backward
     if getattr(original, "_torch_shard", False):
@@ -42,10 +42,10 @@ def install(runtime: Runtime) -> None:
         try:
             given = signature.bind(*args, **kwargs)
         except TypeError:
-            return original(*args, **kwargs)  # it raises its own
+            return original(*args, **kwargs)  # raises torch's own error
         if given.arguments.get("inputs") is not None:
             given.arguments["inputs"] = _with_leaves(given.arguments["inputs"])
-        if torch._C._current_graph_task_id() != -1:  # nested: the outer call has done the rest
+        if torch._C._current_graph_task_id() != -1:  # inside another backward, for which the runtimes are prepared
             return original(*given.args, **given.kwargs)
         with contextlib.ExitStack() as stack:
             for runtime in list(_runtimes):
@@ -57,13 +57,13 @@ def install(runtime: Runtime) -> None:
 
 
 def _with_leaves(inputs: Any) -> Any:
-    """Return the `inputs` of a backward with, behind each sharded parameter, what modules compute with in its place."""
+    """Return the `inputs` of a backward, with the unsharded parameter after each sharded one."""
     if isinstance(inputs, torch.Tensor):
         inputs = [inputs]
     elif isinstance(inputs, dict):
         inputs = inputs.values()
     elif not isinstance(inputs, Iterable) or isinstance(inputs, Mapping):
-        return inputs  # torch refuses it
+        return inputs  # torch raises its own error
     translated = []
     for item in inputs:
         translated.append(item)

@@ -1,4 +1,4 @@
-"""Before a collective of others, in which a rank would wait without a word: is every rank there?"""
+"""A barrier before collectives that are not the engine's, in which a rank would wait forever for a missing one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ __all__ = ["meet"]
 
 
 def meet(runtime: Runtime, seconds: float, what: str) -> None:
-    """Return when all ranks are in `what`; in a forward or a backward, where the engine has no say, at once. Collective.
+    """Wait until all ranks have come to `what`. Collective.
+
+    Inside a forward or a backward, where the ranks don't compare what they do, this returns at once.
 
     Args:
-        runtime: whose ranks.
-        seconds: how long to wait for a rank at least: work of one rank alone may take so long.
+        runtime: of the engine whose ranks are meant.
+        seconds: the least time to wait for a rank, since the work of one rank alone may take so long.
         what: the operation, for messages.
 
     Raises:
-        DivergenceError: another rank waits in another operation; names both, and their lines.
+        DivergenceError: another rank is in another operation; names both operations and their lines.
         MissingRankError: another rank did not come in that time.
     """
     if _is_between_operations(runtime):
@@ -27,7 +29,7 @@ def meet(runtime: Runtime, seconds: float, what: str) -> None:
 
 
 def _is_between_operations(runtime: Runtime) -> bool:
-    """Whether the ranks compare what they do at this place: in step, and in no forward or backward of this rank's."""
+    """Return True if the ranks are in step, and this rank is in no forward or backward."""
     control = runtime.collectives.watch.channels.get("control")
     return (
         control is not None

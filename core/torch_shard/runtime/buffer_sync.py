@@ -1,4 +1,4 @@
-"""Buffers (running statistics and the like) follow rank 0, as under DDP: broadcast before a forward, coalesced."""
+"""Buffers (running statistics and the like) follow rank 0, as under DDP: they are broadcast before a forward, coalesced."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from ..comm.collectives import Collectives
 
 
 class BufferSync:
-    """Broadcasts the buffers of `root` from rank 0 of the mesh, one collective per dtype. `ignored` are names in `root`."""
+    """Broadcasts a model's buffers from rank 0 of the mesh, one collective per dtype, except those of names `ignored`."""
 
-    def __init__(self, root: nn.Module, collectives: Collectives, ignored: frozenset[str]) -> None:
+    def __init__(self, collectives: Collectives, ignored: frozenset[str]) -> None:
         self.collectives, self.ignored = collectives, ignored
-        self.due = True  # DDP's rule: before the first forward, and before each that follows one that reduces
+        self.due = (
+            True  # as under DDP, before the first forward and before each forward after one whose backward reduces
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BufferSync:
         other = copy.copy(self)
@@ -26,13 +28,13 @@ class BufferSync:
         return other
 
     def synchronise(self, root: nn.Module) -> None:
-        """Right after the ranks have agreed to begin a forward. Collective."""
-        # Below tensor parallelism buffers may be those of a rank's own part, as parameters are.
+        """Broadcast the buffers of `root`; call right after the ranks have agreed to begin a forward. Collective."""
+        # Under tensor parallelism a buffer may belong to a rank's own part of the model, so that planes don't share buffers.
         what = "the broadcast of buffers"
         broadcast_coalesced(self.collectives, self._buffers(root), what, met=True, within_plane=True)
 
     def signature(self, root: nn.Module) -> tuple[int, str]:
-        """A number that differs where buffers have other sizes, and what an error says."""
+        """Return a number that tells buffers of different sizes apart, and a text for an error."""
         sizes = [(b.numel(), b.dtype.itemsize) for b in self._buffers(root)]
         return zlib.crc32(
             str(sizes).encode()

@@ -18,7 +18,7 @@ __all__ = [
 
 
 def register(runtime: Runtime, state: Any, hook: Callable[..., Any]) -> None:
-    """See :meth:`torch_shard.Engine.register_comm_hook`. Collective."""
+    """Register `hook`, as :meth:`torch_shard.Engine.register_comm_hook` says. Collective."""
     what = "engine.register_comm_hook"
     error: Exception | None = None
     gradients = [flat.gradients for unit in runtime.units for flat in unit.flats]

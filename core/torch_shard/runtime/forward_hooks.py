@@ -1,8 +1,8 @@
-"""The forwards of a sharded model that are running, as its module hooks see them.
+"""Module hooks of a sharded model, and its running forwards.
 
-A pre-hook on a unit's trigger modules gathers it and installs its leaves; the forward hook puts the sharded parameters back.
-A unit is released when *another* unit's forward begins: a unit with several triggers is not gathered twice, and the unit used
-last is still there when backward starts with it.
+A pre-hook on a unit's trigger modules unshards the unit and installs the unsharded parameters; the forward hook puts the
+sharded parameters back. A unit is resharded when *another* unit's forward begins. So a unit with several triggers is not
+unsharded twice, and the unit used last is still unsharded when backward starts with it.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ if TYPE_CHECKING:
 
 
 class _Entered(NamedTuple):
-    """The forward of a unit's trigger module that is running."""
+    """A running forward of a unit's trigger module."""
 
     unit: Unit
     use: Use
-    summoned: bool  # whole since before: inside gathered()
+    summoned: bool  # began inside gathered(), which had installed the unsharded parameters
     frame: FrameType | None
 
 
 class Forwards:
-    """Gathers units before their forwards and tells backward of what they made; one for each :class:`Runtime`."""
+    """Unshards units before their forwards and hooks the forwards' outputs; one for each :class:`Runtime`."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.depth = 0  # those of trigger modules that need their unit gathered
+        self.depth = 0  # running forwards of trigger modules, without those inside gathered()
         self._entered: list[_Entered] = []
-        self._roots: list[FrameType | None] = []  # those of the root module run in these frames of Python's
+        self._roots: list[FrameType | None] = []  # the Python frames of the root module's running forwards
 
     @property
     def running(self) -> bool:
-        """Whether a forward of the model or of one of its units is running."""
+        """True if a forward of the model or of one of its units is running."""
         return self.depth > 0 or bool(self._roots)
 
     # -- of units -------------------------------------------------------------------------------------------------
     def enter(self, unit: Unit) -> None:
-        """Before the forward of a module that triggers `unit`. Collective."""
+        """Begin the forward of a module that triggers `unit`. Collective."""
         if self._entered:
             self.leave_interrupted()
         runtime, use = self.runtime, Use(unit, sequence_number())
@@ -64,25 +64,28 @@ class Forwards:
         if runtime.registrations.changed:
             runtime.check_registrations()
         phase = runtime.phase()
-        runtime.demand(unit, phase)
+        runtime.unshard(unit, phase)
         if phase == BACKWARD and not unit.uses:
             # Recomputation of a checkpointed region that spans several units: the nodes that will read these values are
             # older than the ones being made now, so only this unit's own trigger may start the countdown to release.
-            unit.held = True
+            unit.awaits_trigger = True
         unit.install()
         unit.running += 1
         self.depth += 1
         self._entered.append(_Entered(unit, use, False, forward_frame()))
 
     def exit(self, unit: Unit, outputs: Any) -> Any:
-        """After that forward, also when it raised (`outputs` is None then). Returns what the module shall return."""
+        """End the forward of a module that triggers `unit`; return what the module shall return.
+
+        This is called also when the forward has raised; `outputs` is None then.
+        """
         entered = self._entered
         if not (entered and entered[-1].unit is unit) and not any(each.unit is unit for each in entered):
             return outputs  # the pre-hook itself failed
         while True:
             last = entered.pop()
             self._leave(last)
-            if last.unit is unit:  # those above it were left by an interrupt that skipped their hooks
+            if last.unit is unit:  # an interrupt has skipped the hooks of the entries above
                 break
         runtime, recording = self.runtime, torch.is_grad_enabled()
         tensors = [] if outputs is None else tensors_in(outputs)
@@ -105,18 +108,18 @@ class Forwards:
             entered.unit.uninstall()
 
     def between(self, recording: bool) -> None:
-        """An operation or a forward has ended, which recorded gradients or not."""
+        """Reshard what is needed no more, after an operation or a forward; `recording`: it recorded gradients."""
         if self.running or graph_task() != -1:
             return
         runtime = self.runtime
         if not recording:
-            runtime.schedule.release_whole()
-        if runtime.schedule.keeps_on:  # what changes before the next one must be seen there
+            runtime.schedule.reshard_after_evaluation()
+        if runtime.schedule.keeps_on:  # the next forward must look for changes of the parameters
             runtime.session = False
 
     # -- of the root module ---------------------------------------------------------------------------------------
     def begin(self, root: nn.Module) -> None:
-        """Before the root module's forward. Collective, where buffers are to be synchronised."""
+        """Begin a forward of the root module. Collective where buffers have to be synchronised."""
         if self._roots:
             self.leave_interrupted()
         self._roots.append(forward_frame())
@@ -126,28 +129,28 @@ class Forwards:
             runtime.check_registrations()
         if self.depth == 0 and len(self._roots) == 1 and graph_task() == -1:
             runtime.session = False
-            runtime.schedule.release_unused()
+            runtime.schedule.reshard_unused()
             runtime.synchronise_buffers(root)
 
     def finish(self) -> None:
-        """After the root module's forward."""
+        """End the innermost forward of the root module."""
         if self._roots:
             self._roots.pop()
         self._finished()
 
     def _finished(self) -> None:
-        """A forward of the root module has ended, whether it was the last one that began or not."""
+        """Do what the end of a forward of the root module entails, the innermost or another one."""
         runtime = self.runtime
         if runtime.buffers is not None and not runtime.solo:
             runtime.buffers.due = torch.is_grad_enabled() and runtime.require_sync
         if self.depth == 0 and graph_task() == -1:
             runtime.session = False
             if not torch.is_grad_enabled():
-                runtime.schedule.release_unused()
+                runtime.schedule.reshard_unused()
 
-    # -- that an interrupt has ended ------------------------------------------------------------------------------
+    # -- after an interrupt ---------------------------------------------------------------------------------------
     def leave_interrupted(self) -> None:
-        """Do what the hooks of interrupted forwards would have done. Not collective."""
+        """Do what the forward hooks would have done that an interrupt has skipped. Not collective."""
         gone = ended([each.frame for each in self._entered], self._roots)
         if not gone:
             return
@@ -164,11 +167,11 @@ class Forwards:
 # torch 2.13.
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def uncompiled(function: Callable[..., Any], *args: Any) -> Any:
-    """Call it past the compiler."""
+    """Call `function` without compiling it."""
     return function(*args)
 
 
-# What torch.compile(fullgraph=True) gives as the reason why it can't; private, too.
+# The reason that the error of torch.compile(fullgraph=True) gives; private, too.
 uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]
 uncompiled._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
     "torch_shard gathers and releases parameters here, which is done between graphs: each unit breaks the graph once. Leave out "
@@ -177,8 +180,8 @@ uncompiled._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:
-    """Inside a compiled module, every function that a hook calls would be compiled, too."""
-    # The wrapper that forbids it costs several microseconds: only where a compiler is at work.
+    """Call `function`; inside a compiled module without compiling it."""
+    # The wrapper costs several microseconds, and is needed only while the compiler runs.
     return uncompiled(function, *args) if torch.compiler.is_compiling() else function(*args)
 
 
@@ -215,7 +218,7 @@ class FinishModel:
 
 
 def register(root: nn.Module, runtime: Runtime, units: Iterable[Unit]) -> None:
-    """Hook the root and every trigger."""
+    """Hook the root module and every trigger module."""
     runtime.registrations.root = weakref.ref(root)
     runtime.registrations.changed = False
     for unit in units:
@@ -227,7 +230,7 @@ def register(root: nn.Module, runtime: Runtime, units: Iterable[Unit]) -> None:
 
 
 def unregister(root: nn.Module, units: Iterable[Unit]) -> None:
-    """Remove the hooks of :func:`register`, also from a copied model, which has no handles to them."""
+    """Remove the hooks of :func:`register`, also from a copied model, for which there are no handles."""
     forget_loads(root)
     mixed_precision_hooks.unregister(root)
     modules = {id(m): m for m in [root, *(t for u in units for t in u.triggers)]}

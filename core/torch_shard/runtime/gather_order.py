@@ -1,8 +1,8 @@
-"""The order of gathers, remembered: what comes next, as far as it came the same way before.
+"""The remembered order of unshards, which predicts the next ones.
 
-Every gather is an event. The successor of each pair of events is kept, which tells apart the visits of a block that is
-used twice, forward from backward, and training from evaluation. All ranks that have run the same events hold the same
-memory, so what it predicts may be gathered ahead, and what it predicts right needs no agreement.
+Every unshard is an event. The successor of each pair of events is remembered. Pairs tell apart the visits of a block that is
+used twice, forward from backward, and training from evaluation. All ranks that have run the same events have the same
+memory. So a predicted unit may be prefetched, and an event that was predicted needs no agreement of the ranks.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ from __future__ import annotations
 from ..unit.phases import BACKWARD
 
 Event = tuple[int, int, bool]
-"""Phase, index of the unit, whether it is the first event of a forward or backward."""
+"""Phase, index of the unit, and True for the first event of a forward or backward."""
 
 
 class GatherOrder:
-    """The events of one engine. Not collective: it only remembers. `ahead`: how many units are prefetched."""
+    """The events of one engine; `ahead` is how many units are prefetched. Nothing here is collective."""
 
     def __init__(self, ahead: int) -> None:
         self.ahead = ahead
         self.last: tuple[Event | None, Event | None] = (None, None)
         self._successors: dict[tuple[Event | None, Event | None], Event] = {}
-        self._ahead: dict[tuple[Event | None, Event | None], list[int]] = {}  # what `upcoming` has found
+        self._ahead: dict[tuple[Event | None, Event | None], list[int]] = {}  # results of `upcoming`, by `last`
 
     @property
     def phase(self) -> int | None:
-        """Phase of the latest event."""
+        """The phase of the latest event; None where there is none."""
         return self.last[1][0] if self.last[1] is not None else None
 
     def repeats(self, event: Event) -> bool:
-        """Whether `event` is the latest one once more: the unit has not changed."""
+        """Return True if `event` is the latest event once more, of the same unit in the same phase."""
         return self.last[1] is not None and self.last[1][:2] == event[:2] and not event[2]
 
     def advance(self, event: Event) -> bool:
-        """Remember that `event` came next; True if that was known."""
+        """Remember that `event` came next; return True if it was predicted."""
         known = self._successors.get(self.last) == event
         if not known:
             self._successors[self.last] = event
@@ -41,7 +41,7 @@ class GatherOrder:
         return known
 
     def upcoming(self) -> list[int]:
-        """The next units of this phase, at most ``ahead``; never those of the next forward or backward."""
+        """Return the next units of this phase, at most ``ahead``; never those of the next forward or backward."""
         pair = self.last
         known = self._ahead.get(pair)
         if known is not None:
@@ -56,8 +56,10 @@ class GatherOrder:
         return found
 
     def between(self, until: Event | None, limit: int) -> list[Event]:
-        """The remembered events of this backward that lie before `until`, or up to its end (None). Empty if `until`
-        is not among them."""
+        """Return the predicted events of this backward before `until`; None means up to the backward's end.
+
+        The result is empty if `until` is not predicted, or more than `limit` events lie before it.
+        """
         pair = self.last
         found: list[Event] = []
         while len(found) <= limit:
@@ -71,7 +73,7 @@ class GatherOrder:
         return []
 
     def forget(self) -> None:
-        """Learn anew."""
+        """Forget all events, and learn anew."""
         self.last = (None, None)
         self._successors.clear()
         self._ahead.clear()

@@ -1,8 +1,8 @@
-"""Whether a backward began at a loss that a ``torch.amp.GradScaler`` has scaled.
+"""Detection of a backward from a loss that a ``torch.amp.GradScaler`` has scaled.
 
-A scaled loss can't be told from another one. So ``GradScaler.scale`` is wrapped, once, for the life of the process: it puts
-a hook on what it returns, which backward calls first. What the hook leaves lives as long as the graph task, which holds it
-as one of its callbacks, so an exception leaves nothing behind. Tested on torch 2.13.
+A scaled loss can't be told from another one. So ``GradScaler.scale`` is wrapped, once, for the life of the process, and the
+wrapper puts a hook on the scaled loss, which backward calls first. The hook makes an object that only the graph task refers
+to, as one of its callbacks, so that also a backward that fails leaves nothing behind. Tested on torch 2.13.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["follow", "is_running"]
 
 
 class _Task:
-    """Held by autograd's graph task alone."""
+    """A mark for one backward, to which autograd's graph task alone refers."""
 
     def __call__(self) -> None:
         pass
@@ -28,12 +28,15 @@ _tasks: weakref.WeakSet[_Task] = weakref.WeakSet()
 
 
 def is_running() -> bool:
-    """Whether a backward from a scaled loss runs."""
+    """Return True if a backward from a scaled loss is running."""
     return bool(_tasks)
 
 
 def follow() -> None:
-    """Hear of losses that are scaled from now on. Classes derived from GradScaler later must call ``super().scale()``."""
+    """Watch the losses that are scaled from now on.
+
+    Classes that are derived from GradScaler later must call ``super().scale()``.
+    """
     classes: list[type] = [torch.amp.GradScaler]
     for cls in classes:
         classes += cls.__subclasses__()
@@ -59,7 +62,7 @@ def _marked(scaled: Any) -> Any:
     elif isinstance(scaled, (list, tuple)):
         for each in scaled:
             _marked(each)
-    elif isinstance(scaled, Iterable):  # not gone through yet
+    elif isinstance(scaled, Iterable):  # an iterator, whose items are scaled as it runs
         return map(_marked, scaled)
     return scaled
 

@@ -1,7 +1,7 @@
-"""Forwards that an interrupt has ended.
+"""Detection of forwards that an interrupt has ended.
 
-torch calls the hooks behind a forward that has ended with an Exception, but not behind one that a KeyboardInterrupt or a
-SystemExit has ended. That shows in Python's stack alone: the frame in which the forward ran is not in it any more.
+torch calls forward hooks after a forward that an Exception has ended, but not after one that a KeyboardInterrupt or a
+SystemExit has ended. Such a forward shows only in that its frame is no longer on Python's stack.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ __all__ = ["ended", "forward_frame"]
 
 
 def forward_frame() -> FrameType | None:
-    """The frame of ``Module.__call__`` whose hook has called this; None where the compiler has left none, so that nothing is
-    known."""
+    """Return the frame of the ``Module.__call__`` that runs the calling hook; None where the compiler has left no frame."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != module.__file__:
         frame = frame.f_back
@@ -24,10 +23,10 @@ def forward_frame() -> FrameType | None:
 
 
 def ended(*nested: list[FrameType | None]) -> set[FrameType]:
-    """Those of the frames that no thread runs any more. In each list a frame is inside the one before it."""
+    """Return those of the frames that no thread runs any more. In each list a frame is inside the one before it."""
     innermost = [frames[-1] for frames in nested if frames]
     if all(frame is None or _is_in(sys._getframe(1), frame) for frame in innermost):
-        return set()  # those around them run as well
+        return set()  # where the innermost frame runs, so do those around it
     stacks = list(sys._current_frames().values())  # a forward may run in another thread
     known = {frame for frames in nested for frame in frames if frame is not None}
     return {frame for frame in known if not any(_is_in(stack, frame) for stack in stacks)}

@@ -1,4 +1,4 @@
-"""Loads through torch's own ``load_state_dict`` are noted, so that a load on some ranks only is found."""
+"""Hooks that note loads through torch's own ``load_state_dict``, so that a load on some ranks only is an error."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class NoteLoad:
-    """A post-hook of ``load_state_dict``: loading on some ranks only must not stay unnoticed.
+    """A post-hook of ``load_state_dict`` that adds the load to the sequence that the ranks compare.
 
-    Each rank copies into its own slices, so nothing collective happens that could miss a rank. The note is compared
-    when the next forward begins.
+    Each rank copies into its own shards, and no collective would miss a rank. The ranks compare their sequences when the
+    next forward begins.
     """
 
     def __init__(self, unit: Unit, name: str) -> None:
@@ -27,7 +27,7 @@ class NoteLoad:
 
     def __call__(self, module: nn.Module, keys: Any) -> None:
         agreement = runtime_of(self.unit).agreement
-        # Inside engine.gathered one rank may load for all: the values are sent when it ends.
+        # Inside engine.gathered one rank may load for all ranks; the values are sent when it ends.
         if agreement is not None and not self.unit.is_summoned:
             agreement.note(zlib.crc32(self.name.encode()), f"{_LOADS}{self.name or 'the root module'!r}")
 

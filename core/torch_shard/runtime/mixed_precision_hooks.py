@@ -1,13 +1,13 @@
-"""Casts of modules' inputs and outputs to the dtypes of :class:`~torch_shard.config.precision.Precision`.
+"""Hooks that cast modules' inputs and outputs to the dtypes of :class:`~torch_shard.config.precision.Precision`.
 
-The hooks are objects, so that they copy with the model.
+The hooks are objects, so that they are copied with the model.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,9 +26,9 @@ _DEPTH = 8
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating-point tensors in `dtype`; containers of others are copied where something in them changes.
+    """Return `value` with its floating-point tensors in `dtype`; a container in which something changes is copied.
 
-    Looks into tuples, lists, dicts and dataclasses. Other objects (a cache that the forward fills, say) stay what they are.
+    This looks into tuples, lists, dicts and dataclasses. Other objects (a cache that the forward fills, say) stay as they are.
     """
 
     def to_dtype(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """The same with tensors that are on the CPU moved to `device`."""
+    """Return `value` with tensors that are on the CPU moved to `device`; looks into the same containers as :func:`cast`."""
 
     def to_device(tensor: torch.Tensor) -> torch.Tensor:
         plain = not isinstance(tensor, ShardTensor) and tensor.device.type == "cpu"
@@ -76,14 +76,16 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: 
 
 
 def cast_outputs(value: Any, dtype: torch.dtype) -> Any:
-    """What a forward returned, with its floating-point tensors in `dtype`; looks into every object."""
+    """Return `value`, the result of a forward, with its floating-point tensors in `dtype`; looks into every object."""
     found = [t for t in tensors_in(value) if t.is_floating_point() and t.element_size() > 1 and t.dtype != dtype]
     return replace(value, {id(t): t.to(dtype) for t in found if not isinstance(t, ShardTensor)}) if found else value
 
 
 class CastInputs:
-    """Before the forward of a module of `units`: to the dtype of the computation, or inside ``engine.gathered``, where parameters
-    have their own, to that."""
+    """A pre-hook that casts the inputs of a module of `units` to the dtype of the computation.
+
+    Inside ``engine.gathered`` parameters have the dtype in which they are stored, and so have the inputs.
+    """
 
     def __init__(self, units: list[Unit], compute: torch.dtype, stored: torch.dtype) -> None:
         self.units, self.compute, self.stored = units, compute, stored
@@ -94,8 +96,10 @@ class CastInputs:
 
 
 class MoveInputs:
-    """Before the forward of the root, where parameters are in host memory, and so, to all appearances, the model: what is given
-    to it on the CPU goes to the device that computes."""
+    """A pre-hook of the root module that moves inputs on the CPU to the device that computes.
+
+    It is there where parameters are in host memory, so that the model appears to be on the CPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -105,11 +109,11 @@ class MoveInputs:
 
 
 class KeepIn:
-    """Before the forward of a module that is kept as it is stored."""
+    """A pre-hook that casts the inputs of a module that computes in the dtype in which it is stored."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.given: list[torch.dtype | None] = []  # by the forwards that run, the innermost last
+        self.given: list[torch.dtype | None] = []  # the inputs' dtypes of the running forwards, the innermost last
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         given = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)] or tensors_in((args, kwargs))
@@ -118,7 +122,10 @@ class KeepIn:
 
 
 class KeepOut:
-    """After it, also when it raised: the outputs in the dtype that the inputs had."""
+    """A forward hook beside :class:`KeepIn` that casts the outputs to the dtype that the inputs had.
+
+    It is called also when the forward has raised.
+    """
 
     def __init__(self, before: KeepIn) -> None:
         self.before = before
@@ -129,7 +136,7 @@ class KeepOut:
 
 
 class CastOutputs:
-    """After the forward of the root."""
+    """A forward hook that casts the outputs of the root module."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -142,7 +149,7 @@ _HOOKS = (CastInputs, MoveInputs, KeepIn, KeepOut, CastOutputs)
 
 
 def register(root: nn.Module, units: list[Unit], precision: Precision) -> None:
-    """Hook the modules of `root` as `precision` asks for, before the hooks that gather."""
+    """Hook the modules of `root` as `precision` asks for, before the hooks that unshard."""
     kept = precision.kept_modules(root)
     inside_kept = {m for top in kept for m in top.modules()}
     if precision.cast_inputs:
@@ -180,22 +187,8 @@ def unregister(root: nn.Module) -> None:
                 module._forward_hooks_always_called.pop(key, None)
 
 
-def convert_buffers(root: nn.Module, dtype: torch.dtype) -> None:
-    """The floating-point buffers of `root` in `dtype`."""
-    for module, name, buffer in list(_buffers(root)):
-        if buffer.is_floating_point() and buffer.element_size() > 1:
-            module._buffers[name] = buffer.to(dtype)
-
-
-def _buffers(root: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    for module in root.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                yield module, name, buffer
-
-
 def _stored(module: nn.Module, precision: Precision) -> torch.dtype:
-    """What the parameters of `module` are stored in."""
+    """Return the dtype in which the parameters of `module` are stored."""
     for p in module.parameters():
         dtypes = precision.dtypes(p.dtype, p.requires_grad, True)
         if p.is_floating_point() and p.element_size() > 1:

@@ -1,4 +1,4 @@
-"""Parameters used outside their modules' forward: gathered for one operation, by `ShardTensor.__torch_function__`."""
+"""Parameters used outside their modules' forward, which `ShardTensor.__torch_function__` has unsharded for one operation."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 from ..comm.work import caller_line
 from ..errors import UnitStateError
+from ..shard_tensor.function_sets import creates, exposes_memory, initialises
 from ..shard_tensor.spec import gather_error
 from ..shard_tensor.tensor import ShardTensor
-from ..shard_tensor.torch_function import creates, exposes_memory, initialises
+from ..unit.full_values import whole_flat
 from ..unit.unit import State
 from ..utils.autograd_private import graph_task, sequence_number
 from ..utils.pytree import tensors_in
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class _Stored:
-    """A parameter that was gathered as it is stored, for one operation."""
+    """A parameter that was unsharded with its stored values, for one operation."""
 
     flat: FlatBuffer
     index: int
     full: torch.Tensor
 
     def write_back(self) -> None:
-        """Keep what an in-place function wrote."""
+        """Write to the shard what an in-place function has changed."""
         start, stop = self.flat.layout.local_range(self.index, self.flat.collectives.rank)
         before = self.flat.shard[start:stop]
         now = self.flat.own_slot(self.full)[start:stop].to(before.device)
@@ -43,19 +44,28 @@ class _Stored:
 
 
 class OnDemand:
-    """Decides between the slice and the gathered parameter; one for each sharded model."""
+    """Decides between the shard and the unsharded parameter; one for each sharded model."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self._uses: list[Use | _Stored] = []  # of the operation that runs now
-        # Copies handed out for views, with their versions: an edit of one would be lost.
+        self._uses: list[Use | _Stored] = []  # of the running operations, the innermost last
+        # Copies that stand for views, each with its version, the parameter's name and the caller's line. Edits would be lost.
         self._copies: list[tuple[torch.Tensor, int, str, str]] = []
 
-    def leaf(
-        self, unit: Unit, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype] = frozenset()
+    def begin(
+        self, unit: Unit, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype]
     ) -> torch.Tensor | None:
-        """What to compute with in place of `param`, or None where the operation stays on the slices: the leaf, as a rule.
-        `dtypes` are those of the other operands. Collective where the unit is not gathered yet."""
+        """Return what `func` computes with in place of `param`, usually the unsharded parameter; None for the shards.
+
+        Collective where the unit is not unsharded yet.
+
+        Args:
+            unit: that holds `param`.
+            param: an operand.
+            func: the operation.
+            local_ok: the operation gives the right result on shards, too.
+            dtypes: of the operands that are not sharded.
+        """
         self.check_copies()
         if unit.is_summoned:
             return unit.leaf_of(param)
@@ -64,28 +74,30 @@ class OnDemand:
             runtime.forwards.leave_interrupted()
         inside, recording = runtime.forwards.running, torch.is_grad_enabled()
         name = getattr(func, "__name__", "")
-        # Without gradients slices will do, except that what the unit's own forward computes with must be edited itself.
-        # Before and after a forward the gathered values go as soon as the function has returned.
-        exposed = not inside and exposes_memory(name)
-        if (local_ok or exposed) and not recording and not unit.installed:
+        # Without gradients the shards will do, unless the unit's own forward runs: that computes with the unsharded
+        # parameter, which has to be edited itself.
+        if local_ok and not recording and not unit.installed:
             return None
-        if exposed and not unit.installed:  # recording or not: the address of memory that goes away
+        # Before and after a forward the unit is resharded as soon as the function has returned, so that an address of the
+        # unsharded parameter must not be handed out.
+        if not unit.installed and not inside and exposes_memory(name):
             return None
         differentiable = recording and param.requires_grad and not creates(name) and not initialises(name)
-        # User hooks see a gradient once, whole: what reaches the leaf and what reaches the slice must not be two.
+        # Users' hooks see one full gradient: it must not arrive in two parts, at the unsharded parameter and at the shard.
         hooked = differentiable and bool(unit.leaf_of(param)._backward_hooks)
-        # What records a gradient of replicated parameters uses the leaf, whose gradient is averaged over the copies. Without
-        # slices most are at hand.
-        copies = unit.collectives.topology.replicas > 1
-        replicated = differentiable and (copies or not (unit.sharded or unit.gathers))
+        # The gradient of a replicated parameter is averaged over the replicas if it arrives at the unsharded parameter. Most
+        # of these parameters need no unshard.
+        averaged = unit.collectives.topology.replicas > 1
+        replicated = differentiable and (averaged or not (unit.sharded or unit.gathers))
         if local_ok and not (inside or hooked or replicated):
             return None
         if runtime.agreement is None:
-            # In set-up, which lets a model on meta initialise slices, and whole parameters where that raises this.
+            # Set-up lets a model on meta initialise shards, and full parameters where this error is raised.
             raise gather_error([param._spec], name)
         flat, index = unit.find(param)
-        # Outside a forward a parameter shows the dtype that it is stored in. Only what is given a tensor of the computation's
-        # (`F.linear(features, model.head.weight)`) is part of that. Where both are one dtype, what records a gradient is.
+        # Outside a forward a parameter shows its stored dtype. An operation is part of the model's computation only if another
+        # operand has the dtype of that (`F.linear(features, model.head.weight)`). If both dtypes are one, an operation is
+        # part of it that records a gradient.
         as_stored = not flat.exact and not inside and graph_task() == -1
         as_stored &= not flat.casts or flat.compute not in dtypes
         if as_stored and not differentiable:
@@ -93,8 +105,8 @@ class OnDemand:
         start = sequence_number()
         is_there = replicated and not unit.gathers
         at_hand = local_ok and ((is_there and not inside) or (unit.installed and not recording))
-        if not (at_hand or (not inside and not recording and self._is_whole(unit, param))):
-            runtime.demand(unit, runtime.phase())
+        if not (at_hand or (not inside and not recording and self._is_unsharded(unit, param))):
+            runtime.unshard(unit, runtime.phase())
         for each in unit.flats:
             each.mirror()
             if not unit.installed:
@@ -104,33 +116,31 @@ class OnDemand:
         return flat.leaves[index].to(flat.dtype) if as_stored else flat.leaves[index]
 
     def _stored(self, unit: Unit, flat: FlatBuffer, index: int) -> torch.Tensor:
-        """A whole parameter of a unit that is computed with in another dtype, with the values that are stored. Collective."""
+        """Return the unsharded parameter with its stored values, where modules compute with others. Collective."""
         agreement = self.runtime.agreement
         if agreement is not None:
             text = f"gathers the stored values of unit {unit.name!r}"
             agreement.note(zlib.crc32(text.encode()), text)
             agreement.check(text)
-        from ..unit.full_values import whole_flat  # which knows the runtime
-
         full = whole_flat(flat, unit.gather_text)
         if full is flat.shard:
             full = full.clone()
         self._uses.append(_Stored(flat, index, full))
         return flat.parameter_over(full, index)
 
-    def _is_whole(self, unit: Unit, param: ShardTensor) -> bool:
-        """Whether an operation that records nothing, outside any forward, finds the unit gathered. Not collective.
+    def _is_unsharded(self, unit: Unit, param: ShardTensor) -> bool:
+        """Return True if an operation that records nothing, outside any forward, finds the unit unsharded. Not collective.
 
-        In backward it is, for whoever computes with a weight in a hook of its module: an event of its own would only
-        disturb the order of gathers that the ranks share.
+        In backward a unit may be unsharded when a hook of its module computes with a weight. An event of its own would only
+        disturb the order of unshards that the ranks share.
         """
         if not unit.gathers:
             return True
-        if graph_task() == -1 or unit.state is State.SHARDED or unit.refill:  # with `refill`, others may have to gather
+        if graph_task() == -1 or unit.state is State.SHARDED or unit.refill:  # in a refill other ranks may unshard
             return False
         unit.wait()
         unit.note_stream()
-        if unit.is_stale():  # and may not be gathered anew: backward of the unit needs the values that forward had
+        if unit.is_stale():  # it can't be unsharded anew, because its backward needs the values that forward had
             raise UnitStateError(
                 f"rank {self.runtime.collectives.world_rank}: {param._spec.name} is computed with in backward, after unit "
                 f"{unit.name!r} was changed in it (by an optimizer in a hook, perhaps). Compute with it before the change, "
@@ -139,7 +149,14 @@ class OnDemand:
         return True
 
     def done(self, unit: Unit, result: Any, copies: list[torch.Tensor], name: str) -> None:
-        """After the operation that :meth:`leaf` was asked for, also when it raised."""
+        """End the operation for which :meth:`begin` was called, also when it has raised.
+
+        Args:
+            unit: as for :meth:`begin`.
+            result: of the operation; None if it has raised.
+            copies: tensors in `result` that stand for views of unsharded parameters.
+            name: of the parameters.
+        """
         self.watch_copies(copies, name)
         if unit.is_summoned or not self._uses:
             return
@@ -150,7 +167,7 @@ class OnDemand:
         unit = use.unit
         unit.running -= 1
         if unit.gathers and not unit.installed:
-            unit.write_back_edits()  # an in-place function wrote to the gathered values
+            unit.write_back_edits()  # an in-place function may have written to the unsharded parameters
         tensors = tensors_in(result)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             self.runtime.watch_outputs(use, tensors, forward=False)
@@ -159,13 +176,13 @@ class OnDemand:
             self.runtime.forwards.between(False)
 
     def watch_copies(self, copies: list[torch.Tensor], name: str) -> None:
-        """An edit of one of these, which stand in for views of `name`, shall be an error."""
+        """Make it an error to edit one of `copies`, which stand for views of `name`."""
         if copies:
             line = caller_line()
             self._copies += [(c, c._version, name, line) for c in copies if not c.requires_grad]
 
     def check_copies(self) -> None:
-        """Raise if a copy that stands in for a view was edited."""
+        """Raise if a copy that stands for a view was edited."""
         if not self._copies:
             return
         copies, self._copies = self._copies, []

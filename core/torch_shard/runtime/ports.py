@@ -1,4 +1,4 @@
-"""What the runtime needs of optimizers' steps, which are above it."""
+"""The interface that the runtime needs of optimizers' steps, which are above it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StepInBackward(Protocol):
         """End the backward: step what is left."""
 
     def outermost(self, begins: bool) -> None:
-        """Note that a call of the user's to backward begins, or has ended."""
+        """Note that the user's call of backward begins (True) or has ended (False)."""
 
     def expect(self, use: Use) -> None:
         """Note that backward will come back to `use`."""
@@ -37,7 +37,7 @@ class StepInBackward(Protocol):
         """Note that backward computes with `unit`."""
 
     def gathered(self, unit: Unit) -> None:
-        """Note that `unit` is gathered."""
+        """Note that `unit` is unsharded."""
 
     def postpones(self, unit: Unit) -> bool:
         """Return True if `unit` may not be stepped before the end of backward."""
@@ -46,7 +46,7 @@ class StepInBackward(Protocol):
         """Return this rank's bytes for the comparison at the end of backward."""
 
     def check(self, marks: Sequence[int]) -> None:
-        """Raise where the ranks' reduced marks say that one of them has failed."""
+        """Raise if the ranks' reduced marks say that a rank has failed."""
 
     def step(self, gradients: GradientBuffer) -> None:
         """Step the parameters whose reduced gradients these are."""
@@ -58,10 +58,10 @@ class StepInBackward(Protocol):
         """End a step on what :meth:`groups_for` has returned."""
 
     def check_reader(self) -> None:
-        """Raise where `.grad` is read that was consumed in backward."""
+        """Raise if `.grad` is read that the step in backward has consumed."""
 
     def refuse_clipping(self) -> None:
-        """Raise: gradients can't be clipped behind their step."""
+        """Raise the error that gradients can't be clipped after their step."""
 
     def refuse_norms(self) -> None:
-        """Raise: norms of gradients can't be read behind their step."""
+        """Raise the error that norms of gradients can't be read after their step."""

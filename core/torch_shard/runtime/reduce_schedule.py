@@ -1,9 +1,9 @@
-"""Gradient reductions of one backward: in which order, how many at a time, and what is left at the end.
+"""The order of gradient reductions in a backward, and how many run at a time.
 
-Order: the reverse order of first use in forward, which all ranks share; a unit whose gradients are complete waits behind
-one whose are not. Units that had a parameter without any gradient in the backward before, on every rank, come last, where
-they hold up no other. The end of a backward compares with the other ranks and reduces the rest, units without a gradient
-on this rank too.
+Units are reduced in the reverse order of their first use in forward, which all ranks share. A unit whose gradients are
+complete waits for the units before it. Units with a parameter that had no gradient on any rank in the backward before come
+last, where they hold up no other unit. At the end of a backward the ranks compare what they have reduced, and reduce the
+rest, including units of which a rank has no gradient.
 """
 
 from __future__ import annotations
@@ -28,35 +28,39 @@ if TYPE_CHECKING:
     from ..unit.unit import Unit
     from .ports import StepInBackward
 
-PAUSE = 0.2  # seconds
-# ... that a rank whose backward failed waits for reductions inside its copy, so that the copies stay in step. Where the others
-# have failed with it, they come at once.
-_WAIT_ACROSS = 5.0
-_NO_PAUSE_FOR = 100  # backwards without a pause, once one was in vain because of such a rank
+# Seconds to wait for the oldest reduction where too many are in flight.
+PAUSE = 0.2
+# Seconds that a rank whose backward has failed waits for reductions within its replica, so that replicas stay in step. If the
+# other ranks have failed as well, these reductions end at once.
+_WAIT_WITHIN_REPLICA = 5.0
+# Number of backwards in which nobody waits for PAUSE, once that was in vain.
+_NO_PAUSE_FOR = 100
 
 
 class Reductions:
-    """Those of one engine."""
+    """The gradient reductions of one engine."""
 
     def __init__(self, collectives: Collectives, issued: Callable[[str, Unit], None]) -> None:
+        """Make the schedule; `issued` is called with ``"reduce"`` and the unit before each reduction."""
         self.collectives, self._issued = collectives, issued
         self._used: list[Unit] = []
         self._order: list[Unit] = []
         self._in_flight: list[tuple[GradientBuffer, Reduction | HookedReduction]] = []
         self._no_pause = 0
-        # Indices of units with a parameter that the last backward had no gradient of, on any rank.
+        # Indices of units with a parameter of which no rank had a gradient in the last backward.
         self._incomplete: set[int] = set()
-        # Called with gradients as soon as they are published; without it they are published at the end of a backward.
+        # If set, gradients are published as soon as they are reduced, and this is called with them. Otherwise they are
+        # published at the end of a backward.
         self.on_published: Callable[[GradientBuffer], None] | None = None
-        self._units: dict[int, tuple[Unit, FlatBuffer]] = {}  # by gradient buffer
-        # Gradients that are published at the end all the same: backward may need their unit's values once more.
+        self._units: dict[int, tuple[Unit, FlatBuffer]] = {}  # by the id of the gradient buffer
+        # Gradients that wait for the end of backward despite `on_published`, since backward may need their unit once more.
         self._postponed: dict[int, GradientBuffer] = {}
-        self._marked: dict[int, list[int]] | None = None  # what the ranks have agreed on, once they have
-        self.hook: CommHook | None = None  # that reduces in place of the engine
+        self._marked: dict[int, list[int]] | None = None  # the marks that the ranks have agreed on; None before that
+        self.hook: CommHook | None = None  # the user's function that reduces in place of the engine
 
     def begin(self, forward_order: Iterable[Unit]) -> None:
-        """A backward begins; `forward_order` has the units that forward used, the latest last."""
-        self.collectives.forget_ended()  # of a backward that failed
+        """Begin a backward; `forward_order` has the units that forward has used, the latest last."""
+        self.collectives.forget_ended()  # a failed backward may have left some
         self._used = [u for u in forward_order if any(f.gradients.wants_any for f in u.flats)]
         backwards = self._used[::-1]
         self._order = sorted(backwards, key=lambda u: u.index in self._incomplete)  # stable
@@ -66,26 +70,29 @@ class Reductions:
 
     @property
     def used(self) -> list[Unit]:
-        """What the last forward with gradients has used, in its order."""
+        """The units of the running backward, in the order of forward."""
         return self._used
 
     def advance(self) -> None:
-        """A flat buffer's gradients are complete: send what is next in order, as far as it is complete. Collective."""
+        """Reduce the next units in order, as far as their gradients are complete. Collective."""
         if self.collectives.in_one_order:
             return
         while self._order and not any(f.gradients.missing for f in self._order[0].flats):
             self._issue(self._order.pop(0))
 
     def _issue(self, unit: Unit, early: bool = False) -> None:
-        """`early`: before the ranks have agreed who has a gradient, though not all of this rank's may be there."""
+        """Start the reduction of `unit`, and collect finished ones.
+
+        `early`: some of this rank's gradients may be missing, and the ranks have not agreed yet on who has one.
+        """
         unit.rounds += 1
         self._issued("reduce", unit)
         stepping = runtime_of(unit).in_backward
-        # After the last node nothing is needed any more. Decided here and not when the sum is there: that may be any time.
+        # After the last node no unit is needed any more. This is decided here, because the sum may be there at any time.
         postponed = stepping is not None and self._marked is None and (stepping.postpones(unit) or early)
         for flat in unit.flats:
             gradients = flat.gradients
-            # Once the ranks have agreed, what any of them has: it may come of a graph that the last forward knows nothing of.
+            # Once the ranks have agreed, a gradient counts that any rank has seen, also of a graph older than the last forward.
             if not gradients.wants_any and (self._marked is None or SEEN not in self._marked[id(flat)]):
                 continue
             if postponed:
@@ -102,7 +109,7 @@ class Reductions:
             oldest = self._in_flight[0][1]
             few = len(self._in_flight) <= limit
             if few and self.collectives.reduce_stream is not None:
-                break  # else the peak of GPU memory would depend on who was faster
+                break  # the peak of GPU memory must not depend on timing
             if isinstance(oldest, Reduction) and not oldest.done():
                 if few or self._no_pause:
                     break
@@ -122,24 +129,32 @@ class Reductions:
         if id(gradients) in self._postponed:
             return
         unit, flat = self._units[id(gradients)]
-        # Before the end of backward only complete units are reduced: all ranks have what this one has.
+        # Before the end of backward only complete units are reduced, so that all ranks have what this one has.
         marks = gradients.marks() if self._marked is None else self._marked[id(flat)]
         self._publish([(unit, flat)], {id(flat): marks})
         assert self.on_published is not None
         self.on_published(gradients)
 
     def compare(self, units: list[Unit], agreement: Agreement, idle: set[int], stepping: StepInBackward | None) -> bool:
-        """At the end of backward: agree with the other ranks on what is left, and send it. Collective; nothing in it waits for a
-        reduction without a limit.
+        """Agree with the other ranks on what is left at the end of backward, and start to reduce it. Collective.
 
-        `idle` are the indices of units that this rank gathered, but did not need; `stepping`, where units are stepped during
-        backward. Returns whether some unit was needed by no rank.
+        Every wait for a reduction in here has a limit.
+
+        Args:
+            units: all units of the engine.
+            agreement: with the other ranks.
+            idle: indices of units that this rank unsharded, but did not need.
+            stepping: the optimizer that steps during backward, if any.
+
+        Returns:
+            True if no rank has needed some unit in backward.
         """
         if self.hook is not None:
-            # A hook has ended when it returns, and needs all ranks for that: each calls it for all units before they compare.
+            # A hook returns when its reduction has ended, which needs all ranks. So each rank calls it for all units before
+            # they compare.
             while self._order:
                 self._issue(self._order.pop(0), early=True)
-        # Does this rank come with reductions that it could not issue in time?
+        # First: True if this rank could not issue some reduction in time.
         marks: list[int] = [any(not u.rounds and u.index not in self._incomplete for u in self._order)]
         for unit in units:
             unreduced = any(True in f.gradients.holds for f in unit.flats)
@@ -154,7 +169,7 @@ class Reductions:
         assert agreed is not None
         answer, at = agreed.tolist(), 1
         if not answer[0]:
-            self._no_pause = 0  # a partner was slow for once
+            self._no_pause = 0  # another rank was only slow
         rounds: dict[int, int] = {}
         marked: dict[int, list[int]] = {}
         needless = False
@@ -171,7 +186,7 @@ class Reductions:
             stepping.check(answer[at + 1 :])
         self._note_incomplete(marked)
         self._marked = marked
-        for unit in self._order:  # first what other ranks have issued before they came here
+        for unit in self._order:  # first the reductions that other ranks have issued before they came here
             if unit.rounds < min(1, rounds[unit.index]):
                 self._issue(unit)
         while late := [u for u in reversed(units) if u.rounds < rounds[u.index]]:
@@ -180,7 +195,7 @@ class Reductions:
         return needless
 
     def flush(self, units: list[Unit]) -> None:
-        """Behind :meth:`compare`: wait for all reductions, publish every `.grad`, and run the hooks on them."""
+        """Wait for all reductions after :meth:`compare`, publish every `.grad`, and run users' hooks on them."""
         assert self._marked is not None
         while self._in_flight:
             self._collect_oldest()
@@ -212,15 +227,20 @@ class Reductions:
                 hook(flat.params[i])
 
     def abandon(self) -> None:
-        """Backward failed. A partner may never come, and the failure being handled says why: don't wait for long."""
+        """Drop all reductions after a backward that has failed.
+
+        Another rank may never come to them, so this does not wait for long; the failure that is being handled says why.
+        """
         c = self.collectives
-        # Where the ranks know that they are out of step already, they send nothing more.
-        copies = c.across_channel is not None and not c.across_channel.groups.broken
-        deadline = time.monotonic() + min(_WAIT_ACROSS if copies else PAUSE * len(self._in_flight), c.watch.timeout)
+        # Ranks that are out of step already send nothing more.
+        replicas = c.across_channel is not None and not c.across_channel.groups.broken
+        deadline = time.monotonic() + min(
+            _WAIT_WITHIN_REPLICA if replicas else PAUSE * len(self._in_flight), c.watch.timeout
+        )
         for _, reduction in self._in_flight:
             left = max(0.0, deadline - time.monotonic())
             with contextlib.suppress(ShardError):
-                reduction.abandon(left if copies else min(PAUSE, left))
+                reduction.abandon(left if replicas else min(PAUSE, left))
         self._in_flight.clear()
         self._marked = None
         self._units.clear()

@@ -1,7 +1,7 @@
-"""Which engine shards a module, and which runtime a unit belongs to.
+"""The engine of a module, and the runtime of a unit.
 
-The engine is kept on the module itself, so that it goes and is copied with it. A part of a sharded model holds shards, which lead
-to their runtime: the engine of a runtime is looked up in a table that keeps neither.
+The module keeps its engine itself, so that the engine lives as long as the module and is copied with it. A part of a sharded
+model holds shards, which lead to their runtime. A table leads from the runtime to its engine, and keeps neither alive.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def forget(model: nn.Module) -> None:
 
 
 def runtime_of(unit: Unit) -> Runtime:
-    """Return the runtime of `unit`, which knows it by a narrower type."""
+    """Return the runtime of `unit`, where the unit's own attribute has the type of the port only."""
     return cast("Runtime", unit.runtime)
 
 

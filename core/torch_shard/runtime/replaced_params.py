@@ -1,7 +1,7 @@
-"""Parameters that were added or replaced after sharding are found before the next forward.
+"""Detection of parameters that were added or replaced after sharding, before the next forward.
 
-They would train on each rank by itself, without a word. torch calls global hooks when a parameter or a submodule is
-registered anywhere; the hook only leaves a mark, and the next forward looks at the model once.
+Such a parameter would silently train on each rank by itself. torch calls global hooks when a parameter or a submodule is
+registered anywhere. The hook here only sets a flag, and the next forward then looks through the model once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..utils.patterns import without_wrappers
 
 
 class Registrations:
-    """For one runtime: has anything been registered since the model was last looked at?"""
+    """Knows for one runtime if anything was registered since :meth:`check` last looked through the model."""
 
     def __init__(self) -> None:
         self.changed = False
@@ -38,7 +38,7 @@ class Registrations:
             torch_module.register_module_parameter_registration_hook,
             torch_module.register_module_module_registration_hook,
         ):
-            # The hooks are the process's; they must not outlive this object.
+            # torch keeps these hooks for all modules of the process; they must not outlive this object.
             weakref.finalize(self, register(registered).remove)
 
     def check(self, runtime: Any, leaves: Iterable[nn.Parameter]) -> None:
@@ -63,7 +63,7 @@ class Registrations:
                     continue
             elif id(p) in known or without_wrappers(name) in ignored:
                 continue
-            if inside_functional_call():  # it puts the caller's own parameters into the modules
+            if inside_functional_call():  # which puts the caller's own parameters into the modules
                 return
             raise ReplacedParameterError(
                 f"rank {runtime.collectives.world_rank}: parameter {name} was added or replaced after the model was sharded; "

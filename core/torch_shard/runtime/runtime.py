@@ -1,18 +1,20 @@
 """A sharded model's forwards and backwards, as its hooks see them.
 
-Forward.   What a unit computes leaves hooks on its outputs. See :mod:`.forward_hooks`.
-Backward.  A hook on the outputs gathers again what autograd kept something of. Autograd runs the nodes of one device in
-           falling order of their sequence number, so when the trigger of a unit fires, every node made after the
-           beginning of a later unit's forward has run: that later unit is released. This needs no identity function on
-           the inputs (which would make in-place operations on them an error) and covers frozen weights and LoRA,
-           where gradients of parameters say nothing about who is still needed.
-Gathers, their order and prefetch: :mod:`.unshard_schedule`. Reductions: :mod:`.reduce_schedule`.
+Forward.   The forward of a unit leaves hooks on its outputs. See :mod:`.forward_hooks`.
+Backward.  A hook on the outputs, the *trigger*, unshards the unit if autograd has saved some of its parameters. Autograd
+           runs the nodes of one device in falling order of their sequence number. So when the trigger of a unit fires, all
+           nodes have run that later forwards have made, and the units of these forwards are resharded. This needs no
+           identity function on the inputs, which would make in-place operations on them an error. It also covers frozen
+           weights and LoRA, where gradients of parameters don't tell which units are still needed.
+
+:mod:`.unshard_schedule` decides on unshards, their order and prefetch, :mod:`.reduce_schedule` on reductions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -33,7 +35,7 @@ from ..unit.phases import BACKWARD, EVALUATION, FORWARD, PHASES
 from ..unit.unit import State, Unit
 from ..utils.autograd_private import graph_task, sequence_number
 from . import grad_scaler
-from .backward_hooks import Check, EndOfBackward, EndOfNested, Trigger, Use
+from .backward_hooks import EndOfBackward, Use
 from .buffer_sync import BufferSync
 from .forward_hooks import Forwards
 from .on_demand import OnDemand
@@ -42,74 +44,77 @@ from .replaced_params import Registrations
 from .unshard_schedule import Schedule
 
 if TYPE_CHECKING:
-    from ..comm.comm_hook import CommHook
     from ..offload.host import Host
-    from ..shard_tensor.tensor import ShardTensor
     from .ports import StepInBackward
 
 
 class Runtime:
-    """Decides when; one for each sharded model."""
+    """Decides when units are unsharded, resharded and reduced; one for each sharded model."""
 
     def __init__(self, config: ShardConfig, collectives: Collectives, host: Host | None = None) -> None:
-        """`host`: where parameters and optimizer state are, if they are not on the device."""
+        """Make a runtime without units.
+
+        `host` is the host memory that holds parameters and optimizer state; None where these are on the device.
+        """
         self.config, self.collectives, self.host = config, collectives, host
         if host is not None:
             host.users.add(self)
         self.units: list[Unit] = []
-        self.by_index: dict[int, Unit] = {}  # a copy of a submodule has some of the indices only
+        self.by_index: dict[int, Unit] = {}  # with gaps in the copy of a submodule
         self.gathered_bytes = GatheredBytes()
         self.buffers: BufferSync | None = None
         self.agreement: Agreement | None = None
         self.require_sync = True
-        self.reduces_each = False  # while `require_sync` is False: each backward reduces all the same
+        self.reduces_each = False  # each backward reduces, also while `require_sync` is False: no_sync(hold=False)
         self.forwards = Forwards(self)
-        self.session = False  # a forward has begun since the last backward ended
+        self.session = False  # the ranks have agreed on a forward, and no backward has ended since
         self.on_demand = OnDemand(self)
         self.schedule = Schedule(config, self.by_index, replicated=collectives.size == 1 < collectives.averaged)
-        self.solo = 0  # inside gathered(ranks=...): a forward here is this rank's own affair
-        self.forward_order: dict[int, Unit] = {}
-        self.forward_sync = True
-        self.forward_reduces = False  # as `reduces_each` was
+        self.solo = 0  # depth of gathered(ranks=...), inside which a forward concerns this rank alone
+        self.forward_order: dict[int, Unit] = {}  # units in the order of their first use in forward
+        self.forward_sync = True  # `require_sync` at the last forward
+        self.forward_reduces = False  # `reduces_each` at the last forward
         self.end: weakref.ref[EndOfBackward] | None = None
         self.state_dict_settings: Any = None  # see torch_shard.state_dict_type
-        self.tasks: set[int] = set()
-        self.syncing = True
+        self.tasks: set[int] = set()  # the autograd graph tasks of the running backward: its own, and nested ones
+        self.syncing = True  # the running backward reduces
         self.reductions = Reductions(collectives, self.note_issued)
         channel = collectives.gather_channel
         self.together = over(channel.groups) if channel is not None else None
-        self.number = 0  # among the engines over these groups; 0: a copy that has not run yet
-        self.original = 0  # the number of the engine that this is a copy of
-        self.checked = False  # held gradients were looked at before the running backward
-        self.refusal: ShardError | None = None  # what was found then, for a backward that comes to this engine
-        self.creating = False  # the running backward makes a graph of gradients, which reads gathered values
+        self.number = 0  # of this engine among those over the same groups; 0 for a copy that has not run yet
+        self.original = 0  # the number of the engine that this one is a copy of
+        self.checked = False  # deferred gradients were checked before the running backward
+        self.refusal: ShardError | None = None  # the error of that check, raised if the backward comes to this engine
+        self.creating = False  # the running backward makes a graph of gradients, which reads unsharded parameters
         self.registrations = Registrations()
-        self.owners = OwnerMaps()  # of optimizers that step on whole matrices
+        self.owners = OwnerMaps()  # of optimizers that step on full matrices
         self.in_backward: StepInBackward | None = None  # the optimizer that steps during backward
-        self.steps: weakref.ref[Any] | None = None  # what follows optimizers' steps, once there is an engine
+        self.steps: weakref.ref[Any] | None = None  # watches optimizers' steps, once there is an engine
         self.refuses_scaled = precision_of(config.precision).needs_no_scaler
         quantized = config.quantized
-        # What a step leaves for the next one is in the units of its loss, which a scaler changes, and drops steps.
+        # Error feedback carries residuals from one step to the next. A scaler changes their scale, and skips steps.
         self.feeds_back = quantized is not None and quantized.gradients is not None and quantized.error_feedback
         if self.refuses_scaled or self.feeds_back:
             grad_scaler.follow()
 
     def add(self, unit: Unit) -> None:
+        """Add `unit` to the units of this runtime."""
         unit.runtime = self
         self.units.append(unit)
         self.units.sort(key=lambda u: u.index)
         self.by_index[unit.index] = unit
 
     def ready(self) -> None:
+        """Prepare to compare sequences with the other ranks; call when all units are added."""
         if self.together is not None:
             self.together.join(self)
             self.together.widen(2 + sum(4 + len(u.params) for u in self.units))
         self.agreement = self.schedule.agreement = Agreement(self.collectives, self.together)
-        # Ranks that have differed remember different orders.
+        # Ranks that have differed remember different orders of unshards.
         self.agreement.on_difference = self.schedule.order.forget
 
     def number_as_new(self) -> None:
-        """On all ranks in one order."""
+        """Take a number for this engine. Call on all ranks, for all engines in one order."""
         if self.together is not None and self.agreement is not None:
             self.number = self.agreement.number = self.together.number()
 
@@ -120,6 +125,7 @@ class Runtime:
         other.original = self.number or self.original
         if self.buffers is not None:
             other.buffers = copy.deepcopy(self.buffers, memo)
+        other.reductions.hook = self.reductions.hook
         other.registrations.ignored = self.registrations.ignored
         return other
 
@@ -133,46 +139,23 @@ class Runtime:
     # -- what units ask -----------------------------------------------------------------------------------------
     @property
     def in_forward(self) -> bool:
-        """Whether a forward of the model or of one of its units is running."""
+        """True if a forward of the model or of one of its units is running."""
         return self.forwards.running
 
-    @property
-    def comm_hook(self) -> CommHook | None:
-        """The user's function that reduces gradients in place of the engine."""
-        return self.reductions.hook
-
-    @comm_hook.setter
-    def comm_hook(self, hook: CommHook | None) -> None:
-        self.reductions.hook = hook
-
-    def unshard_on_demand(
-        self, unit: Unit, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype]
-    ) -> torch.Tensor | None:
-        """Return what `func` computes with in place of `param`; None where the shards will do. See :class:`.OnDemand`."""
-        return self.on_demand.leaf(unit, param, func, local_ok, dtypes)
-
-    def on_demand_done(self, unit: Unit, result: Any, copies: list[torch.Tensor], name: str) -> None:
-        """End the operation that :meth:`unshard_on_demand` was asked for."""
-        self.on_demand.done(unit, result, copies, name)
-
-    def watch_copies(self, copies: list[torch.Tensor], name: str) -> None:
-        """Have an edit of one of `copies`, which stand for views of `name`, be an error."""
-        self.on_demand.watch_copies(copies, name)
-
     def check_grad_reader(self) -> None:
-        """Raise where `.grad` is read that an optimizer has consumed in backward already."""
+        """Raise if `.grad` is read that an optimizer's step in backward has consumed."""
         if self.in_backward is not None:
             self.in_backward.check_reader()
 
     def leave_interrupted(self) -> None:
-        """Do what the hooks of forwards that an interrupt has ended would have done. Not collective."""
+        """Do what the forward hooks would have done that an interrupt has skipped. Not collective."""
         self.forwards.leave_interrupted()
 
     # -- forward ------------------------------------------------------------------------------------------------
     def watch_outputs(self, use: Use, outputs: list[torch.Tensor], forward: bool = True) -> None:
-        """Have backward come back to `use`, a module's forward or one operation, through the tensors it made."""
+        """Hook the outputs of `use`, a module's forward or one operation, so that backward triggers its unit."""
         unit = use.unit
-        # A leaf that comes back is an input, which backward reaches when it has left the unit.
+        # An output that is a leaf is an input passed through, which backward reaches when it has left the unit.
         found = [t for t in outputs if t.requires_grad and not t.is_leaf]
         use.end = sequence_number()
         use.saved, use.versions, by_python = unit.references()
@@ -183,17 +166,19 @@ class Runtime:
         if self.in_backward is not None and found:
             self.in_backward.expect(use)
         if not unit.gathers:
-            # Held gradients are to be reduced by a backward in which no leaf of the unit gets one, too.
+            # Deferred gradients have to be reduced also by a backward in which no parameter of the unit gets a gradient.
             if use.versions or self.in_backward is not None or unit.holds_gradients():
+                check = functools.partial(self.check_use, use)
                 for tensor in found:
-                    tensor.register_hook(Check(self, use))
+                    tensor.register_hook(check)
             return
-        trigger = Trigger(self, use)
+        trigger = functools.partial(self.trigger, use)
         for tensor in found:
             tensor.register_hook(trigger)
         if use.saved and (not found or (forward and (by_python or _newer_nodes(found, use.end)))):
-            # Nothing to hook, a leaf was put aside for later, or a tensor made after the last one found has been handed out
-            # some other way, so that backward may come to it before any hook: keep it until backward ends.
+            # Backward may reach this use without its trigger. There is no tensor to hook, or the user has put an unsharded
+            # parameter aside, or a later tensor than those found has left the forward some other way. So the unit stays
+            # unsharded until backward ends.
             unit.kept.append(use)
 
     def check_registrations(self) -> None:
@@ -204,7 +189,7 @@ class Runtime:
         self.registrations.check(self, leaves)
 
     def synchronise_buffers(self, root: nn.Module) -> None:
-        """Have the buffers of rank 0 on all ranks, if a training forward has changed them since. Collective."""
+        """Broadcast the buffers of rank 0, if a training forward may have changed them since the last time. Collective."""
         if self.buffers is None or not self.buffers.due or self.solo:
             return
         assert self.agreement is not None
@@ -214,11 +199,13 @@ class Runtime:
         self.buffers.synchronise(root)
 
     def phase(self) -> int:
+        """Return the phase in which a unit is unsharded now."""
         if graph_task() != -1:
             return BACKWARD
         return FORWARD if torch.is_grad_enabled() else EVALUATION
 
     def _open_session(self) -> None:
+        """Agree with the other ranks that a forward begins. Collective."""
         if self.collectives.world == 1:
             self.schedule.agree_on_changes("the start of a forward")
             return
@@ -232,24 +219,32 @@ class Runtime:
         if not self.schedule.agree_on_changes("the start of a forward"):
             self.agreement.check("the start of a forward")
 
-    def demand(self, unit: Unit, phase: int) -> None:
-        """Have `unit` gathered when this returns, and the next ones on their way. Collective."""
+    def unshard(self, unit: Unit, phase: int) -> None:
+        """Unshard `unit`, and start to prefetch the next units. Collective."""
         if phase != BACKWARD:
             if not self.session:
                 self._open_session()
             if phase == FORWARD:
                 self.forward_sync = self.require_sync
                 self.forward_reduces = self.reduces_each and not self.require_sync
-                # By first use: the gradients of a unit used again (a tied head) are complete after the first one's backward.
+                # By first use: where a unit is used twice (a tied head), the backward of its first use completes its gradients.
                 self.forward_order.setdefault(unit.index, unit)
         if unit.gathers:
-            self.schedule.demand(unit, phase)
+            self.schedule.unshard(unit, phase)
         if phase == BACKWARD and self.in_backward is not None:
             self.in_backward.demanded(unit)
 
     # -- backward -----------------------------------------------------------------------------------------------
-    def trigger(self, use: Use) -> None:
-        """The gradient of an output of `use` has arrived: backward of that unit begins."""
+    def check_use(self, use: Use, grad: torch.Tensor) -> None:
+        """Check `use` of a unit that is always unsharded; a tensor hook on the outputs of its forward."""
+        if use.unit.holds_gradients():
+            self.arm()
+        if self.in_backward is not None:
+            self.in_backward.reached(use)
+        use.check()
+
+    def trigger(self, use: Use, grad: torch.Tensor) -> None:
+        """Begin the backward of the unit of `use`; a tensor hook on the outputs of its forward."""
         self.arm()
         unit = use.unit
         if self.in_backward is not None:
@@ -262,30 +257,30 @@ class Runtime:
             use.check()
             use.task = graph_task()
             unit.uses.append(use)
-            unit.held = False
-            self.schedule.release_behind(use)
+            unit.awaits_trigger = False
+            self.schedule.reshard_behind(use)
         if use.saved:
-            self.demand(unit, BACKWARD)
+            self.unshard(unit, BACKWARD)
         else:
             unit.note_stream()
-            unit.wait()  # another use of the unit may have made a prefetch of it that nobody waits for
+            unit.wait()  # a prefetch for another use of the unit may be running
 
     @contextlib.contextmanager
     def outermost_backward(self) -> Iterator[None]:
-        """Surround a call of ``torch.autograd.backward`` by the user, of whichever model: what changed in held gradients up to
-        now was done by the user, what changes inside is done by the backward.
+        """Surround a user's call of ``torch.autograd.backward``, of whichever model.
 
-        A change by the user that is refused is raised by :meth:`arm`, once the backward comes to this engine: it is no affair
-        of other models.
+        Changes of deferred gradients before the call were made by the user, those inside by the backward. Where the user's
+        change is an error, :meth:`arm` raises it once the backward comes to this engine, because it does not concern other
+        models.
         """
-        if self.checked:  # with sharded `inputs`, torch calls itself once more, by way of ``__torch_function__``
+        if self.checked:  # with sharded `inputs`, torch calls itself once more, through ``__torch_function__``
             yield
             return
         try:
             try:
                 for unit in self.units:
                     for flat in unit.flats:
-                        flat.gradients.check_held()
+                        flat.gradients.check_deferred()
             except ShardError as error:
                 self.refusal = error
             self.checked = True
@@ -297,25 +292,26 @@ class Runtime:
             self.checked = False
             if self.in_backward is not None:
                 self.in_backward.outermost(False)
-            if not refused:  # else the next backward is to find the change again
+            if not refused:  # the next backward must find a refused change again
                 for unit in self.units:
                     for flat in unit.flats:
-                        flat.gradients.keep_held()
+                        flat.gradients.keep_deferred()
 
     def holds_gradients(self) -> bool:
-        """Whether something waits for its reduction, or for the end of an accumulation, or was lost while it did."""
+        """Return True if gradients are deferred, partially accumulated, or were lost while they were deferred."""
         lost = (flat.gradients.lost or flat.gradients.unfinished for unit in self.units for flat in unit.flats)
         return any(unit.holds_gradients() for unit in self.units) or any(lost)
 
     def arm(self) -> None:
-        """Have `EndOfBackward` called when the running graph task ends."""
+        """Begin a backward of this engine, once for each, and have `EndOfBackward` called when its graph task ends."""
         task = graph_task()
         if task in self.tasks:
             return
         if self.end is not None and self.end() is not None:
-            if task != -1:  # nested: reentrant checkpointing runs a backward inside the backward
+            if task != -1:  # reentrant checkpointing runs a backward inside the backward
                 self.tasks.add(task)
-                torch.autograd.Variable._execution_engine.queue_callback(EndOfNested(self, task))
+                ended = functools.partial(self.schedule.end_nested, task)
+                torch.autograd.Variable._execution_engine.queue_callback(ended)
             return
         if self.refusal is not None:
             raise self.refusal
@@ -344,7 +340,7 @@ class Runtime:
         self.tasks = {task}
         self.creating = torch.is_grad_enabled()
         self.schedule.double_backward |= self.creating
-        # Replicated units are gathered by nobody, so the ranks have not agreed on the order in which they were used.
+        # Replicated units are not unsharded, so that the ranks have not agreed on the order in which they were used.
         sharded = self.collectives.size > 1
         self.reductions.begin(self.forward_order.values() if sharded else self.units)
         if self.together is not None:
@@ -354,10 +350,10 @@ class Runtime:
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def on_grad(self, unit: Unit, flat: FlatBuffer, index: int, grad: torch.Tensor) -> None:
-        """A leaf's gradient is complete: move it into the unit's buffer."""
+        """Add the complete gradient of an unsharded parameter to the gradient buffer; reduce what is complete."""
         if graph_task() not in self.tasks:
             self.arm()
-        # A unit that this use saved nothing of is not waited for: it may be on its way for an earlier use.
+        # A unit of which this use has saved nothing may be prefetched for an earlier use; nobody waits for it.
         if unit.state is State.GATHERING and not unit.uses and not unit.kept:
             raise UnitStateError(
                 f"rank {self.collectives.world_rank}: a gradient of {flat.layout.slots[index].name} arrived while unit "
@@ -384,8 +380,10 @@ class Runtime:
         )
 
     def end_backward(self) -> None:
-        """The last node has run: compare with the other ranks and send what is left. Behind the last engine that the backward ran
-        through: publish `.grad` of all of them."""
+        """End the backward after its last node: compare with the other ranks, and reduce what is left. Collective.
+
+        Where a backward runs through several engines, the last one to end publishes the gradients of all.
+        """
         self.tasks = set()
         try:
             self.schedule.end_backward()
@@ -393,8 +391,8 @@ class Runtime:
                 assert self.agreement is not None
                 idle = self.schedule.passed - self.schedule.needed
                 if self.reductions.compare(self.units, self.agreement, idle, self.in_backward):
-                    self.schedule.order.forget()  # no rank needs it in backward any more: learn the order anew
-            # One that waits for the others keeps `end`: should the graph task die before they come, it is abandoned.
+                    self.schedule.order.forget()  # no rank needs some unit in backward any more: learn the order anew
+            # An engine that waits for others keeps `end`, so that it is abandoned if the graph task fails before they end.
             ended: list[Runtime] = [self] if self.together is None else self.together.end(self)
             self._compare_order()
         except BaseException:
@@ -409,7 +407,7 @@ class Runtime:
                 raise
 
     def _publish(self) -> None:
-        """The ranks agree, and everything has been sent: wait for it, and leave the backward."""
+        """Wait for all reductions, publish `.grad`, and reshard; call when the ranks have agreed on what is reduced."""
         schedule, self.end = self.schedule, None
         if self.syncing:
             self.reductions.flush(self.units)
@@ -419,29 +417,30 @@ class Runtime:
         else:
             for unit in self.units:
                 for flat in unit.flats:
-                    flat.gradients.show_held()
+                    flat.gradients.show_deferred()
         schedule.double_backward = self.creating
         for unit in self.units:
-            unit.held = False
+            unit.awaits_trigger = False
             unit.uses.clear()
             unit.kept.clear()
         if self.together is not None:
             self.together.drop_parts()
-        schedule.release_unused()
-        self.collectives.drop_spares()  # memory between steps counts; a backward takes them up again
+        schedule.reshard_unused()
+        self.collectives.drop_spares()  # to save memory between steps; a backward allocates the buffers again
         if self.syncing:
             self._forget_forwards()
             if not self.forwards.depth:
                 self.session = False
 
     def note_issued(self, kind: str, unit: Unit) -> None:
+        """Record that a collective of `unit` was issued, in the sequence that the ranks compare."""
         if kind != "reduce" and self.in_backward is not None:
             self.in_backward.gathered(unit)
         if self.together is not None and (kind == "reduce" or unit.sharded):
             self.together.note(kind, self.number, unit.index)
 
     def _compare_order(self) -> None:
-        """Where the backward ran through several engines: were their collectives in one order?"""
+        """Compare the order of collectives with the other ranks, if the backward ran through several engines. Collective."""
         issued = self.together.order() if self.together is not None else None
         if issued is not None:
             assert self.agreement is not None
@@ -449,7 +448,7 @@ class Runtime:
             self.agreement.check("the end of a backward through several models")
 
     def _abandon(self) -> None:
-        """Backward ended with an exception: leave the engine as it was before it."""
+        """Leave the engine as it was before a backward that has failed."""
         if self.together is not None:
             self.together.abandon(self)
         self.end, self.tasks = None, set()
@@ -458,16 +457,16 @@ class Runtime:
         for unit in self.units:
             unit.uses.clear()
             unit.kept.clear()
-            unit.held = False
-            unit.drop_parts()
+            unit.awaits_trigger = False
+            unit.drop_secondary_shards()
             for flat in unit.flats:
                 flat.gradients.forget()
             if unit.state is not State.SHARDED and unit.gathers and not unit.running and not unit.is_summoned:
                 with contextlib.suppress(ShardError):
                     if all(p.settle(PAUSE) for p in unit.pending):
-                        self.schedule.release(unit)
+                        self.schedule.reshard(unit)
                 if unit.state is State.GATHERING:
-                    # Its gather may never end; the memory stays, since the collective may still write to it.
+                    # The unshard may never end. The memory stays allocated, since the collective may still write to it.
                     unit.pending, unit.state = [], State.SHARDED
         self.collectives.drop_spares()
         self._forget_forwards()
@@ -481,14 +480,14 @@ class Runtime:
 
     # -- between steps ------------------------------------------------------------------------------------------
     def parameters_changed(self) -> None:
-        """The shards were edited (an optimizer step, `p.mul_`): gathered copies and graphs over them are out of date."""
+        """Forget unsharded parameters and graphs over them, because the shards were edited (a step, `p.mul_`)."""
         if self.forwards.depth:
             self.forwards.leave_interrupted()
         if graph_task() == -1 and not self.forwards.depth:
             self.schedule.values_changed()
 
     def forget_residuals(self) -> None:
-        """Parameters were loaded: what quantized gradients have lost up to now was that of others."""
+        """Drop the error feedback of quantized gradients, which belongs to other values once parameters were loaded."""
         for unit in self.units:
             for flat in unit.flats:
                 if flat.gradients.quantized is not None:
@@ -496,7 +495,7 @@ class Runtime:
 
 
 def _newer_nodes(tensors: list[torch.Tensor], end: int) -> bool:
-    """Whether the graph got nodes after those of `tensors`; `end` is the next sequence number."""
+    """Return True if the graph got nodes after those of `tensors`; `end` is the next sequence number."""
     numbers = [t.grad_fn._sequence_nr() for t in tensors if t.grad_fn is not None]  # type: ignore[attr-defined]
-    # A view of something that was edited gets a node when its `grad_fn` is read, here.
+    # Reading `grad_fn` of a view whose base was edited makes a new node, whose number is `end` or more.
     return bool(max((n for n in numbers if n < end), default=-1) + 1 < end)

@@ -1,4 +1,4 @@
-"""Figures of one sharded model on this rank: traffic, waiting, memory."""
+"""Statistics of one sharded model on this rank: traffic, waiting, memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["gradient_bytes", "own_bytes", "parameter_bytes", "statistics", "time
 
 
 def statistics(runtime: Runtime) -> Statistics:
-    """Return the figures up to now. Not collective."""
+    """Return the statistics up to now. Not collective."""
     c, gathered, host = runtime.collectives, runtime.gathered_bytes, runtime.host
     gathers, reductions, others = waits(c)
     return Statistics(
@@ -28,7 +28,7 @@ def statistics(runtime: Runtime) -> Statistics:
 
 
 def time_waiting(runtime: Runtime, enabled: bool) -> None:
-    """Begin or end timing what streams of a GPU wait for; elsewhere do nothing. Not collective."""
+    """Start or stop to time the waits of GPU streams; do nothing on other devices. Not collective."""
     watch, device = runtime.collectives.watch, runtime.collectives.device
     if not enabled or device.type != "cuda":
         watch.stream_waits = None
@@ -42,7 +42,7 @@ def parameter_bytes(runtime: Runtime) -> int:
 
 
 def gradient_bytes(runtime: Runtime) -> int:
-    """Return the bytes of this rank's gradients, with those that wait for a reduction and what error feedback keeps."""
+    """Return the bytes of this rank's gradients, including deferred ones and the residuals of error feedback."""
     total = 0
     for flat in (flat for unit in runtime.units for flat in unit.flats):
         for held in (flat.gradients.flat, flat.gradients.quantized):
@@ -53,7 +53,7 @@ def gradient_bytes(runtime: Runtime) -> int:
 
 
 def own_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes that this rank has of a tensor; a shard that is being written to is not waited for."""
+    """Return the bytes that this rank has of a tensor, without waiting for a shard that is being written to."""
     count = tensor._spec.length if isinstance(tensor, ShardTensor) else tensor.numel()
     with torch._C.DisableTorchFunctionSubclass():
         return count * tensor.dtype.itemsize

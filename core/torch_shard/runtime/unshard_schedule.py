@@ -1,8 +1,8 @@
-"""Which units are gathered when: in one order on all ranks, prefetched along the remembered one, released after use.
+"""The schedule of unshards and reshards: units are unsharded in one order on all ranks, and prefetched.
 
-Every gather is an event of a sequence that all ranks must share (:mod:`.gather_order`). What memory predicts is prefetched. A
-gather that it did not predict is first agreed upon with the other ranks, so ranks that part ways find out before their
-collectives mix.
+Every unshard is an event of a sequence that all ranks must share (:mod:`.gather_order`). The units that the remembered order
+predicts are prefetched. An unshard that was not predicted is first agreed upon with the other ranks, so that ranks which take
+different ways find out before their collectives mix.
 """
 
 from __future__ import annotations
@@ -22,43 +22,50 @@ if TYPE_CHECKING:
 
 
 class Schedule:
-    """The gathers and releases of one sharded model. `by_index` are its units, those added later too."""
+    """The unshards and reshards of one sharded model."""
 
     def __init__(self, config: ShardConfig, by_index: dict[int, Unit], replicated: bool) -> None:
+        """Make the schedule.
+
+        Args:
+            config: strategy and prefetch.
+            by_index: the model's units, which may be added later.
+            replicated: every rank has all of each parameter, so that an unshard is a cast and concerns no other rank.
+        """
         self.by_index = by_index
         self.order = GatherOrder(config.prefetch)
         self.agreement: Agreement | None = None
-        self.gathered: dict[int, Unit] = {}  # units that are whole, or on their way, by index
-        self.fresh = False  # no unit has been gathered yet in this forward
+        self.gathered: dict[int, Unit] = {}  # units that are unsharded or being unsharded, by index
+        self.fresh = False  # no unit was unsharded yet in this forward
         self.fresh_backward = False  # ... in this backward
-        self.passed: set[int] = set()  # units gathered in this backward for other ranks' sake
-        self.needed: set[int] = set()  # units whose backward has begun on this rank
-        self.double_backward = False  # a graph of gradients exists that reads gathered values: nothing is released
-        self._keeps_forward = not config.reshards  # from forward to the end of backward
-        self.keeps_on = config.strategy == "shard_optim"  # until the parameters change
-        # Parameters of which every rank has all: gathering is a cast, and no other rank's affair.
+        self.passed: set[int] = set()  # indices of units that were unsharded in this backward for other ranks only
+        self.needed: set[int] = set()  # indices of units whose backward has begun on this rank
+        self.double_backward = False  # a graph of gradients reads unsharded parameters, so that nothing is resharded
+        self._keeps_forward = not config.reshards  # units stay unsharded from forward to the end of backward
+        self.keeps_on = config.strategy == "shard_optim"  # units stay unsharded until the parameters change
         self._replicated = replicated
 
     def _keeps(self) -> bool:
         return self.keeps_on or (self._keeps_forward and torch.is_grad_enabled())
 
     def begin_backward(self) -> None:
+        """Begin a backward, in which no unit was unsharded yet."""
         self.fresh_backward = True
         self.passed.clear()
         self.needed.clear()
 
-    # -- gathering ----------------------------------------------------------------------------------------------
-    def demand(self, unit: Unit, phase: int) -> None:
-        """Have `unit` gathered when this returns, and the next ones on their way. Collective."""
+    # -- unshard ------------------------------------------------------------------------------------------------
+    def unshard(self, unit: Unit, phase: int) -> None:
+        """Unshard `unit`, and start to prefetch the next units. Collective."""
         if self._replicated:
             if unit.state is State.FULL and not unit.running and not unit.uses and unit.is_stale():
-                unit.release()
+                unit.reshard()
             self._gather(unit, phase)
             unit.wait()
             unit.note_stream()
             return
         idle = unit.state is not State.SHARDED and not unit.running and not unit.uses
-        # What is stale here was edited since the forward began, when the ranks compared, so by code that all of them run.
+        # A stale unit was edited since the ranks have compared at the beginning of the forward, so by code that all ranks run.
         edited = idle and phase != BACKWARD and unit.is_stale()
         if self.keeps_on and self._is_current(unit) and not edited:
             self.gathered[unit.index] = unit
@@ -77,9 +84,9 @@ class Schedule:
             upcoming = [self.by_index[i] for i in self.order.upcoming()]
         if phase != BACKWARD:
             if edited or (idle and unit.outdated):
-                unit.release()
+                unit.reshard()
             if upcoming is not None and not self._keeps():
-                self._release_others(unit, upcoming, for_backward=phase == FORWARD)
+                self._reshard_others(unit, upcoming, for_backward=phase == FORWARD)
         self._gather(unit, phase)
         unit.wait()
         unit.note_stream()
@@ -89,8 +96,8 @@ class Schedule:
     def _gather(self, unit: Unit, phase: int) -> None:
         if unit.state is State.SHARDED or unit.refill:
             if phase != BACKWARD:
-                unit.drop_parts()
-            unit.gather(again=phase == BACKWARD)
+                unit.drop_secondary_shards()
+            unit.unshard(from_secondary=phase == BACKWARD)
         self.gathered[unit.index] = unit
 
     def _follow(self, unit: Unit, event: Event) -> None:
@@ -107,8 +114,10 @@ class Schedule:
         self.agreement.note(phase * 1_000_003 + index + 17, self.by_index[index].event_texts[phase])
 
     def pass_over(self, until: Event | None) -> None:
-        """A part of the model may be in the loss of some ranks only. Where the remembered order of a backward comes to
-        `until` (None: to its end), this rank takes part in the gathers on the way, for the ranks that need them."""
+        """Take part in the unshards that are predicted before `until` (None: before the end of backward). Collective.
+
+        A part of the model may be in the loss of other ranks only, which need these unshards.
+        """
         for event in self.order.between(until, len(self.by_index)):
             unit = self.by_index[event[1]]
             self._note(event)
@@ -117,19 +126,21 @@ class Schedule:
             self.passed.add(unit.index)
 
     def end_backward(self) -> None:
-        """The last node has run on this rank."""
+        """Take part in the remaining unshards of other ranks, when the last node has run on this rank. Collective."""
         if self.order.phase == BACKWARD and not self.fresh_backward:
             self.pass_over(None)
 
-    # -- releasing ----------------------------------------------------------------------------------------------
+    # -- reshard ------------------------------------------------------------------------------------------------
     @staticmethod
     def _is_current(unit: Unit) -> bool:
-        # Not whether this rank's own shard was written to: all ranks must come to one answer (`agree_on_changes`).
+        # `unit.is_stale()` would not do: all ranks must come to the same answer (see `agree_on_changes`).
         return unit.state is not State.SHARDED and not unit.refill and not unit.outdated
 
     def agree_on_changes(self, what: str) -> bool:
-        """Under ``shard_optim``, where a forward begins: compare the ranks' sequences, and forget what is gathered of units that
-        any rank has seen changed, or may have changed unseen. Collective; False where other strategies do nothing."""
+        """Find the units that any rank has changed, or may have changed unseen, and compare the ranks' sequences. Collective.
+
+        Only ``shard_optim`` needs this, where a forward begins. Returns False for other strategies, which do nothing here.
+        """
         if not self.keeps_on:
             return False
         units = list(self.by_index.values())
@@ -140,73 +151,72 @@ class Schedule:
             unit.outdated = bool(changed)
         return True
 
-    def release(self, unit: Unit, for_backward: bool = False) -> None:
-        """Release a unit, or where something that this rank put aside may still need it, take part in its next gather."""
+    def reshard(self, unit: Unit, for_backward: bool = False) -> None:
+        """Reshard a unit; if backward may reach the unit without a trigger, only take part in its next unshard."""
         if self.keeps_on and self._is_current(unit):
             return
         if unit.kept:
             unit.refill = True
-            # The other ranks will gather it from what few of them have kept; here that is the whole.
+            # The other ranks will unshard from secondary shards; this rank keeps the full buffer in place of one.
             if for_backward:
                 unit.note_resharded()
             return
-        unit.release(for_backward)
+        unit.reshard(for_backward)
         self.gathered.pop(unit.index, None)
 
-    def _release_others(self, unit: Unit, upcoming: list[Unit], for_backward: bool) -> None:
+    def _reshard_others(self, unit: Unit, upcoming: list[Unit], for_backward: bool) -> None:
         if self.double_backward:
             return
         for other in list(self.gathered.values()):
             if other is unit or other.running or other.uses or other.is_summoned or other in upcoming:
                 continue
-            self.release(other, for_backward)
+            self.reshard(other, for_backward)
 
-    def release_unused(self) -> None:
-        """Release whatever no running forward and no begun backward needs."""
+    def reshard_unused(self) -> None:
+        """Reshard all units that no running forward and no begun backward needs."""
         if self.double_backward:
             return
         for unit in list(self.gathered.values()):
             if not unit.running and not unit.uses and not unit.is_summoned:
-                self.release(unit)
+                self.reshard(unit)
 
-    def release_whole(self) -> None:
-        """After a forward without gradients: nothing of it is needed later, except what is already on its way."""
+    def reshard_after_evaluation(self) -> None:
+        """Reshard the units of a forward without gradients, except those that are being prefetched."""
         for unit in list(self.gathered.values()):
             if unit.state is State.FULL and not unit.running and not unit.uses and not self._keeps():
-                self.release(unit)
+                self.reshard(unit)
 
-    def release_behind(self, use: Use) -> None:
-        """Backward has come to `use`: release the units whose nodes have all run, since their forwards began after its
-        end."""
+    def reshard_behind(self, use: Use) -> None:
+        """Reshard the units whose forwards began after the end of `use`: when backward comes to it, their nodes have run."""
         if self.double_backward or self._keeps_forward:
             return
         for unit in list(self.gathered.values()):
-            if unit is use.unit or unit.running or unit.held:
+            if unit is use.unit or unit.running or unit.awaits_trigger:
                 continue
             if not unit.uses:
                 if unit.index in self.passed and unit.state is State.FULL:
-                    self.release(unit)
+                    self.reshard(unit)
             elif all(u.start >= use.end and u.task == use.task for u in unit.uses):
                 unit.uses.clear()
-                self.release(unit)
+                self.reshard(unit)
 
     def end_nested(self, task: int) -> None:
-        """A backward inside the backward has ended."""
+        """Reshard the units that only a backward inside the backward has needed, which has ended."""
         for unit in list(self.gathered.values()):
             if any(u.task == task for u in unit.uses):
                 unit.uses = [u for u in unit.uses if u.task != task]
-                if not unit.uses and not unit.running and not self.double_backward and not unit.held:
-                    self.release(unit)
+                if not unit.uses and not unit.running and not self.double_backward and not unit.awaits_trigger:
+                    self.reshard(unit)
 
     def values_changed(self) -> None:
-        """The shards were edited between steps: gathered copies, and graphs over them, are out of date."""
+        """Forget unsharded parameters, and graphs over them, because the shards were edited between steps."""
         self.double_backward = False
         for unit in self.gathered.values():
             unit.uses.clear()
             unit.kept.clear()
         for unit in self.by_index.values():
-            unit.drop_parts()
+            unit.drop_secondary_shards()
         for unit in self.by_index.values() if self.keeps_on else ():
-            # Whether this rank's own shard was written to says nothing: it may have no part of what was.
+            # `unit.is_stale()` would not do: this rank's shard may have no part of a parameter that was edited.
             unit.outdated |= any(param.requires_grad for param in unit.params)
-        self.release_unused()
+        self.reshard_unused()

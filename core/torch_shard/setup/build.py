@@ -36,7 +36,8 @@ from ..runtime.forward_hooks import register, unregister
 from ..runtime.load_hooks import note_loads
 from ..runtime.registry import engine_of
 from ..runtime.runtime import Runtime
-from ..unit.unit import Unit, rebuild_flat_weights
+from ..unit.module_params import rebuild_flat_weights
+from ..unit.unit import Unit
 from .checks import SETUP, agree, by_name_of, check_model
 from .flatten import empty_flat, flatten, groups_of, swap_in
 from .lazy_param import deferred_of
@@ -353,7 +354,7 @@ def _register(setup: Setup) -> None:
     if setup.coalesced:
         broadcast(c, setup.coalesced, "the broadcast of buffers from rank 0", within_plane=True)
     if setup.has_buffers and c.world > 1 and config.broadcast_buffers:
-        runtime.buffers = BufferSync(model, c, setup.rank_own)
+        runtime.buffers = BufferSync(c, setup.rank_own)
     runtime.ready()
     runtime.number_as_new()
     runtime.registrations.ignored = frozenset(setup.plan.ignored)

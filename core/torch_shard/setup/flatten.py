@@ -15,7 +15,8 @@ from ..plan.plan import ParamInfo, UnitPlan
 from ..shard_tensor.spec import slice_part
 from ..shard_tensor.tensor import ShardTensor
 from ..unit.flat_buffer import FlatBuffer
-from ..unit.unit import Unit, adopt
+from ..unit.module_params import adopt
+from ..unit.unit import Unit
 from .lazy_param import deferred_of
 from .shared import Group, Setup
 from .undo import Swapped

@@ -75,7 +75,7 @@ class Materialiser:
         if unit.gathers and unit.state is State.FULL:
             for flat in unit.flats:
                 flat.shard.copy_(flat.own)
-            unit.release()
+            unit.reshard()
 
     def fill_plain(self, params: dict[str, nn.Parameter], owners: Iterable[nn.Module]) -> None:
         """Initialise plain parameters that have memory and no values yet, beside others that keep theirs."""

@@ -1,4 +1,4 @@
-"""Attributes of a ShardTensor that others may assign, and its hooks: ``.grad``, ``.data``, ``register_hook``."""
+"""The attributes of a ShardTensor that users may assign, and its hooks: ``.grad``, ``.data``, ``register_hook``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 
 def _summoned_leaf(t: Any) -> Any:
-    """The whole parameter, where ``engine.gathered`` holds it, else None."""
+    """Return the unsharded parameter inside ``engine.gathered``; None outside."""
     unit_ref = t._shard_state.unit_ref
     unit = unit_ref() if unit_ref is not None else None
     if unit is not None and unit.is_summoned:
@@ -32,7 +32,7 @@ def _summoned_leaf(t: Any) -> Any:
 
 
 def get_grad(param: ShardTensor) -> Any:
-    """``param.grad``."""
+    """Return ``param.grad``."""
     leaf = _summoned_leaf(param)
     if leaf is not None and leaf.grad is not None:
         return leaf.grad
@@ -40,7 +40,7 @@ def get_grad(param: ShardTensor) -> Any:
         grad = own_grad(param)
         cls = param._shard_class
         if grad is not None and not isinstance(grad, cls):
-            # A derivative that autograd made as a plain expanded scalar.
+            # Autograd has made this derivative as a plain expanded scalar.
             grad = cls.from_full(grad, param._spec)
             set_own_grad(param, grad)
     if grad is None and param._unit_ref is not None:
@@ -51,7 +51,7 @@ def get_grad(param: ShardTensor) -> Any:
 
 
 def set_grad(param: ShardTensor, value: Any) -> None:
-    """``param.grad = value``."""
+    """Carry out ``param.grad = value``."""
     leaf = _summoned_leaf(param)
     if leaf is not None and leaf.grad is not None:
         leaf.grad = value
@@ -101,18 +101,23 @@ def _set_data(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> None
 
 
 def _may_assign_data(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> bool:
-    """Asked by Module.to() and its like: yes, so that it assigns to `.data`, which knows what fits, instead of putting
-    another parameter into the module; nor shall it swap the new tensor in."""
+    """Return True, so that Module.to() and its like assign to `.data`, which checks the value.
+
+    Otherwise they would put another parameter into the module. The note on the converted tensor keeps them from swapping
+    that in, see ``ShardTensor.__tensor_flatten__``.
+    """
     if isinstance(args[1], cls) and args[1] is not args[0]:
         args[1]._shard_state.converted = True
     return True
 
 
 def _assign_data(cls: type[ShardTensor], param: ShardTensor, value: Any) -> None:
-    """``param.data = value``: copy a whole plain tensor's slice, or an equally cut ShardTensor, into the slice.
+    """Carry out ``param.data = value``: copy the shard of a full plain tensor, or of an equally cut ShardTensor.
+
+    Not collective.
 
     Raises:
-        NeedsGatherError: another shape, dtype, device or cut. Not collective.
+        NeedsGatherError: `value` has another shape, dtype, device or cut.
     """
     spec, local = param._spec, param._local
     problem = ""
@@ -137,10 +142,10 @@ def _assign_data(cls: type[ShardTensor], param: ShardTensor, value: Any) -> None
 
 
 def _as_grad(cls: type[ShardTensor], param: ShardTensor, value: Any) -> ShardTensor:
-    """Return what ``param.grad = value`` stores: a ShardTensor cut like `param`.
+    """Return what ``param.grad = value`` stores: a ShardTensor cut like `param`. Not collective.
 
     Raises:
-        NeedsGatherError: another shape or cut. Not collective.
+        NeedsGatherError: `value` has another shape or cut.
     """
     spec = param._spec
     if isinstance(value, cls):
@@ -168,12 +173,13 @@ def _register_hook(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) ->
             return func(param, hook)
         if func is not _T.register_hook:
             return unit.register_post_accumulate_hook(param, hook)
-        # Compute gives its gradient to the leaf, local arithmetic (an L2 term in the loss) to the ShardTensor.
+        # Modules' computation gives its gradient to the unsharded parameter, arithmetic on shards (an L2 term in the loss)
+        # to the ShardTensor.
         return _Handles([unit.register_grad_hook(param, hook), func(param, hook)])
 
 
 class _Handles:
-    """Several removable handles as one."""
+    """Several removable handles that are removed together."""
 
     def __init__(self, handles: list[Any]) -> None:
         self.handles = handles
@@ -199,4 +205,4 @@ HANDLERS: dict[Any, Callable[[Any, Any, Any, Any], Any]] = {
     _T.register_post_accumulate_grad_hook: _register_hook,
     torch._has_compatible_shallow_copy_type: _may_assign_data,  # type: ignore[attr-defined]
 }
-"""By torch function: called with ``(ShardTensor, function, args, kwargs)``."""
+"""By torch function, what runs in its place, called with ``(ShardTensor, function, args, kwargs)``."""

@@ -1,4 +1,4 @@
-"""Derivatives that torch's own formulas would get wrong, or waste memory on, for slices."""
+"""Derivatives for which torch's own formulas would be wrong on shards, or would waste memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NORMS",
-    "MeanSlice",
-    "Whole",
+    "GatherFull",
+    "MeanShard",
     "autograd_grad",
     "differentiable_sum",
     "function_needs_gather",
@@ -31,12 +31,12 @@ NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm", "linalg_norm"})
 def function_needs_gather(
     cls: type[ShardTensor], name: str, tensors: list[Any], why: str = "needs the whole parameter"
 ) -> NeedsGatherError:
-    """Make the error for a function that slices cannot answer."""
+    """Return the error for a function that can't be computed on shards."""
     return gather_error([t._spec for t in tensors if isinstance(t, cls)], name.removeprefix("__get__:"), why)
 
 
 def reduces_to_scalar(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
-    """Return whether a reduction, as a torch function sees it, leaves a single value."""
+    """Return True if a reduction, called as a torch function, leaves a single value."""
     if len(tensors) != 1 or (args and not isinstance(args[0], cls)):
         return False
     position = 2 if name in NORMS else 1
@@ -53,7 +53,7 @@ def reduces_to_scalar(cls: type[ShardTensor], name: str, args: Any, kwargs: Any,
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over the whole parameter. torch's own derivative would be an expanded *plain* tensor."""
+    """The sum over the full parameter. torch's own derivative would be an expanded *plain* tensor."""
 
     @staticmethod
     def forward(ctx: Any, t: Any, dtype: torch.dtype | None) -> torch.Tensor:
@@ -66,11 +66,11 @@ class _Sum(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """One value at every position of the parameter; the derivative of :class:`_Sum`, and the other way round."""
+    """One value at every position of the parameter. :class:`_Sum` and this are each other's derivative."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, cls: Any, spec: Any) -> Any:
-        # In memory of its own: autograd may keep it as `.grad`, which is changed in place.
+        # Cloned, because autograd may keep the result as `.grad`, which is changed in place.
         return cls._wrap(value.detach().expand(spec.length).clone(memory_format=torch.contiguous_format), spec)
 
     @staticmethod
@@ -79,7 +79,7 @@ class _Spread(torch.autograd.Function):
 
 
 def differentiable_sum(cls: type[ShardTensor], func: Any, name: str, args: Any, kwargs: Any, tensors: list[Any]) -> Any:
-    """``sum`` and ``mean`` over the whole of a ShardTensor that requires a gradient. Collective."""
+    """Return ``sum`` or ``mean`` over a full ShardTensor that requires a gradient. Collective."""
     source = tensors[0]
     if kwargs.get("out") is not None or not reduces_to_scalar(cls, name, args, kwargs, tensors):
         return func(*args, **kwargs)  # raises
@@ -99,7 +99,7 @@ def differentiable_sum(cls: type[ShardTensor], func: Any, name: str, args: Any, 
 
 
 class _Shared(torch.autograd.Function):
-    """Identity; the ranks' gradients are averaged as DDP does, since each may weigh the value by what it alone knows."""
+    """The identity, whose gradient is averaged over the ranks, because each rank may weigh the value differently."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, spec: Any) -> torch.Tensor:
@@ -112,20 +112,20 @@ class _Shared(torch.autograd.Function):
         total = spec.comm.everyone.all_reduce(
             grad.detach().clone(), "sum", f"the gradient of a reduction of {spec.name}"
         )
-        # With create_graph the derivative of this rank's own part stays in the graph.
+        # With create_graph the derivative of this rank's own gradient stays in the graph.
         return grad + (total / spec.comm.everyone.size - grad.detach()), None
 
 
 def shared_gradient(value: torch.Tensor, source: Any) -> torch.Tensor:
-    """Average the gradient that a reduction of `source` will receive over the ranks. Its backward is collective."""
+    """Return `value`, a reduction of `source`, with its gradient averaged over the ranks. The backward is collective."""
     if source._spec.comm.size == 1 or not value.requires_grad:
         return value
     result: torch.Tensor = _Shared.apply(value, source._spec)  # type: ignore[assignment]
     return result
 
 
-class Whole(torch.autograd.Function):
-    """The whole tensor on every rank. Its gradients, one per rank, are averaged as DDP does. Collective both ways."""
+class GatherFull(torch.autograd.Function):
+    """The full tensor on every rank; the ranks' gradients are averaged. Forward and backward are collective."""
 
     @staticmethod
     def forward(ctx: Any, t: Any) -> torch.Tensor:
@@ -134,14 +134,14 @@ class Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return MeanSlice.apply(grad, ctx.cls, ctx.spec, ctx.spec.comm.everyone)
+        return MeanShard.apply(grad, ctx.cls, ctx.spec, ctx.spec.comm.everyone)
 
 
-class MeanSlice(torch.autograd.Function):
-    """The slices of the mean over ranks of whole plain tensors; the counterpart of :class:`Whole`. Collective.
+class MeanShard(torch.autograd.Function):
+    """The shards of the mean over the ranks of full plain tensors; the counterpart of :class:`GatherFull`. Collective.
 
-    Derivatives of what each rank computes for itself are averaged in the end, those of ShardTensors are not: hence
-    neither derivative divides by the number of ranks.
+    Derivatives of what each rank computes for itself are averaged in the end, and those of ShardTensors are not. Hence
+    neither of the two derivatives divides by the number of ranks.
     """
 
     @staticmethod
@@ -152,13 +152,14 @@ class MeanSlice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        return Whole.apply(grad), None, None, None
+        return GatherFull.apply(grad), None, None, None
 
 
 def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
-    """``torch.autograd.grad``: with respect to parameters, the reduced gradients as ShardTensors. Collective.
+    """Carry out ``torch.autograd.grad``. Collective.
 
-    Inside a forward of the model they are this rank's own, whole gradients.
+    With respect to sharded parameters the results are the reduced gradients, as ShardTensors. Inside a forward of the model
+    the results are this rank's own, full gradients.
     """
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
@@ -176,7 +177,8 @@ def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> 
         "materialize_grads",
     )  # fmt: skip
     options = {**dict(zip(names, args[2:], strict=False)), **{k: v for k, v in kwargs.items() if k in names}}
-    # Compute used the leaves, local arithmetic used the ShardTensors: each parameter has two derivatives.
+    # Modules have computed with the unsharded parameters, arithmetic on shards with the ShardTensors. So there are two
+    # derivatives for each parameter.
     if options.get("is_grads_batched"):
         raise function_needs_gather(cls, "autograd.grad(is_grads_batched=True)", list(inputs))
     for i, unit in units.items():
@@ -190,11 +192,11 @@ def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> 
     leaves = [unit.differentiable(inputs[i]) for i, unit in units.items()]
     with torch._C.DisableTorchFunctionSubclass():
         grads = list(func(outputs, (*inputs, *leaves), allow_unused=True, **options))
-    own, of_leaves = grads[: len(inputs)], grads[len(inputs) :]
+    own, of_unsharded = grads[: len(inputs)], grads[len(inputs) :]
     with torch.set_grad_enabled(bool(options.get("create_graph"))):
-        for (i, unit), grad in zip(units.items(), of_leaves, strict=True):
-            if unit.in_forward:  # an inner step of the model itself (MAML): this rank's own, as under DDP
-                own[i] = grad if own[i] is None else Whole.apply(own[i]) + (0 if grad is None else grad)
+        for (i, unit), grad in zip(units.items(), of_unsharded, strict=True):
+            if unit.in_forward:  # in an inner step of the model itself (MAML) each rank has its own, as under DDP
+                own[i] = grad if own[i] is None else GatherFull.apply(own[i]) + (0 if grad is None else grad)
             else:
                 own[i] = _reduced(cls, unit, inputs[i], own[i], grad)
     if not allow_unused and any(grad is None for grad in own):
@@ -208,13 +210,13 @@ def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> 
     return tuple(own)
 
 
-def _reduced(cls: type[ShardTensor], unit: Any, param: Any, from_slices: Any, from_leaf: Any) -> Any:
-    spec, everyone = param._spec, unit.collectives.plane  # replicas have different gradients, too
-    used = torch.tensor(float(from_leaf is not None), device=param._local.device)
+def _reduced(cls: type[ShardTensor], unit: Any, param: Any, from_shards: Any, from_unsharded: Any) -> Any:
+    spec, everyone = param._spec, unit.collectives.plane  # all replicas, since their gradients differ, too
+    used = torch.tensor(float(from_unsharded is not None), device=param._local.device)
     if not everyone.all_reduce(used, "max", f"torch.autograd.grad for {spec.name}"):
-        return from_slices
-    stored = param._local.dtype  # that of the result, as in plain torch, whatever the leaf is computed with in
-    if from_leaf is None:  # used on another rank only
-        from_leaf = torch.zeros(spec.shape, dtype=stored, device=param.device)
-    grad: Any = MeanSlice.apply(from_leaf.to(stored), cls, spec, everyone)
-    return grad if from_slices is None else grad + from_slices
+        return from_shards
+    stored = param._local.dtype  # as in plain torch, the result has the dtype of the parameter
+    if from_unsharded is None:  # only other ranks have used the parameter
+        from_unsharded = torch.zeros(spec.shape, dtype=stored, device=param.device)
+    grad: Any = MeanShard.apply(from_unsharded.to(stored), cls, spec, everyone)
+    return grad if from_shards is None else grad + from_shards

@@ -1,10 +1,10 @@
 """Collectives of torch.distributed that a user calls with ShardTensors: ``dist.all_reduce(p.grad)``, ``dist.broadcast(p, 0)``.
 
-Each rank gives the whole tensor, as it would without sharding, and keeps its slice of what came back. So what holds for plain
-tensors that are equal on all ranks holds here: a sum is as many times the tensor as there are ranks.
+Each rank gives the full tensor, as it would without sharding, and keeps its shard of the result. So the result is that of
+plain tensors which are equal on all ranks: a sum is the tensor times the number of ranks.
 
-torch 2.11 asks tensors of other classes for some of these only; the others (``broadcast``, ``gather``) are errors there. Tested
-on torch 2.11, 2.13 and 2.14.
+On torch 2.11 some of these functions (``broadcast``, ``gather``) do not ask ``__torch_function__``, and are errors there.
+Tested on torch 2.11, 2.13 and 2.14.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _KEPT = """
 all_gather all_gather_coalesced all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced broadcast gather
 gather_single
 """
-# What is left of these is another thing on each rank.
+# These give each rank another result.
 _REFUSED = "irecv isend recv reduce reduce_scatter reduce_scatter_single reduce_scatter_tensor scatter send"
 
 
 def _exchange(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the collective on whole copies, and write these back. Collective over all ranks that the tensors are cut among.
+    """Run a collective on full copies, and write these back. Collective over all ranks that share the tensors.
 
     Raises:
-        NeedsGatherError: a gradient among them is this rank's own, under no_sync().
+        NeedsGatherError: one of the tensors is a gradient whose reduction no_sync() defers.
     """
     name = func.__name__
     sharded = list({id(t): t for t in tensors_in((args, kwargs)) if isinstance(t, cls)}.values())
@@ -47,10 +47,10 @@ def _exchange(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: 
     args = tuple(substituted(value, found) for value in args)
     work = func(*args, **{key: substituted(value, found) for key, value in kwargs.items()})
     if isinstance(work, dist.Work):
-        # With async_op=True; nobody would copy the result later. Hazard: NCCL writes on a stream of its own, which this makes
-        # the current one wait for, before it reads below.
+        # async_op=True: nobody would copy the result later. Hazard: NCCL writes on a stream of its own; this makes the current
+        # stream wait for it before the copies below.
         work.wait()
-    # Always, since these functions leave no trace in the version of what they write.
+    # All are copied back, because these functions don't count what they write in the tensors' versions.
     with torch.no_grad():
         for t, copy in zip(sharded, copies, strict=True):
             t.copy_(copy)
@@ -58,11 +58,7 @@ def _exchange(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: 
 
 
 def _refuse(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result would be no one tensor's slices.
-
-    Raises:
-        NeedsGatherError: always.
-    """
+    """Raise NeedsGatherError: the ranks' results would not be the shards of one tensor."""
     specs = [t._spec for t in tensors_in((args, kwargs)) if isinstance(t, cls)]
     raise gather_error(
         specs, func.__name__, "gives each rank something else, of which it would keep a slice; use .full_tensor()"
@@ -75,4 +71,4 @@ EXCHANGES: dict[Any, Callable[[Any, Any, Any, Any], Any]] = {
     for name in names.split()
     if hasattr(dist, name)
 }
-"""What runs in place of each."""
+"""By function of torch.distributed, what runs in its place."""

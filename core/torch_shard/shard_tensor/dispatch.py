@@ -1,9 +1,9 @@
-"""What ``__torch_dispatch__`` of a ShardTensor allows: an explicit table, operator by operator.
+"""``__torch_dispatch__`` of a ShardTensor: an explicit table of the operators that it allows.
 
-Operators in the tables run on the local slices; reductions to a scalar follow them by one small
-collective; views are of the same slices (:mod:`.views`). Everything else raises
-:class:`~torch_shard.errors.NeedsGatherError`. Tags are not used:
-``aten::equal`` is tagged pointwise, ``_foreach_norm`` is a ``_foreach_`` operator.
+Elementwise operators run on the local shards. Reductions to a scalar reduce the local shard and add one small collective
+(:mod:`.reductions`). Views are ShardTensors over a part of the same shard (:mod:`.views`). Every other operator raises
+:class:`~torch_shard.errors.NeedsGatherError`. torch's operator tags don't tell these apart: ``aten::equal`` is tagged
+pointwise, and ``_foreach_norm`` is a ``_foreach_`` operator.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshif
 __ixor__ __ilshift__ __irshift__ xlogy special_xlog1py logaddexp logaddexp2 nextafter ldexp gcd lcm
 heaviside clamp clip clamp_min clamp_max lerp addcmul addcdiv where masked_fill isclose
 """
-# What autograd calls for the derivatives of the above.
+# The derivatives of the above, which autograd calls.
 _BACKWARD = """
 sigmoid_backward tanh_backward threshold_backward gelu_backward silu_backward softplus_backward
 leaky_relu_backward elu_backward hardsigmoid_backward hardswish_backward hardtanh_backward
 logit_backward mish_backward softshrink_backward hardshrink_backward
 """
-# Results that depend on shape, dtype and device only, or are copies.
+# Copies, and operators that read shape, dtype and device only.
 _COPIES = "copy fill zero zeros_like ones_like full_like empty_like clone _to_copy _conj resolve_conj resolve_neg"
 
 ELEMENTWISE = frozenset((_UNARY + _BINARY + _BACKWARD + _COPIES).split())
@@ -82,7 +82,7 @@ def dispatch(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: d
         if handler is not None:
             return handler(cls, func, args, kwargs)
         if torch.is_inference_mode_enabled():
-            # Without autograd functions that are made of others (`to`, `view_as`) arrive as they are.
+            # In inference mode composite functions (`to`, `view_as`) arrive here undecomposed.
             result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -92,7 +92,7 @@ def dispatch(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: d
 def needs_gather(
     cls: type[ShardTensor], func: Any, args: Any, kwargs: Any, why: str = "needs the whole parameter"
 ) -> NeedsGatherError:
-    """Make the error for an operator that local slices cannot answer."""
+    """Return the error for an operator that can't be computed on local shards."""
     specs = [t._spec for t in _tensors((args, kwargs)) if isinstance(t, cls)]
     return gather_error(specs, str(func), why)
 
@@ -125,7 +125,7 @@ def _elementwise(
     cls: type[ShardTensor], func: Any, name: str, base: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     spec = _common_spec(cls, func, args, kwargs)
-    if len(args) == 1 and name == "where":  # indices
+    if len(args) == 1 and name == "where":  # where(condition) gives indices
         raise needs_gather(cls, func, args, kwargs)
     target: Any = None
     if name is not base or name.startswith("__i"):
@@ -136,7 +136,7 @@ def _elementwise(
         raise needs_gather(cls, func, args, kwargs, "cannot be written into a plain tensor from local slices")
     local_args = [_local(cls, value, spec, func) for value in args]
     local_kwargs = {key: _local(cls, value, spec, func) for key, value in kwargs.items()}
-    # The slices are 1-D; strides are those of the slot whatever was asked for.
+    # The shards are 1-D, and the result's strides are those of the parameter, whatever was asked for.
     local_kwargs.pop("memory_format", None)
     result = func(*local_args, **local_kwargs)
     if target is not None:
@@ -144,13 +144,15 @@ def _elementwise(
         return target
     wrapped = cls._wrap(result, spec)
     if name == "_to_copy":
-        wrapped._shard_state.converted = True  # see __tensor_flatten__
+        wrapped._shard_state.converted = True  # see ShardTensor.__tensor_flatten__
     return wrapped
 
 
 def _count_edit(target: ShardTensor) -> None:
-    """The slice's version counter tells the engine that gathered copies are out of date. Below autograd torch does not
-    count, and an alias (`p.data`) has a counter of its own."""
+    """Increment the version of the shard, which tells the engine that the unsharded parameter is out of date.
+
+    Below autograd torch does not increment it, and an alias (`p.data`) has a version counter of its own.
+    """
     torch.autograd.graph.increment_version(target._shard_state.local)
 
 
@@ -159,7 +161,8 @@ def _local(cls: type[ShardTensor], value: Any, spec: ShardSpec, func: Any) -> An
         return value._shard_state.local
     if isinstance(value, torch.Tensor):
         local = broadcast_slice(value, spec, str(func))
-        # Next to a 0-dim plain operand a 0-dim parameter promotes as its equal; its 1-D slice must too.
+        # For type promotion a 0-dim parameter and a 0-dim plain operand are equals. The parameter's shard is 1-D, so the
+        # operand is made 1-D, too.
         return local.expand(spec.length) if local.dim() == 0 and not spec.shape else local
     return value
 
@@ -168,9 +171,9 @@ def _local(cls: type[ShardTensor], value: Any, spec: ShardSpec, func: Any) -> An
 
 
 def alias(cls: type[ShardTensor], source: Any) -> ShardTensor:
-    """Return another ShardTensor of the same slice: a parameter's may be gathered, too."""
+    """Return another ShardTensor of the same shard; the alias of a parameter may be unsharded, too."""
     result = cls._wrap(source._local, source._spec, source._unit_ref)
-    result._shard_state.origin = source._shard_state.origin  # see shard_functions
+    result._shard_state.origin = source._shard_state.origin
     return following(source, result)
 
 
@@ -179,7 +182,7 @@ def _alias(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
     if func._opname == "detach_":
         return source
     if torch.is_inference_mode_enabled() and not source.is_inference():
-        # An alias of an ordinary tensor is one too: it shares the version counter, which inference tensors lack.
+        # An alias shares the version counter of an ordinary tensor; inference tensors have none.
         with torch.inference_mode(False):
             return alias(cls, source)
     return alias(cls, source)
@@ -190,12 +193,12 @@ def _new(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
     spec, name = source._spec, func._opname
     options = {key: value for key, value in kwargs.items() if key in ("dtype", "device", "pin_memory")}
     strided = name == "new_empty_strided"
-    whole = size == tuple(spec.shape) and (not strided or tuple(args[2]) == spec.stride)
-    if whole and strided:
+    same_shape = size == tuple(spec.shape) and (not strided or tuple(args[2]) == spec.stride)
+    if same_shape and strided:
         return cls._wrap(source._local.new_empty(spec.length, **options), spec)
-    shape = (spec.length,) if whole else size
+    shape = (spec.length,) if same_shape else size
     result = func(source._local, shape, *args[2:], **options)
-    return cls._wrap(result, spec) if whole else result
+    return cls._wrap(result, spec) if same_shape else result
 
 
 def _random(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
@@ -204,8 +207,7 @@ def _random(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
         raise needs_gather(cls, func, args, kwargs, "cannot be written into a plain tensor from local slices")
     if not func._opname.endswith("_") or (len(args) > 1 and isinstance(args[1], cls)):
         raise needs_gather(cls, func, args, kwargs)  # torch.bernoulli(probabilities), bernoulli_(probabilities)
-    # The whole parameter is drawn on each rank: the same seed then gives what plain torch gives, and
-    # the generators of all ranks stay in step.
+    # Each rank draws the full parameter. So a seed gives the values of plain torch, and the ranks' generators stay in step.
     local, spec = target._local, target._spec
     full = torch.empty_strided(spec.shape, spec.stride, dtype=local.dtype, device=local.device)
     func(full, *args[1:], **kwargs)
@@ -271,7 +273,8 @@ def _foreach(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _fused(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
-    # state_steps, lr, grad_scale and found_inf are 0-dim and stay; the tensors of each parameter must be cut alike.
+    # state_steps, lr, grad_scale and found_inf are 0-dim and stay as they are. All other tensors must be cut like their
+    # parameter.
     if not func._opname.endswith("_"):
         raise needs_gather(cls, func, args, kwargs)
     specs: list[ShardSpec | None] = [t._spec if isinstance(t, cls) else None for t in args[0]]

@@ -1,15 +1,15 @@
-"""All that is known of torch's DTensor: parameters that tensor parallelism (``parallelize_module``) has distributed.
+"""The classes of parameters that tensor parallelism (``parallelize_module``) has distributed as DTensors.
 
 ::
 
-    user's parameter   ShardTensor of the DTensor's global shape, in the same object      between steps
-    flat buffer        this rank's local tensors                                          sharded over the plane
-    leaf               a DTensor over a view of the gathered buffer                       what modules compute with
+    user's parameter       ShardTensor of the DTensor's global shape, in the same object   between steps
+    flat buffer            this rank's local tensors, sharded over the data-parallel group
+    unsharded parameter    a DTensor over a view of the full buffer                        what modules compute with
 
-Sharding goes on top: it cuts the local tensors, so that only ranks which have the same parts share them (a *plane*; see
-:mod:`.layout.rank_topology`). Computation is DTensor's own.
+Sharding cuts the local tensors, and only ranks that have the same part share it: the data-parallel group, called a *plane* in
+:mod:`torch_shard.layout.rank_topology`. The computation is DTensor's own.
 
-Private names of torch that this rests on: DTensor's constructor, its slots ``_local_tensor`` and ``_spec``, and
+This rests on private names of torch: DTensor's constructor, its slots ``_local_tensor`` and ``_spec``, and
 ``DeviceMesh._get_root_mesh``. Tested on torch 2.13.
 """
 
@@ -35,8 +35,10 @@ __all__ = [
 
 @functools.cache
 def shard_class() -> type[ShardTensor]:
-    """The class of a parameter that was a DTensor: its object has a DTensor's slots, which ``torch.utils.swap_tensors`` can
-    exchange with the like only."""
+    """Return the class of a parameter that was a DTensor.
+
+    Its objects have a DTensor's slots, because ``torch.utils.swap_tensors`` exchanges objects of equal slots only.
+    """
     from torch.distributed.tensor import DTensor
 
     class _Slots(torch.Tensor):
@@ -45,7 +47,9 @@ def shard_class() -> type[ShardTensor]:
     class ShardDTensor(ShardTensor, _Slots):
         """A :class:`ShardTensor` in an object that was a DTensor."""
 
-        _spec: Any = _Slots.__dict__["_spec"]  # not a property: swap_tensors() exchanges what is in the slots
+        _spec: Any = _Slots.__dict__[
+            "_spec"
+        ]  # a slot in place of the property, since swap_tensors() exchanges the slots
 
         @classmethod
         def _wrap(cls, local: torch.Tensor, spec: Any, unit_ref: Any = None) -> ShardTensor:
@@ -76,11 +80,11 @@ _plain_data: Any = torch.Tensor.data  # type: ignore[attr-defined]
 
 @functools.cache
 def _classes() -> tuple[Any, Any]:
-    """Of a distributed parameter: that inside ``engine.gathered``, and that of a leaf."""
+    """Return the classes of a DTensor parameter inside ``engine.gathered``, and of one that is an unsharded parameter."""
     from torch.distributed.tensor import DTensor
 
     class GatheredDTensor(DTensor):
-        """One that can be assigned to: torch's own ``.data = `` replaces what C++ knows of a DTensor and leaves its values."""
+        """A DTensor whose ``.data`` can be assigned: torch's own setter replaces its metadata and leaves its values."""
 
         __slots__ = ()
 
@@ -101,7 +105,7 @@ def _classes() -> tuple[Any, Any]:
                 self._local_tensor.copy_(value._local_tensor)
 
     class DTensorLeaf(InBuffer, GatheredDTensor):
-        """A leaf that is a DTensor; see :class:`.unsharded_param.Leaf`."""
+        """An unsharded parameter that is a DTensor; see :class:`.unsharded_param.Leaf`."""
 
         __slots__ = ()
         data_taken = False

@@ -1,7 +1,7 @@
-"""Whole copies of ShardTensors, and functions of gradients and optimizer state that need them.
+"""Full copies of ShardTensors, and functions of gradients and optimizer state that need them.
 
-What plain torch computes into new memory (a matrix product, ``torch.cat``, a sum over one dimension) is computed from gathered
-copies where slices can't give it. Nobody keeps a copy: what would be a view of one, or edit one, is an error.
+A function that makes new memory (a matrix product, ``torch.cat``, a sum over one dimension) runs on full copies where shards
+don't suffice. The copies are dropped afterwards, so that a function which returns a view of a copy, or edits one, is an error.
 """
 
 from __future__ import annotations
@@ -26,19 +26,23 @@ if TYPE_CHECKING:
 
 __all__ = ["full_tensors", "on_copies", "substituted", "to_gather"]
 
-_KEY = 16  # bytes that say what a rank gathers
-_SMALL = 1 << 16  # bytes of a message whose size does not matter
-_BROADCASTS = 4  # as in collectives
+_KEY = 16  # bytes before a rank's values that identify what it gathers
+_SMALL = 1 << 16  # bytes below which the size of a message does not matter
+_BROADCASTS = 4  # up to so many senders broadcast, as in comm.collectives
 
 
 def full_tensors(tensors: Sequence[ShardTensor], what: str) -> list[torch.Tensor]:
-    """Return the whole of each tensor: plain, original shape and strides, no gradient. `what` is for messages.
+    """Return each tensor unsharded: plain, with the original shape and strides, without gradient. Collective.
 
-    Collective, one message for all that share ranks and device: each rank sends its slices, as bytes, whatever the dtypes are,
-    and they count as sent.
+    All tensors that share ranks and device travel in one message, as bytes, whatever their dtypes are. The bytes count as
+    sent.
+
+    Args:
+        tensors: the tensors, the same on all ranks.
+        what: for messages.
 
     Raises:
-        DivergenceError: another rank gathers something else (on the CPU).
+        DivergenceError: another rank gathers something else; found on the CPU only.
     """
     results: list[Any] = [None] * len(tensors)
     groups: dict[Any, list[int]] = {}
@@ -50,15 +54,15 @@ def full_tensors(tensors: Sequence[ShardTensor], what: str) -> list[torch.Tensor
             else:
                 groups.setdefault((id(spec.comm), local.device), []).append(i)
         for members in groups.values():
-            wholes = _gathered([tensors[i] for i in members], what)
-            for i, whole in zip(members, wholes, strict=True):
-                results[i] = whole
+            fulls = _gathered([tensors[i] for i in members], what)
+            for i, full in zip(members, fulls, strict=True):
+                results[i] = full
     return results
 
 
 def _gathered(tensors: Sequence[ShardTensor], what: str) -> list[torch.Tensor]:
     comm, device = tensors[0]._spec.comm, tensors[0]._local.device
-    # What each rank gathers, so that something else of the same size does not go unnoticed.
+    # Without the key, ranks that gather different things of equal size would not notice.
     key = zlib.crc32(repr([(what, t._spec.name, t._spec.shape, t._local.dtype) for t in tensors]).encode())
     cuts = _cuts(tensors, key, what)
     nbytes = [
@@ -68,24 +72,24 @@ def _gathered(tensors: Sequence[ShardTensor], what: str) -> list[torch.Tensor]:
     own = torch.empty(sizes[comm.rank], dtype=torch.uint8, device=device)
     for t, place in zip(tensors, _places(own, cuts, tensors, comm.rank), strict=True):
         place.copy_(t._local.detach())
-    wholes = [torch.empty_strided(t._spec.shape, t._spec.stride, dtype=t._local.dtype, device=device) for t in tensors]
+    fulls = [torch.empty_strided(t._spec.shape, t._spec.stride, dtype=t._local.dtype, device=device) for t in tensors]
     for rank, row in enumerate(_rows(comm, own, sizes, key, what)):
-        for t, whole, cut, values in zip(tensors, wholes, cuts, _places(row, cuts, tensors, rank), strict=True):
-            cut[rank].fill(whole, values, t._spec)
-    return wholes
+        for t, full, cut, values in zip(tensors, fulls, cuts, _places(row, cuts, tensors, rank), strict=True):
+            cut[rank].fill(full, values, t._spec)
+    return fulls
 
 
 def _rows(comm: ScalarComm, own: torch.Tensor, sizes: Sequence[int], key: int, what: str) -> Iterator[torch.Tensor]:
-    """Yield the bytes of each rank, `own` of this one; `sizes` are those of all. Collective, also for a rank without any.
+    """Yield the bytes of each rank: `own` are this rank's, `sizes` all ranks' numbers of bytes. Collective.
 
     Raises:
-        DivergenceError: another rank gathers something else (on the CPU).
+        DivergenceError: another rank gathers something else; found on the CPU only.
     """
     largest, senders = max(sizes), sum(map(bool, sizes))
     marked = torch.empty(_KEY + largest, dtype=torch.uint8, device=own.device)
     marked[:_KEY].view(torch.int64).fill_(key)
-    # An all-gather takes as much of each rank as of the one that has the most, and memory for that. So where it is few ranks that
-    # have something, or some have much more than others, each broadcasts what it has.
+    # An all-gather sends from each rank, and needs memory for, as much as the rank with the most has. So where few ranks have
+    # something, or some have much more than others, each broadcasts what it has.
     if comm.size * largest > _SMALL and (senders <= _BROADCASTS or comm.size * largest > 2 * sum(sizes)):
         _check_keys(comm, comm.all_gather(marked[:_KEY], what) if own.device.type == "cpu" else None, key, what)
         del marked
@@ -105,7 +109,7 @@ def _rows(comm: ScalarComm, own: torch.Tensor, sizes: Sequence[int], key: int, w
 
 
 def _check_keys(comm: ScalarComm, keys: torch.Tensor | None, key: int, what: str) -> None:
-    # The host does not wait for a GPU.
+    # Keys on a GPU are not compared, because the host would have to wait for them.
     if (
         keys is None
         or keys.device.type != "cpu"
@@ -120,8 +124,11 @@ def _check_keys(comm: ScalarComm, keys: torch.Tensor | None, key: int, what: str
 
 @dataclass(frozen=True)
 class _Cut:
-    """What one rank has of a tensor: elements in memory order of the tensor, or of the part of it that `dim`, `offset` and `size`
-    tell, where tensor parallelism cuts it."""
+    """The elements that one rank has of a tensor: ``[start, stop)`` in memory order.
+
+    Where tensor parallelism cuts the tensor, the elements are counted within the rank's part, which is the range of `size`
+    from `offset` on in dimension `dim`.
+    """
 
     start: int
     stop: int
@@ -133,12 +140,12 @@ class _Cut:
     def length(self) -> int:
         return self.stop - self.start
 
-    def fill(self, whole: torch.Tensor, values: torch.Tensor, spec: ShardSpec) -> None:
-        """Put the `values` that the rank has, 1-D, into the whole tensor."""
+    def fill(self, full: torch.Tensor, values: torch.Tensor, spec: ShardSpec) -> None:
+        """Put the rank's `values`, 1-D, into the full tensor."""
         if self.dim is None:
-            whole.as_strided((spec.numel,), (1,))[self.start : self.stop] = values
+            full.as_strided((spec.numel,), (1,))[self.start : self.stop] = values
             return
-        part = whole.narrow(self.dim, self.offset, self.size)
+        part = full.narrow(self.dim, self.offset, self.size)
         meta = ParamMeta(spec.name, tuple(part.shape), dense_stride(tuple(part.shape), spec.stride))
         layout = FlatLayout.build([meta], values.element_size(), 1)
         for box, place in boxes_in(values, layout.slots[0].order, layout.boxes(0, self.start, self.stop)):
@@ -146,8 +153,10 @@ class _Cut:
 
 
 def _cuts(tensors: Sequence[ShardTensor], key: int, what: str) -> list[list[_Cut]]:
-    """Who has what of each tensor, by rank. Collective where tensor parallelism cuts one: other ranks' slices do not follow from
-    this one's layout then."""
+    """Return for each tensor what each rank has of it.
+
+    Collective where tensor parallelism cuts a tensor, because other ranks' shards don't follow from this rank's layout then.
+    """
     comm, device = tensors[0]._spec.comm, tensors[0]._local.device
     split = [(t._spec, part) for t in tensors if (part := t._spec.part) is not None]
     told: Iterator[list[list[int]]] = iter(())
@@ -165,12 +174,12 @@ def _cuts(tensors: Sequence[ShardTensor], key: int, what: str) -> list[list[_Cut
 
 
 def _along(part: TensorPart) -> tuple[int, int, int]:
-    """The dimension that is cut, and where the part lies in it."""
+    """Return the dimension that is cut, and the part's offset and size in it."""
     return part.dim, part.offsets[part.dim], part.sizes[part.dim]
 
 
 def _places(row: torch.Tensor, cuts: list[list[_Cut]], tensors: Sequence[ShardTensor], rank: int) -> list[torch.Tensor]:
-    """What a rank's bytes hold of each tensor, as 1-D tensors of its dtype."""
+    """Return the views of a rank's bytes that hold its shard of each tensor: 1-D, of the tensor's dtype."""
     found, at = [], 0
     for t, cut in zip(tensors, cuts, strict=True):
         size = cut[rank].length * t._local.element_size()
@@ -180,13 +189,15 @@ def _places(row: torch.Tensor, cuts: list[list[_Cut]], tensors: Sequence[ShardTe
 
 
 def _padded(size: int) -> int:
-    return -(-size // _KEY) * _KEY  # every dtype may begin there
+    return -(-size // _KEY) * _KEY  # a multiple of every dtype's alignment
 
 
 def to_gather(cls: type[ShardTensor], name: str, tensors: Sequence[Any], target: Any) -> list[ShardTensor]:
-    """Return the operands of which a function may have copies, where slices can't answer it; none where it may not. `target`:
-    what it writes to, which stays as it is: an edit of a copy would be lost."""
-    if name.startswith("as_strided"):  # places in the tensor's own memory
+    """Return the operands of which a function may be given full copies; none if it may not run on copies.
+
+    `target` is what the function writes to; it is never copied, because an edit of a copy would be lost.
+    """
+    if name.startswith("as_strided"):  # its arguments are places in the tensor's own memory
         return []
     if isinstance(target, (list, tuple)) and any(isinstance(t, cls) for t in target):
         return []
@@ -202,7 +213,7 @@ def on_copies(
     kwargs: dict[str, Any],
     sharded: Sequence[ShardTensor],
 ) -> Any:
-    """Run a function with copies of `sharded` among its operands. Collective.
+    """Run a function with full copies in place of `sharded` among its operands. Collective.
 
     Raises:
         NeedsGatherError: the result is a view of a copy, or a copy was edited.
@@ -228,7 +239,7 @@ def _lies_in(cls: type[ShardTensor], tensor: torch.Tensor, storages: set[int]) -
 
 
 def substituted(value: Any, others: Mapping[int, Any]) -> Any:
-    """A function's operand, with `others`, by id, in place of tensors, in lists and tuples, too."""
+    """Return a function's operand with tensors replaced by `others`, by id, also inside lists and tuples."""
     if isinstance(value, torch.Tensor):
         return others.get(id(value), value)
     if isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""What this room needs of the unit that holds a sharded parameter; :class:`~torch_shard.unit.unit.Unit` is that."""
+"""The interface that a sharded parameter needs of its unit, which :class:`~torch_shard.unit.unit.Unit` has."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["UnitPort"]
 
 
 class UnitPort(Protocol):
-    """A unit as its parameters see it."""
+    """The part of a unit that its parameters use."""
 
-    exposed: bool  # a parameter was asked for its memory
+    exposed: bool  # the user was given the memory of a shard
 
     @property
     def collectives(self) -> Collectives: ...
@@ -27,23 +27,23 @@ class UnitPort(Protocol):
 
     @property
     def casts(self) -> bool:
-        """Whether modules compute in another dtype than parameters are stored in."""
+        """True if modules compute in another dtype than parameters are stored in."""
 
     @property
     def rounding(self) -> bool:
-        """Whether some of the unit's parameters are rounded stochastically."""
+        """True if some of the unit's parameters are rounded stochastically."""
 
     @property
     def installed(self) -> bool:
-        """Whether modules hold the unsharded parameters at this moment."""
+        """True if modules hold the unsharded parameters at this moment."""
 
     @property
     def is_summoned(self) -> bool:
-        """Whether the unit is inside ``engine.gathered``."""
+        """True inside ``engine.gathered``."""
 
     @property
     def in_forward(self) -> bool:
-        """Whether a forward of the model is running."""
+        """True if a forward of the model is running."""
 
     def find(self, param: ShardTensor) -> tuple[Any, int]:
         """Return the flat buffer that holds `param`, and the parameter's index in it."""
@@ -55,24 +55,28 @@ class UnitPort(Protocol):
         """Return the tensor through which autograd reaches the parameter in a graph."""
 
     def on_demand(
-        self, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype] = frozenset()
+        self, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype]
     ) -> torch.Tensor | None:
-        """Return what `func` computes with in place of `param`; None where the shards will do."""
+        """Return what `func` computes with in place of `param`; None for the shards.
+
+        `local_ok`: the operation gives the right result on shards, too. `dtypes`: of the operands that are not sharded;
+        empty unless :attr:`casts`.
+        """
 
     def on_demand_done(self, result: Any, copies: list[torch.Tensor], name: str) -> None:
-        """End the operation that :meth:`on_demand` was asked for."""
+        """End the operation for which :meth:`on_demand` was called."""
 
     def watch_copies(self, copies: list[torch.Tensor], name: str) -> None:
-        """Have an edit of one of `copies`, which stand for views of `name`, be an error."""
+        """Make it an error to edit one of `copies`, which stand for views of `name`."""
 
     def check_grad_reader(self) -> None:
-        """Raise where `.grad` is read that an optimizer has consumed in backward already."""
+        """Raise if `.grad` is read that an optimizer's step in backward has consumed."""
 
     def leave_interrupted(self) -> None:
-        """Do what the hooks of forwards that an interrupt has ended would have done."""
+        """Do what the forward hooks would have done that an interrupt has skipped."""
 
     def register_grad_hook(self, param: ShardTensor, fn: Any) -> Any:
-        """Register `fn` on the full gradient of this rank."""
+        """Register `fn` on this rank's full gradient."""
 
     def register_post_accumulate_hook(self, param: ShardTensor, fn: Any) -> Any:
         """Register `fn` to be called with `param` once its gradient is reduced."""

@@ -1,7 +1,7 @@
-"""Reductions of a ShardTensor to a scalar: over the local slice, then one small collective.
+"""Reductions of a ShardTensor to a scalar: over the local shard, and then by one small collective.
 
-All of them are collective: call on all ranks. The answer is that of the whole parameter, as a plain
-tensor that is equal on all ranks. A reduction over some dimensions needs the whole parameter.
+All of them are collective: call them on all ranks. The result is that of the full parameter, as a plain tensor that is equal
+on all ranks. A reduction over some of the dimensions needs the full parameter, and is an error here.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ __all__ = ["REDUCTIONS", "extreme", "foreach_norm", "full_reduction", "total", "
 
 
 def total(local: torch.Tensor, comm: ScalarComm, what: str) -> torch.Tensor:
-    """Add up `local` over the ranks: same shape, same dtype as `local`. Collective."""
+    """Return the sum of `local` over the ranks, in its shape and dtype. Collective."""
     if local.is_complex():
         return torch.view_as_complex(total(torch.view_as_real(local), comm, what))
-    # Sent in double: summing the ranks' parts then adds no rounding of its own, and halves do not overflow.
+    # Summed in double, so that the sum over the ranks adds no rounding of its own, and halves do not overflow.
     wide = local.to(torch.float64 if local.is_floating_point() else torch.int64)
     return comm.all_reduce(wide.clone() if wide is local else wide, "sum", what).to(local.dtype)
 
 
 def extreme(local: torch.Tensor, largest: bool, comm: ScalarComm, what: str) -> torch.Tensor:
-    """Return the largest (smallest) element of all ranks' 1-D `local`, 0-dim; NaN if there is one. Collective."""
+    """Return the largest (or smallest) element of all ranks' 1-D `local`, 0-dim; NaN if any is NaN. Collective."""
     dtype = local.dtype
     if dtype.is_floating_point:
-        # Max over ranks drops NaN on some backends, so it travels as a flag of its own.
+        # Some backends drop NaN in a maximum, so that NaN travels as a flag.
         sign = 1.0 if largest else -1.0
         message = torch.tensor([-math.inf, 0.0], dtype=torch.float64, device=local.device)
         if local.numel():
@@ -59,7 +59,7 @@ def _what(func: Any, spec: ShardSpec) -> str:
 
 
 def full_reduction(spec: ShardSpec, dims: Any) -> bool:
-    """Return whether reducing over `dims` leaves a single value."""
+    """Return True if a reduction over `dims` leaves a single value."""
     if dims is None or dims == () or dims == []:
         return True
     if isinstance(dims, int):
@@ -80,7 +80,7 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _one(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> tuple[ShardSpec, torch.Tensor, dict[str, Any]]:
-    """Return spec, local slice and named arguments, if the reduction is over all dimensions."""
+    """Return spec, local shard and named arguments of a reduction over all dimensions; raise for any other."""
     named = _arguments(func, args, kwargs)
     source = args[0] if args else None
     if (
@@ -93,7 +93,7 @@ def _one(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> tuple[Sha
 
 
 def _empty(func: Any, spec: ShardSpec, local: torch.Tensor, args: Any, kwargs: Any) -> Any:
-    # Without elements there is nothing to communicate, and plain torch knows whether that is an error.
+    # Without elements there is nothing to communicate; plain torch decides if that is an error.
     return func(local.new_empty(spec.shape), *args[1:], **kwargs)
 
 
@@ -105,7 +105,7 @@ def _sum(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
     mean = func._opname == "mean"
     if mean and not (dtype.is_floating_point or dtype.is_complex):
         return _empty(func, spec, local, args, kwargs)  # raises what plain torch raises
-    # Halves are added up in float, as torch's own kernels do inside, and rounded once.
+    # Halves are summed in float and rounded once, as in torch's own kernels.
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     result = total(local.sum(dtype=wide), spec.comm, _what(func, spec))
     if mean:
@@ -145,7 +145,7 @@ def _any_all(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
     flag = local.all() if every else local.any()
     result = _flag(flag, every, spec.comm, _what(func, spec)) if spec.numel else flag
     if local.dtype == torch.uint8:
-        result = result.to(torch.uint8)  # torch's own exception
+        result = result.to(torch.uint8)  # as in plain torch
     return _shaped(result, spec, named.get("keepdim", False))
 
 
@@ -155,7 +155,7 @@ def _count_nonzero(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) ->
 
 
 def _item(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
-    # The value of a one-element parameter is as much a scalar as its sum, and its owner has it.
+    # One rank has the value of a one-element parameter, which is its sum.
     source = args[0]
     spec, local = source._spec, source._local
     if spec.numel != 1:
@@ -179,24 +179,20 @@ def _equal(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> bool:
     first, second = args[0], args[1]
     if first.shape != second.shape:
         return False
-    spec = (first if isinstance(first, cls) else second)._spec
+    sharded = first if isinstance(first, cls) else second
+    spec = sharded._spec
     if isinstance(first, cls) and isinstance(second, cls) and not same_cut(first._spec, second._spec):
         raise gather_error([first._spec, second._spec], str(func), "needs both cut alike, and they are not")
     locals_ = [t._local if isinstance(t, cls) else slice_full(t, spec) for t in (first, second)]
-    same = torch.tensor(func(*locals_, *args[2:], **kwargs), device=spec_device(first, second, cls))
+    same = torch.tensor(func(*locals_, *args[2:], **kwargs), device=sharded._local.device)
     return bool(_flag(same, True, spec.comm, _what(func, spec))) if spec.numel else True
-
-
-def spec_device(first: Any, second: Any, cls: type[ShardTensor]) -> torch.device:
-    """Return the device of whichever is sharded: collectives run there."""
-    return (first if isinstance(first, cls) else second)._local.device
 
 
 # -- norms --------------------------------------------------------------------------------------------------------
 
 
 def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """Norm of one slice as a double, the neutral value where it is empty."""
+    """Return the norm of one shard in double; the neutral value if it is empty."""
     if local.numel() == 0:
         return torch.tensor(math.inf if order < 0 else 0.0, dtype=torch.float64, device=local.device)
     dtype = dtype or local.dtype
@@ -206,7 +202,7 @@ def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) ->
 
 
 def _join_norms(norms: torch.Tensor, order: float) -> torch.Tensor:
-    """Norms of whole tensors from those of their slices; `norms` is ``[ranks, tensors]`` in double."""
+    """Return the norms of full tensors from those of their shards; `norms` has shape ``[ranks, tensors]``, in double."""
     if order == 0:
         return norms.sum(0)
     return torch.linalg.vector_norm(norms, order, dim=0)
@@ -229,7 +225,7 @@ def _vector_norm(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> A
 
 
 def foreach_norm(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Norm of each tensor of a list, 0-dim; one collective for the list. Collective."""
+    """Return the norm of each tensor of a list, 0-dim. Collective, with one message for the list."""
     named = _arguments(func, args, kwargs)
     tensors, order, dtype = named["self"], float(named.get("ord", 2)), named.get("dtype")
     results: list[Any] = [None] * len(tensors)
@@ -256,11 +252,11 @@ def unscale_and_check(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any)
     gradients, found_inf, inverse_scale = args
     slices = [t._local if isinstance(t, cls) else t for t in gradients]
     if found_inf.device.type == "cpu" and torch.cuda.is_available() and torch.cuda.is_initialized():
-        # Gradients in host memory, and a GradScaler whose scale is on the GPU: it asks for copies and does not wait for them.
-        # Hazards: the scale is read before it is there, and what is found here is overwritten by its arrival.
+        # The gradients are in host memory, and the scale of the GradScaler is on the GPU: the scaler has started copies of
+        # scale and `found_inf` to the host. Hazards: reading the scale before it has arrived, and writing `found_inf` before.
         torch.cuda.current_stream().synchronize()
     func(slices, found_inf, inverse_scale)
-    # This operator does not count its changes itself, and what was found out about unchanged gradients, as their norm, is kept.
+    # The operator does not increment versions itself, by which the engine knows if a cached norm is still right.
     torch.autograd.graph.increment_version(slices)
     comms = {id(t._spec.comm): t._spec for t in gradients if isinstance(t, cls)}
     for spec in comms.values():
@@ -287,4 +283,4 @@ REDUCTIONS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "linalg_vector_norm": _vector_norm,
     "norm": _vector_norm,
 }
-"""Operators by name. Each is collective and returns a plain tensor (``equal``, ``item``: a number)."""
+"""Reductions by the operator's name. Each is collective and returns a plain tensor (``equal`` and ``item``: a number)."""

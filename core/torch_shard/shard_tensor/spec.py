@@ -1,4 +1,4 @@
-"""Which slice of which parameter a ShardTensor holds, and how to cut that slice out of a whole tensor."""
+"""The specification of a ShardTensor: its shard of which parameter, and how to cut that shard out of a full tensor."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import NeedsGatherError
+from ..layout.dtensor_placement import part_given
 from ..layout.flat_layout import Box, FlatLayout
 from ..layout.tensor_part import TensorPart
 
@@ -30,16 +31,16 @@ class ScalarComm(Protocol):
 
     size: int
     rank: int
-    bytes_sent: int  # of tensors that were gathered for the user
+    bytes_sent: int  # counts tensors that were gathered for the user
 
     @property
     def world_rank(self) -> int:
-        """This rank among all of the engine, for messages."""
+        """This rank among all ranks of the engine, for messages."""
         ...
 
     @property
     def everyone(self) -> ScalarComm:
-        """The same over all ranks that train together, of which several may have the same slice."""
+        """The collectives over all ranks that train together, of which several may have the same shard."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:
@@ -51,23 +52,24 @@ class ScalarComm(Protocol):
         ...
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
-        """Overwrite `tensor` with that of the rank `source` of these. Call on all ranks."""
+        """Overwrite `tensor` with that of rank `source`, of those that share the parameter. Call on all ranks."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class ShardSpec:
-    """What a ShardTensor's local slice is a slice of.
+    """The parameter that a ShardTensor belongs to, and this rank's range of it.
 
     Attributes:
         layout: the flat layout that places the parameter.
         index: the parameter's position in ``layout.slots``.
-        rank: the rank whose slice this is, within ``layout``.
-        comm: the ranks that share the parameter.
-        part: where tensor parallelism cuts the parameter, the part of it that the layout places; else None, it places all.
-        name, shape, stride, numel: of the whole parameter.
-        start, stop: the elements held, in memory order, of what the layout places.
-        cut: equal for two specs exactly when shape, strides and every rank's slice are equal.
+        rank: this rank's position in ``layout``.
+        comm: collectives over the ranks that share the parameter.
+        part: where tensor parallelism cuts the parameter, the part that the layout places; None where it places the full one.
+        name, shape, stride, numel: of the full parameter.
+        start, stop: this rank's elements, in memory order, of what the layout places.
+        length: their number.
+        cut: equal for two specs exactly if shape, strides and every rank's shard are equal.
     """
 
     layout: FlatLayout
@@ -88,13 +90,13 @@ class ShardSpec:
         slot = self.layout.slots[self.index]
         start, stop = self.layout.owned(self.index, self.rank)
         owners = self.layout.owners(self.index)
-        # All ranks' slices follow from the first boundary and the distance between boundaries.
+        # All ranks' shards follow from the first boundary and the distance between boundaries.
         first_stop = self.layout.owned(self.index, owners.start)[1] if owners else 0
         step = self.layout.shard_numel if len(owners) > 2 else 0
         cut: tuple[object, ...] = (slot.shape, slot.stride, owners, first_stop, step, self.rank)
         shape, stride = slot.shape, slot.stride
         if self.part is not None:
-            # Other ranks' parts may have other cuts; these, too, follow from the whole's shape and the number of parts.
+            # Other ranks' parts may be cut differently. Their cuts follow from the full shape and the number of parts.
             shape, stride, cut = self.part.shape, self.part.stride, (*cut, self.part)
         values = {
             "name": slot.name,
@@ -111,22 +113,22 @@ class ShardSpec:
 
     @property
     def world_rank(self) -> int:
-        """This rank among all of the engine, for messages."""
+        """This rank among all ranks of the engine, for messages."""
         return self.comm.world_rank
 
     def boxes(self) -> tuple[Box, ...]:
-        """What this rank holds, in the whole parameter's coordinates; one after the other they give the slice's elements."""
+        """Return the boxes that this rank has of the full parameter, in the order of the shard's elements."""
         found = self.layout.boxes(self.index, self.start, self.stop)
         return found if self.part is None else tuple(map(self.part.moved, found))
 
 
 def boxes_in(values: torch.Tensor, order: Sequence[int], boxes: Iterable[Box]) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield what a slice holds in each of its `boxes`, in the parameter's dimensions, as views.
+    """Yield each of a shard's `boxes` with its values, as a view in the parameter's dimensions.
 
     Args:
-        values: the slice's elements, 1-D.
+        values: the shard's elements, 1-D.
         order: the parameter's dimensions by descending stride.
-        boxes: those that :meth:`.layout.FlatLayout.boxes` cuts the slice into, moved or not.
+        boxes: into which :meth:`.FlatLayout.boxes` cuts the shard, moved or not.
     """
     inverse = sorted(range(len(order)), key=order.__getitem__)
     position = 0
@@ -137,7 +139,7 @@ def boxes_in(values: torch.Tensor, order: Sequence[int], boxes: Iterable[Box]) -
 
 
 def gather_error(specs: Sequence[ShardSpec], what: str, why: str = "needs the whole parameter") -> NeedsGatherError:
-    """Make the error for an operation `what` on the parameters of `specs` that slices cannot answer."""
+    """Return the error for an operation `what` on the parameters of `specs` that can't be computed on shards."""
     names = ", ".join(dict.fromkeys(spec.name for spec in specs)) or "tensor"
     rank = specs[0].world_rank if specs else "?"
     message = (
@@ -149,12 +151,12 @@ def gather_error(specs: Sequence[ShardSpec], what: str, why: str = "needs the wh
 
 
 def same_cut(a: ShardSpec, b: ShardSpec) -> bool:
-    """Return whether elements at one position of two local slices belong together, on all ranks."""
+    """Return True if, on all ranks, elements at one position of two local shards have one position in the full tensors."""
     return a is b or (a.cut == b.cut and _same_ranks(a.comm, b.comm))
 
 
 def _same_ranks(a: Any, b: Any) -> bool:
-    """Engines over one group have communicators of their own on the same process groups."""
+    """Return True if two communicators are over the same process group, on which each engine has its own."""
     if a is b or a == b:
         return True
     channel, other = getattr(a, "channel", None), getattr(b, "channel", None)
@@ -164,23 +166,18 @@ def _same_ranks(a: Any, b: Any) -> bool:
 
 
 def slice_full(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """Cut this rank's slice out of a whole tensor.
+    """Return this rank's shard of a full tensor. Differentiable, not collective.
 
     Args:
         full: a plain tensor of shape ``spec.shape``, any strides and dtype; or a DTensor distributed as the parameter was.
-        spec: which slice.
+        spec: the shard.
 
     Returns:
-        1-D tensor of ``spec.length`` elements in memory order; a view of `full` where its strides
-        allow one. Differentiable.
-
-    Not collective.
+        1-D tensor of ``spec.length`` elements in memory order; a view of `full` where its strides allow one.
     """
     if full.shape != spec.shape:
         raise ValueError(f"{spec.name} has shape {tuple(spec.shape)}, not {tuple(full.shape)}.")
     if hasattr(full, "_local_tensor"):
-        from ..layout.dtensor_placement import part_given  # which imports this module
-
         full = part_given(full, spec.part, spec.name)
     elif spec.part is not None:
         for dim, size in enumerate(spec.part.sizes):
@@ -190,7 +187,10 @@ def slice_full(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 
 
 def slice_part(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """The same, of what the layout places: a part of the parameter where tensor parallelism cuts it, else all of it."""
+    """Return this rank's shard of what the layout places: a part of the parameter where tensor parallelism cuts it.
+
+    Otherwise the same as :func:`slice_full`.
+    """
     if spec.length == 0:
         return full.new_empty(0) if not full.requires_grad else full.reshape(-1)[:0]
     order = spec.layout.slots[spec.index].order
@@ -198,9 +198,9 @@ def slice_part(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     if permuted.is_contiguous():
         return permuted.reshape(-1)[spec.start : spec.stop]
     if not any(step and size > 1 for step, size in zip(full.stride(), full.shape, strict=True)):
-        return full[(0,) * full.dim()].expand(spec.length)  # one value everywhere: no memory needed
+        return full[(0,) * full.dim()].expand(spec.length)  # one value everywhere, which needs no memory
     parts = []
-    # Never the whole tensor at once: an expanded operand may be far larger than its memory.
+    # Box by box, because the copy of an expanded operand may be far larger than its memory.
     for box in spec.layout.boxes(spec.index, spec.start, spec.stop):
         part = full
         for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
@@ -211,9 +211,9 @@ def slice_part(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 
 
 def broadcast_slice(operand: torch.Tensor, spec: ShardSpec, what: str) -> torch.Tensor:
-    """Broadcast a plain operand to the parameter's global shape and cut out this rank's slice.
+    """Return this rank's shard of a plain operand that is broadcast to the parameter's global shape.
 
-    A 0-dim operand stays as it is where it takes part in type promotion as in plain torch.
+    A 0-dim operand is returned as it is, so that it takes part in type promotion as in plain torch.
 
     Raises:
         RuntimeError: plain torch would not broadcast the two shapes either.

@@ -1,7 +1,7 @@
-"""What a ShardTensor is beside its metadata: one object, so that all other attributes of the tensor are the user's.
+"""The state that the engine keeps on a ShardTensor: one object, so that all other attributes of the tensor are the user's.
 
-It hangs off the tensor's ``__dict__``, under one name: ``torch.utils.swap_tensors`` exchanges that with the class, and refuses
-classes with slots of their own.
+The object is in the tensor's ``__dict__``, under one name. A slot would not do: ``torch.utils.swap_tensors`` exchanges the
+``__dict__`` with the class, and refuses classes with slots of their own.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ if TYPE_CHECKING:
 __all__ = ["OWN_COUNT", "STATE", "ShardState", "is_unreduced"]
 
 STATE = "_shard_state"
-"""The attribute of a ShardTensor that is one of these."""
+"""The attribute of a ShardTensor that holds its :class:`ShardState`."""
 OWN_COUNT = 2
-"""As many attributes has a sharded parameter that the user has given none: this one, and torch's ``_is_param``."""
+"""The number of attributes of a sharded parameter to which the user has given none: :data:`STATE` and ``_is_param``."""
 
 
-# What few have is not even set on the others: every gradient of every step has one of these objects.
+# Attributes that are set on few objects only; the others have these values. Every gradient of every step makes an object.
 _SELDOM = {"aside": None, "converted": False, "lost": False, "outdated": None, "unreduced": False}
 
 
 class ShardState:
-    """Of one ShardTensor.
+    """The engine's state of one ShardTensor.
 
     Attributes:
-        local: this rank's slice, 1-D. Not there while its memory is written to: whoever asks for it waits.
-        spec: which slice of what it is.
-        unit_ref: a parameter's unit, by weak reference.
-        flat: the 1-D tensor that `local` is a part of, together with others that belong to it; not there while `local` is not.
-        origin: of what was computed from a parameter, the unit of that, by weak reference.
-        converted: it is another parameter in another dtype or on another device.
-        unreduced: a gradient that is this rank's own, while ``no_sync()`` defers its reduction.
-        outdated: a gradient that an optimizer has changed on the rank that owns the parameter only: its name, and the version.
-        lost: a gradient that lacks what was held for it, since a backward failed.
-        moving: what is done to the memory, while `local` is not there.
-        aside: `local` and `flat` then.
-        home: what is done to the memory, where that is host memory that is worked on in the background, and this is an alias.
+        local: this rank's shard, 1-D. Unset while its memory is written to in the background; then a read waits.
+        spec: the parameter, and this rank's range of it.
+        unit_ref: weak reference to the unit of a parameter.
+        flat: the 1-D tensor of which `local` is a part, beside other parameters' gradients; unset while `local` is.
+        origin: weak reference to the unit of the parameter from which the tensor was computed.
+        converted: the tensor is a parameter, converted to another dtype or device.
+        unreduced: the tensor is a gradient of this rank alone, while ``no_sync()`` defers its reduction.
+        outdated: for a gradient that an optimizer has changed on the owning rank only, the optimizer's name and the version.
+        lost: the tensor is a gradient that lacks what was deferred, because a backward has failed.
+        moving: the background work on the memory, while `local` is unset.
+        aside: `local` and `flat`, while they are unset.
+        home: for an alias of host memory, the background work on that memory.
     """
 
     __slots__ = (
@@ -82,28 +82,28 @@ class ShardState:
     def __getattr__(self, name: str) -> Any:
         if name in _SELDOM:
             return _SELDOM[name]
-        # A slice whose memory is being written is not there to be read; see torch_shard.offload.pending_writes.
+        # The memory is written to in the background; see torch_shard.offload.pending_writes.
         if name in ("local", "flat"):
             moving = self.moving
             if moving is not None:
                 moving.settle()
-            return object.__getattribute__(self, name)  # also where another thread has waited for it, just now
+            return object.__getattribute__(self, name)  # also if another thread has waited and set it just now
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def is_here(self) -> bool:
-        """Whether `local` is there. Does not wait."""
+        """True if `local` is set. Does not wait."""
         return _has(self, _local)
 
     def take_away(self, moving: Moving) -> None:
         """Put `local` and `flat` aside until `moving` gives them back."""
         self.aside = self.local, self.flat
-        # In this order: another thread finds the one or the other.
+        # In this order, so that another thread finds either `local` or `moving`.
         self.moving = moving
         del self.local, self.flat
 
     def give_back(self) -> None:
-        """Undo :meth:`take_away`; what was assigned since then stays."""
+        """Undo :meth:`take_away`; attributes that were assigned since then stay."""
         if self.aside is not None:
             local, flat = self.aside
             if not _has(self, _flat):
@@ -113,7 +113,7 @@ class ShardState:
         self.moving = self.aside = None
 
     def marks_of(self, other: ShardState) -> None:
-        """Take what is known of a gradient, or a result, from the state of one that this is a copy of."""
+        """Take over what `other` knows of its gradient or result, of which this is a copy."""
         self.origin, self.converted = other.origin, other.converted
         self.unreduced, self.outdated, self.lost = other.unreduced, other.outdated, other.lost
 
@@ -132,6 +132,6 @@ def _has(state: ShardState, slot: Any) -> bool:
 
 
 def is_unreduced(grad: torch.Tensor | None) -> bool:
-    """Return whether a gradient, if it is one of a sharded parameter, is this rank's own."""
+    """Return True if `grad` is a sharded parameter's gradient that is this rank's own, not reduced yet."""
     state: ShardState | None = getattr(grad, STATE, None)
     return state is not None and state.unreduced

@@ -1,10 +1,9 @@
-"""What a parameter, its gradient and its optimizer state are between steps: this rank's slice.
+"""ShardTensor: a parameter, its gradient or its optimizer state between steps, of which each rank holds a shard.
 
-A ShardTensor has the global shape, strides and dtype, and holds ``_local``, a 1-D slice of the
-parameter in memory order, usually a view into its unit's flat shard. That and all else that the engine knows of it is one
-object, a :class:`.state.ShardState`. Elementwise arithmetic and
-reductions to a scalar work on it as on the whole tensor (:mod:`.dispatch`); within a training
-step the engine puts the gathered parameter in its place (:mod:`.torch_function`).
+A ShardTensor has the global shape, strides and dtype. It holds ``_local``, a 1-D range of the parameter in memory order,
+usually a view into its unit's flat shard. All that the engine knows of the tensor is in one object, a
+:class:`.state.ShardState`. Elementwise arithmetic and reductions to a scalar work on a ShardTensor as on the full tensor
+(:mod:`.dispatch`). Within a training step the engine puts the unsharded parameter in its place (:mod:`.torch_function`).
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from ..layout.flat_layout import Box
 from ..offload.pending_writes import home_of
 from . import attributes, dispatch, torch_function
 from .full_tensor import full_tensors
+from .function_sets import DEVICE, DTYPE, GETTERS
 from .spec import ScalarComm, ShardSpec, boxes_in, broadcast_slice, same_cut, slice_full
 from .state import STATE, ShardState
 from .unsharded_param import own_grad, set_own_grad
@@ -33,26 +33,25 @@ __all__ = ["ScalarComm", "ShardSpec", "ShardTensor", "broadcast_slice", "same_cu
 
 
 class ShardTensor(torch.Tensor):
-    """One rank's slice of a tensor, with the shape of the whole.
+    """One rank's shard of a tensor, with the shape of the full tensor.
+
+    Making one is not collective.
 
     Args:
         local: 1-D tensor of ``spec.length`` elements, memory order; kept, not copied.
-        spec: which slice it is.
-        unit: the unit that gathers this parameter; kept by weak reference. None for gradients,
-            optimizer state and results.
+        spec: the parameter, and this rank's range of it.
+        unit: the unit of a parameter, kept by weak reference. None for gradients, optimizer state and results.
         requires_grad: as for any tensor.
-
-    Not collective.
     """
 
     _shard_state: ShardState
-    # Made in C: a property that calls Python would cost three times as much.
+    # These properties run in C; a property that calls Python would cost three times as much.
     _local: torch.Tensor = property(operator.attrgetter("_shard_state.local"))  # type: ignore[assignment]
     _spec: ShardSpec = property(operator.attrgetter("_shard_state.spec"))  # type: ignore[assignment]
     _unit_ref: weakref.ref[UnitPort] | None = property(  # type: ignore[assignment]
         operator.attrgetter("_shard_state.unit_ref")
     )
-    _shard_class: type[ShardTensor]  # ShardTensor itself; the class of a parameter may be another (see dtensors)
+    _shard_class: type[ShardTensor]  # ShardTensor itself, also for its subclass in dtensor_classes
 
     @staticmethod
     def __new__(
@@ -71,13 +70,13 @@ class ShardTensor(torch.Tensor):
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # torch.Tensor's own would look at the arguments.
+        # torch.Tensor.__init__ would look at the arguments.
         pass
 
     @classmethod
     def _wrap(cls, local: torch.Tensor, spec: ShardSpec, unit_ref: weakref.ref[Any] | None = None) -> ShardTensor:
-        # By position (cls, size, strides, storage_offset, memory_format, dtype, layout, device): every gradient of every step
-        # is made here, and names cost a third of it.
+        # Hot: every gradient of every step is made here, and keyword arguments would add a third to its time. By position:
+        # cls, size, strides, storage_offset, memory_format, dtype, layout, device.
         self: ShardTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, spec.shape, spec.stride, None, None, local.dtype, local.layout, local.device
         )
@@ -86,11 +85,11 @@ class ShardTensor(torch.Tensor):
 
     @classmethod
     def from_full(cls, full: torch.Tensor, spec: ShardSpec) -> ShardTensor:
-        """Return the slice of a plain tensor of the global shape, in memory of its own. Not collective."""
+        """Return the shard of a plain tensor of the global shape, in memory of its own. Not collective."""
         return cls._wrap(slice_full(full.detach(), spec).clone(), spec)
 
     # -- the gradient ---------------------------------------------------------------------------------------------
-    # Every step reads and clears it, and a property costs a fraction of `__torch_function__`.
+    # Every step reads and clears `.grad`, and a property costs a fraction of `__torch_function__`.
     @property
     def grad(self) -> Any:  # type: ignore[override]
         """The gradient: a ShardTensor, cut alike, or None."""
@@ -107,12 +106,12 @@ class ShardTensor(torch.Tensor):
     # -- the two dispatch mechanisms ------------------------------------------------------------------------------
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in torch_function.GETTERS:  # read many times a step, and hardly ever different
-            if func == torch_function.DTYPE:  # an object of its own at every read
+        if func in GETTERS:  # hot: read many times a step
+            if func == DTYPE:  # `is` would not do: each read makes a new object
                 dtype = torch_function.computed_in(args[0])
                 if dtype is not None:
                     return dtype
-            elif func == torch_function.DEVICE:
+            elif func == DEVICE:
                 device = torch_function.computed_on(args[0])
                 if device is not None:
                     return device
@@ -126,9 +125,9 @@ class ShardTensor(torch.Tensor):
     ) -> Any:
         return dispatch.dispatch(ShardTensor, func, args, kwargs or {})
 
-    # -- the slice and the whole ----------------------------------------------------------------------------------
+    # -- the shard and the full tensor ----------------------------------------------------------------------------
     def to_local(self) -> torch.Tensor:
-        """Return this rank's slice: 1-D, memory order, shared memory. Not collective, no gradient."""
+        """Return this rank's shard: 1-D, memory order, shared memory, without gradient. Not collective."""
         unit = self._unit_ref() if self._unit_ref is not None else None
         if unit is not None:
             unit.exposed = True
@@ -136,9 +135,9 @@ class ShardTensor(torch.Tensor):
         return self._local if home is None else home.hand_out(self)
 
     def full_tensor(self) -> torch.Tensor:
-        """Return the whole tensor: plain, original shape and strides, new memory, no gradient.
+        """Return the full tensor: plain, original shape and strides, new memory, without gradient.
 
-        Collective: call on all ranks. Allocates the whole on every rank.
+        Collective: call on all ranks. Every rank allocates the full tensor.
         """
         return full_tensors([self], f"full_tensor of {self._spec.name}")[0]
 
@@ -193,8 +192,8 @@ class ShardTensor(torch.Tensor):
     # -- wrapper subclass protocol --------------------------------------------------------------------------------
     @property
     def __tensor_flatten__(self) -> Any:
-        # Absent for parameters and conversions of them: for classes that have it, module.half() and module.to()
-        # would swap new tensors into the parameters, past the unit, instead of assigning `.data`.
+        # Parameters and conversions of them lack this attribute. Otherwise module.half() and module.to() would swap new
+        # tensors into the parameters, past the unit, instead of assigning `.data`.
         if self._unit_ref is not None or self._shard_state.converted:
             raise AttributeError("__tensor_flatten__")
         return lambda: (["_local"], self._spec)
@@ -206,12 +205,12 @@ class ShardTensor(torch.Tensor):
     # -- torch.distributed.checkpoint protocol --------------------------------------------------------------------
     def _chunks(self) -> tuple[Box, ...]:
         spec = self._spec
-        if spec.numel == 0 and spec.rank == 0:  # else a checkpoint would not know that it exists
+        if spec.numel == 0 and spec.rank == 0:  # so that a checkpoint knows that the tensor exists
             return (Box((0,) * len(spec.shape), tuple(spec.shape)),)
         return spec.boxes()
 
     def _boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
-        """What this rank holds, with the values in the parameter's dimensions, as views."""
+        """Yield each box that this rank holds, with its values as a view in the parameter's dimensions."""
         spec = self._spec
         return boxes_in(self._local.detach(), spec.layout.slots[spec.index].order, self._chunks())
 

@@ -1,13 +1,13 @@
-"""What ``__torch_function__`` of a ShardTensor does: the level at which whole functions are seen.
+"""``__torch_function__`` of a ShardTensor, which sees functions before they are decomposed into operators.
 
 - Assignments to ``.data`` and ``.grad`` and registrations of hooks are intercepted (:mod:`.attributes`).
-- *On demand*: the parameter's unit is asked, function by function, whether the gathered parameter
-  shall take the ShardTensor's place; it is told whether local arithmetic would do.
-- What was computed from parameters on slices (`self.temp.exp()`) is made whole where it needs to be.
+- *On demand*: for each function the parameter's unit decides if the unsharded parameter takes the ShardTensor's place. It is
+  told if shards would do.
+- A tensor that was computed from parameters on shards (`self.temp.exp()`) is gathered where a function needs it in full.
 - So are gradients and optimizer state, for functions that only read them (:mod:`.full_tensor`).
-- Operations on slices cannot give a plain tensor its gradient: on parameters they raise.
+- A function on shards can't give another, plain operand its gradient, and raises.
 
-Below this level is :mod:`.dispatch`, which has the last word on what slices can do.
+Below this level :mod:`.dispatch` decides what can be computed on shards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..numerics.stochastic_rounding import EXACT, is_loading
 from .attributes import HANDLERS
 from .autograd import (
     NORMS,
-    Whole,
+    GatherFull,
     autograd_grad,
     differentiable_sum,
     function_needs_gather,
@@ -30,8 +30,26 @@ from .autograd import (
     shared_gradient,
 )
 from .c10d_functions import EXCHANGES
-from .dispatch import ELEMENTWISE, FOREACH, FUSED, RANDOM
+from .dispatch import RANDOM
 from .full_tensor import on_copies, substituted, to_gather
+from .function_sets import (
+    ARITHMETIC,
+    COMPARISONS,
+    CONVERSIONS,
+    DENIED,
+    DIMS_SECOND,
+    DUNDER,
+    EXTREMES,
+    FORMS,
+    INIT,
+    LISTS,
+    NEW,
+    OWN,
+    SCALAR,
+    SHAPED_LIKE,
+    creates,
+    initialises,
+)
 from .spec import same_cut
 from .unsharded_param import memory_of, recorded_edit
 
@@ -39,118 +57,17 @@ if TYPE_CHECKING:
     from .ports import UnitPort
     from .tensor import ShardTensor
 
-__all__ = [
-    "DEVICE",
-    "DTYPE",
-    "GETTERS",
-    "call",
-    "computed_in",
-    "computed_on",
-    "creates",
-    "exposes_memory",
-    "initialises",
-    "is_local",
-]
+__all__ = ["call", "computed_in", "computed_on"]
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_T: Any = torch.Tensor
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 
-def _property(name: str) -> Any:
-    return getattr(_T, name).__get__
-
-
-_PROPERTIES = """
-shape dtype device requires_grad ndim is_leaf layout grad_fn is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn
-is_nested is_sparse_csr is_mps is_xpu output_nr retains_grad names itemsize nbytes _version name is_vulkan is_xla
-_backward_hooks _post_accumulate_grad_hooks
-"""
-_METHODS = """
-size dim ndimension numel nelement stride element_size storage_offset is_floating_point is_complex is_signed
-is_contiguous is_inference is_conj is_neg get_device __len__ __hash__ dim_order _is_view has_names is_same_size
-"""
-GETTERS = frozenset(
-    [_property(n) for n in _PROPERTIES.split() if hasattr(_T, n) and hasattr(getattr(_T, n), "__get__")]
-    + [getattr(_T, n) for n in _METHODS.split() if hasattr(_T, n)]
-    + [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size]
-)
-"""Functions that read metadata: equal for the slice and the whole, so nothing is substituted."""
-
-# Never substituted, also where compute runs on the gathered parameter: an alias must keep the right to be gathered
-# itself (`F.linear(x, w.detach())`), flags belong to the user's object, `new_tensor` reads no element.
-_OWN = _names(
-    "__set__:requires_grad detach detach_ requires_grad_ retain_grad backward new_tensor is_pinned __repr__ __reduce_ex__ "
-    "result_type"
-)
-# Elements come from the first operand alone; from the other shape, dtype and device.
-_SHAPED_LIKE = _names("view_as expand_as reshape_as")
-_FORMS = _SHAPED_LIKE | {"to", "type_as"}
-
-_CONVERSIONS = _names(
-    "to type type_as half float double bfloat16 int long short bool byte char cfloat cdouble cpu cuda xpu contiguous "
-    "conj pin_memory"
-)
-_NEW = _names("new_empty new_zeros new_ones new_full new_empty_strided rand_like randn_like randint_like")
-_INIT = _names(
-    "uniform_ normal_ trunc_normal_ constant_ ones_ zeros_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ "
-    "xavier_normal_ _no_grad_normal_ _no_grad_uniform_ _no_grad_fill_ _no_grad_zero_ _no_grad_trunc_normal_"
-)
-_SCALAR = _names("item __float__ __int__ __bool__ __index__ __complex__ __format__ __contains__")
-_DUNDER = _names(
-    "__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __div__ __rdiv__ __idiv__ "
-    "__truediv__ __rtruediv__ __itruediv__ __floordiv__ __rfloordiv__ __ifloordiv__ __mod__ __rmod__ __imod__ "
-    "__pow__ __rpow__ __ipow__ __neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ "
-    "__rand__ __iand__ __or__ __ror__ __ior__ __xor__ __rxor__ __ixor__ __lshift__ __rlshift__ __ilshift__ "
-    "__rshift__ __rrshift__ __irshift__"
-)
-_ARITHMETIC = frozenset(
-    ELEMENTWISE | {name + "_" for name in ELEMENTWISE} | _DUNDER | {"expand_as", "view_as", "true_divide"}
-)
-_LISTS = frozenset(FOREACH | FUSED | {n + "_" for n in FOREACH | FUSED}) | {
-    "_foreach_norm",
-    "_amp_foreach_non_finite_check_and_unscale_",
-}
-_DIMS_SECOND = _names("sum mean std var amax amin any all count_nonzero")
-_EXTREMES = frozenset({"max", "min"})
-_COMPARISONS = frozenset({"equal", "allclose"})
-
-# They would hand out the slice's memory, or none, as if it were the parameter's.
-_DENIED = _names(
-    "numpy tolist data_ptr untyped_storage storage _typed_storage __array__ __dlpack__ share_memory_ set_ resize_ "
-    "resize_as_ apply_ map_ map2_ __cuda_array_interface__ _make_subclass"
-)
-_RESHAPED_IN_PLACE = _names("t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_")
-
-
-def creates(name: str) -> bool:
-    """Return whether a function only takes shape and dtype from its operand (`zeros_like`, `new_empty`)."""
-    return name.endswith("_like") or name.startswith("new_")
-
-
-def initialises(name: str) -> bool:
-    """Return whether a function of torch.nn.init fills its operand, without recording anything."""
-    return name in _INIT
-
-
-def exposes_memory(name: str) -> bool:
-    """Return whether a gathered parameter that is released right after the function must not stand in for it: the
-    address or memory that it hands out would be gone, or the parameter itself gets another shape."""
-    return name in _RESHAPED_IN_PLACE or (name in _DENIED and name != "tolist")
-
-
-DTYPE = _property("dtype")
-DEVICE = _property("device")
-
-
 def computed_in(param: ShardTensor) -> torch.dtype | None:
-    """The dtype that a parameter shows inside a forward, where that is not its own: many models cast what they have to
-    ``self.child.weight.dtype``, and mean that of the computation. Or in ``Optimizer.load_state_dict``, where that is not its
-    state's."""
+    """Return the dtype that a parameter shows in place of its own; None where it shows its own.
+
+    Inside a forward this is the dtype of the computation, because many models cast inputs to ``self.child.weight.dtype``.
+    In ``Optimizer.load_state_dict`` it is the dtype of the optimizer's state.
+    """
     unit = param._unit_ref() if param._unit_ref is not None else None
     if unit is not None and unit.rounding and is_loading() and unit.find(param)[0].rounding is not None:
         return EXACT
@@ -161,8 +78,10 @@ def computed_in(param: ShardTensor) -> torch.dtype | None:
 
 
 def computed_on(param: ShardTensor) -> torch.device | None:
-    """The device that a parameter in host memory shows inside a forward, where that is not its own: models put what they make
-    next to ``self.child.weight``."""
+    """Return the device that a parameter in host memory shows inside a forward; None where it shows its own.
+
+    This is the device that computes, because models make tensors on ``self.child.weight.device``.
+    """
     unit = param._unit_ref() if param._unit_ref is not None else None
     if unit is None or unit.host is None or not _is_in_forward(unit):
         return None
@@ -171,7 +90,7 @@ def computed_on(param: ShardTensor) -> torch.device | None:
 
 
 def _is_in_forward(unit: UnitPort) -> bool:
-    """Whether a forward of its model runs, and it is not shown as it is stored, by ``gathered()``."""
+    """Return True if a forward of the model runs, outside ``gathered()``, which shows parameters as they are stored."""
     return not unit.is_summoned and unit.in_forward
 
 
@@ -181,19 +100,19 @@ def call(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[
     if special is not None:
         return special(cls, func, args, kwargs)
     name = _name(func)
-    if name in _OWN:
+    if name in OWN:
         with _NoTorchFunction():
             return func(*args, **kwargs)
-    if name in _FORMS and args:
+    if name in FORMS and args:
         if not isinstance(args[0], cls):
-            other = args[1] if name not in _SHAPED_LIKE and len(args) > 1 else None
+            other = args[1] if name not in SHAPED_LIKE and len(args) > 1 else None
             dtype = computed_in(other) if isinstance(other, cls) else None
             if dtype is not None:
                 return args[0].to(args[1].device, dtype, *args[2:], **kwargs)
             with _NoTorchFunction():
                 return func(*args, **kwargs)
-        if name in _SHAPED_LIKE and len(args) == 2 and args[0]._unit_ref is None:
-            args = (args[0], torch.empty(args[1].shape, device="meta"))  # a parameter need not be gathered for that
+        if name in SHAPED_LIKE and len(args) == 2 and args[0]._unit_ref is None:
+            args = (args[0], torch.empty(args[1].shape, device="meta"))  # the shape needs no unshard
     tensors: list[Any] = []
     _collect(args, tensors)
     if kwargs:
@@ -223,15 +142,15 @@ def _collect(values: Any, found: list[Any]) -> None:
 def _run(
     cls: type[ShardTensor], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
 ) -> Any:
-    """Run on the slices; or, where these can't answer, on copies of gradients and optimizer state."""
-    if name in _DENIED or name.removeprefix("__get__:") in _DENIED:
+    """Run a function on shards; where these don't suffice, on full copies of gradients and optimizer state."""
+    if name in DENIED or name.removeprefix("__get__:") in DENIED:
         sharded = to_gather(cls, name, tensors, None) if name == "tolist" else []
         if not sharded:
             raise function_needs_gather(cls, name, tensors)
         return on_copies(cls, func, name, args, kwargs, sharded)
     derived, of_parameter = _descent(cls, tensors)
-    if derived and not _slices_will_do(cls, name, args, kwargs, tensors):
-        return _on_wholes(cls, func, name, args, kwargs, tensors)
+    if derived and not _shards_suffice(cls, name, args, kwargs, tensors):
+        return _on_full_tensors(cls, func, name, args, kwargs, tensors)
     try:
         with _NoTorchFunction():
             if torch.is_grad_enabled() and len(tensors) > 1:
@@ -257,13 +176,14 @@ def _run(
     return on_copies(cls, func, name, args, kwargs, sharded)
 
 
-_SCALARS = NORMS | _EXTREMES | _DIMS_SECOND
+_SCALARS = NORMS | EXTREMES | DIMS_SECOND
 
 
-# Gradients and optimizer state are cut like parameters and have no unit either, but nobody computes an output with
-# them: they stay on slices. What an output may be computed with is remembered to come from a parameter.
+# Gradients and optimizer state are cut like parameters and have no unit, as have tensors that were computed from parameters.
+# But nobody computes an output with gradients and optimizer state, so that these stay on shards. Hence `origin`, which tells
+# them apart.
 def _is_derived(t: Any) -> bool:
-    """Computed from parameters: ``temp.exp()``, ``p * 2``, or a meta-learner's ``p - lr * grad``."""
+    """Return True if `t` was computed from parameters: ``temp.exp()``, ``p * 2``, a meta-learner's ``p - lr * grad``."""
     if t._shard_state.origin is not None:
         return True
     if not torch.is_grad_enabled():
@@ -273,8 +193,8 @@ def _is_derived(t: Any) -> bool:
 
 
 def _descent(cls: type[ShardTensor], tensors: list[Any]) -> tuple[bool, bool]:
-    """Whether any was computed from parameters, and whether any was so or is one. Every step of an optimizer asks, for
-    each operand: hence no calls."""
+    """Return if any of the tensors was computed from parameters, and if any was so or is a parameter itself."""
+    # Hot: every step of an optimizer asks this for each operand, hence no calls.
     derived = of_parameter = False
     recording = torch.is_grad_enabled()
     for t in tensors:
@@ -288,35 +208,35 @@ def _descent(cls: type[ShardTensor], tensors: list[Any]) -> tuple[bool, bool]:
 
 
 def _note_origin(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any], result: Any) -> None:
-    """Remember of new ShardTensors which unit the parameter belongs to that they were computed from."""
+    """Note on new ShardTensors the unit of the parameter from which they were computed."""
     results: Any = [result] if isinstance(result, cls) else result if isinstance(result, (list, tuple)) else ()
-    for new, operands in zip(results, _meeting(name, args, kwargs, tensors), strict=False):
+    for new, operands in zip(results, _combined(name, args, kwargs, tensors), strict=False):
         if not isinstance(new, cls) or new._unit_ref is not None or any(new is t for t in operands):
             continue
         origins = [t._shard_state.unit_ref or t._shard_state.origin for t in operands if isinstance(t, cls)]
-        # With a gradient or optimizer state among them, it is an update.
+        # With a gradient or optimizer state among the operands, the result is an update.
         if origins and None not in origins:
             new._shard_state.origin = origins[0]
 
 
-def _on_wholes(
+def _on_full_tensors(
     cls: type[ShardTensor], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
 ) -> Any:
-    """Run on the gathered forms of what was computed from parameters, as for the parameters themselves. Collective."""
+    """Run a function with the full tensors in place of those that were computed from parameters. Collective."""
     target = _target(name, args, kwargs)
     if isinstance(target, cls) and _is_derived(target) and not name.startswith("__i"):
-        # It would edit the gathered form. (`t += x` gives the name to the result.)
+        # The function would edit the full tensor, which nobody keeps. `t += x` is right, since `t` becomes the result.
         raise function_needs_gather(cls, name, tensors, "in place needs the whole of what was computed from it")
     with _NoTorchFunction():
-        wholes = {id(t): Whole.apply(t) for t in tensors if isinstance(t, cls) and _is_derived(t)}
+        fulls = {id(t): GatherFull.apply(t) for t in tensors if isinstance(t, cls) and _is_derived(t)}
     origins = [t._shard_state.origin for t in tensors if isinstance(t, cls)]
     units = [origin() for origin in origins if origin is not None]
-    args = tuple(substituted(value, wholes) for value in args)
-    result = func(*args, **{key: substituted(value, wholes) for key, value in kwargs.items()})
+    args = tuple(substituted(value, fulls) for value in args)
+    result = func(*args, **{key: substituted(value, fulls) for key, value in kwargs.items()})
     unit = next((unit for unit in units if unit is not None), None)
-    if unit is not None and not any(whole.requires_grad for whole in wholes.values()):
+    if unit is not None and not any(full.requires_grad for full in fulls.values()):
         copies: list[torch.Tensor] = []
-        result = _own_memory(result, list(wholes.values()), copies)
+        result = _own_memory(result, list(fulls.values()), copies)
         if copies:  # `(p * 2)[0].zero_()` would be lost
             unit.watch_copies(copies, f"what was computed from {_names_of(cls, tensors)}")
     return result
@@ -329,23 +249,23 @@ def _names_of(cls: type[ShardTensor], tensors: list[Any]) -> str:
 # -- local arithmetic or not --------------------------------------------------------------------------------------
 
 
-def is_local(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
-    """Return whether slices are enough for a function, by its name and its operands' shapes.
+def _is_local(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
+    """Return True if shards suffice for a function, by its name and its operands' shapes.
 
-    Local are: elementwise arithmetic whose result has the ShardTensors' own shape, copies, fills,
-    new tensors, conversions, lists of these, and reductions to a scalar.
+    They do for elementwise arithmetic whose result has the ShardTensors' own shape, copies, fills, new tensors, conversions,
+    lists of these, and reductions to a scalar.
     """
-    if name in _LISTS or name in _NEW or name in _CONVERSIONS or name in _INIT or name in _SCALAR:
+    if name in LISTS or name in NEW or name in CONVERSIONS or name in INIT or name in SCALAR:
         return True
-    if name in _EXTREMES:
+    if name in EXTREMES:
         if len(tensors) == 1:
             return len(args) == 1 and not kwargs
         return _fits(cls, name, args, kwargs, tensors)
-    if name in _DIMS_SECOND or name in NORMS:
+    if name in DIMS_SECOND or name in NORMS:
         return reduces_to_scalar(cls, name, args, kwargs, tensors)
-    if name in _COMPARISONS:
+    if name in COMPARISONS:
         return True
-    if name in _ARITHMETIC or name in RANDOM or (name.endswith("_") and name[:-1] in RANDOM):
+    if name in ARITHMETIC or name in RANDOM or (name.endswith("_") and name[:-1] in RANDOM):
         return _fits(cls, name, args, kwargs, tensors)
     if name == "__setitem__":
         return _is_masked_fill(cls, args)
@@ -353,7 +273,7 @@ def is_local(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors:
 
 
 def _is_masked_fill(cls: type[ShardTensor], args: Any) -> bool:
-    """``t[mask] = value`` with a mask of the whole shape and one value."""
+    """Return True for ``t[mask] = value`` with a mask of the full shape and one value."""
     target, mask, value = args
     return (
         isinstance(target, cls)
@@ -388,63 +308,64 @@ def _fits(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: li
                 if torch.broadcast_shapes(spec.shape, t.shape) != spec.shape:
                     return False
             except RuntimeError:
-                return True  # plain torch rejects it: so will the local operation, without a gather
+                return True  # plain torch rejects the shapes, and so will the function on shards
     return True
 
 
 def _target(name: str, args: Any, kwargs: Any) -> Any:
-    """What a function writes to: a tensor, or a list of them; None for one that makes its result."""
+    """Return what a function writes to: a tensor, or a list of tensors; None if it makes its result."""
     if "out" in kwargs:
         return kwargs["out"]
     in_place = name.endswith("_") and not name.endswith("__")
-    if in_place or name == "__setitem__" or (name.startswith("__i") and name in _DUNDER and name != "__invert__"):
+    if in_place or name == "__setitem__" or (name.startswith("__i") and name in DUNDER and name != "__invert__"):
         return args[0] if args else None
     return None
 
 
-def _slices_will_do(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
-    """Whether each rank's slices give each rank what the whole would give it."""
-    if name in _ARITHMETIC and name != "where":
+def _shards_suffice(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
+    """Return True if each rank gets from shards what it would get from the full tensors."""
+    if name in ARITHMETIC and name != "where":
         spec = None
-        for t in tensors:  # an optimizer's arithmetic, nearly always: all cut alike, nothing plain
+        for t in tensors:  # the usual case, an optimizer's arithmetic: all operands are sharded and cut alike
             if not isinstance(t, cls) or (spec is not None and t._spec is not spec):
                 break
             spec = t._spec
         else:
             return True
-    return is_local(cls, name, args, kwargs, tensors) and not _may_differ(cls, name, args, kwargs, tensors)
+    return _is_local(cls, name, args, kwargs, tensors) and not _may_differ(cls, name, args, kwargs, tensors)
 
 
-def _meeting(name: str, args: Any, kwargs: Any, tensors: list[Any]) -> list[list[Any]]:
-    """The operands that are combined with each other: all, or for functions of lists those at one position."""
-    if name not in _LISTS:
+def _combined(name: str, args: Any, kwargs: Any, tensors: list[Any]) -> list[list[Any]]:
+    """Return the groups of operands that are combined: one of all operands, or for functions of lists one a position."""
+    if name not in LISTS:
         return [tensors]
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
     return [[t for t in items if isinstance(t, torch.Tensor)] for items in zip(*lists, strict=False)]
 
 
 def _may_differ(cls: type[ShardTensor], name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
-    """Whether parameters, or what was computed from them, meet something that each rank may have its own of: an input, a
-    mask, random numbers. On slices the ranks' results would be mixed into one; each must have its own, and where there
-    are gradients, their average.
+    """Return True if parameters, or tensors computed from them, are combined with values that may differ between ranks.
 
-    What is written to a sharded tensor has one value for all ranks anyhow, and whoever combines it with a gradient or
-    optimizer state works on sharded values: neither is asked to communicate. A 0-dim tensor without a gradient counts
-    as a number, such as an optimizer's learning rate, except in backward, where it comes from a rank's own gradient.
+    Such values are an input, a mask, random numbers. On shards the ranks' results would be mixed into one. But each rank must
+    have its own result, and where there are gradients, their average.
+
+    A write to a sharded tensor has one value for all ranks anyhow, and a combination with a gradient or optimizer state is one
+    of sharded values. Neither has to communicate. A 0-dim tensor without a gradient counts as a number, such as an
+    optimizer's learning rate, except in backward, where it comes from a rank's own gradient.
     """
     target = _target(name, args, kwargs)
-    if name in _FORMS or isinstance(target, (cls, list, tuple)):
+    if name in FORMS or isinstance(target, (cls, list, tuple)):
         return False
     if torch.is_grad_enabled():
         with _NoTorchFunction():
             trains = any(isinstance(t, cls) and t.requires_grad for t in tensors)
         if trains:
             return name in RANDOM or any(not isinstance(t, cls) for t in tensors)
-    return name in RANDOM or any(_mixes(cls, operands) for operands in _meeting(name, args, kwargs, tensors))
+    return name in RANDOM or any(_mixes(cls, operands) for operands in _combined(name, args, kwargs, tensors))
 
 
 def _mixes(cls: type[ShardTensor], operands: list[Any]) -> bool:
-    """Whether there is a plain tensor among them, and all others are parameters or were computed from such."""
+    """Return True if plain and sharded tensors are mixed, and all sharded ones are, or were computed from, parameters."""
     sharded = [t for t in operands if isinstance(t, cls)]
     if not 0 < len(sharded) < len(operands):
         return False
@@ -460,7 +381,7 @@ def _mixes(cls: type[ShardTensor], operands: list[Any]) -> bool:
 def _on_demand(
     cls: type[ShardTensor], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
 ) -> Any:
-    """Ask each parameter's unit whether the gathered parameter shall take its place, and run."""
+    """Run a function with the unsharded parameters in place of those whose unit says so. May be collective."""
     leaves: dict[int, Any] = {}
     originals: list[Any] = []
     asked: list[Any] = []
@@ -477,9 +398,9 @@ def _on_demand(
             if unit is None:
                 continue
             if local_ok is None:
-                local_ok = _slices_will_do(cls, name, args, kwargs, tensors)
+                local_ok = _shards_suffice(cls, name, args, kwargs, tensors)
             dtypes = frozenset(o.dtype for o in tensors if not isinstance(o, cls)) if unit.casts else frozenset()
-            leaf = unit.on_demand(t, func, local_ok, dtypes) if dtypes else unit.on_demand(t, func, local_ok)
+            leaf = unit.on_demand(t, func, local_ok, dtypes)
             if leaf is None:
                 continue
             asked.append(unit)
@@ -493,7 +414,7 @@ def _on_demand(
         args = tuple(substituted(value, leaves) for value in args)
         kwargs = {key: substituted(value, leaves) for key, value in kwargs.items()}
         result = func(*args, **kwargs)
-        # An in-place function returns its operand: `module.weight += 1` must not register the leaf.
+        # An in-place function returns its operand: `module.weight += 1` must not put the unsharded parameter into the module.
         for t in originals:
             if result is leaves[id(t)]:
                 result = t
@@ -514,8 +435,11 @@ def _refuse_recorded_edit(cls: type[ShardTensor], target: Any, name: str, tensor
 
 
 def _own_memory(result: Any, leaves: list[Any], copies: list[torch.Tensor]) -> Any:
-    """A view of a gathered parameter (`weight.t()`, `weight[:n]`) outlives its memory, which goes with the next unit's
-    forward: copy it, into `copies` as well. The copy carries the gradient back as the view would."""
+    """Return `result` with copies in place of views of unsharded parameters (`weight.t()`, `weight[:n]`).
+
+    A view would outlive its memory, which is freed when the unit is resharded. A copy carries the gradient back as the view
+    would. The copies are also appended to `copies`.
+    """
     if isinstance(result, (tuple, list)) and result and all(isinstance(r, torch.Tensor) for r in result):
         items = [_own_memory(r, leaves, copies) for r in result]
         return type(result)(items) if type(result) in (tuple, list) else result

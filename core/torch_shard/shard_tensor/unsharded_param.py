@@ -1,4 +1,4 @@
-"""What modules compute with while their unit is gathered."""
+"""The unsharded parameter, with which modules compute while their unit is unsharded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _grad: Any = torch.Tensor.grad  # type: ignore[attr-defined]
 
 
 class InBuffer:
-    """Of a leaf: what belongs to the user's parameter. ``.grad`` is that one's, and hooks on accumulated gradients are."""
+    """An unsharded parameter's link to the user's sharded one, which has its ``.grad`` and post-accumulate hooks."""
 
     __slots__ = ()
     _place: tuple[Any, int] | None = None  # a weak reference to the FlatBuffer, and the index there
@@ -37,7 +37,7 @@ class InBuffer:
             param.grad = value
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """As on the user's parameter: nothing is accumulated in the leaf."""
+        """Register `hook` on the user's parameter, since no gradient is accumulated in the unsharded one."""
         param = self._param()
         if param is None:
             return super().register_post_accumulate_grad_hook(hook)  # type: ignore[misc]
@@ -48,16 +48,16 @@ class InBuffer:
         unit = None if param is None else param._unit_ref()
         if unit is not None:
             unit.leave_interrupted()
-            if not unit.installed:  # the model is copied after an interrupt, which had left the leaf in it
+            if not unit.installed:  # an interrupted forward had left the unsharded parameter in the model
                 return copy.deepcopy(param, memo)
         return super().__deepcopy__(memo)  # type: ignore[misc]
 
 
 class Leaf(InBuffer, nn.Parameter):
-    """A parameter that is a view of its unit's gathered buffer.
+    """An unsharded parameter: a view of its unit's full buffer.
 
-    No version counter shows an edit through ``.data``, so that somebody took it is noted; what is assigned to it is
-    copied where it fits, because the memory must stay the buffer's. (One that is a DTensor: :mod:`.layout.dtensor_placement`.)
+    No version counter shows an edit through ``.data``, so that a read of ``.data`` is noted. A value that is assigned to
+    ``.data`` is copied if it fits, because the memory must stay the buffer's. For DTensors see :mod:`.dtensor_classes`.
     """
 
     data_taken: bool = False
@@ -79,22 +79,24 @@ class Leaf(InBuffer, nn.Parameter):
 
 
 own_grad: Callable[[Any], torch.Tensor | None] = _grad.__get__
-"""Return ``.grad`` as autograd keeps it, past the properties of :class:`Leaf` and of ShardTensor; for the latter call it with
-``__torch_function__`` disabled."""
+"""Return ``.grad`` as autograd keeps it, past the properties of :class:`Leaf` and ShardTensor.
+
+Call it with ``__torch_function__`` disabled for a ShardTensor."""
 
 
 def set_own_grad(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
+    """Set ``.grad`` as autograd keeps it, past the properties of :class:`Leaf` and ShardTensor."""
     _grad.__set__(tensor, value)
 
 
 def memory_of(leaf: torch.Tensor) -> torch.Tensor:
-    """The leaf, or this rank's part of one that is a DTensor."""
+    """Return `leaf`, or the local tensor of one that is a DTensor."""
     found: torch.Tensor = getattr(leaf, "_local_tensor", leaf)
     return found
 
 
 def move(leaf: nn.Parameter, view: torch.Tensor) -> None:
-    """Let `leaf` be `view`, of another buffer."""
+    """Point `leaf` at the memory of `view`."""
     if memory_of(leaf) is leaf:
         _data.__set__(leaf, view)
     else:
@@ -102,7 +104,7 @@ def move(leaf: nn.Parameter, view: torch.Tensor) -> None:
 
 
 def show_as_plain(leaves: list[nn.Parameter], plain: bool) -> None:
-    """Let leaves be of nn.Parameter's own class for a while, when nothing has to be noted."""
+    """Give unsharded parameters the plain class nn.Parameter, which notes no reads of ``.data``, or their own class again."""
     for leaf in leaves:
         leaf.__dict__.pop("data_taken", None)
         shown, noted = getattr(leaf, "classes", (nn.Parameter, Leaf))
@@ -110,7 +112,7 @@ def show_as_plain(leaves: list[nn.Parameter], plain: bool) -> None:
 
 
 def is_view(leaf: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether `leaf` is the same part of the same memory."""
+    """Return True if `leaf` has the memory, shape, strides and dtype of `view`."""
     leaf = memory_of(leaf)
     return (
         leaf.data_ptr() == view.data_ptr()
@@ -124,10 +126,10 @@ def refuse_recorded_edit(leaf: torch.Tensor, name: str, rank: int) -> None:
     """Raise if a frozen parameter was edited in place with a value that records gradients.
 
     In plain torch the parameter becomes part of that value's graph. Here the edit would be kept without the graph, and the
-    gradient lost.
+    gradient would be lost.
 
     Raises:
-        ShardError: the leaf is one again.
+        ShardError: the graph was dropped from `leaf`.
     """
     if leaf.grad_fn is not None:
         leaf.detach_()
@@ -135,7 +137,7 @@ def refuse_recorded_edit(leaf: torch.Tensor, name: str, rank: int) -> None:
 
 
 def recorded_edit(name: str, rank: int) -> ShardError:
-    """The error for it."""
+    """Return the error for an edit of a frozen parameter with a value that records gradients."""
     return ShardError(
         f"rank {rank}: {name} does not require gradients, and was edited in place with a value that does. The parameter is "
         "stored in slices, which record nothing, so that this value would get no gradient. Compute out of place "
@@ -144,10 +146,10 @@ def recorded_edit(name: str, rank: int) -> ShardError:
 
 
 def mark_of_unit(buffer: torch.Tensor) -> None:
-    """Note of a unit's buffer that its memory comes and goes as the engine says, whoever has a view of it."""
-    buffer.untyped_storage()._of_unit = True  # type: ignore[attr-defined]  # one object as long as the memory is there
+    """Mark the storage of a unit's full buffer, whose memory is freed and allocated whatever views there are."""
+    buffer.untyped_storage()._of_unit = True  # type: ignore[attr-defined]  # torch keeps one object for each storage
 
 
 def is_of_unit(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a view of such a buffer."""
+    """Return True if `tensor` is a view of a unit's full buffer."""
     return getattr(tensor.untyped_storage(), "_of_unit", False)

@@ -1,10 +1,10 @@
-"""Views of gradients and optimizer state: sharded tensors over a part of the same slice.
+"""Views of gradients and optimizer state: ShardTensors over a part of the same shard.
 
-A slice is a range of a tensor's memory, and so is what torch calls a view, unless it leaves gaps: ``g.view(-1)``, ``g.t()``,
-``g[2]``, ``g[1:3]``, ``g.unsqueeze(0)``, each of ``g.split(2)``. A rank holds what its slice and that range have in common. The
-view is a ShardTensor like any other: it is computed with on slices, and an edit of it is one of the tensor. Not collective.
+A shard is a range of a tensor's memory, and so is a view, unless it leaves gaps: ``g.view(-1)``, ``g.t()``, ``g[2]``,
+``g[1:3]``, ``g.unsqueeze(0)``, each of ``g.split(2)``. A rank holds the intersection of its shard and the view's range. The
+view is a ShardTensor like any other, and an edit of it is an edit of the tensor. Nothing here is collective.
 
-Which range it is torch itself says: the operator runs on a tensor of the same shape and strides that has no memory.
+torch itself tells the range: the operator runs on a meta tensor of the same shape and strides.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ view _unsafe_view _reshape_alias as_strided expand select slice t transpose perm
 split_with_sizes
 """
 VIEWS = frozenset(_NAMES.split())
-"""Operators; what others give (``flatten``, ``chunk``, ``movedim``, ``t[0] = x``) is made of these."""
+"""View operators by name; ``flatten``, ``chunk``, ``movedim``, ``t[0] = x`` and the like are made of these."""
 
 
 def following(source: Any, result: ShardTensor) -> ShardTensor:
-    """`result` is of the same memory as `source`."""
+    """Return `result`, and let it share the background work on the memory that it shares with `source`."""
     home = home_of(source)
     if home is not None:
         home.follow(result)
@@ -39,9 +39,12 @@ def following(source: Any, result: ShardTensor) -> ShardTensor:
 
 
 def stands_alone(tensor: Any) -> bool:
-    """Whether views and copies of a ShardTensor are for the user to have: of gradients and optimizer state. For parameters the
-    engine gathers, and what is recorded needs derivatives. Under no_sync() a gradient is not one tensor's slices but each
-    rank's own; and an optimizer that the engine does not know is better declared than given copies on every rank."""
+    """Return True if the user may have views and full copies of a ShardTensor, as of gradients and optimizer state.
+
+    Parameters are unsharded by the engine instead. A tensor that requires a gradient needs derivatives. The shards of a
+    deferred gradient belong to different tensors, one of each rank. And an optimizer that the engine does not know should be
+    declared, rather than work on full copies on every rank.
+    """
     state = tensor._shard_state
     if state.unit_ref is not None or state.origin is not None or state.unreduced:
         return False
@@ -57,24 +60,25 @@ def view(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
     """Run one of :data:`VIEWS`.
 
     Raises:
-        NeedsGatherError: the view leaves gaps, or it is not for the user to have and is not the whole in its own shape.
+        NeedsGatherError: the view leaves gaps; or it is another view than the full tensor in its own shape, of a tensor
+            that does not stand alone (:func:`stands_alone`).
     """
     source, name = args[0], func._opname
     if not isinstance(source, cls) or name not in VIEWS:  # t_(), squeeze_()
         raise gather_error([t._spec for t in args if isinstance(t, cls)], str(func))
     spec = source._spec
     if name == "as_strided" and len(args) > 3 and not spec.layout.aligned:
-        raise gather_error([spec], str(func))  # of a view: the place is one in the memory of the tensor
+        raise gather_error([spec], str(func))  # the storage offset is one in the memory of the view's base
     like = torch.empty_strided(spec.shape, spec.stride, dtype=source._local.dtype, device="meta")
     try:
         found = func(like, *args[1:], **kwargs)
     except RuntimeError:
         if name != "_unsafe_view" and stands_alone(source):
             raise  # as plain torch does
-        # Of a copy that plain torch would have made contiguous, and slices have not.
+        # A view of a copy: plain torch would have made the copy contiguous, a ShardTensor keeps its strides.
         raise gather_error([spec], str(func)) from None
     results = []
-    # An alias of an ordinary tensor is one too, in inference mode as well; see shard_ops.
+    # In inference mode, too, a view of an ordinary tensor is an ordinary tensor; see dispatch._alias.
     with torch.inference_mode(torch.is_inference_mode_enabled() and source.is_inference()):
         for one in found if isinstance(found, (list, tuple)) else (found,):
             results.append(_over(cls, source, like, one, func))
@@ -97,7 +101,7 @@ def _over(cls: type[ShardTensor], source: Any, like: torch.Tensor, found: torch.
     part = ShardSpec(layout, 0, spec.rank, spec.comm)
     if part.length != spec.length:
         first = start + part.start - spec.start if part.length else 0
-        # Below autograd a view has a version counter of its own, but edits must show in that of the slice.
+        # Below autograd a view gets a version counter of its own, but edits must show in that of the shard.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             local = local[first : first + part.length]
     return following(source, cls._wrap(local, part))

@@ -1,7 +1,7 @@
-"""Tensors of classes that hold other tensors (quantized optimizer state, for example), taken apart and put together.
+"""Wrapper subclasses, tensors that hold other tensors (quantized optimizer state, say), taken apart and put together.
 
-By torch's own protocol for such classes, ``__tensor_flatten__`` and ``__tensor_unflatten__``. ShardTensors and DTensors are not
-meant: what they hold is a part only.
+This uses torch's protocol for such classes, ``__tensor_flatten__`` and ``__tensor_unflatten__``. ShardTensors and DTensors
+are excluded, because they hold only a part of the tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Taken", "is_wrapper", "take"]
 
 
 def is_wrapper(value: Any) -> bool:
-    """Whether it is a whole tensor that holds others."""
+    """Return True if `value` is a full tensor that holds others."""
     return (
         isinstance(value, torch.Tensor)
         and type(value) is not torch.Tensor
@@ -32,7 +32,7 @@ def is_wrapper(value: Any) -> bool:
 
 @dataclass
 class Taken:
-    """What such a tensor consists of; each of `parts` a tensor, another one of these, or what stands for a tensor."""
+    """The contents of a wrapper subclass; each of `parts` is a tensor, another Taken, or what stands for a tensor."""
 
     cls: Any
     context: Any
@@ -41,7 +41,7 @@ class Taken:
     stride: tuple[int, ...]
 
     def mapped(self, change: Callable[[Any], Any]) -> Any:
-        """With `change` called with each of its parts: a tensor again where that gives tensors."""
+        """Return this with each part replaced by ``change(part)``; a tensor again if all of these are tensors."""
         parts = {name: change(part) for name, part in self.parts.items()}
         if all(isinstance(part, torch.Tensor) for part in parts.values()):
             return self.cls.__tensor_unflatten__(parts, self.context, torch.Size(self.shape), self.stride)
@@ -49,7 +49,7 @@ class Taken:
 
 
 def take(value: Any) -> Taken:
-    """Take a tensor apart; the parts share its memory."""
+    """Return the contents of a wrapper subclass, which share its memory."""
     names, context = value.__tensor_flatten__()
     parts = {name: getattr(value, name) for name in names}
     return Taken(type(value), context, parts, tuple(value.shape), tuple(value.stride()))

@@ -1,4 +1,7 @@
-"""The flat memory of one unit's parameters of one dtype: shard, gathered buffer and leaves."""
+"""The flat memory of one unit's parameters of one dtype: the shard, the full buffer, and the unsharded parameters.
+
+In the code an unsharded parameter is called a *leaf*: it is the leaf of the autograd graph.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +41,8 @@ _use_count: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 
 class FlatBuffer:
-    """The flat memory of one unit's parameters of one kind: dtypes, trainable or frozen when they were sharded, and whether
-    tensor parallelism cuts them."""
+    """The flat memory of those parameters of a unit that have equal dtypes, were all trainable or all frozen when they were
+    sharded, and are all cut by tensor parallelism or all not."""
 
     def __init__(
         self,
@@ -51,18 +54,28 @@ class FlatBuffer:
         placed: Sequence[Placed | None] = (),
         host: Host | None = None,
     ) -> None:
-        """`shard` has ``dtypes.stored``. Modules compute in that, too, until :meth:`compute_in_its_dtype`. `placed`: how DTensor
-        has distributed each parameter; the layout is that of this rank's parts. `host`: whose memory the shard is in, if it is
-        not the device's."""
+        """Make the buffers over `shard`. Until :meth:`compute_in_its_dtype` modules compute in ``dtypes.stored``.
+
+        Args:
+            layout: where each parameter lies; under tensor parallelism, this rank's part of each parameter.
+            dtypes: of storage, computation and gradients.
+            shard: this rank's slot, 1-D, of ``dtypes.stored``.
+            collectives: those of the ranks that share the parameters.
+            unit: to which the buffers belong.
+            placed: how DTensor has distributed each parameter; empty where none is a DTensor.
+            host: the host memory that `shard` lies in; None where it is on the device.
+        """
         self.layout, self.dtypes, self.collectives = layout, dtypes, collectives
-        self.memory = shard  # with what may still be written to it; see `shard`
+        self.memory = shard  # may still be written to in the background; see `shard`
         self.dtype = dtypes.stored
-        self.rounding: Rounding | None = None  # where steps are rounded stochastically
+        self.rounding: Rounding | None = None  # set where optimizer steps are rounded stochastically
         self.unit = weakref.ref(unit)
-        self.sharded = collectives.size > 1  # each rank holds another part
+        self.sharded = collectives.size > 1  # the shard group has several ranks
         self.placed = tuple(placed) or (None,) * len(layout.slots)
         self.distributed = any(self.placed)  # some leaves are DTensors
-        self.split = any(p is not None and p.part is not None for p in self.placed)  # then all are
+        self.split = any(
+            p is not None and p.part is not None for p in self.placed
+        )  # tensor parallelism cuts all of them
         self.params: list[ShardTensor] = []
         self.host = HostShard(host, shard, self.params) if host is not None else None
         for index in range(len(layout.slots)):
@@ -72,9 +85,9 @@ class FlatBuffer:
         self.baseline: list[tuple[int, int]] = [(0, 0)] * n
         self.storage_baseline = 0
         self.versions = [0] * n
-        self.fresh_version = -1  # the shard's when it was gathered
+        self.fresh_version = -1  # the shard's version at the last unshard
         first, last = layout.rank_range(collectives.rank)
-        self.gaps = [  # the shard's padding
+        self.gaps = [  # the padding within the shard
             (max(start, first) - first, min(stop, last) - first)
             for start, stop in layout.gaps()
             if start < last and stop > first
@@ -85,38 +98,37 @@ class FlatBuffer:
 
     @property
     def shard(self) -> torch.Tensor:
-        """This rank's slot, 1-D, of the dtype that is stored. Where the host steps on it, this waits until it has."""
+        """This rank's slot, 1-D, of the stored dtype. Reading it waits for an optimizer step that the host makes on it."""
         if self.host is not None:
             self.host.moving.settle()
         return self.memory
 
     def settle(self) -> None:
-        """Wait for all that is done to the shard, its state and its gradients in the background."""
+        """Wait until nothing works in the background on the shard, its optimizer state or its gradients."""
         if self.host is not None and self.gradients.home is not None:
             self.host.moving.settle()
             self.gradients.home.moving.settle()
 
     def settle_step(self) -> None:
-        """Wait for the host's step on the shard and its state."""
+        """Wait for the host's step on the shard and its optimizer state."""
         if self.host is not None:
             self.host.moving.settle_writes()
 
     @property
     def version(self) -> int:
-        """Of the shard's values, behind what is written to it. What only reads it is not waited for."""
+        """The version counter of the shard. Reading it waits for background writes to the shard, not for reads of it."""
         self.settle_step()
         return self.memory._version
 
     def _build(self, compute: torch.dtype, code: BlockCode | None) -> None:
-        """The gathered buffer and the leaves, of this dtype. `code`: how shards are sent, where that is not as they are."""
+        """Make the full buffer and the leaves, of dtype `compute`; `code` quantizes the shards that are sent, if given."""
         self.compute, self.code = compute, code
         self.casts = compute != self.dtype
-        self.exact = not self.casts and code is None  # modules compute with the values that are stored
-        # Where they do not, this rank's slot as it was gathered: its codes, or what a forward's edits have left there.
-        self._sent: torch.Tensor | None = None
-        self._edited: torch.Tensor | None = None
-        # Whether the leaves have memory other than the shard's.
-        self.gathers = self.sharded or self.casts or self.host is not None
+        self.exact = not self.casts and code is None  # modules compute with the stored values
+        # What this rank's slot of the full buffer held after the unshard, unless that is the shard, cast:
+        self._sent: torch.Tensor | None = None  # ... quantized, as it was sent
+        self._edited: torch.Tensor | None = None  # ... as a forward's edits have left it
+        self.gathers = self.sharded or self.casts or self.host is not None  # the leaves have memory of their own
         self.nbytes = self.layout.numel * compute.itemsize
         n = len(self.layout.slots)
         if self.gathers:
@@ -125,35 +137,47 @@ class FlatBuffer:
             self.full = self.shard
         if self.host is not None:
             self.host.compute_in(compute, code)
-        # What this rank keeps between forward and backward, where few ranks gather it again then.
-        self.part: torch.Tensor | None = None
+        # The secondary shard: kept between forward and backward, where fewer ranks than all share the unit then.
+        self.secondary_shard: torch.Tensor | None = None
         if self.sharded and self.collectives.again_channel is not None:
-            self.part = torch.empty_like(self.collectives.own_part(self.full))
-            self.part.untyped_storage().resize_(0)
-        self._take_parts()
+            self.secondary_shard = torch.empty_like(self.collectives.own_part(self.full))
+            self.secondary_shard.untyped_storage().resize_(0)
+        self._take_views()
         self.leaves: list[nn.Parameter] = [self._leaf(i) for i in range(n)]
         if self.gathers:
             self.full.untyped_storage().resize_(0)
-        self.edges: list[Any] = [None] * n  # keeps each leaf's AccumulateGrad alive: constant use counts
+        self.edges: list[Any] = [
+            None
+        ] * n  # keep each leaf's AccumulateGrad node alive, so that use counts are constant
         self.mirror(force=True)
 
-    def _take_parts(self) -> None:
-        """Of the gathered buffer, while it has memory."""
+    def _take_views(self) -> None:
+        """Take the views of the full buffer that the all-gather needs. The buffer must have memory."""
         c = self.collectives
         mark_of_unit(self.full)
         self.own = self.own_slot(self.full)
         self.slots = c.slots_of(self.full)
-        # What is cast, or comes from elsewhere, is sent from its place.
+        # A shard that is cast, or that comes from the host, is first put into its slot and sent from there.
         self.payload = c.payload(self.own if self.casts or self.host is not None else self.shard)
 
     def compute_in_its_dtype(self) -> None:
-        """From here on modules compute in ``dtypes.compute``, and shards are sent as ``dtypes.quantized`` says. Before anybody
-        has seen a leaf."""
+        """Let modules compute in ``dtypes.compute``, and shards be sent as ``dtypes.quantized`` says.
+
+        Call before anybody has seen a leaf.
+        """
         quantized, code = self.dtypes.quantized, None
         if quantized is not None and self.sharded:
             code = quantized.parameter_code(self.dtypes, self.layout.shard_numel)
         if self.dtypes.casts or code is not None:
             self._build(self.dtypes.compute, code)
+
+    def copy_for(self, unit: Unit) -> FlatBuffer:
+        """Return a flat buffer of `unit`, a copy of this one's unit, with the same values and settings."""
+        shard = self.shard.detach()
+        shard = shard.clone() if unit.host is None else unit.host.copied(shard, unit.name)
+        twin = FlatBuffer(self.layout, self.dtypes, shard, self.collectives, unit, self.placed, unit.host)
+        twin.rounding = None if self.rounding is None else self.rounding.copy()
+        return twin
 
     # -- tensors ------------------------------------------------------------------------------------------------
     def _parameter(self, index: int) -> ShardTensor:
@@ -165,38 +189,45 @@ class FlatBuffer:
         return cls(self.memory.narrow(0, start, stop - start), spec, unit=self.unit())
 
     def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        """Parameter `index`, or this rank's part of it, in its own shape and strides: a view of a buffer of the full layout."""
+        """Return parameter `index` in its own shape and strides, as a view of `flat`, a buffer of the full layout.
+
+        Under tensor parallelism this is the rank's part of the parameter.
+        """
         return slot_view(flat, self.layout.slots[index])
 
     def parameter_over(self, flat: torch.Tensor, index: int) -> nn.Parameter:
-        """The same as modules take it: an ``nn.Parameter``, a DTensor where the user's was one."""
+        """Return :meth:`view` as an ``nn.Parameter``, which is a DTensor where the user's parameter was one."""
         placed, view = self.placed[index], self.view(flat, index).data
         return nn.Parameter(view, requires_grad=False) if placed is None else gathered_parameter(placed, view)
 
     def as_given(self, values: torch.Tensor, index: int) -> torch.Tensor:
-        """Values of parameter `index` as :meth:`view` gives them, or a gradient: a DTensor where the parameter was one."""
+        """Return `values`, of the shape of :meth:`view`, as a DTensor where parameter `index` was one."""
         placed = self.placed[index]
         return values if placed is None else placed.over(values)
 
     def part_of(self, values: torch.Tensor, index: int) -> torch.Tensor:
-        """The other way round. May communicate within a tensor-parallel group."""
+        """Return this rank's part of `values`, which are a DTensor where parameter `index` was one.
+
+        This may communicate within a tensor-parallel group.
+        """
         placed = self.placed[index]
         return values if placed is None else placed.local_grad(values, self.layout.slots[index].name)
 
     def _leaf(self, index: int) -> nn.Parameter:
-        # `.data` gives the leaf a version counter of its own: refilling `full` must not look like an in-place edit.
+        # `.data` gives the leaf a version counter of its own, so that an unshard into `full` is no in-place edit of the leaf.
         placed, view = self.placed[index], self.view(self.full, index).data
         leaf: Any = Leaf(view, requires_grad=False) if placed is None else unsharded_parameter(placed, view)
         leaf._place = (weakref.ref(self), index)
         return leaf  # type: ignore[no-any-return]
 
     def own_slot(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slot of a buffer of the full layout."""
         n = self.layout.shard_numel
         return flat.narrow(0, self.collectives.rank * n, n)
 
-    # -- gathering ----------------------------------------------------------------------------------------------
+    # -- unshard and reshard ------------------------------------------------------------------------------------
     def start_gather(self, what: str) -> Pending | QuantizedGather | Crossing | None:
-        """Fill the gathered buffer, which has memory; None where that is done at once. Collective."""
+        """Start to fill the full buffer, which has memory; return None if that is done already. Collective."""
         self.fresh_version = self.version
         if self.code is not None:
             sent = torch.empty(self.code.nbytes, dtype=torch.uint8, device=self.full.device)
@@ -217,61 +248,65 @@ class FlatBuffer:
             return None
         return self.collectives.all_gather(self.full, self.payload, what, self.slots)
 
-    def keep_part(self) -> None:
-        """Before the gathered buffer is released between forward and backward. Under `gathering()`."""
-        assert self.part is not None
-        # Hazard: compute must be through with the buffer, whose memory goes next; `Unit.release` has joined its streams. The
-        # part is made, filled, read and dropped on the gather stream alone, so that nothing else waits for it.
-        self.part.untyped_storage().resize_(self.part.numel() * self.part.element_size())
-        self.part.copy_(self.collectives.own_part(self.full))
+    def keep_secondary_shard(self) -> None:
+        """Copy the secondary shard out of the full buffer, which is freed next. Call under `gathering()`."""
+        assert self.secondary_shard is not None
+        # Hazard: compute must have ended on the full buffer; `Unit.reshard` has joined its streams. The secondary shard is
+        # allocated, filled, read and freed on the gather stream alone, so that no other stream has to wait for it.
+        self.secondary_shard.untyped_storage().resize_(
+            self.secondary_shard.numel() * self.secondary_shard.element_size()
+        )
+        self.secondary_shard.copy_(self.collectives.own_part(self.full))
 
-    def drop_part(self) -> None:
-        """Under `gathering()`, behind what has read it there."""
-        if self.part is not None:
-            self.part.untyped_storage().resize_(0)
+    def drop_secondary_shard(self) -> None:
+        """Free the secondary shard. Call under `gathering()`, after the reads that were issued there."""
+        if self.secondary_shard is not None:
+            self.secondary_shard.untyped_storage().resize_(0)
 
-    def gather_again(self, what: str) -> Pending | GatherAgain:
-        """Fill the gathered buffer, which has memory, from the parts that few ranks have kept. Collective."""
-        assert self.part is not None
-        if self.part.untyped_storage().nbytes():  # else this rank has kept the whole
-            self.collectives.own_part(self.full).copy_(self.part)
-            self.drop_part()
+    def gather_secondary(self, what: str) -> Pending | SecondaryGather:
+        """Start to fill the full buffer, which has memory, from the ranks' secondary shards. Collective."""
+        assert self.secondary_shard is not None
+        if self.secondary_shard.untyped_storage().nbytes():  # else this rank has kept the full buffer
+            self.collectives.own_part(self.full).copy_(self.secondary_shard)
+            self.drop_secondary_shard()
         pending = self.collectives.all_gather_again(self.full, what)
-        return pending if self.code is None else GatherAgain(self, pending)
+        return pending if self.code is None else SecondaryGather(self, pending)
 
     def keep_as_gathered(self) -> None:
-        """What the own slot holds now is what an edit will show against."""
+        """Remember what this rank's slot of the full buffer holds, to find edits of it."""
         self._edited = self.own.clone()
 
     @property
     def gathered_bytes(self) -> int:
-        """What it holds of gathered memory, with the part that this rank keeps for backward."""
+        """The bytes that are allocated for the full buffer and the secondary shard at this moment."""
         held = self.full.untyped_storage().nbytes()
-        return held if self.part is None else held + self.part.untyped_storage().nbytes()
+        return held if self.secondary_shard is None else held + self.secondary_shard.untyped_storage().nbytes()
 
     def is_stale(self) -> bool:
-        """Whether a parameter was edited since it was gathered."""
+        """Return True if a parameter was edited since the last unshard."""
         return self.gathers and self.fresh_version != self.version
 
     def edited_unseen(self) -> bool:
-        """Whether the own slot is no longer what was gathered. Slow: compares all values, bitwise, so that a NaN equals
-        itself."""
+        """Return True if this rank's slot of the full buffer was edited since the unshard.
+
+        This is slow: it compares all values, bitwise, so that a NaN equals itself.
+        """
         return not torch.equal(self.own.view(torch.uint8), self._as_gathered().view(torch.uint8))
 
     def _as_gathered(self) -> torch.Tensor:
-        """What the own slot holds unless somebody has written to it."""
+        """Return what this rank's slot of the full buffer holds unless somebody has written to it."""
         if self._edited is not None:
             return self._edited
         if self.code is None:
             return self.shard.to(self.own.device, self.compute)
-        # Not from the shard: one edited element gives its whole block other codes.
+        # Quantizing the shard once more would not do: one edited element changes the codes of its block.
         assert self._sent is not None
         values = torch.empty_like(self.own)
         self.code.decode(self._sent.unsqueeze(0), values.unsqueeze(0))
         return values
 
     def take_edits(self) -> None:
-        """Copy what a forward has changed in its leaves to the shard; the rest keeps its precision."""
+        """Copy the elements that a forward has changed in its leaves to the shard; the others keep their precision."""
         with torch.no_grad():
             if self.exact:
                 self.shard.copy_(self.own)
@@ -279,25 +314,25 @@ class FlatBuffer:
                 integer = _INTEGERS[self.compute.itemsize]
                 before, shard = self._as_gathered(), self.shard
                 changed = self.own.view(integer) != before.view(integer)
-                changed &= ~(self.own.isnan() & before.isnan())  # of a NaN only a cast may have changed the bits
+                changed &= ~(self.own.isnan() & before.isnan())  # a cast alone may change the bits of a NaN
                 torch.where(changed.to(shard.device), self.own.to(shard.device, self.dtype), shard, out=shard)
                 if self.code is not None:
                     self._edited = self.own.clone()
         self.fresh_version = self.shard._version
         self.note_versions()
 
-    def release(self) -> None:
-        """Give the gathered memory back."""
+    def free(self) -> None:
+        """Free the memory of the full buffer."""
         self._sent = self._edited = None
         storage = self.full.untyped_storage()
         if storage.resizable():
             storage.resize_(0)
-        else:  # the user took a NumPy array of it, which keeps the memory
+        else:  # a NumPy array that the user has taken keeps the memory
             self.renew()
 
     # -- leaves -------------------------------------------------------------------------------------------------
     def mirror(self, force: bool = False) -> None:
-        """Let the leaves require gradients exactly where the user's parameters do, now."""
+        """Let each leaf require a gradient exactly if the user's parameter does now."""
         with torch._C.DisableTorchFunctionSubclass():
             wanted = [param.requires_grad for param in self.params]
         if not force and wanted == self.gradients.asked == [leaf.requires_grad for leaf in self.leaves]:
@@ -313,20 +348,21 @@ class FlatBuffer:
         self.gradients.ask(wanted)
 
     def refuse_recorded_edit(self, i: int) -> None:
-        """Raise if a leaf has become part of a graph."""
+        """Raise if leaf `i` was edited in place with a value that records gradients."""
         refuse_recorded_edit(self.leaves[i], self.layout.slots[i].name, self.collectives.world_rank)
 
     def renew(self) -> None:
-        """Leave the gathered buffer to whoever holds it, and point the leaves at a new, empty one."""
+        """Leave the full buffer to whoever holds it, and point the leaves at a new one without memory."""
         with torch.inference_mode(False), torch.no_grad():
             self.full = torch.empty(self.layout.numel, dtype=self.compute, device=self.full.device)
             for i, leaf in enumerate(self.leaves):
                 move(leaf, self.view(self.full, i))
-            self._take_parts()
+            self._take_views()
             self.full.untyped_storage().resize_(0)
         self._measure()
 
     def _arm(self, i: int) -> None:
+        """Hook the gradient of leaf `i`."""
         leaf, unit = self.leaves[i], self.unit()
         assert unit is not None
         self.edges[i] = torch.autograd.graph.get_gradient_edge(leaf).node
@@ -336,22 +372,24 @@ class FlatBuffer:
             with torch._C.DisableTorchFunctionSubclass():
                 self.params[i].register_hook(_Average(self, i))
         hooks = unit.tensor_hooks.get(self.layout.slots[i].name)
-        if hooks:  # the dict itself, so that the handles that users hold still remove their hooks
+        if hooks:  # the dict itself, so that users' handles still remove their hooks
             leaf._backward_hooks = hooks  # type: ignore[assignment]
 
     def _arm_counted(self, i: int) -> None:
-        """The same, and what it adds to the leaf's references. All others may be those of a graph that is alive, which end with
-        it, so that they must not be taken for the engine's own."""
+        """Hook the gradient of leaf `i`, and add the references that the hook makes to the baseline.
+
+        Measuring all references instead would also count those of a graph that is alive now.
+        """
         leaf, (uses, references) = self.leaves[i], self.baseline[i]
         before = _use_count(leaf), sys.getrefcount(leaf)
         self._arm(i)
         after = _use_count(leaf), sys.getrefcount(leaf)
-        owns = before[0] > uses  # the tensor its Python object already, see `references`
+        owns = before[0] > uses  # the C++ tensor owns its Python object already, see `references`
         self.baseline[i] = uses + after[0] - before[0], references + after[1] - before[1] + owns
 
     def put_back(self, i: int) -> None:
-        """Point a leaf at its place again, to which the user gave other memory (``.data = ``). Where that had another dtype,
-        autograd has dropped the leaf's gradient node, and the hook with it."""
+        """Point leaf `i`, to which the user gave other memory (``.data = ``), at its place in the full buffer again."""
+        # Where the other memory had another dtype, autograd has dropped the leaf's gradient node, and the hook with it.
         move(self.leaves[i], self.view(self.full, i).data)
         if self.edges[i] is not None:
             self.edges[i] = None
@@ -360,31 +398,35 @@ class FlatBuffer:
             self._measure()
 
     def _measure(self) -> None:
+        """Count the engine's own references to the full buffer and the leaves."""
         storage = self.full.untyped_storage()
-        self.storage = storage._cdata  # which one it is
+        self.storage = storage._cdata  # identifies the storage
         self.storage_baseline = torch._C._storage_Use_Count(storage._cdata)
         for i in range(len(self.leaves)):
             self.baseline[i] = (_use_count(self.leaves[i]), sys.getrefcount(self.leaves[i]))
 
     def references(self) -> tuple[bool, list[tuple[int, int]], bool]:
-        """What holds gathered values beside the engine: whether anything does (autograd's saved tensors, a user's variable);
-        index and version of the parameters that autograd has saved (the leaf, or a view of it); and whether a Python
-        object refers to a leaf."""
+        """Return who refers to the leaves beside the engine.
+
+        Returns:
+            True if anyone does (autograd's saved tensors, a user's variable); index and version of the parameters whose
+            leaf, or a view of it, autograd has saved; True if a Python object refers to a leaf.
+        """
         storage = torch._C._storage_Use_Count(self.full.untyped_storage()._cdata)
         leaves, saved, by_python = self.leaves, [], False
-        # A loop variable would be a reference, too; `_measure` counts the same way.
+        # A loop variable for the leaf would be a reference, too; `_measure` has none either.
         for i, (uses, references) in enumerate(self.baseline):
             more = _use_count(leaves[i]) > uses
             if more:
                 saved.append((i, self.params[i]._version))
-            # Autograd's first reference makes the tensor own its Python object, which adds one. A leaf that wants a
-            # gradient has that from the beginning.
+            # Autograd's first reference makes the C++ tensor own its Python object, which adds one reference. For a leaf
+            # that requires a gradient the baseline includes that one.
             if sys.getrefcount(leaves[i]) > references + (more and self.edges[i] is None):
                 by_python = True
         return storage > self.storage_baseline or bool(saved) or by_python, saved, by_python
 
     def check_places(self) -> None:
-        """Raise where a forward gave a leaf other memory (``.data = ``, of another shape)."""
+        """Raise if a forward gave a leaf other memory (``.data = ``, of another shape)."""
         for i, leaf in enumerate(self.leaves):
             view = self.view(self.full, i)
             if not is_view(leaf, view):
@@ -397,36 +439,39 @@ class FlatBuffer:
                 )
 
     def note_versions(self) -> None:
-        """The leaves hold what the shard holds: an in-place edit of one will show against this."""
+        """Remember the leaves' versions, to find in-place edits; call when the leaves hold what the shard holds."""
         self.versions = self.leaf_versions()
 
     def leaf_versions(self) -> list[int]:
-        """They grow with edits."""
+        """Return each leaf's version, which grows with in-place edits."""
         if not self.distributed:
             return [leaf._version for leaf in self.leaves]
-        # An edit of a DTensor counts on itself, one of what its to_local() gave counts there.
+        # An edit of a DTensor counts on the DTensor; an edit of its to_local() counts on the local tensor.
         return [leaf._version + memory_of(leaf)._version for leaf in self.leaves]
 
 
-class GatherAgain:
-    """A :class:`~torch_shard.comm.work.Pending` of values that forward received as codes, which are gone by now."""
+class SecondaryGather:
+    """An all-gather of secondary shards whose values forward has received quantized; the quantized values are gone by now."""
 
     def __init__(self, flat: FlatBuffer, pending: Pending) -> None:
         self._flat, self._pending = flat, pending
 
     def settle(self, seconds: float) -> bool:
-        """Wait at most this long; False if it is still going on."""
+        """Wait for at most `seconds`; return False if the all-gather is still running."""
         return self._pending.settle(seconds)
 
     def wait(self) -> None:
-        """Return when the gathered values may be read by the current stream."""
+        """Wait until the current stream may read the gathered values."""
         self._pending.wait()
         self._flat.keep_as_gathered()
 
 
 class _Average:
-    """On the sharded parameter itself: a plain gradient is this rank's own, of something that went past the engine (a
-    `torch.autograd.Function` that was given another module's weight). It is averaged as any other. Collective."""
+    """A gradient hook on the sharded parameter itself, which averages a plain gradient over the ranks. Collective.
+
+    Such a gradient has gone past the engine: a `torch.autograd.Function` was given another module's weight, say. It is
+    this rank's own and has to be averaged as any other.
+    """
 
     def __init__(self, flat: FlatBuffer, index: int) -> None:
         self.flat, self.index = weakref.ref(flat), index
@@ -436,7 +481,8 @@ class _Average:
         if flat is None or isinstance(grad, ShardTensor):
             return None
         c, spec = flat.collectives, flat.params[self.index]._spec
-        # A whole gradient of a distributed parameter is one of a computation that is not, which each rank does for itself.
+        # A plain gradient of a parameter that tensor parallelism cuts comes from a computation that each of all ranks has
+        # made for itself.
         among = c.everyone if flat.split and not is_dtensor(grad) else c.plane
         total = grad.detach().clone() if not is_dtensor(grad) else flat.part_of(grad.detach(), self.index).clone()
         if among.size > 1:
@@ -448,8 +494,10 @@ class _Average:
 
 
 class _GradHook:
-    """Called by autograd, behind the user's hooks, when a leaf's gradient of this backward is complete; takes it, so that
-    nothing is accumulated in the leaf itself."""
+    """A hook that autograd calls, after the user's hooks, when the gradient of a leaf is complete.
+
+    It takes the gradient, so that autograd accumulates nothing in the leaf.
+    """
 
     def __init__(self, unit: Unit, flat: FlatBuffer, index: int) -> None:
         self.unit, self.flat, self.index = weakref.ref(unit), weakref.ref(flat), index

@@ -1,4 +1,7 @@
-"""Parameters' places in a gradient buffer, kept with the buffer: many units of one shape take the same memory in turn."""
+"""Views of a gradient buffer, one for each parameter.
+
+The views are kept on the buffer's tensor, because units of one shape take the same memory in turn.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,16 @@ from ..layout.flat_layout import Slot, slot_view
 __all__ = ["Cut", "FlatViews", "cut_of"]
 
 Cut: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
-"""Where a layout puts its parameters, whatever they are called: shape, strides and offset of each."""
+"""Shape, strides and offset of each parameter of a layout, without the parameters' names."""
 
 
 def cut_of(slots: Sequence[Slot]) -> Cut:
+    """Return the cut of the layout with these slots, under which its views are kept."""
     return tuple((slot.shape, slot.stride, slot.offset) for slot in slots)
 
 
 class FlatViews:
-    """Views of one buffer, made when they are first asked for. The buffer must keep its memory; the views go with it."""
+    """Views of one buffer, each made when it is first asked for. They are valid as long as the buffer keeps its memory."""
 
     __slots__ = ("_slots", "_views")
 
@@ -30,7 +34,7 @@ class FlatViews:
 
     @staticmethod
     def of(flat: torch.Tensor, slots: Sequence[Slot], cut: Cut) -> FlatViews:
-        """Those of `flat`, 1-D, for a layout with these slots, whose `cut` is :func:`cut_of`."""
+        """Return the views that `flat`, 1-D, keeps for a layout with these slots; `cut` is their :func:`cut_of`."""
         kept: dict[Cut, FlatViews] | None = getattr(flat, "_cuts", None)
         if kept is None:
             kept = flat._cuts = {}  # type: ignore[attr-defined]
@@ -40,9 +44,9 @@ class FlatViews:
         return found
 
     def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        """Parameter `index` in `flat`, the buffer that these are of."""
+        """Return the view of parameter `index` in `flat`, which must be the buffer that these views are kept on."""
         found = self._views[index]
         if found is None:
-            # Without `.data` it would refer to the buffer, which holds it: neither would ever go.
+            # `.data` breaks the reference cycle: a plain view would refer to the buffer, which refers to the view.
             found = self._views[index] = slot_view(flat, self._slots[index]).data
         return found

@@ -1,4 +1,4 @@
-"""Full values of one flat buffer from every rank's shard, in memory of their own."""
+"""Unsharded values of one flat buffer, gathered into memory of their own."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 
 from .flat_buffer import FlatBuffer
 
-# -- slices to whole --------------------------------------------------------------------------------------------------
-
 
 def whole_flat(flat: FlatBuffer, what: str, memory: torch.Tensor | None = None) -> torch.Tensor:
-    """The values of a flat buffer, in new memory (with one rank to a shard, the shard itself). Collective.
+    """Return the unsharded values of a flat buffer; where one rank has them all, the shard itself. Collective.
 
-    `memory` is used instead of new one where it is given: uint8, on the engine's device, and nobody reads it any more.
+    Args:
+        flat: the buffer.
+        what: for messages.
+        memory: uint8, on the engine's device; holds the result. None for new memory.
     """
     if not flat.sharded:
         return flat.shard.to(flat.collectives.device)
@@ -26,16 +27,16 @@ def whole_flat(flat: FlatBuffer, what: str, memory: torch.Tensor | None = None) 
 def whole_slices(
     flat: FlatBuffer, slices: Sequence[torch.Tensor | None], what: str, memory: torch.Tensor | None = None
 ) -> list[torch.Tensor | None]:
-    """Whole tensors from slices cut like the parameters of `flat`: gradients, one kind of optimizer state. Collective.
+    """Return full tensors from shards that are cut like the parameters of `flat`, such as gradients. Collective.
 
     Args:
-        flat: gives shapes, strides and cut.
-        slices: for each parameter this rank's slice (1-D, any dtype), or None on all ranks.
+        flat: the buffer whose layout applies.
+        slices: for each parameter this rank's shard (1-D, any dtype), or None on all ranks.
         what: for messages.
-        memory: as for :func:`whole_flat`, for slices of one dtype.
+        memory: as for :func:`whole_flat`; then all shards must have one dtype.
 
     Returns:
-        Plain tensors of the parameters' shapes and strides in new memory, None for None.
+        For each parameter a plain tensor of its shape and strides in new memory; None where the shard is None.
     """
     dtypes = {s.dtype for s in slices if s is not None}
     assert memory is None or len(dtypes) <= 1

@@ -1,4 +1,9 @@
-"""The gradients of one flat buffer: from each leaf's, through the reduction, to the parameters' ``.grad``."""
+"""The gradients of one flat buffer, from their arrival through the reduction to the parameters' ``.grad``.
+
+Each gradient of an unsharded parameter is copied into one buffer of the full layout. The buffer is reduced, and this rank's
+shard of the sum is published as ``.grad``. Under ``no_sync()`` the reduction is *deferred*: the buffer accumulates several
+backwards, and ``.grad`` shows this rank's own, unreduced shard in the meantime.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +25,18 @@ from ..shard_tensor.state import STATE, ShardState, is_unreduced
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad, set_own_grad
 from .flat_views import FlatViews, cut_of
-from .partial_gradients import Unfinished
+from .partial_gradients import PartialGradients
 
 if TYPE_CHECKING:
     from ..comm.comm_hook import CommHook, HookedReduction
     from ..offload.host_gradients import HostGradients
 
-# Marks of a parameter in a backward; 0: nobody asked for its gradient.
+# What a rank knows of a parameter's gradient at the end of a backward; 0 means that nobody asked for it.
 WANTED, SEEN = 1, 2
 
 
 class GradientBuffer:
-    """A flat buffer's gradients. `layout`, `dtypes` and `params` are the flat buffer's own."""
+    """The gradients of a flat buffer, whose `layout`, `dtypes` and `params` it shares."""
 
     def __init__(
         self,
@@ -41,33 +46,34 @@ class GradientBuffer:
         collectives: Collectives,
         home: HostGradients | None = None,
     ) -> None:
-        """`home`: where reduced gradients go, if they don't stay on the device."""
+        """Make the buffer, without memory. `home` takes reduced gradients to host memory; None keeps them on the device."""
         self.layout, self.dtypes, self.params, self.collectives, self.home = layout, dtypes, params, collectives, home
         n = len(params)
-        self.asked = [False] * n  # leaves that required gradients in the last forward
-        self._ever_asked: list[bool] | None = None  # ... in any since the last backward that reduced; None: as `asked`
-        self.wanted = [False] * n  # gradients that the running backward may bring
-        self.flat: torch.Tensor | None = None  # what this rank has, in the full layout, from the first arrival on
+        # By parameter:
+        self.asked = [False] * n  # required a gradient in the last forward
+        self._ever_asked: list[bool] | None = None  # ... in any forward since the last reduction; None: as `asked`
+        self.wanted = [False] * n  # the running backward may bring its gradient
+        self.arrived = [False] * n  # the running backward has brought its gradient
+        self.frozen = [False] * n  # requires no gradient since the running backward began
+        self.holds = [False] * n  # its slot of `flat` holds a gradient that is not reduced yet
+        self.held_before = [False] * n  # ... and did so when the running backward began
+        self.missing = 0  # how many are wanted and have not arrived
+        self.flat: torch.Tensor | None = None  # this rank's gradients in the full layout; None before the first arrives
         self._views: FlatViews | None = None  # of `flat`
-        self.holds = [False] * n  # slots of `flat` that hold a gradient not yet reduced
-        self.arrived = [False] * n  # gradients seen in the running backward
-        self.missing = 0  # wanted ones not yet seen
-        self.frozen = [False] * n  # parameters that want no gradient of the running backward
-        self.held_before = [False] * n  # `holds` at the beginning of the running backward
         self.lost = False  # some gradients must not be added to, see `_check_lost`
-        # Under no_sync(): what `.grad` showed for each held gradient, and its version.
-        self.shown: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * n
-        self.unfinished = Unfinished(params)
-        self.partial = False  # the running backward does not end an accumulation, and reduces all the same
-        self.results: list[torch.Tensor] = []  # reduced slices waiting to be published as .grad
-        # CUDA: those on which gradients arrived, where another stream reads them.
+        # For each deferred gradient what `.grad` has shown since the last backward, and its version then.
+        self.deferred: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * n
+        self.unfinished = PartialGradients(params)
+        self.partial = False  # the running backward does not end an accumulation, but reduces all the same
+        self.results: list[torch.Tensor] = []  # reduced shards that wait to be published as `.grad`
+        # CUDA streams on which gradients arrived, noted where another stream reads the gradients.
         self._streams: set[Any] = set()
         self._notes_streams = collectives.reduce_stream is not None or (home is not None and home.host.on_cuda)
-        self._narrow = False  # `flat` is to hold gradients as they arrive, and can't hold sums of them
+        self._narrow = False  # `flat` has the dtype in which gradients arrive, in which they may not be summed
         before = _divided_before(collectives.averaged) if dtypes.reduce is torch.float16 else collectives.averaged
         self._divide(1.0 / before, before / collectives.averaged)
-        self.opens = self._opens(False)  # the dtype of `flat`, where it is made now
-        self.hook: CommHook | None = None  # reduces in place of the engine
+        self.opens = self._opens(False)  # the dtype of `flat`, if it is made now
+        self.hook: CommHook | None = None  # the user's function that reduces in place of the engine
         self.quantized: QuantizedGradients | None = None
         if dtypes.quantized is not None and collectives.size > 1:
             code = dtypes.quantized.gradient_code(dtypes, layout.shard_numel)
@@ -77,38 +83,42 @@ class GradientBuffer:
         self._pieces, self._piece_of = layout.pieces(collectives.rank)
 
     def _divide(self, gradients: float, sums: float) -> None:
+        """Multiply gradients by `gradients` before the reduction, and sums by `sums` after it."""
         self._factor, self._rest = gradients, sums
-        # As a tensor: torch takes several microseconds to make one of a Python number. On the CPU and without dimensions it
-        # counts as a number: its dtype neither rounds it to that of the gradients nor decides on that of the result.
+        # A tensor, because torch takes several microseconds to make one of a Python number. A 0-dim tensor on the CPU counts
+        # as a number: it is not rounded to the gradients' dtype, and does not change the dtype of the result.
         self._scale = torch.tensor(gradients, dtype=torch.float64, device="cpu")
 
     def divide_by(self, divisor: float) -> None:
-        """From now on the sum over the ranks is divided by this, in place of their number."""
+        """Divide sums over the ranks by `divisor` from now on, in place of the number of ranks."""
         world = self.collectives.averaged
         before = _divided_before(world) if self.dtypes.reduce is torch.float16 and world > 1 else divisor
         self._divide(1.0 / before, before / divisor)
 
-    def divide_like(self, other: GradientBuffer) -> None:
-        """As this one is a copy of."""
+    def reduce_like(self, other: GradientBuffer) -> None:
+        """Reduce and divide as `other` does."""
+        self.hook = other.hook
         self._divide(other._factor, other._rest)
 
     def reduce_by(self, hook: CommHook) -> None:
-        """From now on. It divides, too."""
+        """Have `hook` reduce from now on; it divides, too."""
         self.hook = hook
         self._divide(1.0, 1.0)
 
     @property
     def wants_any(self) -> bool:
+        """True if the running backward may bring a gradient."""
         return True in self.wanted
 
     @property
     def buffers(self) -> list[tuple[int, torch.dtype]]:
-        """What the running backward's reduction takes of ``Collectives.take``."""
+        """Length and dtype of the buffers that the running backward's reduction takes from ``Collectives.take``."""
         own = (self.layout.numel, self.opens)
-        # The second is for what is received.
+        # One buffer to send, one to receive.
         return [own, own] if self.quantized is None else [own, *self.quantized.buffers]
 
     def _open(self) -> torch.Tensor:
+        """Return `flat`, allocated if need be."""
         if self.flat is None:
             if self.home is not None:
                 self.home.host.make_room()
@@ -122,8 +132,7 @@ class GradientBuffer:
         return flat
 
     def _widen(self) -> torch.Tensor:
-        """More is to be added to a gradient that was only to be sent on, or it comes in another dtype than the leaf's: from here
-        on in the dtype of ``.grad``, as without offload."""
+        """Give `flat` the dtype of ``.grad``, in which gradients can be summed, and return it."""
         narrow, streams = self.flat, self._streams
         assert narrow is not None
         here = torch.cuda.current_stream(narrow.device) if streams else None
@@ -131,40 +140,45 @@ class GradientBuffer:
             join(here, streams)
         self._narrow, self.flat = False, self._taken(self.dtypes.grad).copy_(narrow)
         for stream in streams:
-            # Hazard: the narrow one's memory is that of one of them, and is read here until then.
+            # Hazard: the narrow buffer's memory belongs to one of these streams and must not be reused before it was read.
             join(stream, [here])
         return self.flat
 
     def _opens(self, deferred: bool) -> torch.dtype:
-        """What is reduced at once has the dtype of the reduction, what more is added to a wide one."""
+        """Return the dtype of `flat`: that of the reduction, or a wide one where a deferred reduction lets it accumulate."""
         if deferred:
             return self.dtypes.accumulated
         if self.collectives.averaged > 1:
             return self.dtypes.reduce
         return self.dtypes.grad if self.home is None or self._factor != 1.0 else self.dtypes.crossing(reduced=False)
 
-    # -- from the leaves ----------------------------------------------------------------------------------------
+    # -- arrival ------------------------------------------------------------------------------------------------
     def begin_backward(self, checked: bool = False, deferred: bool = False, partial: bool = False) -> None:
-        """A new backward begins; `checked` where :meth:`check_held` was called before it, `deferred` where it will not reduce,
-        `partial` where it will, and others follow before a step."""
+        """Begin a backward.
+
+        Args:
+            checked: :meth:`check_deferred` was called before this backward.
+            deferred: the backward will not reduce.
+            partial: the backward will reduce, although others follow before the optimizer's step.
+        """
         self.opens, self.partial = self._opens(deferred), partial
         if self.lost:
             self._check_lost()
         if not checked:
-            self.check_held()
+            self.check_deferred()
         n = len(self.params)
         self.held_before = self.holds.copy()
-        self.shown = [None] * n
+        self.deferred = [None] * n
         with torch._C.DisableTorchFunctionSubclass():
             self.frozen = [not p.requires_grad for p in self.params]
-        # As in autograd: what a forward recorded gets a gradient, whatever forwards came after it, if it takes one now.
+        # As in autograd, a parameter gets a gradient if any recorded forward has used it as trainable and it is so now.
         asked = self.asked if self._ever_asked is None else self._ever_asked
         self.wanted = [ask and not frozen for ask, frozen in zip(asked, self.frozen, strict=True)]
         self.arrived = [False] * n
         self._count_missing()
 
     def ask(self, asked: list[bool]) -> None:
-        """Which leaves require gradients from now on, in a forward, as a rule."""
+        """Set which parameters require gradients in the forwards from now on."""
         if self._ever_asked is None:
             self._ever_asked = asked
         elif asked != self.asked:
@@ -172,15 +186,15 @@ class GradientBuffer:
         self.asked = asked
 
     def forget_forwards(self) -> None:
-        """Their backward has ended."""
+        """Forget what earlier forwards have asked for, because their backward has ended."""
         self._ever_asked = None
 
     def _count_missing(self) -> None:
         self.missing = sum(want and not seen for want, seen in zip(self.wanted, self.arrived, strict=True))
 
     def accept(self, index: int, grad: torch.Tensor) -> bool:
-        """Add a leaf's gradient, divided by the number of ranks; True if it was the last one missing. Copied at once: its
-        memory may be used again, by autograd or by the function that it comes from."""
+        """Add the gradient of parameter `index`, divided by the number of ranks; return True if no other is missing."""
+        # Copied at once: autograd, or the function that it comes from, may use the gradient's memory again.
         flat = self.flat if self.flat is not None else self._open()
         if self._notes_streams:
             self._streams.add(torch.cuda.current_stream(flat.device))
@@ -194,7 +208,7 @@ class GradientBuffer:
             into.copy_(grad)
         elif into.dtype == grad.dtype:
             torch.mul(grad, self._scale, out=into)
-        else:  # else the product would be rounded to the gradient's dtype
+        else:  # the product must not be rounded to the gradient's dtype
             into.copy_(grad).mul_(self._scale)
         self.holds[index] = True
         if self.arrived[index]:
@@ -203,15 +217,15 @@ class GradientBuffer:
         self.missing -= self.wanted[index]
         return self.missing == 0
 
-    # -- through the reduction ----------------------------------------------------------------------------------
+    # -- reduction ----------------------------------------------------------------------------------------------
     def start_reduction(self, what: str) -> Reduction | HookedReduction | None:
-        """Send the buffer off. Where no other rank has gradients of the same parameters its slice is published as is."""
+        """Start to reduce the buffer; return None where no other rank has gradients of the same parameters. Collective."""
         grad = self._open()
         self.flat = self._views = None
         streams, self._streams = tuple(self._streams), set()
         if streams:
-            # Hazard: the stream of the buffer's memory, and those that wrote to it, may be others than the one that zeroes the
-            # rest, if backward runs on several.
+            # Hazard: where backward runs on several streams, the current stream, which zeroes the rest of the buffer, may be
+            # another one than those that have written to the buffer.
             join(torch.cuda.current_stream(grad.device), streams)
         for start, stop in self._gaps:
             grad[start:stop].zero_()
@@ -232,7 +246,7 @@ class GradientBuffer:
         return self.collectives.reduce(grad, what, streams)
 
     def _converted(self, grad: torch.Tensor) -> torch.Tensor:
-        """What was accumulated in a wide dtype, in that of the reduction."""
+        """Return an accumulated gradient in the dtype of the reduction, in a buffer of its own."""
         c = self.collectives
         sent = c.take(grad.numel(), self.dtypes.reduce)
         sent.copy_(grad)
@@ -240,8 +254,7 @@ class GradientBuffer:
         return sent
 
     def collect(self, reduction: Reduction | HookedReduction) -> None:
-        """Take the slice of a reduction; added at once where every `.grad` is a view of one earlier slice, else published
-        later."""
+        """Wait for a reduction and keep its result, this rank's shard, to be published."""
         result, factor = reduction.finish(self.dtypes.grad, self.home is not None), self._rest
         if factor != 1.0 and result.dtype == self.dtypes.grad:
             result.mul_(factor)
@@ -249,9 +262,15 @@ class GradientBuffer:
         self._keep(result, factor)
 
     def _keep(self, result: torch.Tensor, factor: float = 1.0, streams: Sequence[Any] = ()) -> None:
-        """`factor`: what it has to be multiplied with once it is wide. `streams`: CUDA: those that its memory may belong to."""
+        """Add a reduced shard to `.grad` at once, where every `.grad` is a view of one earlier shard; else publish it later.
+
+        Args:
+            result: the reduced shard.
+            factor: what the result has to be multiplied with, in the dtype of `.grad`.
+            streams: CUDA streams to which the memory of `result` may belong.
+        """
         home = self.home
-        # With one rank nothing is in flight behind it, so that it can as well be added when it is published.
+        # With one rank no reduction waits for this one, so that the result can as well be added when it is published.
         base = self._published() if home is not None or self.collectives.averaged > 1 else None
         if home is None:
             if base is not None:
@@ -259,29 +278,33 @@ class GradientBuffer:
             else:
                 self.results.append(result)
         elif base is not None:
-            home.add(base, result, self._shown(), factor, streams)
+            home.add(base, result, self._present_grads(), factor, streams)
         else:
             self.results.append(home.receive(result, self.dtypes.grad, factor, streams))
 
     def scale(self, base: torch.Tensor, factor: torch.Tensor, gaps: Sequence[tuple[int, int]]) -> None:
-        """Multiply `base`, in host memory, which has all gradients, by a 0-d factor, in the background. `gaps`: its padding."""
-        assert self.home is not None
-        self.home.scale(base, factor, gaps, self._shown())
+        """Multiply `base`, host memory that holds all gradients, by a 0-dim factor, in the background.
 
-    def _shown(self) -> list[Any]:
-        """The gradients that there are, of sharded parameters."""
+        `gaps` are the ranges of padding in `base`.
+        """
+        assert self.home is not None
+        self.home.scale(base, factor, gaps, self._present_grads())
+
+    def _present_grads(self) -> list[Any]:
+        """Return the parameters' present gradients, those that are ShardTensors."""
         with torch._C.DisableTorchFunctionSubclass():
             grads = map(own_grad, self.params)
             return [grad for grad in grads if isinstance(grad, ShardTensor)]
 
     def _published(self) -> torch.Tensor | None:
+        """Return the shard of which all parameters' `.grad` are views; None if there is no such shard."""
         base = None
         with torch._C.DisableTorchFunctionSubclass():
             for param in self.params:
                 if not param.requires_grad:
                     continue
                 grad = own_grad(param)
-                # Asked of each parameter in each reduction: only what moves to host memory needs more than an attribute.
+                # Hot: each reduction asks this of each parameter. Only gradients in host memory need more than an attribute.
                 state = getattr(grad, STATE, None)
                 flat = None if state is None else state.flat if self.home is None else whole_of(grad)
                 if flat is None or (base is not None and flat is not base) or flat.dtype != self.dtypes.grad:
@@ -290,48 +313,48 @@ class GradientBuffer:
         return base
 
     def marks(self) -> list[int]:
-        """What the ranks compare at the end of a backward, for each parameter; the largest mark of any rank counts."""
-        # What earlier backwards have left may be on its way already, with the rest of its unit.
+        """Return for each parameter 0, WANTED or SEEN; the ranks compare these, and the largest of any rank counts."""
+        # `held_before`: gradients of earlier backwards may have been sent already, with the rest of their unit.
         states = zip(self.wanted, self.arrived, self.holds, self.held_before, strict=True)
         return [SEEN if True in has else want for want, *has in states]
 
     def publish(self, marks: list[int]) -> list[int]:
-        """Make the reduced slices the parameters' gradients, where the ranks' `marks` say that there is one; returns the
-        indices of those. Call without gradients and without ``__torch_function__``."""
+        """Make the reduced shards the gradients of the parameters that `marks`, as the ranks have agreed, call SEEN.
+
+        Returns the indices of these parameters. Call without gradients and without ``__torch_function__``.
+        """
         touched = [i for i, mark in enumerate(marks) if mark == SEEN]
         results, self.results = self.results, []
         for result in results if touched else ():
             pieces = result.split_with_sizes(self._pieces)
             for i in touched:
-                self._publish_one(self.params[i], pieces[self._piece_of[i]], result, self.home)
+                self._publish_one(self.params[i], pieces[self._piece_of[i]], result)
             if self.home is not None:
-                self.home.moving.hold(self._shown())
-        self._note_unfinished(touched)
-        return touched
-
-    def _note_unfinished(self, touched: list[int]) -> None:
+                self.home.moving.hold(self._present_grads())
         if self.partial:
             self.unfinished.note(touched)
         else:
             self.unfinished.end()
+        return touched
 
-    @staticmethod
-    def _publish_one(param: Any, local: torch.Tensor, result: torch.Tensor, home: HostGradients | None = None) -> None:
+    def _publish_one(self, param: Any, local: torch.Tensor, result: torch.Tensor) -> None:
+        """Make `local`, a part of `result`, the gradient of `param`, or add it to the gradient."""
         grad = ShardTensor._wrap(local, param._spec)
         existing: Any = own_grad(param)
         if existing is None or is_unreduced(existing):
             grad._shard_state.flat = result
             set_own_grad(param, grad)
         else:
-            if home is not None:
-                home.moving.settle()
+            if self.home is not None:
+                self.home.moving.settle()
             existing.add_(grad)
 
-    # -- between the backwards of no_sync() -------------------------------------------------------------------------
-    def show_held(self) -> None:
-        """After a backward that did not reduce: `.grad` must be something, so that `zero_grad()` finds what to clear.
+    # -- deferred gradients, between the backwards of no_sync() -----------------------------------------------------
+    def show_deferred(self) -> None:
+        """Let `.grad` show this rank's own, unreduced gradient, after a backward that did not reduce.
 
-        It shows this rank's own, unreduced gradient (its slice), which the reduction replaces."""
+        `zero_grad()` finds there what to clear. The reduction replaces it.
+        """
         if self.flat is None:
             return
         own: Sequence[torch.Tensor] = ()
@@ -342,43 +365,47 @@ class GradientBuffer:
                 param = self.params[i]
                 shown: Any = own_grad(param)
                 if shown is None:
-                    own = own or self._own_part()
+                    own = own or self._own_shards()
                     shown = ShardTensor._wrap(own[self._piece_of[i]], param._spec)
                     shown._shard_state.unreduced = True
                     set_own_grad(param, shown)
-                self.shown[i] = (weakref.ref(shown), shown._version)
+                self.deferred[i] = (weakref.ref(shown), shown._version)
         if self.home is not None and own:
-            self.home.moving.hold(self._shown())
+            self.home.moving.hold(self._present_grads())
 
-    def _own_part(self) -> Sequence[torch.Tensor]:
-        """This rank's slices of what waits for its reduction, as gradients have them."""
+    def _own_shards(self) -> Sequence[torch.Tensor]:
+        """Return this rank's shards of the unreduced gradients, one for each parameter, in the dtype of `.grad`."""
         assert self.flat is not None
         start, stop = self.layout.rank_range(self.collectives.rank)
         own = self.flat[start:stop]
-        # What goes to host memory is read behind this, when more may have been added.
+        # A copy to host memory runs in the background, when the next backward may add to the buffer: so it gets its own.
         dtype = self.dtypes.grad
         own = own.to(dtype) if self.home is None else self.home.receive(own.to(dtype, copy=True), dtype)
         return own.split_with_sizes(self._pieces)
 
-    def keep_held(self) -> None:
-        """After any backward: it may have added to `.grad` (a loss term on the sharded parameter itself)."""
+    def keep_deferred(self) -> None:
+        """Take what `.grad` holds after a backward as unedited: a loss term on a sharded parameter itself adds to it."""
         self.unfinished.keep()
         if self.flat is None:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            for i, shown in enumerate(self.shown):
+            for i, shown in enumerate(self.deferred):
                 grad = own_grad(self.params[i])
                 if shown is not None and grad is not None:
-                    self.shown[i] = (weakref.ref(grad), grad._version)
+                    self.deferred[i] = (weakref.ref(grad), grad._version)
 
-    def check_held(self) -> None:
-        """Drop held gradients that the user has cleared since the last backward."""
+    def check_deferred(self) -> None:
+        """Drop deferred gradients that the user has cleared since the last backward.
+
+        Raises:
+            ShardError: a deferred gradient was edited.
+        """
         self.unfinished.check()
         if self.flat is None:
             return
         with torch._C.DisableTorchFunctionSubclass():
             for i, held in enumerate(self.holds):
-                shown = self.shown[i]
+                shown = self.deferred[i]
                 if not held or shown is None:
                     continue
                 grad = own_grad(self.params[i])
@@ -394,7 +421,7 @@ class GradientBuffer:
                     self.holds[i] = False
 
     def outdate(self, index: int, name: str) -> None:
-        """Optimizer `name` has changed this gradient elsewhere: nothing can be added to it."""
+        """Note that optimizer `name` has changed this gradient on another rank, so that nothing can be added to it."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: Any = own_grad(self.params[index])
             state: ShardState | None = getattr(grad, STATE, None)
@@ -404,8 +431,14 @@ class GradientBuffer:
 
     # -- after a failure ----------------------------------------------------------------------------------------
     def _check_lost(self) -> None:
-        """What no_sync() held before a backward that failed is gone, and what the owners' optimizers have done to gradients
-        is theirs: these must be cleared before the next backward."""
+        """Raise if a gradient must be cleared before the next backward.
+
+        Deferred gradients are gone after a backward that failed. Gradients that an optimizer has changed on the owning rank
+        only can't be added to.
+
+        Raises:
+            ShardError: names the parameter.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             for i, p in enumerate(self.params):
                 grad: Any = own_grad(p)
@@ -427,7 +460,7 @@ class GradientBuffer:
         self.lost = False
 
     def forget(self) -> None:
-        """Drop everything a failed backward left."""
+        """Drop everything that a failed backward has left."""
         if self.quantized is not None:
             self.quantized.forget()
         with torch._C.DisableTorchFunctionSubclass():
@@ -445,8 +478,10 @@ class GradientBuffer:
 
 
 def _divided_before(world: int) -> int:
-    """The part of a division by the number of ranks that comes before a sum in fp16, a power of two of about its root: without
-    any the sum may be too large for it, and with all of it small gradients may become zero."""
+    """Return the divisor to apply before a sum in fp16: a power of two, about the root of the number of ranks.
+
+    Without it the sum may overflow; with the full division before the sum small gradients may become zero.
+    """
     before = 1
     while before * before < world:
         before *= 2

@@ -1,7 +1,8 @@
-"""Gradients of an accumulation that has not ended, of which each micro-batch is reduced: ``engine.no_sync(hold=False)``.
+"""Partially accumulated gradients: those of micro-batches under ``engine.no_sync(hold=False)``, each of which is reduced.
 
-They are means over the ranks, where those of DistributedDataParallel's ranks are each rank's own until the last micro-batch.
-Their sum comes out the same. What is not linear in them does not: to clip them, or to step with them.
+A partially accumulated gradient is a mean over the ranks. Under DistributedDataParallel it would be each rank's own until
+the last micro-batch. The accumulated sum is the same; clipping or stepping before the accumulation has ended is not, because
+neither is linear in the gradient. So an edit between micro-batches is an error.
 """
 
 from __future__ import annotations
@@ -16,42 +17,45 @@ from ..errors import ShardError
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad
 
-__all__ = ["Unfinished"]
+__all__ = ["PartialGradients"]
 
 
-class Unfinished:
-    """Which gradients of some parameters are so."""
+class PartialGradients:
+    """Knows which gradients of some parameters are partially accumulated; true if any is."""
 
     def __init__(self, params: Sequence[ShardTensor]) -> None:
         self._params = params
-        # By index, gradients and their versions as the last backward has left them: zero_grad() clears, and clipping edits them.
+        # By index, each gradient and its version as the last backward has left it. zero_grad() and clipping change these.
         self._left: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._left)
 
     def note(self, indices: Iterable[int]) -> None:
-        """A backward that does not end the accumulation has added to these. Call without ``__torch_function__``."""
+        """Note the gradients to which a backward has added that does not end the accumulation.
+
+        Call without ``__torch_function__``.
+        """
         for i in indices:
             grad: Any = own_grad(self._params[i])
             if grad is not None:
                 self._left[i] = weakref.ref(grad), grad._version
 
     def keep(self) -> None:
-        """What was done to them up to now was done by a backward: a loss term on a sharded parameter itself adds to it."""
+        """Note the gradients as they are now: a backward has changed them, by a loss term on a sharded parameter itself."""
         if self._left:
             with torch._C.DisableTorchFunctionSubclass():
                 self.note(list(self._left))
 
     def end(self) -> None:
-        """The accumulation has ended."""
+        """End the accumulation."""
         self._left.clear()
 
     def check(self) -> None:
-        """Before a backward adds to them.
+        """Raise if a partially accumulated gradient was edited since the last backward; forget those that were cleared.
 
         Raises:
-            ShardError: one was edited.
+            ShardError: names the parameter.
         """
         if not self._left:
             return
@@ -71,13 +75,13 @@ class Unfinished:
                 del self._left[i]
 
     def has(self, index: int) -> bool:
-        """Whether this gradient is one. Call without ``__torch_function__``."""
+        """Return True if the gradient of parameter `index` is partially accumulated. Call without ``__torch_function__``."""
         if index not in self._left:
             return False
         grad: Any = own_grad(self._params[index])
         if grad is None or self._is_as_left(index, grad):
             return grad is not None
-        return bool(getattr(grad, "_local", grad).count_nonzero())  # edited, or cleared
+        return bool(getattr(grad, "_local", grad).count_nonzero())  # else it was cleared
 
     def _is_as_left(self, index: int, grad: torch.Tensor | None) -> bool:
         ref, version = self._left[index]

@@ -1,4 +1,4 @@
-"""What a unit needs of the runtime above it; :class:`~torch_shard.runtime.runtime.Runtime` is that."""
+"""The interface that a unit needs of the runtime above it, which :class:`~torch_shard.runtime.runtime.Runtime` has."""
 
 from __future__ import annotations
 
@@ -7,39 +7,35 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from ..comm.comm_hook import CommHook
     from ..comm.traffic_statistics import GatheredBytes
     from ..config.shard_config import ShardConfig
     from ..shard_tensor.tensor import ShardTensor
     from .flat_buffer import FlatBuffer
     from .unit import Unit
 
-__all__ = ["RuntimePort"]
+__all__ = ["OnDemandPort", "RuntimePort"]
 
 
 class RuntimePort(Protocol):
-    """A runtime as its units see it."""
+    """The part of a runtime that its units use."""
 
     @property
     def config(self) -> ShardConfig: ...
 
     @property
     def gathered_bytes(self) -> GatheredBytes:
-        """Counts the memory of unsharded parameters, of all units."""
+        """The counter of the memory of all units' unsharded parameters."""
 
     @property
     def in_forward(self) -> bool:
-        """Whether a forward of the model is running."""
+        """True if a forward of the model is running."""
 
     @property
-    def comm_hook(self) -> CommHook | None:
-        """The user's function that reduces gradients in place of the engine."""
-
-    @comm_hook.setter
-    def comm_hook(self, hook: CommHook | None) -> None: ...
+    def on_demand(self) -> OnDemandPort:
+        """What unshards parameters for single operations outside their modules' forward."""
 
     def add(self, unit: Unit) -> None:
-        """Take `unit` among the runtime's."""
+        """Add `unit` to the runtime's units."""
 
     def note_issued(self, kind: str, unit: Unit) -> None:
         """Record that a collective of `unit` was issued, in the sequence that the ranks compare."""
@@ -47,19 +43,23 @@ class RuntimePort(Protocol):
     def on_grad(self, unit: Unit, flat: FlatBuffer, index: int, grad: torch.Tensor) -> None:
         """Take in the gradient of one unsharded parameter."""
 
-    def unshard_on_demand(
-        self, unit: Unit, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype]
-    ) -> torch.Tensor | None:
-        """Return what `func` computes with in place of `param`; None where the shards will do."""
-
-    def on_demand_done(self, unit: Unit, result: Any, copies: list[torch.Tensor], name: str) -> None:
-        """End the operation that :meth:`unshard_on_demand` was asked for."""
-
-    def watch_copies(self, copies: list[torch.Tensor], name: str) -> None:
-        """Have an edit of one of `copies`, which stand for views of `name`, be an error."""
-
     def check_grad_reader(self) -> None:
-        """Raise where `.grad` is read that an optimizer has consumed in backward already."""
+        """Raise if `.grad` is read that an optimizer's step in backward has consumed."""
 
     def leave_interrupted(self) -> None:
-        """Do what the hooks of forwards that an interrupt has ended would have done."""
+        """Do what the forward hooks would have done that an interrupt has skipped."""
+
+
+class OnDemandPort(Protocol):
+    """The part of :class:`~torch_shard.runtime.on_demand.OnDemand` that units use."""
+
+    def begin(
+        self, unit: Unit, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype]
+    ) -> torch.Tensor | None:
+        """Return what `func` computes with in place of `param`; None for the shards."""
+
+    def done(self, unit: Unit, result: Any, copies: list[torch.Tensor], name: str) -> None:
+        """End the operation for which :meth:`begin` was called."""
+
+    def watch_copies(self, copies: list[torch.Tensor], name: str) -> None:
+        """Make it an error to edit one of `copies`, which stand for views of `name`."""

@@ -1,19 +1,24 @@
-"""One unit: the parameters that travel together, as flat buffers.
+"""One unit: the parameters that are unsharded, resharded and reduced together, as flat buffers.
 
-Life of a buffer (one per dtype and trainability)::
+A unit has one :class:`~.flat_buffer.FlatBuffer` for each dtype and trainability of its parameters. The memory of one::
 
-    shard   [ this rank's slot ]                      always there; what ShardTensors view and optimizers step on
-    full    [ slot 0 | slot 1 | ... | slot W-1 ]      storage resized to 0 bytes between uses
-    leaves  views of full, one nn.Parameter each      what the modules compute with while the unit is gathered
-    grad    [ slot 0 | slot 1 | ... | slot W-1 ]      from the first gradient's arrival to the reduction
+    shard   [ this rank's slot ]                      always allocated; ShardTensors view it, optimizers step on it
+    full    [ slot 0 | slot 1 | ... | slot W-1 ]      storage resized to 0 bytes while the unit is sharded
+    leaves  views of full, one nn.Parameter each      the unsharded parameters, with which the modules compute
+    grad    [ slot 0 | slot 1 | ... | slot W-1 ]      from the arrival of the first gradient to the reduction
 
-    SHARDED --gather()--> GATHERING --wait()--> FULL --release()--> SHARDED
+The states of a unit::
+
+    SHARDED --unshard()--> GATHERING --wait()--> FULL --reshard()--> SHARDED
     SHARDED or FULL --summon()--> SUMMONED --dismiss()--> the state before
 
-With one rank to a shard group `full` *is* the shard: always FULL, nothing moves. Unless modules compute in another dtype than
-the shards have (:mod:`.config.precision`): then gathering is a cast, before the collective or without one. Or the shards are in
-host memory (:mod:`.offload`): then it is a copy.
-The unit knows how; Schedule and Reductions decide when.
+Where a shard group has one rank, `full` is the shard itself, the unit is always FULL, and nothing moves. There are two
+exceptions. Where modules compute in another dtype than the shards have (:mod:`torch_shard.config.precision`), the unshard
+casts, before the collective or without one. Where the shards are in host memory (:mod:`torch_shard.offload`), the unshard
+copies.
+
+The unit knows how to unshard and reshard. :class:`~torch_shard.runtime.unshard_schedule.Schedule` and
+:class:`~torch_shard.runtime.reduce_schedule.Reductions` decide when.
 """
 
 from __future__ import annotations
@@ -34,11 +39,12 @@ from ..comm.quantized_collectives import QuantizedGather
 from ..comm.work import Pending
 from ..errors import ReplacedParameterError, ShardError, UnitStateError
 from ..offload.host_shard import Crossing
-from ..shard_tensor.state import OWN_COUNT, STATE
+from ..shard_tensor.state import OWN_COUNT
 from ..shard_tensor.tensor import ShardTensor
 from ..utils.autograd_private import inside_functional_call
 from ..utils.pytree import may_hold_tensors, tensors_in
-from .flat_buffer import FlatBuffer, GatherAgain
+from .flat_buffer import FlatBuffer, SecondaryGather
+from .module_params import adopt, copy_attributes, rebuild_flat_weights
 from .phases import PHASES
 
 if TYPE_CHECKING:
@@ -50,50 +56,62 @@ class State(enum.Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     FULL = "full"
-    SUMMONED = "summoned"  # the modules hold full parameters outside forwards: inside engine.gathered
+    SUMMONED = "summoned"  # inside engine.gathered: the modules hold full parameters outside forwards
 
 
 class Unit:
-    """Parameters that are gathered, released and reduced together, and the module slots that hold them."""
+    """Parameters that are unsharded, resharded and reduced together, and the module attributes that hold them."""
 
     def __init__(self, name: str, index: int, collectives: Collectives, host: Host | None = None) -> None:
-        """`host`: where the shards are, if they are not on the device."""
+        """Make a unit without parameters; set-up adds them.
+
+        Args:
+            name: for messages.
+            index: the unit's position in the plan, equal on all ranks.
+            collectives: those of the ranks that share the parameters.
+            host: the host memory that holds the shards; None where they are on the device.
+        """
         self.name, self.index, self.collectives, self.host = name, index, collectives, host
-        self.sharded = collectives.size > 1  # each rank holds another part
+        self.sharded = collectives.size > 1  # the shard group has several ranks
         self.casts = False  # modules compute in another dtype than that of some shard
-        self.rounding = False  # steps of some shard are rounded stochastically
-        self.exact = True  # modules compute with the values that are stored: neither cast nor quantized on the way
-        # Modules compute with other memory than the shards': of all ranks, or of another dtype, or on the device.
+        self.rounding = False  # optimizer steps on some shard are rounded stochastically
+        self.exact = True  # modules compute with the stored values, neither cast nor quantized
+        # The unsharded parameters have memory of their own: they are all ranks', of another dtype, or on the device.
         self.gathers = self.sharded or host is not None
         self.runtime: RuntimePort = None  # type: ignore[assignment]  # set by Runtime.add
         self.flats: list[FlatBuffer] = []
-        # (module, attribute, flat, index): every place of the model that holds a parameter of this unit
+        # (module, attribute, flat, index): every attribute of the model's modules that holds a parameter of this unit
         self.places: list[tuple[nn.Module, str, FlatBuffer, int]] = []
         self.triggers: list[nn.Module] = []
         self.tensor_hooks: dict[str, dict[int, Any]] = {}
         self.post_hooks: dict[str, dict[int, Any]] = {}
         self.state = State.SHARDED if self.gathers else State.FULL
-        self.pending: list[Pending | QuantizedGather | GatherAgain | Crossing] = []
-        self.running = 0  # forwards inside this unit right now
-        self.installed = 0
-        self._before_summons = self.state
-        self.held = False  # recomputed in backward before its own trigger: see Runtime
+        self.pending: list[Pending | QuantizedGather | SecondaryGather | Crossing] = []
+        self.running = 0  # forwards that compute with this unit at this moment
+        self.installed = 0  # forwards and summons that have put the unsharded parameters into the modules
+        self._state_before_summon = self.state
+        self.awaits_trigger = False  # recomputed in backward before its own trigger: see Forwards.enter
         self.uses: list[Any] = []  # uses whose backward has begun
-        # Uses that backward may come back to past any trigger. That is this rank's own affair: other ranks may have released
-        # the unit, so that they gather it anew, and then this one takes part (`refill`).
+        # Uses that backward may reach without a trigger, so that this rank keeps the unit unsharded. Other ranks may have
+        # resharded the unit; when they unshard it anew, this rank takes part (`refill`).
         self.kept: list[Any] = []
         self.refill = False
-        self.resharded = False  # since this forward few ranks share it, from whose parts backward gathers it again
-        # The parameters' then: a recomputation in backward computes with what they are now.
+        self.resharded = False  # after this forward the ranks keep secondary shards, for the unshard in backward
+        # The parameters' versions at that moment. A recomputation in backward computes with the present values, so
+        # parameters that have changed since then are unsharded from the shards.
         self._reshard_versions: list[int] = []
-        # Under `shard_optim`: whether parameters may have changed since they were gathered, as all ranks agree; and whether the
-        # user was given this rank's memory of one, where changes leave no trace.
+        # Under `shard_optim`. outdated: parameters may have changed since the last unshard, as all ranks agree.
+        # exposed: the user was given the memory of a shard, where changes leave no trace.
         self.outdated = self.exposed = False
-        self._held = self._whole_bytes = 0  # bytes of gathered memory: as counted now, and of the whole unit
+        self._counted_bytes = self._full_bytes = (
+            0  # bytes of unsharded parameters: as counted now, and of the full unit
+        )
         self.rounds = 0  # reductions issued in this backward
-        self.streams: set[Any] = set()  # CUDA: those that compute with the gathered values
-        self.checks = 2  # iterations in which an untracked edit of the gathered values is looked for
-        self.summons: list[Any] = []  # see summons.py
+        self.streams: set[Any] = set()  # CUDA streams that compute with the unsharded parameters
+        self.checks = 2  # iterations that still look for untracked edits of the unsharded parameters
+        self.summons: list[
+            Any
+        ] = []  # the running engine.gathered() calls, the innermost last: see unshard/write_back.py
         self._flattened: list[nn.RNNBase] | None = None  # see _rnns
         self._modules: list[tuple[nn.Module, int]] | None = None  # see kept_tensors
         self.gather_text = f"the all-gather of unit {name!r}"
@@ -101,7 +119,7 @@ class Unit:
         self.event_texts = [f"gathers unit {name!r} in {phase}" for phase in PHASES]
 
     def compute_in_its_dtypes(self) -> None:
-        """The end of set-up: from here on modules compute in the dtypes that were asked for."""
+        """Let modules compute in the dtypes that were asked for; the last step of set-up."""
         for flat in self.flats:
             flat.compute_in_its_dtype()
             if flat.host is not None:
@@ -112,11 +130,11 @@ class Unit:
         self.casts = any(flat.casts for flat in self.flats)
         self.rounding = any(flat.rounding is not None for flat in self.flats)
         self.exact = all(flat.exact for flat in self.flats)
-        self._whole_bytes = self.full_bytes
+        self._full_bytes = self.full_bytes
         if self.gathers:
             self.state = State.SHARDED
 
-    # -- what it holds ------------------------------------------------------------------------------------------
+    # -- its parameters -----------------------------------------------------------------------------------------
     @property
     def params(self) -> list[ShardTensor]:
         return [p for flat in self.flats for p in flat.params]
@@ -127,33 +145,42 @@ class Unit:
 
     @property
     def distributed(self) -> str | None:
-        """The first parameter that is a DTensor."""
+        """The name of the first parameter that is a DTensor; None where none is."""
         found = ((slot.name, placed) for f in self.flats for slot, placed in zip(f.layout.slots, f.placed, strict=True))
         return next((name for name, placed in found if placed is not None), None)
 
     def find(self, param: ShardTensor) -> tuple[FlatBuffer, int]:
+        """Return the flat buffer that holds `param`, and the parameter's index in that buffer."""
         for flat in self.flats:
             if flat.layout is param._spec.layout:
                 return flat, param._spec.index
         raise ShardError(f"{param._spec.layout.slots[param._spec.index].name} is not a parameter of unit {self.name}")
 
     def leaf_of(self, param: ShardTensor) -> nn.Parameter:
+        """Return the unsharded parameter that modules compute with in place of `param`."""
         flat, index = self.find(param)
         return flat.leaves[index]
 
     def differentiable(self, param: ShardTensor) -> nn.Parameter:
-        """The same to differentiate with respect to: it requires gradients where the parameter does now, whatever a forward since
-        then has found."""
+        """Return the unsharded parameter for `param`, to differentiate with respect to it.
+
+        The unsharded parameter requires a gradient exactly where `param` does now, also if the last forward has found
+        `param` frozen.
+        """
         flat, index = self.find(param)
         if param.requires_grad and not flat.leaves[index].requires_grad and not self.is_summoned:
             flat.mirror()
         return flat.leaves[index]
 
     def references(self) -> tuple[bool, list[tuple[int, int, int]], bool]:
-        """Who holds gathered values beside the engine: anyone; which parameters autograd has saved (flat, index, version);
-        whether a Python object (`self.kept = self.weight`) holds a leaf."""
-        # All ranks must come to one answer: where use counts don't tell, it is always yes. The rest is this rank's own affair,
-        # and no count is ever too low: what it takes for held is gathered, or kept, in vain.
+        """Return who refers to the unsharded parameters beside the engine.
+
+        Returns:
+            True if anyone does; the parameters that autograd has saved, as (number of the flat buffer, index, version);
+            True if a Python object holds an unsharded parameter (`self.kept = self.weight`).
+        """
+        # All ranks must come to the same first answer: where use counts don't tell, the answer is always yes. The other
+        # two answers concern this rank alone. No count is ever too low, so that an error only costs a needless unshard.
         anyone, by_python = not self.collectives.knows_references, False
         # DTensor's own collectives may keep references for a while.
         anyone |= any(flat.distributed for flat in self.flats)
@@ -167,7 +194,7 @@ class Unit:
         return anyone, saved, by_python
 
     def kept_tensors(self) -> list[torch.Tensor]:
-        """Tensors with a gradient that the triggers' modules keep in attributes: an auxiliary loss, for example."""
+        """Return the tensors with a graph that the triggers' modules keep in attributes, such as an auxiliary loss."""
         if self._modules is None:
             modules = dict.fromkeys(m for trigger in self.triggers for m in trigger.modules())
             self._modules = [(m, _first_attribute(m)) for m in modules]
@@ -179,30 +206,34 @@ class Unit:
         return found
 
     def holds_gradients(self) -> bool:
-        """Whether some wait for their reduction."""
+        """Return True if gradients of this unit wait for their reduction."""
         return any([flat.gradients.flat is not None for flat in self.flats])  # noqa: C419 (hot)
 
     def forget_modules(self) -> None:
-        """A module may have been added to the triggers since :meth:`kept_tensors` looked for them."""
+        """Have :meth:`kept_tensors` look for the triggers' modules anew, since one may have been added."""
         self._modules = None
 
     @property
     def full_bytes(self) -> int:
+        """The bytes of the unit's unsharded parameters, where these have memory of their own."""
         return sum(f.nbytes for f in self.flats if f.gathers)
 
-    # -- gather and release -------------------------------------------------------------------------------------
-    def gather(self, again: bool = False) -> None:
-        """Start the gather; SHARDED, or FULL where the same values may come once more (`refill`). `again`: for backward, from
-        what few ranks have kept since forward, if they have. Collective."""
+    # -- unshard and reshard ------------------------------------------------------------------------------------
+    def unshard(self, from_secondary: bool = False) -> None:
+        """Start the unshard of a SHARDED unit, or of a FULL one that takes part for other ranks (`refill`). Collective.
+
+        Args:
+            from_secondary: for backward; use the secondary shards that the ranks have kept since forward, where there are any.
+        """
         if self.state is not State.SHARDED and not self.refill:
             return
         self.wait()
         self.refill = self.outdated = False
         c = self.collectives
-        again = again and self.resharded and self._reshard_versions == self._versions()
-        if again:
+        from_secondary = from_secondary and self.resharded and self._reshard_versions == self._versions()
+        if from_secondary:
             self.resharded = False
-        self.runtime.note_issued("gather again" if again else "gather", self)
+        self.runtime.note_issued("gather again" if from_secondary else "gather", self)
         if c.gather_stream is not None and c.is_capturing():
             raise UnitStateError(
                 f"rank {c.world_rank}: unit {self.name!r} is gathered during the capture of a CUDA graph, which would read freed "
@@ -213,27 +244,28 @@ class Unit:
                 if not flat.gathers:
                     continue
                 storage = flat.full.untyped_storage()
-                # The memory is there where an abandoned gather may still write to it, and in a refill. Hazard: compute may
-                # read while a refill writes; it writes what is there already, since an edited unit is released first.
+                # The memory is allocated already in a refill, and after an abandoned unshard, which may still write to it.
+                # Hazard: compute may read while a refill writes. The refill writes the values that are there already,
+                # because an edited unit is resharded first.
                 if storage.nbytes() != flat.nbytes:
                     storage.resize_(flat.nbytes)
-                among_few = again and flat.sharded
-                pending: Pending | QuantizedGather | GatherAgain | Crossing | None
-                pending = flat.gather_again(self.gather_text) if among_few else flat.start_gather(self.gather_text)
+                secondary = from_secondary and flat.sharded
+                pending: Pending | QuantizedGather | SecondaryGather | Crossing | None
+                pending = flat.gather_secondary(self.gather_text) if secondary else flat.start_gather(self.gather_text)
                 if pending is not None:
                     self.pending.append(pending)
         self.state = State.GATHERING
-        self._count_bytes(self._whole_bytes)
+        self._count_bytes(self._full_bytes)
 
     def _count_bytes(self, held: int = 0) -> None:
-        """Gathered memory was taken, or given back, so that `held` bytes remain; where parts of it are kept, what there is."""
+        """Count `held` bytes of unsharded parameters in the statistics; with secondary shards, count what is allocated."""
         if self.collectives.again_channel is not None:
             held = sum(flat.gathered_bytes for flat in self.flats if flat.gathers)
-        self.runtime.gathered_bytes.add(held - self._held)
-        self._held = held
+        self.runtime.gathered_bytes.add(held - self._counted_bytes)
+        self._counted_bytes = held
 
     def _gathering(self) -> contextlib.AbstractContextManager[Any]:
-        # What no other rank sends is cast on the stream that computes with it, unless it comes from host memory.
+        # Without other ranks and without host memory the unshard is a cast, on the stream that computes with the values.
         return self.collectives.gathering() if self._on_side else contextlib.nullcontext()
 
     @property
@@ -241,19 +273,19 @@ class Unit:
         return self.sharded or self.host is not None
 
     def is_stale(self) -> bool:
-        """Whether this rank's shard was written to since its unit was gathered."""
+        """Return True if this rank's shard was written to since the last unshard."""
         return any(flat.is_stale() for flat in self.flats)
 
     def wait(self) -> None:
-        """GATHERING to FULL."""
+        """Wait for a running unshard: GATHERING becomes FULL."""
         if self.state is not State.GATHERING:
             return
         try:
             for pending in self.pending:
                 pending.wait()
         except BaseException:
-            # The backend may still write into the buffers once the partner comes (`Groups.written` keeps them until
-            # then): the unit gets new ones.
+            # The backend may still write into the buffers when the other rank comes, so that the unit gets new ones.
+            # `Groups.written` keeps the old ones alive until then.
             for flat in self.flats:
                 if flat.gathers:
                     flat.renew()
@@ -266,19 +298,19 @@ class Unit:
 
     @property
     def is_summoned(self) -> bool:
-        """Whether the modules hold full parameters that no forward has installed: inside ``engine.gathered``."""
+        """True inside ``engine.gathered``, where the modules hold full parameters that no forward has installed."""
         return self.state is State.SUMMONED
 
     def summon(self) -> None:
-        """SHARDED or FULL to SUMMONED: nothing is gathered, released or written back until :meth:`dismiss`."""
-        self._before_summons, self.state = self.state, State.SUMMONED
+        """Make a SHARDED or FULL unit SUMMONED: it is not unsharded, resharded or written back until :meth:`dismiss`."""
+        self._state_before_summon, self.state = self.state, State.SUMMONED
 
     def dismiss(self) -> None:
-        """SUMMONED to the state before."""
-        self.state = self._before_summons
+        """Give a SUMMONED unit the state back that it had before :meth:`summon`."""
+        self.state = self._state_before_summon
 
     def note_stream(self) -> None:
-        """The current stream computes with the gathered values from here on."""
+        """Note that the current CUDA stream computes with the unsharded parameters from here on."""
         if self.collectives.gather_stream is not None:
             self.streams.add(torch.cuda.current_stream(self.collectives.device))
 
@@ -287,22 +319,26 @@ class Unit:
             return [param._version for param in self.params]
 
     def note_resharded(self) -> None:
-        """Forward is done with it: backward is to gather it from what few ranks keep, if that was asked for."""
+        """Note that backward is to unshard from the secondary shards, where the engine keeps any."""
         if self.collectives.again_channel is not None:
             self.resharded = True
             self._reshard_versions = self._versions()
 
-    def drop_parts(self) -> None:
-        """What is gathered next is the shards' values."""
+    def drop_secondary_shards(self) -> None:
+        """Drop the secondary shards, so that the next unshard uses the shards."""
         if self.resharded:
             self.resharded = False
             with self._gathering():
                 for flat in self.flats:
-                    flat.drop_part()
+                    flat.drop_secondary_shard()
             self._count_bytes()
 
-    def release(self, for_backward: bool = False) -> None:
-        """FULL to SHARDED: give the gathered memory back. `for_backward`: few ranks keep it, if that was asked for."""
+    def reshard(self, for_backward: bool = False) -> None:
+        """Reshard: FULL becomes SHARDED, and the memory of the unsharded parameters is freed.
+
+        Args:
+            for_backward: the unit is needed again in backward; keep a secondary shard, where the engine keeps any.
+        """
         if not self.gathers or self.state is State.SHARDED:
             return
         self.wait()
@@ -311,8 +347,8 @@ class Unit:
         if keeps:
             self.note_resharded()
         with self._gathering():
-            # Hazard: the next allocation may reuse this memory on the gather stream while compute still reads it;
-            # `gathering()` has made that stream wait for what the current one was given, which may be another one.
+            # Hazard: the next allocation on the gather stream may reuse this memory while another stream still computes
+            # with it. `gathering()` has made the gather stream wait for the current stream only.
             if self.streams:
                 c = self.collectives
                 join(c.gather_stream if self._on_side else torch.cuda.current_stream(c.device), self.streams)
@@ -321,15 +357,15 @@ class Unit:
                 if not flat.gathers:
                     continue
                 if keeps and flat.sharded:
-                    flat.keep_part()
-                    self._count_bytes()  # both are held for a moment
-                flat.release()
+                    flat.keep_secondary_shard()
+                    self._count_bytes()  # the full buffer and the secondary shard are both allocated for a moment
+                flat.free()
         self.state = State.SHARDED
         self._count_bytes()
 
-    # -- leaves in the modules ----------------------------------------------------------------------------------
+    # -- unsharded parameters in the modules --------------------------------------------------------------------
     def install(self) -> None:
-        """Put the leaves where the modules look for their parameters."""
+        """Put the unsharded parameters into the modules, in place of the sharded ones."""
         self.installed += 1
         if self.installed > 1:
             return
@@ -340,7 +376,7 @@ class Unit:
             held: Any = slots.get(attribute)
             if held is param:
                 slots[attribute] = flat.leaves[index]
-            elif not self._stands_in(module, attribute, held):
+            elif not _is_of_functional_call(held):
                 self.installed -= 1
                 self._restore()
                 name = flat.layout.slots[index].name
@@ -357,7 +393,7 @@ class Unit:
             flat.note_versions()
 
     def uninstall(self) -> None:
-        """Put the sharded parameters back; write edits that forward made on the leaves to the shard."""
+        """Put the sharded parameters back into the modules, and write edits of the unsharded ones to the shard."""
         self.installed -= 1
         if self.installed:
             return
@@ -367,7 +403,8 @@ class Unit:
         if self.gathers:
             self.write_back_edits()
         elif self._data_was_taken():
-            # What was assigned to the memory that parameters and leaves share is there already; other memory is not theirs.
+            # Sharded and unsharded parameters share memory here, so that edits need no copy. But `.data = ` may have given
+            # an unsharded parameter other memory.
             for flat in self.flats:
                 flat.check_places()
 
@@ -376,7 +413,7 @@ class Unit:
             slots: dict[str, Any] = module._parameters
             if slots.get(attribute) is flat.leaves[index]:
                 slots[attribute] = flat.params[index]
-                if len(flat.leaves[index].__dict__) > 1:  # attributes that forward has set, beside `_place`
+                if len(flat.leaves[index].__dict__) > 1:  # forward has set attributes beside `_place`
                     copy_attributes(flat.leaves[index], flat.params[index])
         for rnn in self._rnns():
             rebuild_flat_weights(rnn)
@@ -386,16 +423,12 @@ class Unit:
             self._flattened = list(dict.fromkeys(m for m, *_ in self.places if isinstance(m, nn.RNNBase)))
         return self._flattened
 
-    def _stands_in(self, module: nn.Module, attribute: str, found: Any) -> bool:
-        """torch.func.functional_call puts the caller's own tensors into the modules for one call: leave them there."""
-        if found is not None and not isinstance(found, nn.Parameter) and isinstance(found, torch.Tensor):
-            return True
-        return inside_functional_call()
-
     def write_back_edits(self) -> None:
-        """An edit made inside forward (`with no_grad(): self.weight.clamp_()`) shows in the leaf's version counter. An
-        edit through `.data` leaves no trace there, so once that was taken the values themselves are compared, and in
-        the first iterations anyhow (NumPy arrays leave no trace at all)."""
+        """Write to the shard what a forward has edited (`with no_grad(): self.weight.clamp_()`).
+
+        An edit shows in the version counter of the unsharded parameter, except one through `.data` or a NumPy array.
+        So where `.data` was read, and in the first iterations anyhow, the values themselves are compared.
+        """
         if self.state is not State.FULL:
             return
         flats = [flat for flat in self.flats if flat.gathers]
@@ -409,7 +442,7 @@ class Unit:
                 flat.check_places()
         if self.checks or taken:
             unseen = [flat for flat in flats if flat not in edited and flat.edited_unseen()]
-            # A unit that was edited so once is compared for good.
+            # A unit in which one untracked edit was found is compared in all further iterations.
             self.checks -= 0 if unseen or self.runtime.config.debug else min(1, self.checks)
             edited += unseen
         for flat in edited:
@@ -420,7 +453,7 @@ class Unit:
 
     # -- user hooks ---------------------------------------------------------------------------------------------
     def register_grad_hook(self, param: ShardTensor, fn: Any) -> Any:
-        """`param.register_hook(fn)`: fn sees this rank's whole gradient, as under DDP."""
+        """Carry out `param.register_hook(fn)`: `fn` sees this rank's full gradient, as under DDP."""
         flat, index = self.find(param)
         leaf = flat.leaves[index]
         if not leaf.requires_grad:
@@ -428,24 +461,29 @@ class Unit:
         return leaf.register_hook(fn)
 
     def register_post_accumulate_hook(self, param: ShardTensor, fn: Any) -> Any:
-        """`param.register_post_accumulate_grad_hook(fn)`: fn(param) runs once `.grad` holds the reduced slice."""
+        """Carry out `param.register_post_accumulate_grad_hook(fn)`: `fn` runs once `.grad` holds the reduced shard."""
         name = param._spec.layout.slots[param._spec.index].name
         hooks = self.post_hooks.setdefault(name, OrderedDict())
-        handle = RemovableHandle(hooks)  # its ids are unique among those of hooks registered before sharding, too
+        handle = RemovableHandle(
+            hooks
+        )  # whose id also differs from those of hooks that were registered before sharding
         hooks[handle.id] = fn
         return handle
 
     # -- on demand ----------------------------------------------------------------------------------------------
     def on_demand(
-        self, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype] = frozenset()
+        self, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype]
     ) -> torch.Tensor | None:
-        return self.runtime.unshard_on_demand(self, param, func, local_ok, dtypes)
+        """Return what `func` computes with in place of `param`; None for the shards."""
+        return self.runtime.on_demand.begin(self, param, func, local_ok, dtypes)
 
     def on_demand_done(self, result: Any, copies: list[torch.Tensor], name: str) -> None:
-        self.runtime.on_demand_done(self, result, copies, name)
+        """End the operation for which :meth:`on_demand` was called."""
+        self.runtime.on_demand.done(self, result, copies, name)
 
     def watch_copies(self, copies: list[torch.Tensor], name: str) -> None:
-        self.runtime.watch_copies(copies, name)
+        """Make it an error to edit one of `copies`, which stand for views of `name`."""
+        self.runtime.on_demand.watch_copies(copies, name)
 
     # -- what parameters ask ------------------------------------------------------------------------------------
     @property
@@ -454,16 +492,17 @@ class Unit:
         return self.runtime is not None and self.runtime.in_forward
 
     def check_grad_reader(self) -> None:
-        """Raise where `.grad` is read that an optimizer has consumed in backward already."""
+        """Raise if `.grad` is read that an optimizer's step in backward has consumed."""
         if self.runtime is not None:
             self.runtime.check_grad_reader()
 
     def leave_interrupted(self) -> None:
-        """Do what the hooks of forwards that an interrupt has ended would have done."""
+        """Do what the forward hooks would have done that an interrupt has skipped."""
         self.runtime.leave_interrupted()
 
     # -- deepcopy -----------------------------------------------------------------------------------------------
     def deepcopy_param(self, param: ShardTensor, memo: dict[int, Any]) -> Any:
+        """Copy the unit and return the copy of `param`."""
         other = copy.deepcopy(self, memo)
         flat, index = self.find(param)
         return other.flats[self.flats.index(flat)].params[index]
@@ -477,31 +516,16 @@ class Unit:
             )
         other = Unit(self.name, self.index, self.collectives, self.host)
         memo[id(self)] = other
-        for flat in self.flats:
-            shard = (
-                flat.shard.detach().clone() if self.host is None else self.host.copied(flat.shard.detach(), self.name)
-            )
-            twin = FlatBuffer(flat.layout, flat.dtypes, shard, self.collectives, other, flat.placed, self.host)
-            twin.rounding = None if flat.rounding is None else flat.rounding.copy()
-            other.flats.append(twin)
-            for mine, its in zip(flat.params, twin.params, strict=True):
-                memo[id(mine)] = its
-        runtime = copy.deepcopy(self.runtime, memo)
+        other.flats = [flat.copy_for(other) for flat in self.flats]
         for mine, its in zip(self.params, other.params, strict=True):
+            memo[id(mine)] = its
             adopt(its, mine)  # without `.grad`, as nn.Parameter is copied
-        for flat, twin in zip(self.flats, other.flats, strict=True):
-            for i in range(len(twin.params)):
-                twin.params[i] = memo[id(flat.params[i])]
+        for twin in other.flats:
             twin.mirror(force=True)
         other.compute_in_its_dtypes()
-        hook = self.runtime.comm_hook
-        if hook is not None:
-            runtime.comm_hook = hook
-            for twin in other.flats:
-                twin.gradients.reduce_by(hook)
         for flat, twin in zip(self.flats, other.flats, strict=True):
-            twin.gradients.divide_like(flat.gradients)
-        runtime.add(other)
+            twin.gradients.reduce_like(flat.gradients)
+        copy.deepcopy(self.runtime, memo).add(other)
         for module, attribute, flat, index in self.places:
             other.places.append((copy.deepcopy(module, memo), attribute, other.flats[self.flats.index(flat)], index))
         other.triggers = [copy.deepcopy(m, memo) for m in self.triggers]
@@ -514,39 +538,15 @@ def unit_of(param: object) -> Unit | None:
     return None if ref is None else cast("Unit | None", ref())
 
 
+def _is_of_functional_call(found: Any) -> bool:
+    """Return True if torch.func.functional_call has put `found` into a module, in place of a parameter, for one call."""
+    return (isinstance(found, torch.Tensor) and not isinstance(found, nn.Parameter)) or inside_functional_call()
+
+
 _HOLDERS = frozenset({torch.Tensor, list, tuple, dict})
 _MODULES_OWN = frozenset(nn.Module().__dict__)
 
 
 def _first_attribute(module: nn.Module) -> int:
-    """Where in the module's ``__dict__`` the attributes begin that are not nn.Module's own."""
+    """Return the position in the module's ``__dict__`` at which attributes begin that are not nn.Module's own."""
     return next((i for i, key in enumerate(module.__dict__) if key not in _MODULES_OWN), len(module.__dict__))
-
-
-OWN_ATTRIBUTES = frozenset({STATE, "_is_param", "_place", "data_taken"})
-"""Attributes of parameters and leaves that are not the user's."""
-
-
-def adopt(param: Any, original: Any) -> None:
-    """Make `param` an nn.Parameter with the Python attributes and requires_grad of `original`."""
-    with torch._C.DisableTorchFunctionSubclass():
-        param._is_param = True
-        param.requires_grad_(original.requires_grad)
-        if isinstance(original, ShardTensor) and original.grad_dtype != original.dtype:
-            param.grad_dtype = original.grad_dtype
-    for key, value in original.__dict__.items():
-        if key not in OWN_ATTRIBUTES:
-            param.__dict__[key] = value
-
-
-def copy_attributes(param: torch.Tensor, leaf: torch.Tensor) -> None:
-    """Give `leaf` the Python attributes that the user has given to `param`."""
-    for key, value in param.__dict__.items():
-        if key not in OWN_ATTRIBUTES:
-            leaf.__dict__[key] = value
-
-
-def rebuild_flat_weights(module: nn.RNNBase) -> None:
-    # RNNBase.forward reads this list, not `_parameters`; weak references to it would also block a later swap.
-    module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
-    module._flat_weight_refs = [None] * len(module._flat_weights_names)

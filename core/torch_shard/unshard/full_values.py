@@ -1,6 +1,6 @@
-"""Whole values outside compute: from slices to whole tensors and back, and failing together.
+"""Full values outside of forward and backward: from shards to full tensors and back.
 
-What `engine.gathered`, full state dicts and `engine.close` share. Nothing here touches a module.
+`engine.gathered`, full state dicts and `engine.close` share these functions. None of them touches a module.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ..unit.unit import State, Unit
 
 @contextlib.contextmanager
 def gathered_values(runtime: Runtime, unit: Unit) -> Iterator[list[torch.Tensor]]:
-    """Inside, the whole current values of each flat of `unit`, as they are stored. Collective, for reading only."""
+    """Give the present values of each flat buffer of `unit`, unsharded, in the stored dtype, for reading. Collective."""
     in_place = any(summons.in_place for summons in unit.summons)
-    if not unit.exact or (unit.summons and not in_place):  # what modules compute with is less precise, or a copy
+    if not unit.exact or (unit.summons and not in_place):  # modules compute with less precise values, or with copies
         yield [whole_flat(flat, f"the all-gather of unit {unit.name!r}") for flat in unit.flats]
         return
     if in_place or not unit.gathers:
@@ -38,27 +38,35 @@ def gathered_values(runtime: Runtime, unit: Unit) -> Iterator[list[torch.Tensor]
         yield [flat.full for flat in unit.flats]
     finally:
         if not keep:
-            unit.release()
+            unit.reshard()
 
 
 def refill(runtime: Runtime, unit: Unit) -> bool:
-    """Start a gather of the current values, prefetched or not; returns whether a running backward needs them after."""
+    """Start an unshard with the present values; return True if a running backward needs the unit afterwards. Collective."""
     keep = bool(unit.uses or unit.kept) and unit.state is not State.SHARDED
     if unit.state is not State.SHARDED:
-        # It may have been gathered before an edit of the shards, or be on its way: ranks need not agree on that.
+        # The unit may have been unsharded before an edit of the shards, or be prefetched on some ranks only.
         unit.wait()
-        unit.release()
-    unit.gather()
+        unit.reshard()
+    unit.unshard()
     if not keep:
         runtime.schedule.gathered.pop(unit.index, None)
     return keep
 
 
-# -- whole to slices --------------------------------------------------------------------------------------------------
+# -- full to shards ---------------------------------------------------------------------------------------------------
 
 
-def send_slices(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tensor, source: int, what: str) -> None:
-    """Cut `full` (on rank `source` only, any device) and give each rank its part in `into`. Collective."""
+def scatter_shards(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tensor, source: int, what: str) -> None:
+    """Send each rank its shard of rank `source`'s full buffer. Collective.
+
+    Args:
+        flat: the buffer whose layout applies.
+        full: on rank `source` the full buffer, on any device; not read on other ranks.
+        into: receives this rank's shard.
+        source: the sending rank.
+        what: for messages.
+    """
     c = flat.collectives
     if not into.numel():
         return
@@ -69,21 +77,21 @@ def send_slices(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tensor,
     me = c.world_rank == source
     with torch.no_grad():
         raw = _bytes(into.to(c.device).contiguous())
-        whole = _bytes(full.to(c.device)) if me and full is not None else None
+        data = _bytes(full.to(c.device)) if me and full is not None else None
         if c.size == 1:
-            if whole is not None:
-                raw.copy_(whole)
+            if data is not None:
+                raw.copy_(data)
             c.broadcast(raw, source, what)
         else:
-            slots = None if whole is None else whole.view(c.size, -1)
+            slots = None if data is None else data.view(c.size, -1)
             parts = None if slots is None else [slots[position] for position in c.topology.positions()]
             c.scatter(raw, parts, source, what)
         if raw.data_ptr() != into.data_ptr():
             into.copy_(raw.view(into.dtype))
 
 
-def send_bytes(runtime: Runtime, values: torch.Tensor, source: int, what: str) -> torch.Tensor:
-    """Broadcast a small uint8 CPU tensor from rank `source`; returns it. Collective."""
+def broadcast_bytes(runtime: Runtime, values: torch.Tensor, source: int, what: str) -> torch.Tensor:
+    """Broadcast a small uint8 CPU tensor from rank `source`, and return it. Collective."""
     c = runtime.collectives
     if c.world == 1:
         return values
@@ -92,12 +100,17 @@ def send_bytes(runtime: Runtime, values: torch.Tensor, source: int, what: str) -
 
 
 def unify_replicas(flat: FlatBuffer, what: str, own: torch.Tensor | None = None) -> None:
-    """Where there are several copies, the first one's values count, since random edits may differ between ranks. Collective.
-    `own`: this rank's slice, or something of its size; the shard by default."""
+    """Give all replicas the values of the first one, because random edits may differ between ranks. Collective.
+
+    Args:
+        flat: the buffer.
+        what: for messages.
+        own: this rank's values, of the shard's size; None for the shard itself.
+    """
     c = flat.collectives
     held = flat.shard if own is None else own
     own = held.to(c.device)
-    # What tensor parallelism does not cut is the same in all planes.
+    # Parameters that tensor parallelism does not cut are the same in all data-parallel groups, too.
     channel = c.lane_channel if c.lane_channel is not None and not flat.split else c.across_channel
     if not flat.sharded:
         broadcast_coalesced(c, [own], what, within_plane=flat.split)
@@ -115,13 +128,17 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def grad_of(param: torch.Tensor) -> ShardTensor | None:
-    """The sharded gradient of a sharded parameter, read past every interception."""
+    """Return the sharded gradient of a sharded parameter, past the properties of ShardTensor."""
     with torch._C.DisableTorchFunctionSubclass():
         return own_grad(param)  # type: ignore[return-value]
 
 
 def reduced_grad_of(param: torch.Tensor) -> Any:
-    """The gradient of a parameter, plain for a plain one; refused while no_sync() defers its reduction."""
+    """Return the gradient of a sharded or plain parameter.
+
+    Raises:
+        ShardError: no_sync() defers the gradient's reduction.
+    """
     grad = grad_of(param)
     if is_unreduced(grad):
         spec = param._spec  # type: ignore[attr-defined]
@@ -133,12 +150,16 @@ def reduced_grad_of(param: torch.Tensor) -> Any:
 
 
 def local_grads(flat: FlatBuffer) -> list[torch.Tensor | None]:
-    """This rank's slices of the reduced gradients."""
+    """Return this rank's shards of the reduced gradients, one for each parameter, None where there is no gradient.
+
+    Raises:
+        ShardError: no_sync() defers a gradient's reduction.
+    """
     return [None if g is None else g._local for g in map(reduced_grad_of, flat.params)]
 
 
 def set_grad(param: ShardTensor, local: torch.Tensor | None) -> None:
-    """Make `local` (a slice, kept) the gradient; an existing gradient of that dtype keeps its memory."""
+    """Make the shard `local` the gradient; it is copied into an existing gradient of its dtype, else kept."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         existing: Any = own_grad(param)
         if local is None:

@@ -1,11 +1,11 @@
-"""``engine.gathered(...)``: inside, modules hold whole plain parameters; and ``engine.apply`` on top of it.
+"""``engine.gathered(...)``, inside which modules hold full plain parameters, and ``engine.apply`` on top of it.
 
-Two ways. *In place*: all ranks get the values on the mesh's device, so the unit's own gathered buffer and leaves serve,
-and a backward inside reduces gradients as ever. *Copies*: some ranks only, or another device; each unit is gathered by
-itself and copied where it is wanted.
+There are two ways. *In place*: all ranks get the values on the mesh's device. The unit's own full buffer and leaves serve,
+and a backward inside reduces gradients as usual. *Copies*: only some ranks get the values, or on another device. Each unit
+is unsharded by itself, and copied where it is wanted.
 
-In both the leaves of the unit are what the modules hold and what ``ShardTensor.__torch_function__`` substitutes for a
-reference that the user held before; with copies, the copies take the place of the leaves in ``FlatBuffer.leaves``.
+In both ways ``FlatBuffer.leaves`` has the parameters that the modules hold, and that ``ShardTensor.__torch_function__``
+substitutes for a sharded parameter: the unit's own, or the copies.
 """
 
 from __future__ import annotations
@@ -39,20 +39,19 @@ def gathered(
     device: torch.device | str | None = None,
     grads: bool = False,
 ) -> Iterator[None]:
-    """Inside, the modules of the units that `target` touches hold whole, plain ``nn.Parameter``. Collective.
+    """Let the modules of the units that `target` touches hold full, plain ``nn.Parameter`` inside. Collective.
+
+    Nested calls with the same `ranks` and `device` share the enclosing call's values. A backward inside is reduced as usual
+    if the values are in place (all ranks, the mesh's device, the stored dtype) and `grads` is off; otherwise it is an error.
 
     Args:
         runtime: of the engine.
         target: a module, a parameter, or an iterable of them; None for the whole model.
         write: copy the values back at the end. With `ranks`, the lowest named rank's values count for all;
-            without sharding rank 0's do. An exception inside writes nothing, on any rank.
-        ranks: who gets the values; None for all. The others keep their slices and take part.
+            without sharding rank 0's do. After an exception inside nothing is written, on any rank.
+        ranks: the ranks that get the values; None for all. The other ranks keep their shards and take part.
         device: where the values are; None for the mesh's device.
-        grads: ``.grad`` of the parameters is the whole reduced gradient, written back with `write` (None too).
-
-    Nested calls with the same `ranks` and `device` share the enclosing call's values. A backward inside is reduced
-    as usual when the values are in place (all ranks, mesh's device, computed with as they are stored) and
-    `grads` is off; otherwise it is an error.
+        grads: ``.grad`` of the parameters is the full reduced gradient; with `write` it is written back, None too.
 
     Raises:
         ConfigError: an argument is wrong; names it.
@@ -63,11 +62,11 @@ def gathered(
     what = "engine.gathered"
     error: Exception | None = None
     units: list[Unit] = []
-    held: list[Any] = []  # and which gradients there are
-    request = Request(write, None, c.device, grads, what)
+    held: list[Any] = []  # the units' names, and which gradients there are
+    request = Request(write, None, c.device, grads)
     try:
         units = units_of(runtime, target)
-        request = Request(bool(write), _ranks(c, ranks), _device(c, device), bool(grads), what)
+        request = Request(bool(write), _ranks(c, ranks), _device(c, device), bool(grads))
         _check(runtime, units, request)
         held = [(u.name, [[g is not None for g in local_grads(f)] for f in u.flats if grads]) for u in units]
     except Exception as problem:  # the other ranks must hear of it
@@ -85,7 +84,7 @@ def gathered(
             failed = False
         finally:
             if request.write:
-                write_back(runtime, entered, request, failed)
+                write_back(runtime, entered, failed)
     finally:
         runtime.solo -= solo
         for summons in reversed(entered):
@@ -96,7 +95,7 @@ def gathered(
 
 
 def units_of(runtime: Runtime, target: Any) -> list[Unit]:
-    """The units that hold the parameters of `target`, in the plan's order."""
+    """Return the units that hold the parameters of `target`, in the plan's order."""
     if target is None:
         return list(runtime.units)
     found: set[int] = set()
@@ -121,7 +120,7 @@ def units_of(runtime: Runtime, target: Any) -> list[Unit]:
             found.add(unit.index)
         elif isinstance(item, torch.Tensor):
             if id(item) in leaves:
-                found.add(leaves[id(item)].index)  # else it is whole anyway
+                found.add(leaves[id(item)].index)  # any other plain tensor is full anyway
         elif isinstance(item, Iterable) and not isinstance(item, (str, bytes, dict)):
             for entry in item:
                 visit(entry)
@@ -205,25 +204,25 @@ def _enter(runtime: Runtime, units: list[Unit], request: Request, entered: list[
             summons = Summons(unit, request, outer.in_place, here, shared=True)
             summons.leaves, summons.buffers = outer.leaves, outer.buffers
         else:
-            # What modules compute with must be the values themselves.
+            # In place is possible only if modules compute with the stored values.
             in_place = outer is None and plain_place and unit.exact
             summons = Summons(unit, request, in_place, here, overlay=outer is not None)
             if in_place:
                 summons.keep = refill(runtime, unit)
         started.append(summons)
-    # The in-place gathers are all under way before the first is waited for.
+    # All in-place unshards are started before the first is waited for.
     try:
         for summons in started:
-            _enter_one(runtime, summons)
+            _enter_one(summons)
             entered.append(summons)
     except BaseException:
         for summons in started[len(entered) :]:
             if summons.in_place and not summons.shared:
-                summons.unit.release()
+                summons.unit.reshard()
         raise
 
 
-def _enter_one(runtime: Runtime, summons: Summons) -> None:
+def _enter_one(summons: Summons) -> None:
     unit, request = summons.unit, summons.request
     if not summons.shared:
         unit.wait()
@@ -232,16 +231,16 @@ def _enter_one(runtime: Runtime, summons: Summons) -> None:
                 flat.mirror()
             summons.leaves = [flat.leaves for flat in unit.flats]
             summons.buffers = [flat.full for flat in unit.flats]
-            if not unit.gathers:  # edits that are not kept must be undone
+            if not unit.gathers:  # the leaves view the shards: edits must be undone if they are not written back
                 with torch.inference_mode(False):
                     summons.backup = [flat.shard.clone() for flat in unit.flats]
         else:
             _copy(summons)
-    whole_grads: list[list[torch.Tensor | None]] = []
+    full_grads: list[list[torch.Tensor | None]] = []
     if request.grads:
         for flat in unit.flats:
             found = whole_slices(flat, local_grads(flat), f"the gradients of unit {unit.name!r}")
-            whole_grads.append([None if g is None else flat.as_given(g, i) for i, g in enumerate(found)])
+            full_grads.append([None if g is None else flat.as_given(g, i) for i, g in enumerate(found)])
     if summons.here and not summons.shared:
         _install(summons)
     open_on(unit).append(summons)
@@ -249,7 +248,7 @@ def _enter_one(runtime: Runtime, summons: Summons) -> None:
         summons.wants = [[leaf.requires_grad for leaf in leaves] for leaves in summons.leaves]
         if request.grads or not summons.in_place:
             _refuse_backward(summons)
-        for leaves, values in zip(summons.leaves, whole_grads, strict=False):
+        for leaves, values in zip(summons.leaves, full_grads, strict=False):
             for leaf, value in zip(leaves, values, strict=True):
                 if value is not None and value.dtype != leaf.dtype:
                     leaf.grad_dtype = value.dtype
@@ -279,11 +278,11 @@ def _copy(summons: Summons) -> None:
 def _install(summons: Summons) -> None:
     unit = summons.unit
     if not summons.overlay:
-        unit.summon()  # first: uninstall() must not take edits for edits of a forward
+        unit.summon()  # first, because uninstall() must not take edits for those of a forward
     if summons.overlay:
         unit.uninstall()
     for flat in unit.flats:
-        flat.mirror()  # of the leaves themselves: copies must not get their hooks
+        flat.mirror()  # while flat.leaves are the unit's own: copies must not get their hooks
     summons.covered = [flat.leaves for flat in unit.flats]
     _set_leaves(unit, summons.leaves)
     for flat in unit.flats:
@@ -300,7 +299,7 @@ def _install(summons: Summons) -> None:
             unit.dismiss()
         raise
     if not summons.overlay:
-        unit.running += 1  # nothing may release it, and nothing copies it
+        unit.running += 1  # so that the unit is neither resharded nor copied
 
 
 def _set_leaves(unit: Unit, leaves: list[list[nn.Parameter]]) -> None:
@@ -317,6 +316,8 @@ def _refuse_backward(summons: Summons) -> None:
 
 
 class _Refusal:
+    """A gradient hook that raises, because this gradient can't be reduced."""
+
     def __init__(self, name: str, rank: int) -> None:
         self.name, self.rank = name, rank
 
@@ -335,7 +336,7 @@ class _Refusal:
 def _leave(runtime: Runtime, summons: Summons) -> None:
     unit = summons.unit
     open_on(unit).remove(summons)
-    if summons.in_place:  # copies go away, or are in a graph, whose backward is refused outside as well
+    if summons.in_place:  # copies keep the hooks: a graph over copies is refused outside as well
         for hook in summons.hooks:
             hook.remove()
     if summons.here:
@@ -349,7 +350,7 @@ def _leave(runtime: Runtime, summons: Summons) -> None:
     if summons.shared:
         return
     if summons.here:
-        moved: list[tuple[FlatBuffer, int]] = []  # leaves of the engine's own
+        moved: list[tuple[FlatBuffer, int]] = []  # the unit's own leaves to which the user gave other memory
         for flat, leaves, buffer in zip(unit.flats, summons.leaves, summons.buffers, strict=True):
             for i, leaf in enumerate(leaves):
                 view = flat.view(buffer, i)
@@ -374,9 +375,9 @@ def _leave(runtime: Runtime, summons: Summons) -> None:
         for flat in unit.flats:
             flat.mirror()
     if summons.in_place and unit.gathers:
-        unit.release()
+        unit.reshard()
         if summons.keep:  # backward goes on with the values as they are now
-            unit.gather()
+            unit.unshard()
             unit.wait()
             runtime.schedule.gathered[unit.index] = unit
 
@@ -385,16 +386,16 @@ def _leave(runtime: Runtime, summons: Summons) -> None:
 
 
 def apply(model: nn.Module, runtime: Runtime, fn: Callable[[nn.Module], Any]) -> None:
-    """``model.apply(fn)`` with whole parameters, children first; what `fn` changes is kept. Collective.
+    """Carry out ``model.apply(fn)`` with full parameters, children first; what `fn` changes is kept. Collective.
 
-    Each call sees the units of the module's own parameters whole, and those of its children too where all of them lie
-    in one unit. Of a larger module's children `fn` sees the sharded parameters, on which element-wise edits work.
+    In each call the module's own parameters are full, and those of its children, too, if all of them are in one unit.
+    Otherwise `fn` sees the children's parameters sharded, on which elementwise edits work.
     """
-    whole: dict[int, list[Unit]] = {}
+    units_for: dict[int, list[Unit]] = {}
     for module in model.modules():
         own = units_of(runtime, [p for p in module._parameters.values() if p is not None])
         below = units_of(runtime, module)
-        whole[id(module)] = below if len(below) <= 1 else own
+        units_for[id(module)] = below if len(below) <= 1 else own
     order: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
@@ -404,12 +405,12 @@ def apply(model: nn.Module, runtime: Runtime, fn: Callable[[nn.Module], Any]) ->
 
     visit(model)
     at = 0
-    while at < len(order):  # neighbours with the same units are gathered once
-        units = whole[id(order[at])]
+    while at < len(order):  # consecutive modules with the same units share one gathered()
+        units = units_for[id(order[at])]
         stop = at + 1
-        while stop < len(order) and whole[id(order[stop])] == units:
+        while stop < len(order) and units_for[id(order[stop])] == units:
             stop += 1
-        # An empty list of units means nothing to gather, but still a place where all ranks meet.
+        # Also without units, so that all ranks compare what they do.
         with gathered(runtime, [u.params for u in units], write=True):
             for module in order[at:stop]:
                 fn(module)

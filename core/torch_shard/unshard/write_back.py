@@ -1,4 +1,4 @@
-"""One unit inside one ``engine.gathered(...)``, and how what was changed inside gets back into the slices."""
+"""The write-back at the end of ``engine.gathered(write=True)``: changes of full parameters go back into the shards."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from ..shard_tensor.unsharded_param import is_view, memory_of, own_grad
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.full_values import whole_flat
 from ..unit.unit import Unit
-from .full_values import send_bytes, send_slices, set_grad, unify_replicas
+from .full_values import broadcast_bytes, scatter_shards, set_grad, unify_replicas
 
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of one ``gathered``."""
+    """The arguments of one ``gathered``; `ranks` is sorted, and None means all."""
 
     write: bool
     ranks: tuple[int, ...] | None
     device: torch.device
     grads: bool
-    what: str
 
     def names(self, rank: int) -> bool:
         return self.ranks is None or rank in self.ranks
@@ -40,25 +39,30 @@ class Request:
 
 @dataclass(eq=False)
 class Summons:
-    """One unit inside one ``gathered``. On ranks that were not named too, so that nesting is decided alike."""
+    """One unit inside one ``gathered``.
+
+    There is one also on ranks that get no values, so that all ranks decide on nested calls alike.
+    """
 
     unit: Unit
     request: Request
-    in_place: bool
-    here: bool  # this rank holds the values
-    shared: bool = False  # the enclosing gathered() already holds them
-    keep: bool = False  # a running backward needs the gathered values afterwards
+    in_place: bool  # the unit's own full buffer and leaves serve; else copies do
+    here: bool  # this rank gets the values
+    shared: bool = False  # the enclosing gathered() has the values already
+    keep: bool = False  # a running backward needs the unit afterwards
     overlay: bool = False  # copies on top of an enclosing in-place gathered()
-    leaves: list[list[nn.Parameter]] = field(default_factory=list)  # what the modules hold, by flat
-    buffers: list[torch.Tensor] = field(default_factory=list)  # their memory
-    covered: list[list[nn.Parameter]] = field(default_factory=list)  # flat.leaves from before
-    wants: list[list[bool]] = field(default_factory=list)  # requires_grad at the beginning
-    hooks: list[Any] = field(default_factory=list)
-    backup: list[torch.Tensor] = field(default_factory=list)  # where the leaves are the shard itself
+    leaves: list[list[nn.Parameter]] = field(default_factory=list)  # the parameters in the modules, by flat buffer
+    buffers: list[torch.Tensor] = field(default_factory=list)  # the memory of `leaves`, by flat buffer
+    covered: list[list[nn.Parameter]] = field(default_factory=list)  # each flat.leaves from before
+    wants: list[list[bool]] = field(default_factory=list)  # requires_grad of `leaves` at the beginning
+    hooks: list[Any] = field(default_factory=list)  # handles of the hooks that refuse a backward
+    backup: list[torch.Tensor] = field(
+        default_factory=list
+    )  # the shards' values before, where the leaves view the shards
 
 
 def open_on(unit: Unit) -> list[Summons]:
-    """The unit's running gathered(), innermost last."""
+    """Return the running gathered() calls that hold `unit`, the innermost last."""
     stack: list[Summons] = unit.summons
     return stack
 
@@ -66,13 +70,22 @@ def open_on(unit: Unit) -> list[Summons]:
 # -- writing back -----------------------------------------------------------------------------------------------------
 
 
-def write_back(runtime: Runtime, entered: list[Summons], request: Request, failed: bool) -> None:
-    """Write back, on every rank or on none."""
+def write_back(runtime: Runtime, entered: list[Summons], failed: bool) -> None:
+    """Write the values back into the shards, on every rank or on none. Collective.
+
+    Args:
+        runtime: of the engine.
+        entered: the units inside this gathered().
+        failed: an exception is on its way out of the gathered().
+
+    Raises:
+        ShardError: a value can't be written back, on this rank or another one.
+    """
     problem: Exception | None = None
     running = sys.exc_info()[1]
     if failed:
         if not isinstance(running, Exception) or isinstance(running, (MissingRankError, DivergenceError)):
-            return  # the ranks are apart already, or this one is being stopped
+            return  # the ranks are out of step already, or this rank is being stopped
         problem = ShardError(
             f"{type(running).__name__} inside engine.gathered(write=True), so no rank writes anything: {running}"
         )
@@ -97,7 +110,11 @@ def write_back(runtime: Runtime, entered: list[Summons], request: Request, faile
 
 
 def _settle(summons: Summons) -> None:
-    """Bring values that were assigned (``weight.data = merged``) into the buffer; refuse what does not fit."""
+    """Copy values that were assigned (``weight.data = merged``) into the buffer.
+
+    Raises:
+        ShardError: a value does not fit, or a module holds another parameter.
+    """
     for flat, leaves, buffer in zip(summons.unit.flats, summons.leaves, summons.buffers, strict=True):
         for i, leaf in enumerate(leaves):
             view = flat.view(buffer, i)
@@ -128,33 +145,35 @@ def _write(summons: Summons) -> None:
     with torch.no_grad():
         for number, flat in enumerate(unit.flats):
             if request.ranks is not None:
-                send_slices(flat, summons.buffers[number] if summons.here else None, flat.shard, request.ranks[0], what)
+                scatter_shards(
+                    flat, summons.buffers[number] if summons.here else None, flat.shard, request.ranks[0], what
+                )
             else:
-                if not summons.in_place or flat.gathers:  # else it is the very memory
+                if not summons.in_place or flat.gathers:  # else the buffer is the shard
                     flat.shard.copy_(flat.own_slot(summons.buffers[number]))
                 unify_replicas(flat, what)
-            unit.outdated = True  # a collective leaves no trace in the shard's version
+            unit.outdated = True  # a collective does not increment the shard's version
             if flat.host is not None:
                 flat.host.outdate()
             if summons.overlay and flat.gathers:
                 flat.full.copy_(whole_flat(flat, what))
-            for enclosing in open_on(unit):  # these edits stay, whatever becomes of theirs
+            for enclosing in open_on(unit):  # these edits stay, also if an enclosing gathered() undoes its own
                 if enclosing.backup:
                     enclosing.backup[number].copy_(flat.shard)
             if not summons.in_place:
                 for leaf in summons.covered[number] if summons.covered else flat.leaves:
-                    # A graph recorded before must not go on with other values in silence.
+                    # Backward of a graph that was recorded before must raise, and not use other values.
                     torch.autograd.graph.increment_version(leaf)
             if request.grads:
                 _write_grads(summons, number, flat)
 
 
-def _of_first_copy(
+def _of_first_replica(
     unit: Unit, flat: FlatBuffer, slices: list[torch.Tensor | None], what: str
 ) -> list[torch.Tensor | None]:
-    """Gradients that each copy may have edited its own way, None included."""
+    """Return the first replica's `slices` of gradients, since each replica may have edited or dropped its own. Collective."""
     held = torch.tensor([s is not None for s in slices], dtype=torch.uint8, device="cpu")
-    send_bytes(runtime_of(unit), held, 0, what)
+    broadcast_bytes(runtime_of(unit), held, 0, what)
     own = torch.zeros(flat.layout.shard_numel, dtype=flat.dtypes.grad, device=flat.shard.device)
     ranges = [flat.layout.local_range(i, flat.collectives.rank) for i in range(len(slices))]
     for local, (start, stop) in zip(slices, ranges, strict=True):
@@ -175,13 +194,13 @@ def _write_grads(summons: Summons, number: int, flat: FlatBuffer) -> None:
         ]
         topology = flat.collectives.topology
         if topology.replicas > 1 or topology.planes > 1:
-            slices = _of_first_copy(unit, flat, slices, what)
+            slices = _of_first_replica(unit, flat, slices, what)
         for param, local in zip(flat.params, slices, strict=True):
             set_grad(param, None if local is None else local.clone())
         return
     source = request.ranks[0]
     held = torch.tensor([0 if g is None else 1 for g in grads], dtype=torch.uint8)
-    held = send_bytes(runtime_of(unit), held, source, what)
+    held = broadcast_bytes(runtime_of(unit), held, source, what)
     if not held.any():
         for param in flat.params:
             set_grad(param, None)
@@ -193,7 +212,7 @@ def _write_grads(summons: Summons, number: int, flat: FlatBuffer) -> None:
             if grad is not None:
                 flat.view(full, i).copy_(grad)
     own = torch.empty(flat.layout.shard_numel, dtype=flat.dtypes.grad, device=flat.shard.device)
-    send_slices(flat, full, own, source, what)
+    scatter_shards(flat, full, own, source, what)
     for i, param in enumerate(flat.params):
         start, stop = flat.layout.local_range(i, flat.collectives.rank)
         set_grad(param, own[start:stop].clone() if held[i] else None)

@@ -27,7 +27,7 @@ from ...shard_tensor.state import OWN_COUNT, STATE
 from ...shard_tensor.tensor import ShardTensor
 from ...shard_tensor.unsharded_param import own_grad, set_own_grad
 from ...unit.flat_buffer import FlatBuffer
-from ...unit.unit import copy_attributes
+from ...unit.module_params import copy_attributes
 from .piece import Piece, RoundedPiece
 from .segments import Run, Segment, fit_fused, runs_of, signature
 from .step_counters import Counters

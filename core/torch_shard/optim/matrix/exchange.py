@@ -28,7 +28,7 @@ from ...comm.work import Pending
 from ...numerics.stochastic_rounding import EXACT, round_to
 from ...shard_tensor.tensor import ShardTensor
 from ...unit.flat_buffer import FlatBuffer
-from ...unit.unit import copy_attributes
+from ...unit.module_params import copy_attributes
 
 __all__ = ["Entry", "Part", "Spares"]
 

@@ -1,0 +1,42 @@
+"""Parameters as modules hold them: the user's attributes on parameters, and what RNN modules keep beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..shard_tensor.state import STATE
+from ..shard_tensor.tensor import ShardTensor
+
+__all__ = ["OWN_ATTRIBUTES", "adopt", "copy_attributes", "rebuild_flat_weights"]
+
+OWN_ATTRIBUTES = frozenset({STATE, "_is_param", "_place", "data_taken"})
+"""Attributes of sharded and unsharded parameters that are not the user's."""
+
+
+def adopt(param: Any, original: Any) -> None:
+    """Make `param` an nn.Parameter with the Python attributes and requires_grad of `original`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        param._is_param = True
+        param.requires_grad_(original.requires_grad)
+        if isinstance(original, ShardTensor) and original.grad_dtype != original.dtype:
+            param.grad_dtype = original.grad_dtype
+    for key, value in original.__dict__.items():
+        if key not in OWN_ATTRIBUTES:
+            param.__dict__[key] = value
+
+
+def copy_attributes(param: torch.Tensor, leaf: torch.Tensor) -> None:
+    """Give `leaf` the Python attributes that the user has given to `param`."""
+    for key, value in param.__dict__.items():
+        if key not in OWN_ATTRIBUTES:
+            leaf.__dict__[key] = value
+
+
+def rebuild_flat_weights(module: nn.RNNBase) -> None:
+    """Have an RNN module read the parameters that it holds now."""
+    # RNNBase.forward reads `_flat_weights`, not `_parameters`. Its weak references would also block a later swap_tensors.
+    module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
+    module._flat_weight_refs = [None] * len(module._flat_weights_names)
