@@ -112,9 +112,8 @@ class Collectives:
     # Over the ranks that have this shard, for inter-replica all-reduces under a hybrid strategy.
     across_channel: Channel | None = None
     plane_channel: Channel | None = None  # over this rank's data-parallel group, if there are several
-    lane_channel: Channel | None = (
-        None  # over the ranks with this shard of parameters that are equal in all data-parallel groups
-    )
+    # Over the ranks with this shard of parameters that are equal in all data-parallel groups.
+    lane_channel: Channel | None = None
     backend: str = ""
     bytes_sent: int = 0
     bytes_sent_across: int = 0
