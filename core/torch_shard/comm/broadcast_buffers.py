@@ -1,4 +1,4 @@
-"""Broadcasts of many small tensors from rank 0, one collective for each dtype."""
+"""Broadcasts of many small tensors from rank 0, with one collective for each dtype."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ import torch
 from .collectives import Collectives
 
 Coalesced = list[tuple[list[torch.Tensor], torch.Tensor]]
-"""Tensors of one dtype, and a flat tensor that is sent for them: the only one's own memory, or a copy of all."""
+"""Pairs of the tensors of one dtype and the flat tensor that is sent for them.
+
+The flat tensor is a view of the memory of a single tensor, or a copy of several.
+"""
 
 
 def coalesce(collectives: Collectives, tensors: Iterable[torch.Tensor]) -> Coalesced:
-    """Return `tensors` by dtype, for :func:`broadcast`, which takes hardly any memory then. Not collective."""
+    """Return `tensors` grouped by dtype, for :func:`broadcast`. Not collective.
+
+    The memory for the broadcast is allocated here; :func:`broadcast` takes hardly any more.
+    """
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() and tensor.device.type != "meta":
@@ -21,7 +27,7 @@ def coalesce(collectives: Collectives, tensors: Iterable[torch.Tensor]) -> Coale
     device, found = collectives.device, []
     for group in by_dtype.values():
         alone = len(group) == 1 and group[0].is_contiguous() and group[0].device == device
-        # Through `.data`, past the version counters: as under DDP a graph that has saved a buffer stays usable (the loss of two
+        # `.data` bypasses the version counters. As under DDP, a graph that has saved a buffer stays usable (say the loss of two
         # forwards through running statistics).
         flat = group[0].data.view(-1) if alone else torch.cat([t.data.reshape(-1).to(device) for t in group])
         found.append((group, flat))
@@ -31,9 +37,16 @@ def coalesce(collectives: Collectives, tensors: Iterable[torch.Tensor]) -> Coale
 def broadcast_coalesced(
     collectives: Collectives, tensors: list[torch.Tensor], what: str, met: bool = False, within_plane: bool = False
 ) -> None:
-    """Collective. Overwrite `tensors` on all ranks with rank 0's values, one broadcast per dtype. `met`: every rank is
-    known to be here. `within_plane`: with those of the first rank that computes with the same parts, see
-    :mod:`.layout.rank_topology`."""
+    """Overwrite `tensors` on all ranks with the values of rank 0, in one broadcast per dtype. Collective.
+
+    Args:
+        collectives: the collectives of the engine.
+        tensors: the tensors to overwrite, in the same order on all ranks.
+        what: the name of the operation, for error messages.
+        met: True if every rank is known to have come here already.
+        within_plane: take the values of the first rank of this rank's data-parallel group instead of rank 0's, see
+            :mod:`.layout.rank_topology`.
+    """
     c = collectives
     if (c.averaged if within_plane else c.world) > 1:
         broadcast(c, coalesce(c, tensors), what, met, within_plane)
@@ -42,7 +55,7 @@ def broadcast_coalesced(
 def broadcast(
     collectives: Collectives, coalesced: Coalesced, what: str, met: bool = False, within_plane: bool = False
 ) -> None:
-    """Do :func:`broadcast_coalesced` with what :func:`coalesce` has returned. Collective."""
+    """Broadcast the result of :func:`coalesce`, as :func:`broadcast_coalesced` does. Collective."""
     c = collectives
     if (c.averaged if within_plane else c.world) == 1:
         return
@@ -52,7 +65,7 @@ def broadcast(
         c.watch.meet(what)
     with torch.no_grad():
         for group, flat in coalesced:
-            # Bytes, so that every dtype a model may hold can travel.
+            # Sent as bytes, because backends don't know every dtype that a model may hold.
             raw = flat.view(torch.uint8) if flat.dtype is not torch.bool else flat.to(torch.uint8)
             c.broadcast(raw, first, what, channel, ordered=c.watch.polls)
             if flat.dtype is torch.bool:

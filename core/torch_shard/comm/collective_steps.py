@@ -1,4 +1,4 @@
-"""Work of every rank by itself that all of them end together, and small objects sent between them."""
+"""Steps that each rank runs by itself and that end together on all ranks, and collectives of small objects."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def each(member: Member, what: str, function: Callable[[], T], nonce: str = "", 
     """Run `function` on every rank; all of them return, or all raise. Collective.
 
     Args:
-        member: whose ranks.
-        what: the operation, for messages.
-        function: this rank's work, without collectives. With a `nonce` it may take as long as it likes: a rank that is at
-            work says so through the store, and only one that says nothing for ``ShardConfig.timeout`` seconds is missed.
-        nonce: the same on all ranks, and never used before.
-        key: must be equal on all ranks; a function is called with the result.
+        member: the sharded model whose ranks take part.
+        what: the name of the operation, for error messages.
+        function: this rank's work, without collectives. With a `nonce` it may take any time: a working rank sends a heartbeat
+            through the store, and counts as missing only after ``ShardConfig.timeout`` seconds without one.
+        nonce: a text that is equal on all ranks and was never used before.
+        key: an object that must be equal on all ranks, or a function that makes it from the result.
 
     Raises:
-        ShardError: the rank's own; on the others one of the same class that quotes it. An OSError becomes a
-            :class:`CheckpointError`; other exceptions stay what they are where they occurred.
+        ShardError: `function` failed on a rank. That rank raises its own exception, an OSError as a :class:`CheckpointError`;
+            the other ranks raise an error that quotes it, see :func:`.consensus.agree`.
     """
     error: Exception | None = None
     result: Any = None
@@ -57,15 +57,18 @@ def each(member: Member, what: str, function: Callable[[], T], nonce: str = "", 
     try:
         agree(member, what, own, error)
     finally:
-        if meeting is not None:  # all ranks have seen that all are there
+        if meeting is not None:  # every rank has read the messages of all others
             meeting.forget()
     return result  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Inside, Python's cycle collector does not run. Plans of thousands of entries make it look at all objects of the program,
-    for some tenths of a second on one rank after the other, and it finds nothing: they are gone when they are not needed."""
+    """Stop Python's cycle collector inside this context, for work with plans of thousands of entries.
+
+    So many new objects would make the collector look at all objects of the program, for some tenths of a second on one rank
+    after the other. It would find nothing, because plans are in no cycles.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -76,8 +79,11 @@ def uncollected() -> Iterator[None]:
 
 
 def meeting_of(member: Member, nonce: str, own_connection: bool = False) -> Meeting | None:
-    """Of the member's ranks; None where there is no other rank, or no `nonce`. With a connection of its own it does not wait
-    while this process waits for something else in the store."""
+    """Return a barrier of the member's ranks; None if there is no other rank, or no `nonce`.
+
+    With `own_connection` the barrier has a connection of its own to the store, so that it doesn't wait while this process
+    waits for another key of the store.
+    """
     c = member.collectives
     if c.world == 1 or not nonce or "control" not in c.watch.channels:
         return None
@@ -88,7 +94,7 @@ def meeting_of(member: Member, nonce: str, own_connection: bool = False) -> Meet
 
 @contextlib.contextmanager
 def _at_work(meeting: Meeting | None) -> Iterator[None]:
-    """Say through the store that this rank is at work inside; leave when all have come, or one is missing."""
+    """Send a heartbeat while the body runs; leave when all ranks have ended their bodies, or a rank is missing."""
     if meeting is None:
         yield
         return
@@ -96,18 +102,18 @@ def _at_work(meeting: Meeting | None) -> Iterator[None]:
         with meeting.at_work():
             yield
     finally:
-        # Whatever is wrong here, the comparison that follows names it.
+        # Errors are suppressed here, because the vote that follows reports them.
         with contextlib.suppress(RuntimeError, MissingRankError):
             meeting.say("done")
             meeting.wait("done", list(range(meeting.world)))
 
 
 # -- objects ----------------------------------------------------------------------------------------------------------
-# They come from the same program's other ranks, so unpickling them is safe.
+# Unpickling is safe here: the objects come from other ranks of the same program.
 
 
 def broadcast(member: Member, value: T, what: str) -> T:
-    """Rank 0's object on every rank. Collective."""
+    """Return rank 0's object on every rank. Collective."""
     c = member.collectives
     if c.world == 1:
         return value
@@ -120,7 +126,7 @@ def broadcast(member: Member, value: T, what: str) -> T:
 
 
 def gather(member: Member, value: T, what: str) -> list[T] | None:
-    """Every rank's object, by rank, on rank 0; None elsewhere. Collective."""
+    """Return every rank's object, by rank, on rank 0, and None on the other ranks. Collective."""
     c = member.collectives
     if c.world == 1:
         return [value]
@@ -138,7 +144,7 @@ def gather(member: Member, value: T, what: str) -> list[T] | None:
 
 
 def scatter(member: Member, values: list[T] | None, what: str) -> T:
-    """Rank 0's objects, one for each rank. Collective."""
+    """Return this rank's object of those that rank 0 passes, one for each rank. Collective."""
     c = member.collectives
     if c.world == 1:
         assert values is not None

@@ -1,4 +1,4 @@
-"""The collectives for parameters and gradients: which group, which stream, how many bytes."""
+"""The collectives for parameters and gradients: each one's process group, stream, and count of bytes."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ from .work import Channel, Pending
 
 
 def _unowned_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as bytes, without a reference to its storage: Gloo's all-gather makes views of what it is given,
-    and its worker thread lets go of them some time after `wait` has returned. The engine reads the storage's use count to
-    learn whether autograd saved something of it, and must not find Gloo there. The memory stays valid: it is released only
-    after `wait`.
+    """Return the tensor's memory as bytes, without a reference to its storage.
+
+    Gloo's all-gather makes views of its tensors, and its worker thread drops them some time after `wait` has returned. The
+    engine reads the storage's use count to learn whether autograd saved a view of it, and must not count Gloo's views. The
+    memory stays valid, because it is released only after `wait`.
     """
     size = tensor.numel() * tensor.element_size()
     return torch.frombuffer((ctypes.c_char * size).from_address(tensor.data_ptr()), dtype=torch.uint8)
 
 
-# Gloo's all-gather fills a buffer of its own and copies it to the output. A broadcast for each rank sends the same bytes
-# straight to their place; with many ranks, the number of operations would cost more than that.
+# The most ranks for which Gloo's all-gather is replaced by one broadcast from each rank. Gloo's all-gather fills a buffer of its
+# own and copies it to the output, while a broadcast receives into the output itself. With many ranks, the number of operations
+# would cost more than the copy.
 _BROADCASTS = 4
 
 
 class _Works:
-    """Several works, waited for as one."""
+    """Several works that are waited for as one."""
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
@@ -57,26 +59,39 @@ class _Works:
 
 
 def join(stream: Any, others: Iterable[Any]) -> None:
-    """Have `stream` wait for what the others have been given so far."""
+    """Make `stream` wait for the work that the other streams have been given so far."""
     for other in others:
         if other != stream:
             stream.wait_stream(other)
 
 
-_AS_IT_IS = contextlib.nullcontext()
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 def outside_inference() -> contextlib.AbstractContextManager[Any]:
-    """For memory that outlives a step: allocated inside inference_mode it would be an inference tensor, which a later
-    training step can't use."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
+    """Return a context in which inference_mode is off, for allocating memory that outlives a step.
+
+    Memory allocated inside inference_mode would be an inference tensor, which a later training step can't use.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NO_CONTEXT
 
 
 @dataclass(eq=False)
 class Collectives:
-    """Gather and reduce for one engine. ``world`` is the number of its ranks, ``averaged`` that of the ranks whose gradients are
-    averaged (all, but with tensor parallelism), ``size`` that of ranks which share one copy of the parameters (1 under
-    ``no_shard``); ``world_rank`` and ``rank`` are this one's numbers among all, and among those that share its copy."""
+    """The collectives of one engine, on one rank.
+
+    Attributes:
+        world: the number of the engine's ranks.
+        averaged: the number of ranks whose gradients are averaged: all of them, unless there is tensor parallelism.
+        size: the number of ranks that share one replica of the parameters (1 under ``no_shard``).
+        world_rank: this rank's number among all ranks of the engine.
+        rank: this rank's number among the ranks that share its replica.
+        bytes_sent: bytes that this rank has sent of its own data, whichever way the backend takes. In a gather or an exchange
+            that is the rank's slot once for each other rank; in a reduce-scatter over n ranks (n-1)/n of the buffer; in an
+            all-reduce twice that; in a broadcast or a scatter what every other rank receives, counted at the source alone.
+            Summed over the ranks it is the number of bytes that the ranks receive.
+        bytes_sent_across: the part of `bytes_sent` that went between replicas.
+    """
 
     device: torch.device
     world: int
@@ -84,25 +99,24 @@ class Collectives:
     size: int
     rank: int
     watch: Watch
-    scalar: ScalarComm | SingleComm  # over the ranks that share a copy
+    scalar: ScalarComm | SingleComm  # over the ranks that share a replica
     everyone: ScalarComm | SingleComm
     topology: Topology
-    plane: ScalarComm | SingleComm  # over those whose gradients are averaged
-    whole: (
-        ScalarComm | SingleComm
-    )  # over those that share a copy of what each rank of a tensor-parallel group has a part of
+    plane: ScalarComm | SingleComm  # over the ranks whose gradients are averaged (the data-parallel group)
+    # Over the ranks that together have one replica of every tensor-parallel part.
+    whole: ScalarComm | SingleComm
     gather_channel: Channel | None = None
     reduce_channel: Channel | None = None
-    again_channel: Channel | None = None  # over the ranks among which a unit is cut between forward and backward
-    across_channel: Channel | None = None  # over the ranks that have this slice, where several have and others don't
-    plane_channel: Channel | None = None  # over this rank's plane, where there are several
-    lane_channel: Channel | None = None  # over the ranks that have this slice of what is the same in all planes
+    # Over the ranks that keep secondary shards of a unit between forward and backward.
+    again_channel: Channel | None = None
+    # Over the ranks that have this shard, for inter-replica all-reduces under a hybrid strategy.
+    across_channel: Channel | None = None
+    plane_channel: Channel | None = None  # over this rank's data-parallel group, if there are several
+    # Over the ranks with this shard of parameters that are equal in all data-parallel groups.
+    lane_channel: Channel | None = None
     backend: str = ""
-    # Bytes that this rank sends of its own, whatever way the backend takes: its slot once for each other rank in a gather or an
-    # exchange, (n-1)/n of the buffer in a reduce-scatter over n ranks, twice that in an all-reduce, and in a broadcast or a
-    # scatter what every other rank receives, at the source alone. Summed over the ranks it is what the ranks receive.
     bytes_sent: int = 0
-    bytes_sent_across: int = 0  # of these, between copies
+    bytes_sent_across: int = 0
     waiting: deque[Reduction] = field(default_factory=deque)  # see Parts
     gather_stream: Any = None
     reduce_stream: Any = None
@@ -111,20 +125,21 @@ class Collectives:
 
     def __post_init__(self) -> None:
         self.counts_references = counts_references()
-        # Whether use counts of gathered memory say who else holds it, at one moment and alike on all ranks: backends may
-        # keep references to what they have sent, and let go of them when they like.
+        # True if the use counts of gathered memory tell, equally on all ranks, whether anyone else holds it. Other backends may
+        # keep references to tensors that they have sent, and drop them at any time.
         self.knows_references = (
             self.counts_references and self.device.type == "cpu" and self.backend in ("gloo", "fake")
         )
         # Gloo does not know every dtype.
         self._sends_bytes = self.backend == "gloo" and self.device.type == "cpu"
         self._broadcasts = self._sends_bytes and 1 < self.size <= _BROADCASTS
-        # Slices of a sum over the ranks are in no narrower dtype than `.grad`, whatever dtype they have sent.
+        # True if a reduction's result has no narrower dtype than `.grad`, whatever dtype was sent: the sum is made locally.
         self.sums_wide = self.backend == "gloo" and self.size > 1 and self.across_channel is None
         self.averaged = self.topology.averaged
         row = self.topology.row_of(self.world_rank)
         few = sorted(self.again_channel.members) if self.again_channel is not None else [self.world_rank]
-        # Ranks within a group, in the order of the slots: of those that share the copy, and of the few.
+        # Ranks within the process group, in the order of the buffer's slots: of the ranks that share this replica, and of the
+        # ranks that keep secondary shards.
         self._sources = self._ranks_in(self.gather_channel, row)
         self._few = self._ranks_in(self.again_channel, few)
         self._again_rank = few.index(self.world_rank)
@@ -139,33 +154,36 @@ class Collectives:
 
     @property
     def all_bytes_sent(self) -> int:
-        """Bytes that this rank has sent, what was gathered for the user's own code included."""
+        """The bytes that this rank has sent, including what was gathered for the user's own code."""
         comms = {id(comm): comm for comm in (self.scalar, self.everyone, self.plane, self.whole)}
         return self.bytes_sent + sum(comm.bytes_sent for comm in comms.values())
 
     # -- streams ------------------------------------------------------------------------------------------------
     def _on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         if stream is None:
-            return _AS_IT_IS
-        # Hazard: the side stream must not overwrite or read a buffer before compute issued so far is through with it.
+            return _NO_CONTEXT
+        # Hazard: the side stream must not overwrite or read a buffer before compute issued so far has finished with it.
         stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(stream)
 
     def is_capturing(self) -> bool:
-        """Whether the device's current stream is being captured into a CUDA graph."""
+        """Return True if the device's current stream is being captured into a CUDA graph."""
         with torch.cuda.device(self.device):
             return torch.cuda.is_current_stream_capturing()
 
     def gathering(self) -> contextlib.AbstractContextManager[Any]:
-        """The stream that owns gathered buffers: their storage is resized and filled here. For one use, at once."""
+        """Return a context of the gather stream, on which gathered buffers are resized and filled.
+
+        The context must be entered at once, and only once.
+        """
         return self._on(self.gather_stream)
 
     def reducing(self) -> contextlib.AbstractContextManager[Any]:
-        """The stream on which gradients are reduced. For one use, at once."""
+        """Return a context of the stream on which gradients are reduced. It must be entered at once, and only once."""
         return self._on(self.reduce_stream)
 
     def reduced(self) -> Any:
-        """An event behind what that stream was given so far; None where there is no such stream."""
+        """Return an event after all work of the reduction stream so far; None if there is no such stream."""
         if self.reduce_stream is None:
             return None
         event = torch.cuda.Event()
@@ -182,29 +200,38 @@ class Collectives:
 
     # -- parameters ---------------------------------------------------------------------------------------------
     def payload(self, shard: torch.Tensor) -> torch.Tensor:
-        """A shard as gathers send it."""
+        """Return a shard in the form in which gathers send it: as bytes if the backend does not know every dtype."""
         return shard.view(torch.uint8) if self._sends_bytes else shard
 
     def slots_of(self, full: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The bytes of the ranks' slots of a buffer, where gathers work on those. Kept with the buffer, so that Gloo, which
-        lets go of what it has sent some time after `wait` has returned, makes no difference to the buffer's use count."""
+        """Return the ranks' slots of a buffer, as bytes, if gathers work on slots; else ().
+
+        The slots are kept with the buffer. Gloo drops its references to tensors some time after `wait` has returned, and
+        references to kept slots don't change the buffer's use count.
+        """
         return full.view(torch.uint8).view(self.size, -1).unbind(0) if self._broadcasts else ()
 
     def all_gather(
         self, full: torch.Tensor, sent: torch.Tensor, what: str, slots: Sequence[torch.Tensor] = ()
     ) -> Pending:
-        """Fill `full` (1-D, ``size`` equal slots) with what the ranks send: `sent`, the :meth:`payload` of a shard, which may
-        be the rank's own slot. `slots`: :meth:`slots_of` of `full`, where it is kept. Call under `gathering()`."""
+        """Fill `full` with the ranks' shards. Collective and asynchronous; call under `gathering()`.
+
+        Args:
+            full: 1-D, with ``size`` equal slots.
+            sent: the :meth:`payload` of this rank's shard, which may be this rank's slot of `full`.
+            what: the name of the operation, for error messages.
+            slots: the :meth:`slots_of` of `full`, if the caller has kept them.
+        """
         assert self.gather_channel is not None
         return self._gather(self.gather_channel, self._sources, self.rank, full, sent, what, slots)
 
     def own_part(self, full: torch.Tensor) -> torch.Tensor:
-        """What this rank keeps of a gathered buffer between forward and backward."""
+        """Return this rank's secondary shard: the part of a gathered buffer that it keeps between forward and backward."""
         n = full.numel() // len(self._few)
         return full.narrow(0, self._again_rank * n, n)
 
     def all_gather_again(self, full: torch.Tensor, what: str) -> Pending:
-        """Fill `full` from the parts that few ranks have kept; this rank's is in its place. Call under `gathering()`."""
+        """Fill `full` from the secondary shards; this rank's is in its place already. Collective; call under `gathering()`."""
         assert self.again_channel is not None
         sent = self.payload(self.own_part(full))
         return self._gather(self.again_channel, self._few, self._again_rank, full, sent, what)
@@ -238,12 +265,14 @@ class Collectives:
 
     # -- gradients ----------------------------------------------------------------------------------------------
     def expect(self, buffers: Sequence[tuple[int, torch.dtype]]) -> None:
-        """Which buffers the reductions of the backward that begins will take: what it gives back is kept for those to come
-        only."""
+        """Declare the buffers that the reductions of the coming backward will take.
+
+        A buffer that is given back is kept for reuse only if a later reduction expects it.
+        """
         self._expected = Counter(buffers)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A 1-D buffer, reused in a fixed pattern (the CUDA caching allocator does this by itself)."""
+        """Return a 1-D buffer, a spare one if there is one. (On GPUs the CUDA caching allocator reuses memory by itself.)"""
         key = numel, dtype
         spare = self._spare.get(key)
         found = spare.pop() if spare else None
@@ -256,13 +285,14 @@ class Collectives:
             return torch.empty(numel, dtype=dtype, device=self.device)
 
     def give(self, buffer: torch.Tensor) -> None:
+        """Give back a buffer of :meth:`take`."""
         key = buffer.numel(), buffer.dtype
         if self.reduce_stream is None and self._expected[key] > 0:
             self._spare.setdefault(key, []).append(buffer)
 
     @property
     def in_one_order(self) -> bool:
-        """Whether gathers and reductions share a communicator, where all ranks must issue both in one order."""
+        """Return True if gathers and reductions share a communicator, so that all ranks must issue both in one order."""
         return (
             self.gather_channel is not None
             and self.reduce_channel is not None
@@ -270,16 +300,22 @@ class Collectives:
         )
 
     def forget_ended(self) -> None:
-        """Let go of the buffers of collectives that have ended without anybody waiting for them."""
+        """Drop the buffers of collectives that have ended without anybody waiting for them."""
         if self.reduce_channel is not None:
             self.reduce_channel.groups.forget_ended()
 
     def drop_spares(self) -> None:
+        """Release the spare buffers."""
         self._spare.clear()
 
     def reduce(self, grad: torch.Tensor, what: str, streams: Sequence[Any] = ()) -> Reduction:
-        """Sum `grad` (1-D, already divided by the number of ranks) over the ranks; each keeps its own slot. `streams` are
-        those that have written to it, beside the current one."""
+        """Begin to sum `grad` over the ranks; each rank gets its own slot of the sum. Collective.
+
+        Args:
+            grad: 1-D, already divided by the number of ranks.
+            what: the name of the operation, for error messages.
+            streams: the CUDA streams that have written to `grad`, beside the current one.
+        """
         channel = self.reduce_channel
         assert channel is not None
         channel.count()
@@ -300,12 +336,12 @@ class Collectives:
             else:
                 received = torch.empty(grad.numel() // self.size, dtype=grad.dtype, device=grad.device)
                 work = process_group_ops.reduce_scatter(channel.group, received, grad)
-            # A backward that fails drops its reductions, but not what they still read and write.
+            # A backward that fails drops its reductions, but the buffers that they still read and write must live.
             channel.groups.written[work] = (grad, received)
             pending = self._track(channel, what, work, self.reduce_stream)
             across = f"{what}, between copies"
             if self.across_channel is not None and self.reduce_stream is not None:
-                # The stream keeps the order; the host need not wait for the first part.
+                # The stream orders both collectives, so the host need not wait for the reduce-scatter.
                 pending = self.followed(pending, self.all_reduce_across(received, across))
             reduction = Reduction(self, grad, received, pending, begun, streams)
             if self.across_channel is not None and self.reduce_stream is None:
@@ -313,7 +349,7 @@ class Collectives:
             return reduction
 
     def _all_reduce(self, channel: Channel, tensor: torch.Tensor, what: str) -> Pending:
-        """Between copies, under `reducing()`, of a channel whose collectives the caller counts."""
+        """Begin an inter-replica all-reduce, under `reducing()`, in a channel whose collectives the caller counts."""
         nbytes, ranks = tensor.numel() * tensor.element_size(), len(channel.members)
         sent = 2 * nbytes * (ranks - 1) // ranks
         self.bytes_sent += sent
@@ -323,7 +359,7 @@ class Collectives:
         return self._track(channel, what, work, self.reduce_stream)
 
     def all_reduce_across(self, own: torch.Tensor, what: str) -> Pending:
-        """Sum this rank's slice, 1-D, with those of the other copies, in place. Call under `reducing()`."""
+        """Begin to sum this rank's shard, 1-D, with the same shard of the other replicas, in place. Call under `reducing()`."""
         self.send_waiting()
         return self._all_reduce_across(own, what)
 
@@ -335,17 +371,17 @@ class Collectives:
 
     @staticmethod
     def followed(first: Pending, second: Pending) -> Pending:
-        """`second` comes after `first` on one stream: who waits for it lets go of the memory of both."""
+        """Return `second`, which follows `first` on one stream, so that waiting for it releases the buffers of both."""
         written = second.channel.groups.written
         written[second.work] = (written.pop(first.work, None), written[second.work])
         return second
 
     def send_waiting(self) -> None:
-        """Have reductions go between copies that all ranks have begun earlier than what comes next there."""
+        """Begin the inter-replica all-reduces of all waiting reductions, which come before the next collective there."""
         while self.waiting:
             self.waiting[0].go_across()
 
-    # -- whole matrices -----------------------------------------------------------------------------------------
+    # -- matrices that one rank steps -----------------------------------------------------------------------------------------
     def all_to_all(
         self,
         received: torch.Tensor,
@@ -354,13 +390,16 @@ class Collectives:
         sent_sizes: list[int],
         what: str,
     ) -> Pending:
-        """Send each rank its part of `sent` and fill `received` with theirs: 1-D, bytes; the sizes are those of the parts, by
-        rank. Every rank knows all sizes, so none are exchanged."""
+        """Send each rank its part of `sent`, and fill `received` with the parts received from the ranks. Collective.
+
+        Both tensors are 1-D, of bytes, and the sizes are those of their parts, by rank. Every rank knows all sizes, so no
+        sizes are exchanged.
+        """
         channel = self.reduce_channel
         assert channel is not None
         channel.count()
         self.bytes_sent += sum(sent_sizes) - sent_sizes[self.rank]
-        if self.backend == "fake":  # no rank answers; what was in the memory before is no answer, nor is torch's own
+        if self.backend == "fake":  # no other rank exists: zeros stand for the parts of the others
             received.zero_()
             return Pending(self.watch, channel, channel.issued, what, None)
         with self._on(self.reduce_stream):
@@ -374,8 +413,10 @@ class Collectives:
     def broadcast(
         self, tensor: torch.Tensor, source: int, what: str, channel: Channel | None = None, ordered: bool = False
     ) -> None:
-        """Replace `tensor` on each rank of `channel` (all of the engine by default) by that of the engine's rank `source`.
-        Collective, and waited for. `ordered`: see :class:`.work.Pending`."""
+        """Overwrite `tensor` on each rank of `channel` with the tensor of the engine's rank `source`, and wait. Collective.
+
+        By default the channel has all ranks of the engine. `ordered` has the meaning that :class:`.work.Pending` gives it.
+        """
         everyone = self.watch.channels["reduce"]
         channel = everyone if channel is None else channel
         blocking(self.watch, channel.name, what, dist.broadcast, tensor, src=self.watch.ranks[source], ordered=ordered)
@@ -386,8 +427,10 @@ class Collectives:
                 self.bytes_sent_across += sent
 
     def scatter(self, into: torch.Tensor, parts: Sequence[torch.Tensor] | None, source: int, what: str) -> None:
-        """Receive in `into` this rank's tensor of `parts`, which the engine's rank `source` gives for all ranks in their order.
-        Collective, and waited for."""
+        """Fill `into` with this rank's tensor of `parts`, and wait. Collective.
+
+        The engine's rank `source` passes `parts`, one for each rank in the order of the ranks; the others pass None.
+        """
         given = None if parts is None else list(parts)
         blocking(self.watch, "reduce", what, dist.scatter, into, given, src=self.watch.ranks[source])
         if self.world_rank == source:
@@ -395,12 +438,13 @@ class Collectives:
 
     # -- messages: CPU tensors, which do not count as bytes sent --------------------------------------------------
     def broadcast_message(self, message: torch.Tensor, source: int, what: str) -> None:
-        """Replace a CPU tensor on every rank by that of the engine's rank `source`. Collective, and waited for."""
+        """Overwrite a CPU tensor on every rank with that of the engine's rank `source`, and wait. Collective."""
         blocking(self.watch, "control", what, dist.broadcast, message, src=self.watch.ranks[source])
 
     def maximum(self, message: torch.Tensor, what: str) -> None:
-        """Replace a CPU tensor by the elements' maxima over all ranks. Collective, and waited for."""
+        """Replace the elements of a CPU tensor with their maxima over all ranks, and wait. Collective."""
         blocking(self.watch, "control", what, dist.all_reduce, message, op=dist.ReduceOp.MAX)
 
     def close(self) -> None:
+        """Release the memory that is kept for later steps."""
         self.drop_spares()

@@ -29,17 +29,22 @@ __all__ = [
 
 @dataclass(eq=False)
 class CommHook:
-    """A function of the user's, and its state."""
+    """A communication hook of the user, with its state."""
 
     state: Any
     function: Callable[..., Any]
-    error: Exception | None = None  # that it raised in this backward
+    error: Exception | None = None  # the first error that the hook raised in this backward
 
     def start(
         self, collectives: Collectives, grad: torch.Tensor, dtype: torch.dtype, narrow: bool = False
     ) -> HookedReduction:
-        """Call it with this rank's own gradients of a unit, 1-D, not divided. It may replace what it is given. `dtype`, `narrow`:
-        what `finish` will be called with."""
+        """Call the hook with this rank's own gradients of a unit, and return the reduction.
+
+        Args:
+            collectives: the collectives of the engine.
+            grad: 1-D, not divided by the number of ranks. The hook may overwrite it.
+            dtype, narrow: the arguments with which `finish` will be called.
+        """
         c = collectives
         with torch.no_grad(), c.reducing():
             expected = (grad.numel() // c.size,)
@@ -52,18 +57,19 @@ class CommHook:
                         f"{tuple(result.shape)} on {result.device}; it must fill the one of shape {expected} that it is given."
                     )
             except Exception as error:
-                # Raised at the end of this backward, on all ranks: the others go on, and call their hooks for other units.
+                # The error is raised at the end of this backward, on all ranks: until then the other ranks go on, and call
+                # their hooks for other units.
                 self.error = self.error or error
                 result = torch.zeros(expected, dtype=grad.dtype, device=grad.device)
             if c.across_channel is None:
                 return HookedReduction(c, grad, cast(result, dtype, narrow), c.reduced())
-            # The mean of the means; the copies are as large as each other.
+            # The mean of the replicas' means is the mean over all ranks, because all replicas have equally many ranks.
             result = result.to(grad.dtype) / c.topology.replicas
             pending = c.all_reduce_across(result, "the mean of the copies' gradients")
             return HookedReduction(c, grad, result, c.reduced(), pending)
 
     def raise_together(self, member: Member, failed: bool) -> None:
-        """Raise what it raised in this backward; with `failed` it did so on some rank. Collective then."""
+        """Raise the error of this backward, on all ranks, if the hook `failed` on any rank. Collective if `failed`."""
         error, self.error = self.error, None
         if failed:
             agree(member, f"the communication hook {_name(self.function)}", None, error)
@@ -71,29 +77,29 @@ class CommHook:
 
 @dataclass(eq=False)
 class HookedReduction:
-    """Like :class:`~torch_shard.comm.collectives.Reduction`, of a hook that has returned."""
+    """The counterpart of :class:`~torch_shard.comm.gradient_reduction.Reduction` for a hook that has returned."""
 
     collectives: Collectives
-    # Hazard: its memory goes back to the stream of the backward, and must not be used there again before the hook's collective,
-    # on another one, has read it.
+    # Hazard: the memory of `grad` returns to the pool of the backward's stream. It must not be reused there before the hook's
+    # collective, which runs on another stream, has read it.
     grad: torch.Tensor
     result: torch.Tensor
-    event: Any  # CUDA: recorded behind the hook's work
-    pending: Pending | None = None  # the all-reduce between copies
+    event: Any  # CUDA: recorded after the hook's work
+    pending: Pending | None = None  # the inter-replica all-reduce
 
     def abandon(self, seconds: float) -> None:
-        """A partner may never come: don't wait for long."""
+        """Drop the reduction after a failed backward. A partner may never come, so this waits for `seconds` at most."""
         if self.pending is not None:
             self.pending.settle(seconds)
 
     def finish(self, dtype: torch.dtype, narrow: bool = False) -> torch.Tensor:
-        """This rank's slice, in `dtype`; with `narrow` in its own, if that is narrower."""
+        """Wait, and return this rank's shard in `dtype`. With `narrow`, keep the result's dtype if that is narrower."""
         if self.event is not None:
-            # Hazard: compute must not read the slice before the hook has written it.
+            # Hazard: compute must not read the shard before the hook has written it.
             torch.cuda.current_stream(self.collectives.device).wait_event(self.event)
         if self.pending is not None:
             self.pending.wait()
-        # What a hook was given is not used again: it may have kept it.
+        # The hook's tensors are not given back for reuse: the hook may have kept them.
         return cast(self.result, dtype, narrow)
 
 

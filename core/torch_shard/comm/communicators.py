@@ -1,4 +1,4 @@
-"""From a process group and a topology to the collectives of one engine."""
+"""Makes the collectives of one engine from a process group and a topology."""
 
 from __future__ import annotations
 
@@ -29,9 +29,19 @@ def connect(
     single_communicator: bool,
     again: int | None = None,
 ) -> Collectives:
-    """Collective over `group`. `group` None: one rank alone, no process group at all. `again`: among how many ranks a unit is cut
-    between forward and backward. Ranks with different topologies get what tells them so (:func:`.setup.checks.agree`), and
-    nothing else."""
+    """Make the collectives of an engine over `group`. Collective over `group`.
+
+    If the ranks' topologies differ, no process group is made for a topology. The result then serves only for the vote by
+    which set-up reports the difference (:func:`.setup.checks.agree`).
+
+    Args:
+        group: the process group over the engine's ranks; None for one rank alone without any process group.
+        device: the device of this rank.
+        topology: how the ranks share the parameters.
+        timeout: seconds that a rank waits for the others.
+        single_communicator: True if gathers and reductions share a communicator.
+        again: the number of ranks among which a unit is sharded between forward and backward (secondary shards), if any.
+    """
     if group is None or dist.get_world_size(group) == 1:
         watch = Watch(0, 1, [0], timeout, "")
         return Collectives(device, 1, 0, 1, 0, watch, SingleComm(), SingleComm(), topology, SingleComm(), SingleComm())
@@ -57,7 +67,9 @@ def connect(
         "gather_channel": watch.channels["gather"],
         "reduce_channel": watch.channels["reduce"],
     }
-    if (topology.is_hybrid or topology.planes > 1) and agreed:  # else ranks would wait for each other in making groups
+    if (
+        topology.is_hybrid or topology.planes > 1
+    ) and agreed:  # making groups under different topologies would deadlock
         made |= _divided(parts_for(groups, group, topology, single_communicator), groups, topology, watch, over_all)
     if again is not None and agreed:
         among = again_for(groups, group, topology, again)
@@ -81,11 +93,11 @@ def connect(
 
 
 def _divided(parts: Parts, groups: Groups, topology: Topology, watch: Watch, over_all: ScalarComm) -> dict[str, Any]:
-    """What of :class:`Collectives` is not over all ranks, where several copies exist, or planes."""
+    """Return the fields of :class:`Collectives` that are not over all ranks: several replicas or data-parallel groups exist."""
     rank = watch.rank
     made: dict[str, Any] = {}
 
-    number = list(groups.parts).index(topology)  # on all ranks
+    number = list(groups.parts).index(topology)  # equal on all ranks
 
     def channel(purpose: str, group: Any, members: Sequence[int]) -> Channel:
         found = Channel(purpose, groups, group, members, number)
@@ -120,7 +132,7 @@ def _divided(parts: Parts, groups: Groups, topology: Topology, watch: Watch, ove
 
 
 def _agree_on(text: str, watch: Watch) -> bool:
-    """Whether all ranks have the same."""
+    """Return True if `text` is equal on all ranks. Collective."""
     digest = zlib.crc32(text.encode()).to_bytes(4, "little")
     message = torch.tensor([*digest, *(255 - b for b in digest)], dtype=torch.uint8, device="cpu")
     blocking(watch, "control", "the set-up of a sharded model (shard)", dist.all_reduce, message, op=dist.ReduceOp.MAX)

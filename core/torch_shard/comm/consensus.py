@@ -1,4 +1,4 @@
-"""Ranks go on together or fail together: votes on errors, on keys that must be equal, and on booleans."""
+"""Votes by which all ranks go on or all ranks fail: on errors, on keys that must be equal, and on booleans."""
 
 from __future__ import annotations
 
@@ -9,38 +9,36 @@ import torch
 from ..errors import ShardError
 from .ports import Member
 
-# -- together or not at all -------------------------------------------------------------------------------------------
-
 
 def agree(member: Member, what: str, key: object = None, error: Exception | None = None) -> None:
-    """Make sure that every rank is here, that none has failed, and that all have the same `key`. Collective.
+    """Raise on all ranks if a rank has failed, or if `key` differs between ranks. Collective.
 
     Args:
-        member: whose ranks.
-        what: the operation, for messages.
-        key: anything whose repr must be equal on all ranks that have not failed.
-        error: why this rank cannot go on.
+        member: the sharded model whose ranks vote.
+        what: the name of the operation, for error messages.
+        key: an object whose repr must be equal on all ranks.
+        error: the error with which the operation failed on this rank.
 
     Raises:
-        Exception: `error` itself where there is one; elsewhere an error of the same class (:class:`ShardError` for
-            classes that are not the engine's) that quotes it.
-        DivergenceError: another rank does something else, or the same with another `key`.
+        Exception: `error` itself on a rank that has one. The other ranks raise an error of the same class that quotes its
+            text (a :class:`ShardError` if the class is not one of the engine's).
+        DivergenceError: another rank runs another operation, or the same operation with another `key`.
     """
     c, agreement = member.collectives, member.agreement
     if c.world == 1 or agreement is None:
         if error is not None:
             raise error
         return
-    # The failure first, by itself: a rank that failed may not know its key.
+    # Failures are voted on before keys are compared: a rank that failed may not know its key.
     agreement.note(zlib.crc32(what.encode()), what)
-    answer = agreement.check(what, torch.tensor([error is not None], dtype=torch.uint8, device="cpu"))
-    assert answer is not None
-    if answer[0]:
-        told = None if error is None else (type(error), str(error))
-        said = c.watch.exchange(what, told, listen=error is None)
+    vote = agreement.check(what, torch.tensor([error is not None], dtype=torch.uint8, device="cpu"))
+    assert vote is not None
+    if vote[0]:
+        own = None if error is None else (type(error), str(error))
+        answers = c.watch.exchange(what, own, listen=error is None)
         if error is not None:
             raise error
-        rank, (kind, text) = next((r, s) for r, s in enumerate(said) if s is not None)
+        rank, (kind, text) = next((r, a) for r, a in enumerate(answers) if a is not None)
         raise (kind if issubclass(kind, ShardError) else ShardError)(f"{what} failed on rank {rank}: {text}")
     if key is not None:
         agreement.note(zlib.crc32(repr(key).encode()), f"{what} with {_shortened(repr(key))}")
@@ -48,18 +46,18 @@ def agree(member: Member, what: str, key: object = None, error: Exception | None
 
 
 def anywhere(member: Member, what: str, value: bool) -> bool:
-    """Whether `value` is true on any rank. Collective.
+    """Return True if `value` is true on any rank. Collective.
 
     Raises:
-        DivergenceError: another rank does something else.
+        DivergenceError: another rank runs another operation.
     """
     agreement = member.agreement
     if member.collectives.world == 1 or agreement is None:
         return value
     agreement.note(zlib.crc32(what.encode()), what)
-    answer = agreement.check(what, torch.tensor([value], dtype=torch.uint8, device="cpu"))
-    assert answer is not None
-    return bool(answer[0])
+    vote = agreement.check(what, torch.tensor([value], dtype=torch.uint8, device="cpu"))
+    assert vote is not None
+    return bool(vote[0])
 
 
 def _shortened(text: str) -> str:

@@ -1,10 +1,11 @@
-"""Do all ranks do the same thing? Small messages that find divergence before it can turn into wrong numbers.
+"""Checks that all ranks run the same operations, which find divergence before it can turn into wrong numbers.
 
-Each rank keeps a running hash of what it has done: which units of which engine it gathered, in which phase. Messages are
-byte vectors of one size for all engines over a set of process groups, so that any two of them can pair in one all-reduce
-(MAX): sixteen bytes of hash and its complement, which agree on all ranks exactly when ``max(h) + max(255 - h) == 255``,
-then a few bytes for the end of a backward. On a difference the ranks exchange their histories, and
-all of them raise the same error.
+Each rank keeps a running hash of its operations: which units of which engine it gathered, and in which phase. The ranks
+compare their hashes in an all-reduce (MAX) of a few bytes. A message has the same size for all engines over one set of
+process groups, so that the messages of any two engines can pair without an error of the backend. A message holds eight bytes
+of hash, the complement of these bytes, and a few bytes for the end of a backward. The hashes are equal on all ranks exactly
+when ``max(h) + max(255 - h) == 255`` for every byte. If they differ, the ranks exchange their histories, and all ranks raise
+the same error.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,25 +24,21 @@ from .multi_engine_order import Together
 from .watchdog import blocking
 from .work import caller_line
 
-if TYPE_CHECKING:
-    pass
-
-
-_HISTORY = 4096
+_HISTORY = 4096  # operations that are kept for error messages
 _MESSAGES = ("control", "meet", "scalar", "scalar slices", "plane", "whole")  # channels of blocking messages
-_SHOWN = 5  # operations in a message that has this rank's history only
+_RECENT = 5  # operations quoted in an error message that has only this rank's history
 _MASK = (1 << 61) - 1
 
 
 class Agreement:
-    """The sequence of one engine's operations on this rank, and its comparison with the other ranks'."""
+    """The sequence of one engine's operations on this rank, which is compared with the sequences of the other ranks."""
 
     def __init__(self, collectives: Collectives, together: Together | None) -> None:
         self.collectives, self.together = collectives, together
-        self.number = 0  # of the engine, among those over the same process groups
+        self.number = 0  # the number of this engine among the engines over the same process groups
         self.hash = 0
         self.history: list[str] = []
-        self.batch = ""  # what a front end knows of the batch of the forwards that begin now: is it this rank's last?
+        self.batch = ""  # set by a front end: whether the forwards that begin now run on this rank's last batch
         self.on_difference: Callable[[], None] = lambda: None
 
     def note(self, code: int, text: str) -> None:
@@ -51,13 +48,13 @@ class Agreement:
             self.history.append(text)
 
     def note_batch(self) -> None:
-        """Add what is known of the batch: ranks with fewer batches than others are found before they stop coming."""
+        """Add what the front end knows of the batch, so that a rank with fewer batches is found before it stops coming."""
         if self.batch:
             self.note(zlib.crc32(self.batch.encode()), f"{_BATCH}{self.batch}")
 
     @contextlib.contextmanager
     def unnoted(self) -> Iterator[None]:
-        """Inside, what is noted does not count: for work that one rank may break off, after which the ranks compare."""
+        """Drop the operations that are noted inside this context, for work that one rank alone may break off."""
         kept = self.hash, list(self.history)
         try:
             yield
@@ -65,7 +62,11 @@ class Agreement:
             self.hash, self.history = kept
 
     def check(self, what: str, payload: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Collective. Compare the sequences; returns `payload` (uint8), reduced by MAX over the ranks."""
+        """Compare the ranks' sequences and return `payload` (uint8), reduced by MAX over the ranks. Collective.
+
+        Raises:
+            DivergenceError: the sequences differ.
+        """
         c = self.collectives
         if c.world == 1:
             return payload
@@ -81,7 +82,7 @@ class Agreement:
         h = message[:16].tolist()
         if any(a + b != 255 for a, b in zip(h[:8], h[8:], strict=True)):
             self._explain(what)
-        if payload is not None:  # the end of a step: the next one starts a new history
+        if payload is not None:  # a vote or the end of a step: a new history starts
             self.hash, self.history = 0, []
         return message[16 : 16 + size]
 
@@ -90,7 +91,7 @@ class Agreement:
         watch = self.collectives.watch
         issued = {name: channel.issued for name, channel in watch.channels.items() if channel.purpose not in _MESSAGES}
         mine: tuple[list[str], str, str, int, dict[str, int]] = (self.history, what, caller_line(), self.number, issued)
-        before = ", ".join(self.history[-_SHOWN:]) or "nothing"
+        before = ", ".join(self.history[-_RECENT:]) or "nothing"
         own = f" Before it this rank had noted, since the last step: {before}."
         try:
             everyone: list[Any] = watch.exchange(what, mine, own)
@@ -99,8 +100,8 @@ class Agreement:
         try:
             self._raise(everyone)
         except DivergenceError as error:
-            # Gathers or reductions that some ranks have begun and others not (a backward failed on one rank): the next ones
-            # would pair with them.
+            # Some ranks have begun gathers or reductions that others have not (a backward failed on one rank). The next
+            # collectives would pair with those and give wrong numbers.
             if any(counts != issued for *_, counts in everyone):
                 watch.channels["control"].groups.give_up(watch.rank, error)
             raise
@@ -108,26 +109,26 @@ class Agreement:
     @staticmethod
     def _raise(everyone: list[Any]) -> NoReturn:
         if len({number for *_, number, _ in everyone}) > 1:
-            said = [f"rank {r} is in {at} of model {n} ({line})" for r, (_, at, line, n, _) in enumerate(everyone)]
+            places = [f"rank {r} is in {at} of model {n} ({line})" for r, (_, at, line, n, _) in enumerate(everyone)]
             raise DivergenceError(
-                f"the ranks ran different models, numbered in the order of shard(): {'; '.join(said)}. Every rank must run the "
+                f"the ranks ran different models, numbered in the order of shard(): {'; '.join(places)}. Every rank must run the "
                 "forwards, backwards and saves of several sharded models in the same order (iterate over a list, not a set)."
             )
         steps = min(len(h) for h, *_ in everyone)
         first = next((i for i in range(steps) if len({h[i] for h, *_ in everyone}) > 1), steps)
-        said = []
+        places = []
         loads = uneven = False
         for rank, (history, at, line, *_) in enumerate(everyone):
             now = history[first] if first < len(history) else f"nothing more before {at}"
             loads |= now.startswith(_LOADS)
             uneven |= now.startswith(_BATCH)
-            said.append(f"rank {rank}: {now} ({line})")
-        # Else one of them does another thing than a forward, say a save.
+            places.append(f"rank {rank}: {now} ({line})")
+        # A rank that is not at the start of a forward, say in a save, diverges for another reason than its number of batches.
         uneven &= {at for _, at, *_ in everyone} == {_FORWARD}
-        differ = f"; the first difference is operation {first} of this step: " + "; ".join(said)
+        differ = f"; the first difference is operation {first} of this step: " + "; ".join(places)
         if loads:
             raise DivergenceError(
-                f"the ranks did not load alike{differ}. Each rank loads its own slices only, so the parameters are now partly "
+                f"the ranks did not load alike{differ}. Each rank loads its own shards only, so the parameters are now partly "
                 "old and partly new: load on every rank (model.load_state_dict or engine.load_state_dict, not under `if rank "
                 "== ...`), before anything else."
             )
@@ -143,8 +144,7 @@ class Agreement:
         )
 
 
-# -- loading through torch's own load_state_dict ------------------------------------------------------------------------
-
+# Beginnings of noted operations, and the name of a check, which decide the advice in an error.
 _BATCH = "computes with "
 _FORWARD = "the start of a forward"
 _LOADS = "loads a state dict into "

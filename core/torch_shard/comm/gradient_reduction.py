@@ -1,4 +1,4 @@
-"""A gradient reduction in flight: waiting for it, and what this rank gets of the sum."""
+"""A gradient reduction in flight: waiting for it, and this rank's shard of the sum."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ if TYPE_CHECKING:
 
 __all__ = ["IN_FLIGHT", "IN_FLIGHT_ON_STREAMS", "Reduction", "cast"]
 
-# Reductions in flight: each holds its unit's gradients and, over Gloo, what is received, which is as large. Above this many,
-# backward pauses for the oldest, but not for long: a rank that leaves a parameter unused issues its reductions at the end of
-# backward only, and until then it may need a gather from this one. On a GPU one more, else its queue would run empty while the
-# host waits.
+# How many reductions may be in flight before backward pauses for the oldest. Each reduction holds its unit's gradients and, over
+# Gloo, a buffer of the same size for the values received. The pause is short: a rank that leaves a parameter unused issues its
+# reductions only at the end of backward, and until then it may need a gather from this rank. On a GPU one more reduction is
+# allowed, because the GPU's queue would run empty while the host waits.
 IN_FLIGHT, IN_FLIGHT_ON_STREAMS = 1, 2
 
 
 @dataclass(eq=False)
 class Reduction:
-    """A gradient reduction in flight; ``finish`` returns this rank's slice of the sum."""
+    """A gradient reduction in flight, whose ``finish`` returns this rank's shard of the sum."""
 
     collectives: Collectives
     grad: torch.Tensor
     received: torch.Tensor
     pending: Pending
-    begun: Any = None  # CUDA: recorded where this rank's own gradients are ready
-    streams: Sequence[Any] = ()  # CUDA: those that wrote to `grad`
-    across: str = ""  # what the all-reduce between copies is called, which is to follow
-    total: torch.Tensor | None = None  # this rank's slice of the sum, where it has been made
+    begun: Any = None  # CUDA: an event recorded when this rank's own gradients are ready
+    streams: Sequence[Any] = ()  # CUDA: the streams that wrote to `grad`
+    across: str = ""  # the name of the inter-replica all-reduce that is still to be begun; "" if there is none
+    total: torch.Tensor | None = None  # this rank's shard of the sum, once it has been computed
 
     def send_across(self, what: str) -> None:
-        """Its sum is to be summed with those of the other copies, when it is there and its turn has come."""
+        """Queue the inter-replica all-reduce of this reduction's sum, to begin once the sum is complete and its turn has come."""
         self.across = what
         self.collectives.waiting.append(self)
 
     def done(self) -> bool:
+        """Return True if the reduction is complete; begin queued inter-replica all-reduces whose turn has come."""
         return self.settle(0.0)
 
     def settle(self, seconds: float) -> bool:
-        """Wait at most about this long; False if it is still going on."""
+        """Wait for about `seconds` at most; return False if the reduction is still running."""
         while self.across:
             first = self.collectives.waiting[0]
             if not first._ended(seconds):
@@ -59,8 +60,11 @@ class Reduction:
         return self.pending.done() or (seconds > 0.0 and self.pending.settle(seconds))
 
     def go_across(self) -> None:
-        """Wait for the first part, and begin the second. For the oldest of those that wait for that, so that all copies' ranks
-        come here in one order, whatever has ended where."""
+        """Wait for the sum within this rank's replica, and begin the inter-replica all-reduce.
+
+        Only the oldest of the waiting reductions may be passed on, so that the ranks of all replicas issue the all-reduces in
+        one order, whichever sums are complete on each rank.
+        """
         c, what = self.collectives, self.across
         assert c.waiting[0] is self
         self.pending.wait()
@@ -73,7 +77,7 @@ class Reduction:
         return self.grad.dtype
 
     def _own_sum(self, dtype: torch.dtype, narrow: bool = False) -> torch.Tensor:
-        """The first part has ended: this rank's slice. Gives the buffers back."""
+        """Return this rank's shard of the complete sum within its replica, and give the buffers back."""
         c = self.collectives
         if c.backend == "gloo" and self.received is not self.grad:
             out = _sum(self.received.view(c.size, -1), dtype)
@@ -84,23 +88,23 @@ class Reduction:
         if out is not self.received:
             c.give(self.grad)
             return out
-        if self.received is not self.grad:  # else an all-reduce in place: the buffer itself is the result
+        if self.received is not self.grad:  # one tensor: an all-reduce ran in place, and the buffer is the result
             c.give(self.grad)
         return self.received
 
     def abandon(self, seconds: float) -> None:
-        """A partner may never come: don't wait for long."""
+        """Drop the reduction after a failed backward. A partner may never come, so this waits for about `seconds` at most."""
         try:
             self.settle(seconds)
         finally:
-            if self.across:  # the other copies may have gone on
+            if self.across:  # the ranks of other replicas may have begun the all-reduce
                 c = self.collectives
                 c.waiting.remove(self)
                 text = f"rank {c.world_rank} has left {self.across}, when a backward failed."
                 c.reduce_channel.groups.give_up(c.world_rank, ShardError(text))  # type: ignore[union-attr]
 
     def wait_for_own_part(self) -> None:
-        """Have the host wait until this rank's device has come to the reduction. What then remains is the partners' time."""
+        """Wait on the host until this rank's device has come to the reduction. The rest of the time is spent on the partners."""
         if self.begun is None:
             return
         deadline = time.monotonic() + self.collectives.watch.timeout
@@ -108,11 +112,11 @@ class Reduction:
             time.sleep(POLL)
 
     def finish(self, dtype: torch.dtype, narrow: bool = False) -> torch.Tensor:
-        """This rank's slice of the sum, in `dtype`; with `narrow` in that of the sum, if that is narrower."""
+        """Wait, and return this rank's shard of the sum in `dtype`. With `narrow`, keep the sum's dtype if that is narrower."""
         c = self.collectives
         for stream in self.streams:
-            # Hazard: the buffer's memory goes back to the stream that it was made on, which may not be the one that
-            # publishes, and must not be used there again before the collective has read it.
+            # Hazard: the buffer's memory returns to the pool of the stream on which it was allocated. That stream may not be the
+            # current one, and must not reuse the memory before the collective has read it.
             stream.wait_event(self.pending.event)
         while self.across:
             c.waiting[0].go_across()
@@ -121,15 +125,15 @@ class Reduction:
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype, narrow: bool) -> torch.Tensor:
-    """`tensor` in `dtype`; with `narrow` only if that makes it no wider, since others will do it elsewhere, and exactly."""
-    # Most often there is nothing to do, which `to` would need a microsecond for.
+    """Return `tensor` in `dtype`. With `narrow`, return it unchanged if `dtype` is wider: the caller widens it later, exactly."""
+    # Most often there is nothing to do, and `to` would take a microsecond to find out.
     if tensor.dtype is dtype or (narrow and widens(tensor.dtype, dtype)):
         return tensor
     return tensor.to(dtype)
 
 
 def _sum(chunks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum of the rows in `dtype`, rounded once."""
+    """Return the sum of the rows in `dtype`, rounded once."""
     if chunks.dtype == dtype:
         return torch.add(chunks[0], chunks[1]) if len(chunks) == 2 else chunks.sum(dim=0)
     out = chunks[0].to(dtype)

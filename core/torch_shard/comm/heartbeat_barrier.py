@@ -1,7 +1,7 @@
-"""Ranks that come to one point at their own time, and know through the store that the others are alive.
+"""A barrier through the store, at which a rank may come late as long as its heartbeat shows that it is alive.
 
-Collectives need all ranks at once and a main thread that waits; here a rank may take as long as it likes, in any thread, and
-after the process group is gone: the store outlives it while somebody holds it.
+A collective needs all ranks within one timeout and a thread that waits in it. At this barrier a rank may take any time, may
+wait in any thread, and may come after the process group has been destroyed: the store lives while a reference to it exists.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from ..errors import MissingRankError
 
 __all__ = ["Meeting"]
 
-_PART = 4 << 20  # bytes; a store takes no values of any size (8 MiB is the limit of torch's)
+_PART = 4 << 20  # bytes of a value in the store; torch's store takes at most 8 MiB
 
 
 class Meeting:
-    """One occasion on which the ranks of a mesh wait for each other.
+    """One barrier of the ranks of a mesh, with messages.
 
     Args:
-        store: reached by all of them.
-        key: the same on all ranks, and never used before.
-        rank, world: this rank, and how many there are.
-        timeout: seconds after which a rank that says nothing is missing.
+        store: a store of torch.distributed that all ranks can reach.
+        key: the prefix of the keys in the store: equal on all ranks, and never used before.
+        rank, world: the number of this rank, and the number of ranks.
+        timeout: seconds without a heartbeat after which a rank counts as missing.
     """
 
     def __init__(self, store: Any, key: str, rank: int, world: int, timeout: float) -> None:
         self._store, self._key, self.rank, self.world, self.timeout = store, key, rank, world, timeout
-        self._mine: list[str] = []
-        self._said: list[str] = []
+        self._keys: list[str] = []  # of this rank in the store
+        self._names: list[str] = []  # of the messages that this rank has left
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Inside, this rank says that it lives, however long it takes."""
+        """Send this rank's heartbeat, from a thread, while the body runs."""
         stop = threading.Event()
 
         def beat() -> None:
@@ -53,7 +53,7 @@ class Meeting:
             thread.join()
 
     def say(self, what: str, message: bytes = b"") -> None:
-        """Leave a message of this rank for all others.
+        """Put a message of this rank, named `what`, into the store for all other ranks.
 
         Raises:
             RuntimeError: the store is gone.
@@ -61,16 +61,16 @@ class Meeting:
         parts = [message[at : at + _PART] for at in range(0, len(message), _PART)]
         for number, part in enumerate(parts):
             self._set(f"{self._name(what, self.rank)}/{number}", part)
-        # Last: whoever finds it finds everything.
+        # After the parts: a reader that finds the number of parts can read all of them.
         self._set(self._name(what, self.rank), str(len(parts)).encode())
         self._store.add(self._count(what), 1)
-        self._said.append(what)
+        self._names.append(what)
 
     def hear(self, what: str, rank: int) -> bytes:
-        """What `rank` has said, or will say.
+        """Return the message `what` of `rank`; wait until that rank has left it.
 
         Raises:
-            MissingRankError: it has not, and says nothing else either.
+            MissingRankError: `rank` has not left the message, and has sent no heartbeat for `timeout` seconds.
             RuntimeError: the store is gone.
         """
         self.wait(what, [rank])
@@ -78,25 +78,25 @@ class Meeting:
         return b"".join(self._store.get(f"{key}/{number}") for number in range(int(self._store.get(key))))
 
     def wait(self, what: str, ranks: list[int]) -> None:
-        """Until all of these ranks have said it.
+        """Wait until each of `ranks` has left its message `what`.
 
         Raises:
-            MissingRankError: one of them has not, and none of those has given a sign of life for `timeout` seconds.
+            MissingRankError: messages are missing, and no rank that lacks one has sent a heartbeat for `timeout` seconds.
             RuntimeError: the store is gone.
         """
         wanted = [self._name(what, rank) for rank in ranks]
         seen: dict[int, int] = {}
         missing, began = ranks, time.monotonic()
         looked = heard = began
-        # One look at a store that serves all ranks must not cost as much as there are ranks.
+        # One process serves the store to all ranks: with more ranks, each asks it less often.
         slowest = max(0.01, 0.0002 * self.world)
 
-        def come() -> bool:
+        def have_come() -> bool:
             if len(wanted) == self.world:
                 return bool(self._store.add(self._count(what), 0) >= self.world)
             return bool(self._store.check(wanted))
 
-        while not come():
+        while not have_come():
             now = time.monotonic()
             if now > looked + self.timeout / 4:
                 looked = now
@@ -110,19 +110,19 @@ class Meeting:
                     f"rank {self.rank} waits for {what!r} of rank {', '.join(map(str, missing))}, of which nothing was heard for "
                     f"{self.timeout:.0f} s (ShardConfig.timeout): it has failed, or its process is gone."
                 )
-            # A twentieth of the wait is lost at most.
+            # The pause grows with the wait, so that at most a twentieth of the wait is lost.
             time.sleep(min(max(0.0005, (now - began) / 20), slowest))
 
     def forget(self, *others: str) -> None:
-        """Remove this rank's messages, which all others must have heard, and `others` that all ranks have left."""
-        counts = [self._count(what) for what in (*self._said, *others)] if self.rank == 0 else []
-        left = [self._name(what, rank) for what in others for rank in range(self.world)]
-        for key in (*self._mine, self._beat(self.rank), *counts, *left):
+        """Delete this rank's messages, which all other ranks must have read, and the messages `others` of all ranks."""
+        counts = [self._count(what) for what in (*self._names, *others)] if self.rank == 0 else []
+        theirs = [self._name(what, rank) for what in others for rank in range(self.world)]
+        for key in (*self._keys, self._beat(self.rank), *counts, *theirs):
             with contextlib.suppress(RuntimeError):
                 self._store.delete_key(key)
 
     def _set(self, key: str, value: bytes) -> None:
-        self._mine.append(key)
+        self._keys.append(key)
         self._store.set(key, value)
 
     def _count(self, what: str) -> str:

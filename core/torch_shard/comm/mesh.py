@@ -1,4 +1,4 @@
-"""From what the user gave as `mesh` to a process group, this rank's device, and how its ranks share the parameters."""
+"""Turns the user's `mesh` into a process group, this rank's device, and a topology of how the ranks share the parameters."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ __all__ = ["Mesh", "resolve_mesh"]
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """Where a model is sharded.
+    """The ranks and the device over which a model is sharded.
 
     Attributes:
-        group: the process group over all its ranks; None for one rank alone.
-        device: this rank's.
-        topology: how these ranks share the parameters.
+        group: the process group over all ranks; None for one rank alone.
+        device: the device of this rank.
+        topology: how the ranks share the parameters.
+        again: the number of ranks among which a unit is sharded between forward and backward (secondary shards); None if
+            these are all ranks that share a replica.
     """
 
     group: Any
     device: torch.device
     topology: Topology
     again: int | None = None
-    """Among how many ranks a unit is cut between forward and backward, where that is not all that share a copy."""
 
 
 def resolve_mesh(mesh: Any, model: nn.Module, config: ShardConfig) -> Mesh:
-    """What `mesh`, the second argument of ``shard``, says. Collective where it makes or asks process groups."""
+    """Resolve `mesh`, the second argument of ``shard``. Collective if process groups have to be made or asked."""
     check_torch()
     if not dist.is_available():
         raise UnavailableError(
@@ -49,7 +50,7 @@ def resolve_mesh(mesh: Any, model: nn.Module, config: ShardConfig) -> Mesh:
             "support (the builds for Linux have it)."
         )
     device: torch.device | None = None
-    rows: Sequence[Sequence[int]] | None = None  # global ranks, where the mesh says who shares a copy
+    rows: Sequence[Sequence[int]] | None = None  # the global ranks of each replica, if the mesh tells
     parallel = tensor_mesh(model)
     is_mesh = hasattr(mesh, "get_group") and hasattr(mesh, "device_type")
     if parallel is not None and not is_mesh:
@@ -89,7 +90,7 @@ def resolve_mesh(mesh: Any, model: nn.Module, config: ShardConfig) -> Mesh:
 def _with_planes(
     mesh: Any, rows: Sequence[Sequence[int]] | None, planes: list[list[int]], device: torch.device, config: ShardConfig
 ) -> Mesh:
-    """Over all ranks of the mesh's planes, each shared as `mesh`, this rank's, says."""
+    """Return the mesh over all data-parallel groups (`planes`), each divided as `mesh` divides this rank's group."""
     group = group_over(sorted(rank for plane in planes for rank in plane), config.timeout)
     _check_backend(group, device)
     own = [int(rank) for rank in mesh.mesh.flatten().tolist()]
@@ -106,7 +107,7 @@ def _with_planes(
 
 
 def _again(topology: Topology, config: ShardConfig) -> int | None:
-    """See :attr:`Mesh.again`."""
+    """Return :attr:`Mesh.again`."""
     size = config.reshard_after_forward
     if topology.world == 1:
         return None
@@ -150,7 +151,7 @@ def _checked_group(group: Any) -> Any:
 
 
 def _chosen(mesh: Any, config: ShardConfig) -> tuple[Any, Sequence[Sequence[int]] | None]:
-    """The dimensions of a DeviceMesh to shard over; and the global ranks of each copy, where there are two."""
+    """Return the dimensions of a DeviceMesh to shard over, and with two dimensions the global ranks of each replica."""
     names = config.mesh_dims
     if names is not None:
         known = mesh.mesh_dim_names or ()
@@ -176,17 +177,20 @@ def _chosen(mesh: Any, config: ShardConfig) -> tuple[Any, Sequence[Sequence[int]
 
 
 def _of_two_groups(groups: Sequence[Any], config: ShardConfig) -> tuple[Any, Sequence[Sequence[int]]]:
-    """FSDP's form: the ranks that this one shares a copy with, and those that have the same slice of the others."""
+    """Resolve FSDP's pair of process groups: the ranks that share a replica, and the ranks that have the same shard.
+
+    Return a process group over all ranks, and the global ranks of each replica.
+    """
     shard, replicate = (_checked_group(group) for group in groups)
     if not config.is_hybrid:
         raise ConfigError(
             f"mesh is a pair of process groups, which a hybrid strategy needs; strategy is {config.strategy!r}."
         )
-    # Of each copy, what its rank says that has this one's slice.
+    # Each replica's rank that has the same shard as this rank tells which ranks share its replica.
     own, others = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
     name = f"torch_shard/pair/{replicate.group_name}/{others}"
-    said = told_by(others, name, json.dumps(own), config.timeout)
-    rows = sorted(json.loads(text) for text in said.values())
+    answers = told_by(others, name, json.dumps(own), config.timeout)
+    rows = sorted(json.loads(text) for text in answers.values())
     return group_over(sorted(rank for row in rows for rank in row), config.timeout), rows
 
 
@@ -232,7 +236,7 @@ def _topology(ranks: Sequence[int], rows: Sequence[Sequence[int]] | None, config
 
 
 def _by_node(ranks: Sequence[int]) -> Topology:
-    """Launchers number the ranks of a node consecutively, and say how many it has."""
+    """Return a topology with one replica on each node: launchers number the ranks of a node consecutively."""
     size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or (
         torch.cuda.device_count() if torch.cuda.is_available() else 0
     )

@@ -1,4 +1,4 @@
-"""What this room needs of a sharded model, which is made above it."""
+"""The protocol through which this room sees a sharded model, whose class lies in a higher room."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Member"]
 
 
 class Member(Protocol):
-    """One rank's side of a sharded model: the process groups that its ranks share, and what they compare."""
+    """A sharded model on one rank: its collectives, and the sequence of operations that its ranks compare."""
 
     @property
     def collectives(self) -> Collectives:
@@ -20,4 +20,4 @@ class Member(Protocol):
 
     @property
     def agreement(self) -> Agreement | None:
-        """The sequence of operations that the ranks compare; None while the model is being set up."""
+        """The sequence of operations that the ranks compare; None during set-up."""

@@ -1,13 +1,15 @@
-"""Collectives begun on the process group itself: those of every unit and step, where Python's own work counts.
+"""Collectives called on the process group itself, for the calls of every unit and step, where Python's overhead counts.
 
-torch.distributed's functions look for tensor subclasses, check arguments, look for a coalescing context and make a new
-object of options each time, which costs as much as the rest of a small collective. The engine's own groups carry plain
-tensors, outside any such context, so these methods of ``torch.distributed.ProcessGroup`` are called as those functions call
-them. What lies below stays: the dispatcher's ``c10d`` operators, the wrapper of TORCH_DISTRIBUTED_DEBUG=DETAIL, the flight
-recorder. The methods are not documented: torch 2.13 is tested, 2.11 has the same under the older names. Where one is
-missing, and for complex numbers, which some backends don't know, the public function is called.
+Each call of torch.distributed's functions looks for tensor subclasses, checks arguments, looks for a coalescing context and
+makes a new object of options. This costs as much as the rest of a small collective. The engine's own groups carry plain
+tensors outside any coalescing context, so this module calls the methods of ``torch.distributed.ProcessGroup`` as
+torch.distributed's functions call them. The layers below stay in use: the dispatcher's ``c10d`` operators, the wrapper of
+TORCH_DISTRIBUTED_DEBUG=DETAIL, and the flight recorder.
 
-All functions are collective and asynchronous: they return the ``Work``, and the tensors must live until it has ended.
+The methods are not documented. They are tested with torch 2.13; torch 2.11 has them under older names. The public function is
+called if a method is missing, and for complex numbers, which some backends don't know.
+
+All functions are collective and asynchronous: they return the ``Work``, and the tensors must live until the work has ended.
 """
 
 from __future__ import annotations
@@ -39,12 +41,12 @@ _c10d: Any = getattr(dist, "distributed_c10d", None)
 
 
 def _method(*names: str) -> str:
-    """The first of `names` that process groups have, newest first; "" if none."""
+    """Return the first of `names` (newest first) that is a method of process groups; "" if there is none."""
     return next((name for name in names if hasattr(_group_class, name)), "")
 
 
 def _options(name: str, **values: Any) -> Any:
-    """Options of an asynchronous call; they are read by each call and never written to. None if torch has them no more."""
+    """Return the options of an asynchronous call, which all calls share and only read; None if torch lacks their class."""
     made = getattr(_c10d, name, None)
     if made is None:
         return None
@@ -71,7 +73,7 @@ def _broadcast_options(root: int) -> Any:
 
 
 def all_gather(group: Any, output: torch.Tensor, sent: torch.Tensor) -> Any:
-    """Fill `output` with the ranks' `sent`, one after the other; both contiguous."""
+    """Fill `output` with the ranks' `sent`, in the order of the ranks. Both tensors must be contiguous."""
     if _ALL_GATHER and _ALL_GATHER_OPTIONS is not None and not sent.is_complex():
         return getattr(group, _ALL_GATHER)(output, sent, _ALL_GATHER_OPTIONS)
     assert all_gather_single is not None
@@ -79,7 +81,7 @@ def all_gather(group: Any, output: torch.Tensor, sent: torch.Tensor) -> Any:
 
 
 def broadcast(group: Any, tensor: torch.Tensor, root: int) -> Any:
-    """Fill `tensor` with that of the rank `root`, counted within the group."""
+    """Overwrite `tensor` with the tensor of the rank `root`, a rank within the group."""
     options = _broadcast_options(root)
     if _BROADCAST and options is not None and not tensor.is_complex():
         return group.broadcast([tensor], options)
@@ -87,7 +89,7 @@ def broadcast(group: Any, tensor: torch.Tensor, root: int) -> Any:
 
 
 def reduce_scatter(group: Any, output: torch.Tensor, sent: torch.Tensor) -> Any:
-    """Fill `output` with this rank's part of the sum of all `sent`; both contiguous."""
+    """Fill `output` with this rank's shard of the sum of all `sent`. Both tensors must be contiguous."""
     if _REDUCE_SCATTER and _REDUCE_SCATTER_OPTIONS is not None and not sent.is_complex():
         return getattr(group, _REDUCE_SCATTER)(output, sent, _REDUCE_SCATTER_OPTIONS)
     assert reduce_scatter_single is not None
@@ -95,14 +97,14 @@ def reduce_scatter(group: Any, output: torch.Tensor, sent: torch.Tensor) -> Any:
 
 
 def all_to_all(group: Any, output: torch.Tensor, sent: torch.Tensor) -> Any:
-    """Send each rank its equal part of `sent`, and fill `output` with the parts that they send."""
+    """Send each rank an equal part of `sent`, and fill `output` with the parts received from the ranks."""
     if _ALL_TO_ALL and _ALL_TO_ALL_OPTIONS is not None and not sent.is_complex():
         return getattr(group, _ALL_TO_ALL)(output, sent, [], [], _ALL_TO_ALL_OPTIONS)
     return dist.all_to_all_single(output, sent, group=group, async_op=True)
 
 
 def all_reduce(group: Any, tensor: torch.Tensor) -> Any:
-    """Replace `tensor` by the sum of all ranks'."""
+    """Replace `tensor` with the sum of all ranks' tensors."""
     if _ALL_REDUCE and _ALL_REDUCE_OPTIONS is not None and not tensor.is_complex():
         return group.allreduce([tensor], _ALL_REDUCE_OPTIONS)
     return dist.all_reduce(tensor, group=group, async_op=True)

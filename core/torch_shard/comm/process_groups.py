@@ -1,4 +1,4 @@
-"""How long a process group waits, which front ends take for the engine's limit where the user has chosen none."""
+"""The process groups of the engines over one user group: how they are made, kept, given up and shared."""
 
 from __future__ import annotations
 
@@ -30,8 +30,12 @@ _DEFAULT_TIMEOUT = 1800.0  # seconds
 
 
 def group_timeout(device: torch.device) -> float:
-    """Seconds that collectives on `device` wait in the default process group; torch's default where it does not say."""
-    if not dist.is_available():  # then torch has no word for its default either
+    """Return the seconds that collectives on `device` wait in the default process group.
+
+    Front ends take this for the engine's timeout if the user has chosen none. If the backend doesn't tell its timeout, the
+    result is torch's default.
+    """
+    if not dist.is_available():  # this build of torch has no default either
         return _DEFAULT_TIMEOUT
     c10d: Any = dist.distributed_c10d
     if not dist.is_initialized():
@@ -39,14 +43,14 @@ def group_timeout(device: torch.device) -> float:
     group: Any = dist.group.WORLD
     try:
         timeout = group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):  # of a backend that has no such options, or none for this device
+    except (AttributeError, RuntimeError):  # the backend has no such options, or there is none for this device
         timeout = c10d._get_default_timeout(c10d.Backend(dist.get_backend(group)))
     return float(timeout.total_seconds())
 
 
 @dataclass(frozen=True)
 class GivenUp:
-    """Why a rank will issue no further collective in some groups."""
+    """The error for which a rank issues no further collective in some groups."""
 
     rank: int
     kind: str  # the name of the error's class
@@ -55,45 +59,51 @@ class GivenUp:
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """This rank's process groups where several copies of the parameters exist, or several planes; None where another one, or that
-    of all ranks, does."""
+    """This rank's process groups if there are several replicas of the parameters, or several data-parallel groups.
 
-    gather: Any = None  # over the ranks that share a copy
-    reduce: Any = None  # ... or, where each has a copy, over those of a plane
+    A field is None where another group of these, or the group of all ranks, serves its purpose.
+    """
+
+    gather: Any = None  # over the ranks that share a replica
+    reduce: Any = None  # over the same ranks; if each rank has a full replica, over the ranks of a data-parallel group
     scalar: Any = None
-    across: Any = None  # over those of a plane that have the same slice
+    across: Any = None  # over the ranks of a data-parallel group that have the same shard
     plane: Any = None
-    whole: Any = None  # over those that have one copy of all planes' parts
-    lane: Any = None  # over those that have the same slice of what is the same in all planes
-    # Reductions that are to go across, in the order in which all ranks began them: several engines share the group.
+    whole: Any = None  # over the ranks that together have one replica of every tensor-parallel part
+    lane: Any = None  # over the ranks with the same shard of parameters that are equal in all data-parallel groups
+    # Reductions that wait for their inter-replica all-reduce, in the order in which all ranks began them. Several engines share
+    # the group, and so this queue.
     waiting: deque[Any] = field(default_factory=deque)
 
     def all(self) -> tuple[Any, ...]:
+        """Return the process groups that were made."""
         groups = self.gather, self.reduce, self.scalar, self.across, self.plane, self.whole, self.lane
         return tuple(group for group in groups if group is not None)
 
 
 @dataclass(eq=False)
 class Groups:
-    """The process groups of one set of ranks. Made once per user group and shared by all engines over it."""
+    """The process groups over one set of ranks, made once for each user group and shared by all engines over that group."""
 
     gather: Any
     reduce: Any
-    scalar: Any  # on GPUs it serves the host's tensors, too
+    scalar: Any  # with NCCL it has a Gloo backend for CPU tensors, too
     control: Any
-    key: str = ""  # prefix in the default store, for what the ranks can't say in a collective; "": no other rank exists
+    key: str = ""  # prefix of the keys in the default store; "" if no other rank exists
     broken: str = ""  # why no further collective may be issued
     exchanges: int = 0  # see Watch.exchange
     issued: dict[str, int] = field(default_factory=dict)  # collectives of this rank, by channel; of all engines
-    # Works nobody has waited for, and the buffer each may still write to: an engine may be dropped before they end.
+    # Works that nobody has waited for, with the buffers that each may still read or write: an engine may be dropped before its
+    # works end.
     written: dict[Any, Any] = field(default_factory=dict)
-    unfinished: dict[str, Any] = field(default_factory=dict)  # by channel: the latest work nobody has waited for
-    timeout: timedelta | None = None  # of the process groups; None: torch's default
-    streams: dict[torch.device, tuple[Any, Any]] = field(default_factory=dict)  # CUDA: for gathers and for reductions
-    parts: dict[Topology, Parts] = field(default_factory=dict)
-    again: dict[tuple[Topology, int], Any] = field(
+    unfinished: dict[str, Any] = field(default_factory=dict)  # by channel, the latest work that nobody has waited for
+    timeout: timedelta | None = None  # the process groups' timeout; None for torch's default
+    streams: dict[torch.device, tuple[Any, Any]] = field(
         default_factory=dict
-    )  # for the gathers of backward among fewer ranks
+    )  # CUDA: the streams for gathers and for reductions
+    parts: dict[Topology, Parts] = field(default_factory=dict)
+    # The groups of the secondary shards, for the gathers of backward among fewer ranks (reshard_after_forward=<int>).
+    again: dict[tuple[Topology, int], Any] = field(default_factory=dict)
 
     @property
     def meet(self) -> Any:
@@ -101,28 +111,31 @@ class Groups:
         return self.scalar
 
     def __post_init__(self) -> None:
-        # Runs when the groups go, or at exit.
+        # The finalizer runs when this object is deleted, or at exit.
         weakref.finalize(self, _keep_unfinished, vars(self).copy())
 
     def streams_on(self, device: torch.device) -> tuple[Any, Any]:
-        """The streams for gathers and for reductions on a GPU. Shared by all engines over these groups: the allocator
-        keeps a pool of memory for each stream, and torch has only 32 streams before they repeat."""
+        """Return the streams for gathers and for reductions on a GPU.
+
+        All engines over these groups share the streams: the allocator keeps a pool of memory for each stream, and torch has
+        only 32 streams before they repeat.
+        """
         if device not in self.streams:
-            # High priority: a copy into a buffer shall not wait behind the matrix products that it could run beside.
+            # High priority, so that a copy into a buffer doesn't wait behind matrix products that it could overlap with.
             self.streams[device] = tuple(torch.cuda.Stream(device, priority=-1) for _ in range(2))  # type: ignore[assignment]
         return self.streams[device]
 
     def give_up(self, rank: int, error: Exception) -> None:
-        """No further collective may be issued: one was left without its partner. The other ranks can read it."""
+        """Forbid further collectives in these groups, after one was left without its partner, and tell the other ranks."""
         self.broken = str(error)
         if self.key:
             with contextlib.suppress(RuntimeError):  # the store may be gone with its rank
-                store, said = default_store(), json.dumps([rank, type(error).__name__, str(error)])
-                store.compare_set(f"{self.key}/given_up", "", said)  # the first reason counts
+                store, reason = default_store(), json.dumps([rank, type(error).__name__, str(error)])
+                store.compare_set(f"{self.key}/given_up", "", reason)  # the first reason counts
                 Messages(store, self.key).announce()
 
     def given_up(self) -> GivenUp | None:
-        """The first rank that gave up, and why."""
+        """Return which rank gave up first, and why; None if no rank has."""
         if self.key:
             with contextlib.suppress(RuntimeError):
                 store, key = default_store(), f"{self.key}/given_up"
@@ -131,44 +144,43 @@ class Groups:
         return None
 
     def is_usable(self) -> bool:
-        """Whether this rank could go on with them. A program may have destroyed groups it did not make."""
+        """Return True if this rank can use all of the groups: a program may have destroyed groups that it did not make."""
         alive = dist.distributed_c10d._world.pg_map
         groups = [self.gather, self.reduce, self.scalar, self.control, *self.again.values()]
         groups += [group for parts in self.parts.values() for group in parts.all()]
         return not self.broken and all(group in alive for group in groups)
 
     def forget_ended(self) -> None:
-        """Let go of the buffers of works that have ended without anybody waiting for them."""
+        """Drop the buffers of works that have ended without anybody waiting for them."""
         for work in [work for work in self.written if work.is_completed()]:
             del self.written[work]
 
 
 def _keep_unfinished(groups: dict[str, Any]) -> None:
-    """Let a group in which a collective has stayed without its partner live as long as the process.
+    """Keep a group alive as long as the process if a collective in it has been left without its partner.
 
     Gloo can't abort a collective. The group's destructor waits for it, and two ranks that destroy such groups in
     different order would wait for each other until the group's timeout, half an hour by default. When a process ends,
     its partners' collectives end with an error.
     """
     if any(not work.is_completed() for work in groups["unfinished"].values()):
-        # A list of this module would be emptied at exit, and the destructors run.
+        # A list in this module would be emptied at exit, and the destructors would run.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups))
 
 
-# Communicators cost memory and set-up time, and a program may shard many models over one group. The user's group object
-# is the key and the entry dies with it, so this is a cache that no behaviour depends on; below it by
-# `single_communicator`.
+# The groups by the user's group and by `single_communicator`. Communicators cost memory and set-up time, and a program may
+# shard many models over one group. An entry dies with the user's group, so this is a cache that no behaviour depends on.
 _groups: weakref.WeakKeyDictionary[Any, dict[bool, Groups]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
 def _made_by_its_members(name: str) -> Iterator[None]:
-    """Inside, a process group that is made by its members alone gets this name and a communicator of its own.
+    """Give a process group that is made inside this context, by its members alone, this name and a communicator of its own.
 
-    torch names such a group after the number of groups that the process has. Ranks that belong to other groups besides
-    have other numbers, and would wait for each other under different names. And where the default group is bound to a
-    device (``init_process_group(device_id=...)``), NCCL's communicators are split from the default one, for which NCCL
-    needs all its ranks.
+    torch names such a group after the number of groups in the process. This number differs between ranks that belong to
+    different other groups, and they would wait for each other under different names. And if the default group is bound to
+    a device (``init_process_group(device_id=...)``), a new NCCL communicator is split from the default communicator, and a
+    split needs all ranks of the default group.
     """
     c10d: Any = dist.distributed_c10d
     original, default = c10d._process_group_name, c10d._get_default_group()
@@ -195,21 +207,26 @@ def ranks_of(group: Any = None) -> list[int]:
 
 
 def backend_of(group: Any, device_type: str) -> str:
-    """The backend that serves a type of device in `group`, "" if none does. `get_backend` names one of several."""
+    """Return the backend that serves a type of device in `group`, or "" if none does.
+
+    torch's `get_backend` would name only one of several backends.
+    """
     entries = dist.get_backend_config(group).split(",")
     return dict(entry.split(":", 1) for entry in entries if ":" in entry).get(device_type, "")
 
 
 def _longer(timeout: float) -> timedelta | None:
-    """The limit of process groups in which a rank may wait `timeout` seconds, and then has its own error; None: torch's default,
-    which is ten minutes with NCCL and thirty with Gloo."""
+    """Return a timeout for process groups that is longer than the engine's `timeout`, so that the engine's error comes first.
+
+    None stands for torch's default, which is ten minutes with NCCL and thirty with Gloo.
+    """
     if timeout + 60 <= 600:
         return None
     return max(timedelta(seconds=timeout + 60), dist.distributed_c10d.default_pg_timeout)
 
 
 def groups_for(group: Any, single_communicator: bool, timeout: float) -> Groups:
-    """The process groups over the ranks of `group`. Collective."""
+    """Return the engines' process groups over the ranks of `group`; make them where there are none to use. Collective."""
     kept = _groups.setdefault(group, {})
     found = kept.get(single_communicator)
     usable = found is not None and found.is_usable()
@@ -222,19 +239,19 @@ def groups_for(group: Any, single_communicator: bool, timeout: float) -> Groups:
         limit = _longer(timeout)
         part = len(ranks) != dist.get_world_size()
 
-        # Else a new group would have the default group's backends, which need not be this one's.
+        # Without it a new group would have the default group's backends, which may differ from those of `group`.
         own = dist.get_backend_config(group) if key else None
 
         def new(purpose: str, backend: str | None = own) -> Any:
             with _made_by_its_members(f"{key}/{purpose}") if part and key else contextlib.nullcontext():
                 return dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=part)
 
-        # One NCCL communicator serialises its collectives even on different streams, hence one each for gathers and
-        # reductions; `single_communicator` is the fallback where two cannot be had. The user's own group is left alone:
-        # a gather that stays without its partner must not make it unusable.
+        # An NCCL communicator serialises its collectives even on different streams. Gathers and reductions therefore have
+        # one communicator each, unless `single_communicator` is set because two cannot be had. The user's own group is not
+        # used: a gather that is left without its partner must not make that group unusable.
         gather = new("gather")
         reduce = gather if single_communicator else new("reduce")
-        # Small messages of the host's: on a GPU they would wait for its queue, behind a gather that may lack its partner.
+        # For small messages between hosts. On a GPU a message would wait in the queue behind a gather that may lack its partner.
         control = new("control", "gloo" if key else own)
         scalar = new("scalar", "cpu:gloo,cuda:nccl" if backend_of(group, "cuda") == "nccl" else own)
         found = Groups(gather, reduce, scalar, control, key, timeout=limit)
@@ -243,8 +260,10 @@ def groups_for(group: Any, single_communicator: bool, timeout: float) -> Groups:
 
 
 def parts_for(groups: Groups, group: Any, topology: Topology, single_communicator: bool) -> Parts:
-    """The process groups of this rank's copy and plane, and across. Collective: `groups` are those of `group`, and all ranks know
-    that they have the same `topology`."""
+    """Return this rank's process groups under `topology`, and make them at the first call. Collective.
+
+    `groups` belong to `group`. All ranks must already know that they have the same `topology`.
+    """
     found = groups.parts.get(topology)
     if found is None:
         me, number = dist.get_rank(group), len(groups.parts)
@@ -274,7 +293,10 @@ def parts_for(groups: Groups, group: Any, topology: Topology, single_communicato
 
 
 def again_for(groups: Groups, group: Any, topology: Topology, size: int) -> Any:
-    """The process group of the `size` ranks that keep a unit between forward and backward. Collective, as :func:`parts_for`."""
+    """Return the process group of the `size` ranks that keep a unit's secondary shards between forward and backward.
+
+    Collective, under the same conditions as :func:`parts_for`.
+    """
     found = groups.again.get((topology, size))
     if found is None:
         members = topology.part_of(dist.get_rank(group), size)
@@ -284,7 +306,7 @@ def again_for(groups: Groups, group: Any, topology: Topology, size: int) -> Any:
 
 
 def _among(groups: Groups, group: Any, purpose: str, members: tuple[int, ...], backend: str | None) -> Any:
-    """A new process group of some ranks of `group`, made by these alone."""
+    """Make a process group of some ranks of `group`. Collective over these ranks only."""
     ranks = dist.get_process_group_ranks(group)
     name = f"{groups.key}/{purpose}/{members[0]}"
     with _made_by_its_members(name) if groups.key else contextlib.nullcontext():
@@ -300,11 +322,11 @@ _made: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDict
 
 
 def group_over(ranks: list[int], timeout: float) -> Any:
-    """A process group over these global ranks: the default one where those are all. Collective over them.
+    """Return a process group over global `ranks`: the default group if these are all ranks. Collective over `ranks`.
 
     Raises:
-        MissingRankError: one has not come within `timeout` seconds.
-        SetupError: this rank is none of them.
+        MissingRankError: a rank has not come within `timeout` seconds.
+        SetupError: this rank is not one of `ranks`.
     """
     if dist.get_rank() not in ranks:
         raise SetupError(f"mesh: rank {dist.get_rank()} is not in it ({ranks}); call shard() on its ranks.")
@@ -312,7 +334,7 @@ def group_over(ranks: list[int], timeout: float) -> Any:
         return dist.group.WORLD
     found = _made.get(tuple(ranks))
     if found is None or found not in dist.distributed_c10d._world.pg_map:
-        # Counted by each rank for itself, as all of them come here in one order.
+        # Each rank counts for itself: all of `ranks` come here equally often and in the same order.
         number = default_store().add(f"torch_shard/made/{ranks}/{dist.get_rank()}", 1)
         name = f"torch_shard/over/{ranks}/{number}"
         told_by(ranks, name, "", timeout)

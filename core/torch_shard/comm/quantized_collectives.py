@@ -1,7 +1,7 @@
-"""Quantized gathers and reductions in flight: where codes are made, sent, and read again.
+"""Quantized gathers and reductions in flight: values are encoded, sent, and decoded here.
 
-On GPUs all of it is work of the gather and the reduction stream, behind and before the collective. Over Gloo codes are read
-when the collective is waited for.
+On GPUs encoding and decoding run on the gather stream and the reduction stream, before and after the collective. Over Gloo
+values are decoded when the collective is waited for.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["QuantizedGather", "QuantizedGradients", "QuantizedReduction"]
 
 
 class QuantizedGather:
-    """Like a :class:`~torch_shard.comm.work.Pending`: of a gather that is complete once its codes have been read."""
+    """A gather in flight, like :class:`~torch_shard.comm.work.Pending`, which is complete once its values are decoded."""
 
     def __init__(self, c: Collectives, code: BlockCode, sent: torch.Tensor, full: torch.Tensor, what: str) -> None:
-        """Start it: `sent` is this rank's payload, 1-D. Collective; call under ``c.gathering()``."""
+        """Start the gather; `sent` is this rank's payload, 1-D. Collective; call under ``c.gathering()``."""
         self._code, self._full = code, full
         with torch.no_grad():
             payloads = torch.empty(c.size, code.nbytes, dtype=torch.uint8, device=full.device)
@@ -34,7 +34,7 @@ class QuantizedGather:
         if c.gather_stream is not None:
             self._decode()
             assert self._pending.event is not None
-            self._pending.event.record(c.gather_stream)  # once more, behind the codes
+            self._pending.event.record(c.gather_stream)  # recorded again, after the decoding
 
     def _decode(self) -> None:
         if self._payloads is None:
@@ -44,7 +44,7 @@ class QuantizedGather:
         self._payloads = None
 
     def settle(self, seconds: float) -> bool:
-        """Wait at most this long for the collective; False if it is still going on."""
+        """Wait for at most `seconds`; return False if the collective is still running."""
         return self._pending.settle(seconds)
 
     def wait(self) -> None:
@@ -54,40 +54,40 @@ class QuantizedGather:
 
 
 class QuantizedGradients:
-    """The quantized reductions of one flat buffer's gradients, and what their codes have lost so far."""
+    """The quantized reductions of one flat buffer's gradients, with the residual that quantization has lost so far."""
 
     def __init__(self, code: BlockCode, layout: FlatLayout, dtypes: Dtypes, collectives: Collectives) -> None:
         assert dtypes.quantized is not None
         self.code, self.layout, self.collectives = code, layout, collectives
-        self._dtype_across = dtypes.reduce  # sums of copies travel as they are
+        self._dtype_across = dtypes.reduce  # the inter-replica all-reduce is not quantized
         self._residual_dtype = dtypes.quantized.residual_dtype(dtypes)
         self.residual: torch.Tensor | None = None  # in the full layout, of this rank's own gradients
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the residual."""
+        """The bytes of the residual."""
         return 0 if self.residual is None else self.residual.nbytes
 
     @property
     def buffers(self) -> list[tuple[int, torch.dtype]]:
-        """What a reduction takes of ``Collectives.take``, beside the gradients: codes sent and received."""
+        """The buffers that a reduction takes by ``Collectives.take``, beside the gradients: for payloads sent and received."""
         return 2 * [(self.collectives.size * self.code.nbytes, torch.uint8)]
 
     def forget(self) -> None:
-        """A backward has failed: codes may have been made of what no rank has received."""
+        """Drop the residual after a failed backward: values may have been encoded that no rank has received."""
         self.residual = None
 
     def start(
         self, grad: torch.Tensor, held: Sequence[bool], dtype: torch.dtype, what: str, streams: Sequence[Any]
     ) -> QuantizedReduction:
-        """Send `grad` (1-D, in the full layout, divided by the number of ranks), which is given back. Collective.
+        """Start the reduction of `grad`, whose buffer is given back by the reduction. Collective.
 
         Args:
-            grad: zero where this rank has no gradient.
-            held: for each parameter, whether it has.
-            dtype: of the sum.
-            what: for messages.
-            streams: CUDA: those that have written to `grad`, beside the current one.
+            grad: 1-D, in the full layout, divided by the number of ranks; zero where this rank has no gradient.
+            held: for each parameter, whether this rank has a gradient.
+            dtype: the dtype of the sum.
+            what: the name of the operation, for error messages.
+            streams: the CUDA streams that have written to `grad`, beside the current one.
         """
         c, code = self.collectives, self.code
         with torch.no_grad(), outside_inference(), c.reducing():
@@ -111,7 +111,7 @@ class QuantizedGradients:
             if across is not None:
                 pending = c.followed(pending, c.all_reduce_across(total, across))
             elif pending.event is not None:
-                pending.event.record(c.reduce_stream)  # once more, behind the sum
+                pending.event.record(c.reduce_stream)  # recorded again, after the sum
             return QuantizedReduction(c, grad, sent, received, code, pending, self._dtype_across, begun, streams, total)
 
     def _encode(self, grad: torch.Tensor, held: Sequence[bool], payloads: torch.Tensor) -> None:
@@ -121,7 +121,8 @@ class QuantizedGradients:
             return
         if self.residual is None:
             self.residual = torch.zeros(grad.numel(), dtype=self._residual_dtype, device=grad.device)
-        # Where this rank has no gradient, no rank may have one. Then nobody takes what is sent: the residual waits.
+        # For a parameter without a gradient on this rank, perhaps no rank has one, and then nobody uses the payload. Its
+        # residual is therefore kept for a later reduction.
         views = [slot_view(self.residual, s) for s, has in zip(self.layout.slots, held, strict=True) if not has]
         waiting = [(view, view.clone()) for view in views]
         for view, _ in waiting:
@@ -132,7 +133,7 @@ class QuantizedGradients:
 
 
 class QuantizedReduction(Reduction):
-    """A reduction in flight whose parts are codes."""
+    """A gradient reduction in flight whose payloads are quantized."""
 
     def __init__(
         self,
@@ -147,7 +148,7 @@ class QuantizedReduction(Reduction):
         streams: Sequence[Any] = (),
         total: torch.Tensor | None = None,
     ) -> None:
-        """`total`: the sum, where a stream makes it; that reads `grad` until then."""
+        """Keep the buffers of a started reduction. `total` is the sum, if a CUDA stream makes it from `grad`."""
         super().__init__(c, sent, received, pending, begun, streams, total=total)
         self._own, self._code, self._across = grad, code, dtype_across
 

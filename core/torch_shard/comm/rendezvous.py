@@ -1,4 +1,4 @@
-"""How ranks meet through the default process group's store, where a collective would wait without saying for whom."""
+"""Rendezvous through the default process group's store, whose timeouts name the missing ranks, as a collective's don't."""
 
 from __future__ import annotations
 
@@ -15,23 +15,31 @@ from .store_messages import Messages, longest_pause
 from .work import FIRST_TICK, SLOW, caller_line, default_store
 
 
-def _meet(group: Any, ranks: list[int], single: bool, usable: bool, timeout: float, board: str) -> str:
+def _meet(group: Any, ranks: list[int], single: bool, usable: bool, timeout: float, posts_key: str) -> str:
     """Wait for every rank, and decide with them whether new process groups are made. Collective.
 
-    `new_group` alone would wait for the group's own timeout, half an hour by default; and one rank may have to replace
-    groups (it gave up a collective, or destroyed them) that are as good as new on another.
+    `new_group` alone would wait for the group's own timeout, half an hour by default. The decision has to be common because
+    one rank may have to replace groups (it gave up a collective in them, or destroyed them) that still work on another.
 
-    Ranks meet in numbered rounds. Each counts its own, so a retry never takes an earlier arrival for a new one, and a
-    round ends in one verdict: the rank that comes last keeps the groups or renews them, a rank whose time is up ends
-    it for all. Who comes to a round that has ended without it goes on to the next. Three small keys remain of each, and what
-    a rank asks the store does not grow with their number. `board` is the key of the present groups, under which the ranks say
-    what they wait in (see Watch).
+    Ranks meet in numbered rounds. Each rank counts its own rounds, so that a retry never takes an earlier arrival for a new
+    one. A round ends with one outcome: the rank that arrives last decides "keep", "renew" or "differ" (the ranks differ in
+    `single`), and a rank whose timeout has passed decides "apart". A rank that arrives in a round which has ended without it
+    goes on to the next round. A round leaves three small keys in the store, and the number of requests to the store does not
+    grow with the number of rounds.
+
+    Args:
+        group: the user's process group.
+        ranks: the global ranks of `group`.
+        single: True if this rank wants a single communicator.
+        usable: True if this rank could go on with the present groups.
+        timeout: seconds to wait for the other ranks.
+        posts_key: the key of the present groups, under which ranks post what they wait in (see Watch); "" if there are none.
 
     Returns:
-        The key of the round if new groups are to be made, "" if the present ones stay.
+        The key of the round if new groups are to be made, "" if the present groups stay.
     """
     try:
-        return _verdict(group, ranks, single, usable, timeout, board)
+        return _outcome(group, ranks, single, usable, timeout, posts_key)
     except ShardError:
         raise
     except RuntimeError as error:
@@ -41,64 +49,64 @@ def _meet(group: Any, ranks: list[int], single: bool, usable: bool, timeout: flo
         ) from error
 
 
-def _verdict(group: Any, ranks: list[int], single: bool, usable: bool, timeout: float, board: str) -> str:
+def _outcome(group: Any, ranks: list[int], single: bool, usable: bool, timeout: float, posts_key: str) -> str:
     store, rank = default_store(), dist.get_rank()
     # Disjoint groups may share a name.
     name = f"torch_shard/meet/{group.group_name}/{ranks[0]}"
     deadline = time.monotonic() + timeout
-    posts = Messages(store, board) if board else None
+    posts = Messages(store, posts_key) if posts_key else None
     late = True
     while late:
         here = f"{name}/round {store.add(f'{name}/{rank}', 1)}"
-        # Before it is counted: the last one finds all.
+        # Listed before it is counted, so that the last rank finds all others in the list.
         store.append(f"{here}/came", f"{rank},{single:d},{usable:d} ")
         late = False
         if store.add(f"{here}/here", 1) == len(ranks):
-            answers = _came(store, here).values()
-            said = "keep" if all(is_usable for _, is_usable in answers) else "renew"
-            verdict = _decide(store, here, said if len({is_single for is_single, _ in answers}) == 1 else "differ")
-            late = verdict == "apart"
+            arrived = _arrived(store, here).values()
+            proposal = "keep" if all(is_usable for _, is_usable in arrived) else "renew"
+            outcome = _decide(store, here, proposal if len({is_single for is_single, _ in arrived}) == 1 else "differ")
+            late = outcome == "apart"
         else:
-            late = store.check([f"{here}/verdict"]) and store.get(f"{here}/verdict") == b"apart"
-            verdict = "" if late else _wait_for_verdict(store, here, deadline, ranks, posts)
-    if verdict == "apart":
+            late = store.check([f"{here}/outcome"]) and store.get(f"{here}/outcome") == b"apart"
+            outcome = "" if late else _wait_for_outcome(store, here, deadline, ranks, posts)
+    if outcome == "apart":
         missing = _missing(store, here, ranks)
-        said = "" if posts is None else _waits_in(posts, {ranks.index(r): r for r in missing})
+        waits = "" if posts is None else _waits_in(posts, {ranks.index(r): r for r in missing})
         raise MissingRankError(
-            f"rank {rank} waited {timeout:g} s in shard() at {caller_line()} for ranks {missing}{said}. It is collective: call "
+            f"rank {rank} waited {timeout:g} s in shard() at {caller_line()} for ranks {missing}{waits}. It is collective: call "
             "it on every rank, with the same settings, and see whether it failed there."
         )
-    if verdict == "differ":
-        who = _came(store, here)
-        having = [r for r in ranks if who[r][0]]
+    if outcome == "differ":
+        arrivals = _arrived(store, here)
+        having = [r for r in ranks if arrivals[r][0]]
         without = [r for r in ranks if r not in having]
         raise ConfigError(
             f"single_communicator: ranks {having} have True and ranks {without} have False; pass the same on all ranks."
         )
-    return here if verdict == "renew" else ""
+    return here if outcome == "renew" else ""
 
 
-def _came(store: Any, here: str) -> dict[int, tuple[bool, bool]]:
-    """Who has come to a round: whether it wants a single communicator, and whether its groups are usable. This rank has come."""
+def _arrived(store: Any, here: str) -> dict[int, tuple[bool, bool]]:
+    """Return the ranks that have arrived in a round, with `single` and `usable` of each. This rank must have arrived."""
     entries = [entry.split(",") for entry in store.get(f"{here}/came").decode().split()]
     return {int(rank): (single == "1", usable == "1") for rank, single, usable in entries}
 
 
 def _missing(store: Any, here: str, ranks: list[int]) -> list[int]:
-    came = _came(store, here)
-    return [rank for rank in ranks if rank not in came]
+    arrived = _arrived(store, here)
+    return [rank for rank in ranks if rank not in arrived]
 
 
-def _decide(store: Any, here: str, verdict: str) -> str:
-    """The verdict of a round: the first one counts."""
-    return str(store.compare_set(f"{here}/verdict", "", verdict).decode())
+def _decide(store: Any, here: str, proposal: str) -> str:
+    """Set the outcome of a round to `proposal` if no rank has set it, and return the outcome."""
+    return str(store.compare_set(f"{here}/outcome", "", proposal).decode())
 
 
-def _wait_for_verdict(store: Any, here: str, deadline: float, ranks: list[int], posts: Messages | None) -> str:
+def _wait_for_outcome(store: Any, here: str, deadline: float, ranks: list[int], posts: Messages | None) -> str:
     pause, begin, posted = 0.0005, time.monotonic(), False
     slow, number = begin + SLOW, ranks.index(dist.get_rank())
     try:
-        while not store.check([f"{here}/verdict"]):
+        while not store.check([f"{here}/outcome"]):
             now = time.monotonic()
             if now > deadline:
                 return _decide(store, here, "apart")
@@ -107,11 +115,11 @@ def _wait_for_verdict(store: Any, here: str, deadline: float, ranks: list[int], 
                 _warn(_missing(store, here, ranks), deadline - begin)
             if posts is not None and not posted and now > begin + FIRST_TICK:
                 posted = True
-                # The number 0: a rank that waits for another operation reports it, and takes it for no deadlock.
+                # With the number 0, a rank that waits in another operation names this post, but doesn't take it for a deadlock.
                 posts.write(number, json.dumps(["control", 0, "shard()", caller_line(), {}]))
             time.sleep(pause)
             pause = min(2 * pause, longest_pause(len(ranks)))
-    except BaseException:  # an interrupt: nobody may go on as if this rank were here
+    except BaseException:  # say an interrupt: no rank may go on as if this rank were here
         with contextlib.suppress(RuntimeError):
             _decide(store, here, "apart")
         raise
@@ -119,25 +127,34 @@ def _wait_for_verdict(store: Any, here: str, deadline: float, ranks: list[int], 
         if posted and posts is not None:
             with contextlib.suppress(RuntimeError):
                 posts.write(number, "")
-    return str(store.get(f"{here}/verdict").decode())
+    return str(store.get(f"{here}/outcome").decode())
 
 
 def _waits_in(posts: Messages, missing: dict[int, int]) -> str:
-    """What missing ranks say that they wait in; `missing`: by their numbers in the group."""
-    said = ""
+    """Return a text with what missing ranks wait in; `missing` maps numbers in the group to global ranks."""
+    waits = ""
     for number, text in posts.read().items():
         if number in missing and text:
             _, _, what, line, _ = json.loads(text)
-            said += f"; rank {missing[number]} waits in {what} at {line}"
-    return said
+            waits += f"; rank {missing[number]} waits in {what} at {line}"
+    return waits
 
 
 def told_by(ranks: list[int], name: str, mine: str, timeout: float, what: str = "shard()") -> dict[int, str]:
-    """What each of these global ranks says under `name`, through the store: `new_group` and torch's object collectives would
-    wait for the group's own timeout, and not say for whom. Collective over them. `what`: the operation, for messages.
+    """Return the text `mine` of each of the global `ranks`, by rank. Collective over them.
+
+    The texts travel through the store, because `new_group` and torch's object collectives would wait for the group's own
+    timeout without naming the missing ranks.
+
+    Args:
+        ranks: global ranks, this one included.
+        name: the prefix of the keys in the store, equal on all ranks and never used before.
+        mine: the text of this rank.
+        timeout: seconds to wait for the other ranks.
+        what: the name of the operation, for error messages.
 
     Raises:
-        MissingRankError: one has not come within `timeout` seconds.
+        MissingRankError: a rank has not come within `timeout` seconds.
     """
     messages, me, begin = Messages(default_store(), name), dist.get_rank(), time.monotonic()
     deadline, slow = begin + timeout, begin + SLOW
@@ -161,8 +178,8 @@ def told_by(ranks: list[int], name: str, mine: str, timeout: float, what: str = 
                 _warn(missing, timeout, what)
             time.sleep(pause)
             pause = min(2 * pause, longest_pause(len(ranks)))
-        said = messages.read()
-        return {rank: said[rank].decode().removeprefix("said ") for rank in ranks}
+        texts = messages.read()
+        return {rank: texts[rank].decode().removeprefix("said ") for rank in ranks}
     except ShardError:
         raise
     except RuntimeError as error:

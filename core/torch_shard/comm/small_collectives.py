@@ -16,20 +16,20 @@ __all__ = ["ScalarComm", "SingleComm", "UnknownStep"]
 
 
 class UnknownStep(Protocol):
-    """The step of an optimizer that the engine does not know, which is given the sharded tensors."""
+    """The step of an optimizer class that the engine does not know, which steps on the sharded tensors themselves."""
 
     def runs(self) -> bool:
-        """Return True while one runs."""
+        """Return True while such a step runs."""
         ...
 
     def refuse(self, message: str) -> str:
-        """Return the message of an error about an operation that shards can't do, with whose operation it was."""
+        """Return `message`, the text of an error about an operation that shards can't do, and add whose operation it was."""
         ...
 
 
 @dataclass(eq=False)
 class SingleComm:
-    """The scalar communicator of a group of one."""
+    """The :class:`ScalarComm` of a group of one rank, which sends nothing."""
 
     size: int = 1
     rank: int = 0
@@ -56,26 +56,31 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 @dataclass(eq=False)
 class ScalarComm:
-    """Reductions that the user's own code asks for (norms, `full_tensor`): blocking, in a group of their own, so that
-    they cannot pair with a gather or a gradient reduction of another rank."""
+    """The collectives that the user's own code asks for (norms, `full_tensor`).
+
+    They block, and run in a process group of their own, so that they cannot pair with a parameter gather or a gradient
+    reduction of another rank.
+    """
 
     channel: Channel
     watch: Watch
     size: int
     rank: int
-    over_copies: ScalarComm | None = None  # where other ranks have the same slices
-    device: torch.device | None = None  # where tensors must be, if anywhere: slices in host memory travel by way of it
-    unknown_step: UnknownStep | None = None  # that may be running
-    bytes_sent: int = 0  # of tensors that were gathered for the user; small messages don't count
+    over_copies: ScalarComm | None = None  # over all ranks; None where no other ranks have the same shards
+    device: torch.device | None = (
+        None  # the device that tensors are copied to before they are sent (for shards in host memory)
+    )
+    unknown_step: UnknownStep | None = None  # the step that may be running
+    bytes_sent: int = 0  # of tensors gathered for the user's code; small messages don't count
 
     @property
     def world_rank(self) -> int:
-        """This rank among all of the engine, for messages."""
+        """The number of this rank among all ranks of the engine, for error messages."""
         return self.watch.rank
 
     @property
     def everyone(self) -> ScalarComm:
-        """Over all ranks that train together: derivatives are averaged over those, whoever shares a copy."""
+        """The communicator over all ranks whose gradients are averaged, whichever ranks share a replica."""
         return self.over_copies or self
 
     def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""What an engine has sent, how long training waited for it, and what is gathered: counted where it happens.
+"""Statistics of one engine: bytes sent, time waited for collectives, and memory of gathered parameters.
 
-Waiting over Gloo is timed always: two looks at a clock for each collective that somebody waits for. On GPUs it is the stream
-that waits, not the thread, so that it takes events to know for how long; those are recorded on request.
+Over Gloo each wait is timed by two readings of a clock. On GPUs the stream waits, not the thread, so that events are needed to
+time a wait. They are recorded on request only.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _REDUCTIONS = frozenset(("reduce", "reduce slices", "across", "lane"))
 
 @dataclass(frozen=True)
 class Statistics:
-    """Figures of one rank: counters since set-up, and what is gathered now.
+    """Figures of one rank: counters since set-up, and the memory of parameters that are gathered now.
 
     Attributes:
-        bytes_sent: that this rank has sent for parameters and gradients.
-        bytes_sent_across: of these, between copies of the parameters, under the hybrid strategies and ``no_shard``.
+        bytes_sent: bytes that this rank has sent for parameters and gradients.
+        bytes_sent_across: the part of `bytes_sent` between replicas, under hybrid strategies and ``no_shard``.
         gather_wait: seconds that training has waited for gathers of parameters.
         reduce_wait: seconds that it has waited for reductions of gradients, and for what optimizers of whole matrices exchange.
         other_wait: seconds that it has waited for the other ranks in small messages: where a forward begins and where a
@@ -51,13 +51,13 @@ class Statistics:
     host_wait: float = 0.0
 
     def since(self, earlier: Statistics) -> Statistics:
-        """What was counted since `earlier`, figures of the same engine; `gathered` and `peak_gathered` stay as they are."""
+        """Return the counts since `earlier`, statistics of the same engine; `gathered` and `peak_gathered` are unchanged."""
         counted = ("bytes_sent", "bytes_sent_across", "gather_wait", "reduce_wait", "other_wait", "host_wait")
         return dataclasses.replace(self, **{name: getattr(self, name) - getattr(earlier, name) for name in counted})
 
 
 class GatheredBytes:
-    """How much memory one model's gathered parameters take, and took at most."""
+    """The bytes of one model's gathered parameters, now and at their peak."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
@@ -69,10 +69,11 @@ class GatheredBytes:
 
 
 class StreamWaits:
-    """How long streams stood still for collectives.
+    """The time that streams have waited for collectives.
 
-    An event before a wait passes when the stream has done what it was given earlier, one behind the wait when the collective
-    has ended, too. The time between them is the waiting. It is read once both have passed, so that nobody waits for the device.
+    An event before a wait passes when the stream has done its earlier work. An event after the wait passes when the collective
+    has ended, too. The time between the events is the time waited. It is read once both have passed, so that the host never
+    waits for the device.
     """
 
     def __init__(self, device: torch.device, event: Callable[[], Any] | None = None) -> None:
@@ -82,16 +83,16 @@ class StreamWaits:
         self._free: list[Any] = []
 
     def begin(self) -> Any:
-        """Before the current stream waits; None where its work is only being recorded (a CUDA graph)."""
+        """Record and return an event before a wait of the current stream; None while a CUDA graph is being captured."""
         if torch.cuda.is_current_stream_capturing():
             return None
         return self._recorded()
 
     def end(self, channel: Channel, begun: Any) -> None:
-        """Behind that wait."""
+        """Record an event after the wait, whose first event is `begun`."""
         if begun is not None:
             self._under_way.append((channel, begun, self._recorded()))
-            self.collect(at_most=2)  # as many as were added, and one more: what has passed never piles up
+            self.collect(at_most=2)  # one wait was added; two are collected, so that ended ones never pile up
 
     def _recorded(self) -> Any:
         event = self._free.pop() if self._free else self._event()
@@ -99,7 +100,7 @@ class StreamWaits:
         return event
 
     def collect(self, at_most: int | None = None) -> None:
-        """Add what has passed to the channels' waiting."""
+        """Add the waits that have ended, at most `at_most`, to the channels' times."""
         while self._under_way and self._under_way[0][2].query() and at_most != 0:
             channel, begun, ended = self._under_way.popleft()
             channel.waited += begun.elapsed_time(ended) / 1e3
@@ -108,7 +109,7 @@ class StreamWaits:
 
 
 def waits(collectives: Collectives) -> tuple[float, float, float]:
-    """Seconds waited for gathers, for reductions and for everything else."""
+    """Return the seconds waited for gathers, for reductions and for all other collectives."""
     watch = collectives.watch
     if watch.stream_waits is not None:
         watch.stream_waits.collect()

@@ -1,7 +1,7 @@
-"""Waiting for a collective: with a limit, and with an error that says what each rank is waiting in.
+"""Waits for collectives with a timeout, and errors that say what each rank waits in.
 
-Every blocking wait of the engine goes through :class:`Watch`, so that a rank whose partner does not come gets an
-error that says what each rank is waiting in, instead of hanging until the process group's own timeout.
+Every blocking wait of the engine goes through :class:`Watch`. A rank whose partner does not come therefore raises an error
+that says what each rank waits in, instead of hanging until the timeout of the process group.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """Waits with a limit, and explains a wait that is not coming to an end.
+    """Waits for collectives with a timeout, and explains a wait that does not end.
 
-    A rank that has waited for a second posts in the group's store what it waits for and how many collectives of each
-    channel it has issued. Two ranks that each wait for something the other has not issued can never go on: that is
-    reported at once. A partner that posts nothing is named in a warning at :data:`SLOW` seconds, and reported at ``timeout``.
+    A rank that has waited for a second posts in the store which collective it waits in, and how many collectives of each
+    channel it has issued. If each of two ranks waits in a collective that the other has not issued, neither can ever go on,
+    and both raise at once. A partner that posts nothing is named in a warning after :data:`SLOW` seconds, and in an error
+    after ``timeout`` seconds.
 
-    All ranks may wait for one. As long as nothing new is posted a look at the store is one request, and then three more for the
-    posts of all ranks, however many there are.
+    All ranks may wait for one rank. While no rank posts anything new, a look at the store is one request. Reading new posts
+    takes three more requests, however many ranks there are.
     """
 
     def __init__(self, rank: int, size: int, ranks: list[int], timeout: float, key: str) -> None:
@@ -43,13 +44,13 @@ class Watch:
         self.channels: dict[str, Channel] = {}  # by name
         self.first_tick = timedelta(seconds=min(FIRST_TICK, timeout))
         self._tick = TICK + size / 1000
-        self._board: Messages | None = None  # what the ranks wait in
+        self._posts: Messages | None = None  # what each rank waits in
         self.polls = False  # NCCL: see _bounded_wait and meet
-        self.stream_waits: StreamWaits | None = None  # NCCL: times what streams wait, where that was asked for
+        self.stream_waits: StreamWaits | None = None  # NCCL: measures how long streams wait, if that was requested
 
     @contextlib.contextmanager
     def patient(self, seconds: float) -> Iterator[None]:
-        """Inside, this rank waits for at least so long: in what the user calls to wait. Not collective."""
+        """Raise the timeout to at least `seconds` inside this context, for calls by which the user waits. Not collective."""
         before = self.timeout
         self.timeout = max(before, seconds)
         try:
@@ -58,27 +59,32 @@ class Watch:
             self.timeout = before
 
     def _post(self, channel: Channel, number: int, what: str) -> None:
-        said = json.dumps([channel.name, number, what, caller_line(), channel.groups.issued])
-        with contextlib.suppress(RuntimeError):  # the store is gone with its rank: the wait itself will say so
-            if self._board is None:
-                self._board = Messages(default_store(), self.key)
-            self._board.write(self.rank, said)
+        post = json.dumps([channel.name, number, what, caller_line(), channel.groups.issued])
+        with contextlib.suppress(RuntimeError):  # the rank that serves the store is gone: the wait itself fails
+            if self._posts is None:
+                self._posts = Messages(default_store(), self.key)
+            self._posts.write(self.rank, post)
 
     def _withdraw(self) -> None:
         with contextlib.suppress(RuntimeError):
-            if self._board is not None:
-                self._board.write(self.rank, "")
+            if self._posts is not None:
+                self._posts.write(self.rank, "")
 
-    def _news(self) -> dict[int, Any] | None:
-        """What the other ranks wait in, by rank, or None where nothing is new since the last look."""
+    def _new_posts(self) -> dict[int, Any] | None:
+        """Return what the other ranks wait in, by rank; None if no rank has posted since the last call."""
         with contextlib.suppress(RuntimeError):
-            if self._board is not None and self._board.changed():
-                said = self._board.read()
-                return {rank: json.loads(text) for rank, text in said.items() if text and rank != self.rank}
+            if self._posts is not None and self._posts.changed():
+                found = self._posts.read()
+                return {rank: json.loads(text) for rank, text in found.items() if text and rank != self.rank}
         return None
 
     def wait(self, pending: Pending) -> None:
-        """For a collective that has not ended in the first tick, or that failed."""
+        """Wait for a collective that has not ended within the first tick, or that has failed.
+
+        Raises:
+            DivergenceError: the ranks run different operations, or another rank stopped at an error.
+            MissingRankError: the collective failed, or has not ended after ``timeout`` seconds.
+        """
         work = pending.work
         pending.channel.check()
         if self.polls and _bounded_wait(work, self.first_tick.total_seconds(), pending, self.rank):
@@ -87,14 +93,16 @@ class Watch:
         begin = time.monotonic() - FIRST_TICK
         deadline = begin + self.timeout
         warned = self.timeout <= SLOW
-        self._post(pending.channel, pending.number, pending.what)  # which is news, so that there is a first look
+        self._post(
+            pending.channel, pending.number, pending.what
+        )  # this post is new, too, so that the posts are read at once
         posts: dict[int, Any] = {}
         try:
             while True:
                 if _bounded_wait(work, self._tick, pending, self.rank):
                     return
-                news = self._news()
-                posts = posts if news is None else news
+                new_posts = self._new_posts()
+                posts = posts if new_posts is None else new_posts
                 stuck = self._deadlocked(pending, posts)
                 if stuck:
                     # Leave the others time to read this post before it is withdrawn.
@@ -105,7 +113,7 @@ class Watch:
                         + ". The ranks run different operations: every rank must run the same forwards, backwards, "
                         "norms, gathers and saves in the same order (look for code under `if rank == ...`)."
                     )
-                if news is not None and (past := groups.given_up()) is not None:
+                if new_posts is not None and (past := groups.given_up()) is not None:
                     kind = MissingRankError if past.kind == MissingRankError.__name__ else DivergenceError
                     raise kind(
                         f"rank {self.rank} waits in {pending.what} at {caller_line()}, and rank {past.rank} won't come: it "
@@ -123,25 +131,25 @@ class Watch:
             self._withdraw()
 
     def meet(self, what: str) -> None:
-        """NCCL: wait on the host until every rank has come to a collective that user code blocks in. Collective.
+        """Wait on the host, with NCCL, until every rank has come to a collective that user code blocks in. Collective.
 
-        The collective itself can then be left to the streams. Waiting for its end would mean waiting for everything that
-        the device has to do before it.
+        The streams alone can then wait for the collective itself. If the host waited for its end, it would wait for all
+        work that the device has queued before it.
         """
         if self.polls:
             blocking(self, "meet", what, dist.all_reduce, torch.zeros(1, device="cpu"))
 
     def exchange(self, what: str, value: Any, own: str = "", listen: bool = True) -> list[Any]:
-        """What every rank has to say, by rank, where an error must be explained. Collective.
+        """Return the `value` of every rank, by rank, to explain an error. Collective.
 
-        Through the store and with a limit: the ranks differ already, and a partner may have paired with the operation
-        before by mistake, or have given it up long ago.
+        The values travel through the store, with a timeout, because collectives can't be relied on once the ranks differ: a
+        partner may have paired the previous operation with a wrong one, or may have given it up long ago.
 
         Args:
             what: the operation that found the difference.
-            value: what this rank says; picklable.
+            value: the value of this rank; it must be picklable.
             own: this rank's own history, for the error if a partner does not come.
-            listen: False: say it only, and don't wait for the others (their values are None then).
+            listen: False to leave this rank's value without waiting for the others, whose values are None then.
 
         Raises:
             DivergenceError: a partner gave up earlier, so it won't come.
@@ -149,9 +157,9 @@ class Watch:
         """
         channel = self.channels["control"]
         groups = channel.groups
-        said: list[Any] = [value if rank == self.rank else None for rank in range(self.size)]
+        answers: list[Any] = [value if rank == self.rank else None for rank in range(self.size)]
         if not groups.key:  # no other rank exists
-            return said
+            return answers
         groups.exchanges += 1
         name = f"{groups.key}/said/{groups.exchanges}"
         missing, pause = [rank for rank in range(self.size) if rank != self.rank], 0.005
@@ -169,7 +177,7 @@ class Watch:
                     time.sleep(pause)
                     pause = min(2 * pause, longest_pause(self.size))
             for rank, answer in messages.read().items() if listen else ():
-                said[rank] = pickle.loads(answer)
+                answers[rank] = pickle.loads(answer)
         except ShardError as error:
             groups.give_up(self.rank, error)
             raise
@@ -180,7 +188,7 @@ class Watch:
             ) from error
         finally:
             self._withdraw()
-        return said
+        return answers
 
     def _check_answers(self, what: str, missing: list[int], own: str, deadline: float) -> None:
         where = f"rank {self.rank}: {what} at {caller_line()}"
@@ -208,7 +216,7 @@ class Watch:
         return stuck
 
     def _warn(self, pending: Pending, posts: dict[int, Any]) -> None:
-        """Once for all ranks that wait: by the first of them, which may be any."""
+        """Log a warning once for all ranks that wait: only the lowest rank that has posted logs it."""
         if not any(rank in posts for rank in range(self.rank)):
             logger.warning(
                 "rank %d has waited %g s in %s at %s, and goes on waiting for up to %g s; %s.",
@@ -248,8 +256,10 @@ def _named(ranks: list[int]) -> str:
 def blocking(
     watch: Watch, name: str, what: str, function: Any, *args: Any, ordered: bool = False, **kwargs: Any
 ) -> None:
-    """Run a collective of torch.distributed's in the channel `name`, and wait for it with a limit. Collective. `ordered`:
-    see :class:`Pending`."""
+    """Run a collective of torch.distributed in the channel `name`, and wait for it with the watch's timeout. Collective.
+
+    `ordered` has the meaning that :class:`Pending` gives it.
+    """
     channel = watch.channels[name]
     number = channel.count()
     work = function(*args, group=channel.group, async_op=True, **kwargs)

@@ -1,4 +1,4 @@
-"""Collectives in flight: the process group they are issued on, counted by purpose, and how the host waits for one."""
+"""Collectives in flight: the channels that count them by purpose, and how the host waits for one of them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from .watchdog import Watch
 
 
-# Seconds of silence before a rank says, through the store, what it is waiting in.
+# Seconds that a rank waits before it posts in the store what it waits in.
 FIRST_TICK = 1.0
-# Seconds after which a rank that may wait for longer logs what it waits for.
+# Seconds after which a rank whose timeout is longer logs what it waits in.
 SLOW = 30.0
-POLL = 0.0002  # seconds between looks at a collective of NCCL's
-TICK = 0.5  # seconds between looks at what the other ranks say; more with many ranks
+POLL = 0.0002  # seconds between two queries of an NCCL collective
+TICK = 0.5  # seconds between two reads of what the other ranks wait in; more with many ranks
 
 
 def default_store() -> Any:
-    """The store that the default process group was made with: works where collectives would wait."""
+    """Return the store of the default process group, which works where collectives would wait."""
     return dist.distributed_c10d._get_default_store()  # no public accessor exists (torch 2.13)
 
 
-# Packages that call the user's code and are called by it: their frames are not where the user's code waits.
+# Training frameworks, which call the user's code and are called by it: an error should name a line of the user's code instead.
 _FRAMEWORKS = frozenset(
     (
         "accelerate",
@@ -47,8 +47,11 @@ _FRAMEWORKS = frozenset(
 
 
 def caller_line() -> str:
-    """`file:line` where the user's code waits: the innermost frame outside this package, torch, the training frameworks and
-    Python's library. Where there is none, a frame of a framework is better than none."""
+    """Return the `file:line` at which the user's code waits.
+
+    The line belongs to the innermost frame outside this package, torch, the training frameworks and Python's library. If
+    there is no such frame, the innermost frame of a framework is taken.
+    """
     frame: Any = sys._getframe(1)
     framework = ""
     while frame is not None:
@@ -63,29 +66,38 @@ def caller_line() -> str:
 
 
 class Channel:
-    """One process group used for one purpose, by any engine."""
+    """A process group that is used for one purpose, by any number of engines."""
 
     def __init__(
         self, purpose: str, groups: Groups, group: Any, members: Sequence[int], number: int | None = None
     ) -> None:
-        """`members`: the engine's ranks that `group` has. `number`: tells groups of one purpose apart. Channels of one name on
-        different ranks have the same members, or none in common."""
+        """Count the collectives of `group` under a name.
+
+        Args:
+            purpose: what the group is used for, say "gather".
+            groups: the process groups to which `group` belongs.
+            group: the process group.
+            members: the engine's ranks in `group`.
+            number: a number that tells the groups of one purpose apart. Channels with the same name on different ranks have
+                the same members, or no member in common.
+        """
         self.purpose, self.groups = purpose, groups
         self.name = purpose if number is None else f"{purpose} {number}"
         self.group, self.members = group, frozenset(members)
-        self.waited = 0.0  # seconds, for its collectives
+        self.waited = 0.0  # seconds that training has waited for collectives of this channel
         groups.issued.setdefault(self.name, 0)
 
     @property
     def issued(self) -> int:
-        """Its collectives on this rank, of all engines."""
+        """The number of collectives that this rank has issued on this channel, for all engines."""
         return self.groups.issued[self.name]
 
     def count(self) -> int:
-        """Count one more collective, which is issued next; returns its number.
+        """Count the collective that is issued next, and return its number.
 
-        Raises once a collective of the groups was left without its partner: the next one could pair with it, and give
-        wrong numbers.
+        Raises:
+            DivergenceError: an earlier collective of the groups was left without a partner. The next one could pair with it
+                and give wrong numbers.
         """
         if self.groups.broken:
             self.check()
@@ -93,6 +105,7 @@ class Channel:
         return number
 
     def check(self) -> None:
+        """Raise a :class:`DivergenceError` if no further collective may be issued in these groups."""
         if self.groups.broken:
             raise DivergenceError(
                 "the ranks' collectives are out of step since an earlier error, so this engine can't go on: restart from a "
@@ -109,29 +122,31 @@ class Pending:
     number: int
     what: str
     work: Any
-    event: Any = None  # NCCL: recorded behind the collective on its side stream
-    device: Any = None  # of that stream
-    ordered: bool = False  # NCCL, and every rank is known to have come: left to the streams, the host goes on
+    event: Any = None  # NCCL: recorded on the side stream after the collective
+    device: Any = None  # the device of the side stream
+    ordered: bool = False  # NCCL: every rank is known to have come, so that the streams alone wait and the host goes on
 
     def __post_init__(self) -> None:
         if self.work is not None and self.event is None:
             self.channel.groups.unfinished[self.channel.name] = self.work
 
     def done(self) -> bool:
+        """Return True if the collective has ended."""
         return self.work is None or bool(self.work.is_completed())
 
     def settle(self, seconds: float) -> bool:
-        """Wait at most this long; False if it is still going on."""
+        """Wait for at most `seconds`; return False if the collective is still running."""
         if self.done():
             return True
         begun = time.perf_counter()
         try:
             return _bounded_wait(self.work, seconds, self, self.watch.rank)
         finally:
-            if self.event is None:  # else the host has time: it is the stream that must not wait
+            if self.event is None:  # with an event, training waits on the stream, and StreamWaits counts that
                 self.channel.waited += time.perf_counter() - begun
 
     def wait(self) -> None:
+        """Return when the current stream may read the result."""
         if self.event is None and not self.ordered:
             if self.work is not None:
                 begun = time.perf_counter()
@@ -151,7 +166,7 @@ class Pending:
         if work is not None:
             groups = self.channel.groups
             if self.ordered or self.event is not None or (groups.broken and work.is_completed()):
-                work.wait()  # NCCL's only orders the current stream
+                work.wait()  # NCCL's wait only orders the current stream
             elif self.watch.polls or groups.broken or not _ends(work, self.watch.first_tick):
                 self.watch.wait(self)
             groups.written.pop(work, None)
@@ -165,7 +180,7 @@ class Pending:
 
 
 def _ends(work: Any, within: timedelta) -> bool:
-    """Whether a collective of Gloo's ends well in this time: all that most waits need."""
+    """Return True if a Gloo collective succeeds within this time, as in most waits."""
     try:
         work.wait(within)
     except RuntimeError:
@@ -174,7 +189,11 @@ def _ends(work: Any, within: timedelta) -> bool:
 
 
 def _bounded_wait(work: Any, seconds: float, pending: Pending, rank: int) -> bool:
-    """True when the work is done, False when `seconds` passed without; a failed work raises."""
+    """Return True when `work` is done, and False if it still runs after `seconds`.
+
+    Raises:
+        MissingRankError: the collective failed.
+    """
     if pending.watch.polls and pending.channel.name not in ("control", "meet"):
         # NCCL's own wait with a limit aborts the communicator when the limit is reached.
         deadline = time.monotonic() + seconds
@@ -190,7 +209,7 @@ def _bounded_wait(work: Any, seconds: float, pending: Pending, rank: int) -> boo
         except RuntimeError:
             if not work.is_completed():
                 return False
-            work.wait()  # it may have ended well just after the time was up; else this raises again
+            work.wait()  # returns if the collective succeeded just after the time was up, else raises its error again
     except RuntimeError as error:
         raise MissingRankError(
             f"rank {rank}: {pending.what} failed at {caller_line()}: another rank has probably died; see its log. ({error})"

@@ -18,8 +18,15 @@ __all__ = ["Dtypes"]
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Of one parameter: between steps, while its unit is gathered, in the reduction of its gradient, and of ``.grad``; and where
-    values or gradients are sent as codes of them, how."""
+    """The dtypes of one parameter.
+
+    Attributes:
+        stored: the dtype of the parameter's shard between steps.
+        compute: the dtype of the parameter while its unit is gathered.
+        reduce: the dtype in which its gradient is reduced.
+        grad: the dtype of ``.grad``.
+        quantized: the settings by which values or gradients are sent quantized, if they are.
+    """
 
     stored: torch.dtype
     compute: torch.dtype
@@ -34,29 +41,33 @@ class Dtypes:
 
     @property
     def casts(self) -> bool:
-        """Whether gathering changes the dtype."""
+        """Return True if gathering changes the dtype."""
         return self.compute != self.stored
 
     @property
     def smallest(self) -> int:
-        """Bytes of an element in the narrowest of them, which alignment follows."""
+        """The bytes of an element in the narrowest of the dtypes, on which the alignment depends."""
         return min(self.stored.itemsize, self.compute.itemsize, self.reduce.itemsize)
 
     @property
     def alignment(self) -> int:
-        """Bytes in storage to which starts are aligned, so that they are to 16 bytes in each of the dtypes."""
+        """The alignment of starts in storage, in bytes, by which starts are aligned to 16 bytes in each of the dtypes."""
         return ALIGNMENT * self.stored.itemsize // self.smallest
 
     def crossing(self, reduced: bool) -> torch.dtype:
-        """In which gradients go to host memory: that of the reduction or, where nothing is `reduced`, that in which modules give
-        them; in that of ``.grad`` unless it is wider. A cast to a wider one is exact, and can as well be made there."""
+        """Return the dtype in which gradients are copied to host memory.
+
+        That is the dtype of the reduction or, without a reduction (`reduced` is False), the dtype in which modules compute
+        gradients. If ``.grad`` is narrower, it is the dtype of ``.grad``. A cast to a wider dtype is exact, so that the host
+        can make it.
+        """
         if reduced and self.quantized is not None and self.quantized.gradients is not None:
-            return self.grad  # as which codes are added up
+            return self.grad  # decoded gradients are summed in this dtype
         given = self.reduce if reduced else self.compute
         return given if widens(given, self.grad) else self.grad
 
     @property
     def accumulated(self) -> torch.dtype:
-        """Of gradients that are summed on one rank before they are reduced."""
+        """The dtype of gradients that are accumulated on one rank before they are reduced."""
         wide = torch.float32 if self.stored in FLOATS and self.stored.itemsize < 4 else self.stored
         return wide if wide.itemsize > self.reduce.itemsize else self.reduce

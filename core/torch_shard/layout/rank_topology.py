@@ -1,19 +1,22 @@
-"""Which ranks hold the slices of one copy of the parameters, and which hold the same slice of another copy. Integers only.
+"""Which ranks hold the shards of one replica of the parameters, and which hold the same shard of another replica.
+
+This module has integers only.
 
 ::
 
     full_shard, 4 ranks        hybrid_shard, 2 nodes of 2            no_shard, 4 ranks
 
-    copy 0: [ 0  1  2  3 ]     copy 0: [ 0  1 ]  inside a node       copy 0: [ 0 ]
-                               copy 1: [ 2  3 ]                      copy 1: [ 1 ]
-                                         |  |    across nodes        copy 2: [ 2 ]
-                                                                     copy 3: [ 3 ]
+    replica 0: [ 0  1  2  3 ]  replica 0: [ 0  1 ]  inside a node    replica 0: [ 0 ]
+                               replica 1: [ 2  3 ]                   replica 1: [ 1 ]
+                                            |  |   between nodes     replica 2: [ 2 ]
+                                                                     replica 3: [ 3 ]
 
-Rows gather parameters and reduce-scatter gradients; columns all-reduce the slices of gradients. Ranks are numbered within the
-engine's group. The scheme is that of MiCS (Zhang et al., 2022) and of FSDP's HYBRID_SHARD.
+The ranks of a row share a replica (a shard group): they all-gather parameters and reduce-scatter gradients. The ranks of a column
+have the same shard (a replica group): they all-reduce the shards of gradients. Ranks are numbered within the engine's group. The
+scheme is that of MiCS (Zhang et al., 2022) and of FSDP's HYBRID_SHARD.
 
-With tensor parallelism each rank of a tensor-parallel group computes with another part of the parameters. Ranks that compute with
-the same parts are a *plane*; each is cut, or copied, as above::
+With tensor parallelism each rank of a tensor-parallel group computes with another part of the parameters. The ranks that compute
+with the same parts are a data-parallel group, called a *plane* here. Each plane is sharded, or replicated, as above::
 
     full_shard, mesh (dp=2, tp=2)          hybrid_shard, mesh (2, 2, tp=2)
 
@@ -33,8 +36,12 @@ __all__ = ["Topology"]
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks of an engine as rows of equal length; each rank is in one row, in ascending order. The rows of a plane follow
-    each other, and all planes have as many."""
+    """The ranks of an engine, as rows (shard groups) of equal length.
+
+    Attributes:
+        rows: the ranks of each row, in ascending order. Each rank is in one row, and the rows of a plane follow each other.
+        planes: the number of data-parallel groups, which have equally many rows.
+    """
 
     rows: tuple[tuple[int, ...], ...]
     planes: int = 1
@@ -53,28 +60,37 @@ class Topology:
 
     @classmethod
     def sharded(cls, world: int) -> Topology:
-        """One copy over all ranks."""
+        """Return a topology with one replica, sharded over all ranks."""
         return cls((tuple(range(world)),))
 
     @classmethod
     def replicated(cls, world: int) -> Topology:
-        """A copy on each rank."""
+        """Return a topology with a full replica on each rank."""
         return cls(tuple((rank,) for rank in range(world)))
 
     @classmethod
     def hybrid(cls, world: int, size: int) -> Topology:
-        """A copy on each `size` consecutive ranks, which divides `world`."""
+        """Return a topology in which each `size` consecutive ranks share a replica; `size` must divide `world`."""
         return cls(tuple(tuple(range(start, start + size)) for start in range(0, world, size)))
 
     @classmethod
     def of_ranks(cls, rows: Sequence[Sequence[int]], ranks: Sequence[int]) -> Topology:
-        """From the global ranks of each copy; `ranks` are those of the engine's group, in its order."""
+        """Make a topology from the global ranks of each replica.
+
+        Args:
+            rows: the global ranks of each replica.
+            ranks: the global ranks of the engine's group, in the group's order.
+        """
         at = {rank: i for i, rank in enumerate(ranks)}
         return cls(tuple(tuple(at[rank] for rank in row) for row in rows))
 
     def within(self, planes: Sequence[Sequence[int]], ranks: Sequence[int]) -> Topology:
-        """The same in each plane; of this one the ranks are numbered within a plane. `planes` are the global ranks of each, in
-        one order, and `ranks` as for :meth:`of_ranks`."""
+        """Return a topology in which each plane is divided as this topology divides the ranks of one plane.
+
+        Args:
+            planes: the global ranks of each plane, all in the same order.
+            ranks: the global ranks of the engine's group, in the group's order.
+        """
         at = {rank: i for i, rank in enumerate(ranks)}
         rows = tuple(tuple(at[plane[i]] for i in row) for plane in planes for row in self.rows)
         return Topology(rows, len(planes))
@@ -85,54 +101,54 @@ class Topology:
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """The number of all ranks."""
         return sum(map(len, self.rows))
 
     @property
     def size(self) -> int:
-        """Ranks that share one copy."""
+        """The number of ranks that share a replica."""
         return len(self.rows[0])
 
     @property
     def replicas(self) -> int:
-        """Copies, in each plane."""
+        """The number of replicas in each plane."""
         return len(self.rows) // self.planes
 
     @property
     def averaged(self) -> int:
-        """Ranks whose gradients are averaged: those of a plane."""
+        """The number of ranks whose gradients are averaged, which are the ranks of a plane."""
         return self.size * self.replicas
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether there are several copies, and each of them is cut."""
+        """Return True if there are several replicas, and each of them is sharded."""
         return self.size > 1 and self.replicas > 1
 
     def row_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks that have the slices of the copy that `rank` has one of."""
+        """Return the ranks that share a replica with `rank` (its shard group)."""
         return next(row for row in self.rows if rank in row)
 
     def column_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks that have the slice that `rank` has, one of each copy of its plane."""
+        """Return the ranks that have the same shard as `rank` (its replica group), one of each replica of its plane."""
         position = self.row_of(rank).index(rank)
         return tuple(sorted(row[position] for row in self._plane_rows(rank)))
 
     def plane_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks that compute with the parts that `rank` computes with."""
+        """Return the ranks that compute with the same parts as `rank` (its data-parallel group)."""
         return tuple(sorted(member for row in self._plane_rows(rank) for member in row))
 
     def whole_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks that have, together, one copy of all parts: a row of each plane."""
+        """Return the ranks that together have one replica of all parts, `rank` among them: a row of each plane."""
         number = self.rows.index(self.row_of(rank)) % self.replicas
         return tuple(sorted(member for row in self.rows[number :: self.replicas] for member in row))
 
     def lane_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks that have the slice of `rank` of what is the same in all planes."""
+        """Return the ranks with the same shard as `rank` of parameters that are equal in all planes."""
         position = self.row_of(rank).index(rank)
         return tuple(sorted(row[position] for row in self.rows))
 
     def part_of(self, rank: int, size: int) -> tuple[int, ...]:
-        """The `size` neighbours in its row, `rank` among them, that keep a unit between forward and backward."""
+        """Return the `size` neighbours in a row, `rank` among them, that keep the secondary shards of a unit."""
         row = self.row_of(rank)
         start = row.index(rank) // size * size
         return row[start : start + size]
@@ -142,6 +158,6 @@ class Topology:
         return self.rows[first : first + self.replicas]
 
     def positions(self) -> tuple[int, ...]:
-        """By rank, which slice it has."""
+        """Return the number of each rank's shard, by rank."""
         found = {rank: position for row in self.rows for position, rank in enumerate(row)}
         return tuple(found[rank] for rank in range(self.world))

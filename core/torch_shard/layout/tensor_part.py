@@ -1,4 +1,4 @@
-"""Which part of a tensor one rank of a tensor-parallel group computes with. Integers only."""
+"""The part of a tensor with which one rank of a tensor-parallel group computes. This module has integers only."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["TensorPart", "dense_stride", "part_of_rank"]
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A box of a tensor, as large as the tensor in all dimensions but one.
+    """A box of a tensor that is as large as the tensor in all dimensions but one.
 
     Attributes:
-        shape, stride: of the whole tensor.
-        offsets, sizes: of the box.
-        dim: the dimension that is cut.
-        ranks: global ranks that have the parts, in their order. Where `dim` or `ranks` are different, some ranks may still have
-            the same box.
+        shape, stride: the shape and the strides of the full tensor.
+        offsets, sizes: the offsets and the sizes of the box.
+        dim: the dimension that is sharded.
+        ranks: the global ranks that have the parts, in the order of the parts. Two parts with different `dim` or `ranks` may
+            still be the same box.
     """
 
     shape: tuple[int, ...]
@@ -30,11 +30,11 @@ class TensorPart:
 
     @property
     def own_stride(self) -> tuple[int, ...]:
-        """Of the box in memory of its own: dense, dimensions in the order in which the whole has them."""
+        """The strides of the box in memory of its own: dense, with the dimensions ordered as in the full tensor."""
         return dense_stride(self.sizes, self.stride)
 
     def moved(self, box: Box) -> Box:
-        """A box within this one, in the whole tensor's coordinates."""
+        """Return `box`, given in the coordinates of this part, in the coordinates of the full tensor."""
         offsets = tuple(own + more for own, more in zip(box.offsets, self.offsets, strict=True))
         return Box(offsets, box.sizes)
 
@@ -42,8 +42,11 @@ class TensorPart:
 def part_of_rank(
     shape: tuple[int, ...], stride: tuple[int, ...], dim: int, place: int, ranks: tuple[int, ...]
 ) -> TensorPart:
-    """The part of ``ranks[place]``: as ``torch.chunk`` cuts dimension `dim`, which is what DTensor's ``Shard(dim)`` means. The
-    last parts may be smaller, or empty."""
+    """Return the part of ``ranks[place]``.
+
+    Dimension `dim` is divided as ``torch.chunk`` divides it, which is the meaning of DTensor's ``Shard(dim)``. The last parts
+    may be smaller, or empty.
+    """
     step = -(-shape[dim] // len(ranks))
     start = min(place * step, shape[dim])
     stop = min(start + step, shape[dim])
@@ -53,7 +56,7 @@ def part_of_rank(
 
 
 def dense_stride(sizes: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides without gaps, largest where those of `like` are largest."""
+    """Return strides without gaps for `sizes`, with the dimensions ordered by the strides `like`."""
     order = sorted(range(len(sizes)), key=lambda dim: (-like[dim], dim))
     steps = contiguous_stride([sizes[dim] for dim in order])
     found = dict(zip(order, steps, strict=True))

@@ -1,4 +1,4 @@
-"""From names of classes, units and the model's own word to the layers of a model."""
+"""Selects the layers of a model by class names, by the setting `units`, or by the model's own `_no_split_modules`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LISTS = (*_WITHOUT_FORWARD, nn.Sequential)
 
 
 def classes_named(setting: str, names: Iterable[str], model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """The classes of modules in `model` that have these names. Not collective.
+    """Return the classes of modules in `model` that have these names. Not collective.
 
     Raises:
-        ConfigError: there is none; names `setting`, and classes that there are.
+        ConfigError: the model has no module of a class with one of the names. The error names `setting`, and similar classes.
     """
     there = {type(module).__name__: type(module) for module in model.modules()}
     for name in names:
@@ -36,11 +36,13 @@ def classes_named(setting: str, names: Iterable[str], model: nn.Module) -> tuple
 
 
 def repeated_layers(setting: str, model: nn.Module, units: Units) -> list[nn.Module]:
-    """The modules that `units` chooses, else those of the classes that a transformers model names itself, else modules that
-    repeat in a list. Not collective.
+    """Return the modules that `units` selects, or else the repeated layers of `model`. Not collective.
+
+    Repeated layers are the modules of the classes that a transformers model names in `_no_split_modules`. If the model names
+    none, they are modules that repeat in a list.
 
     Raises:
-        ConfigError: the model has none of them; names `setting`.
+        ConfigError: the model has no such modules. The error names `setting`.
     """
     found = [module for name, module in model.named_modules() if name and _is_unit(units, name, module)]
     if not found:
@@ -66,7 +68,7 @@ def _is_unit(units: Any, name: str, module: nn.Module) -> bool:
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:
-    """Modules of one class, at least two in a list or a Sequential, that consist of others and are in no such module."""
+    """Return the outermost modules that have children and are in a list or a Sequential with another module of their class."""
     children = list(model.children())
     kinds = Counter(type(child) for child in children) if isinstance(model, _LISTS) else Counter()
     found: list[nn.Module] = []

@@ -1,8 +1,8 @@
-"""Which rank steps which parameter of an optimizer that works on whole matrices.
+"""The assignment of parameters to the ranks that step them, for optimizers that work on full matrices.
 
-Pure integers: no tensors, no communication; every rank computes the same answer. Ownership is what the sharded Shampoo and
-Muon optimizers do (arXiv 2309.06497, arXiv 2502.16982, and the reference code of DION, arXiv 2504.05295): the work on one
-matrix is not divided, the matrices are.
+This module has integers only, without tensors and communication, and every rank computes the same result. As in the sharded
+Shampoo and Muon optimizers (arXiv 2309.06497, arXiv 2502.16982, and the reference code of DION, arXiv 2504.05295), the work on
+one matrix is not divided among ranks; the matrices are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..utils.weak_id_map import ByObject
 
 __all__ = ["Item", "OwnerMaps", "assign", "choose", "loads_of", "work_of"]
 
-_PULL = 0.1  # how much a difference in load counts against the work whose parameter need not be moved
+_PULL = 0.1  # the weight of a difference in load against the work on parameters that need not be moved
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Item:
     """A parameter that needs an owner.
 
     Attributes:
-        work: what a step on it costs, in any unit.
-        stage: parameters of one stage are exchanged together; the ranks go through the stages in order.
-        held: elements that each rank holds.
+        work: the cost of a step on the parameter, in any unit.
+        stage: the number of its stage. The parameters of a stage are exchanged together, and stages follow each other.
+        held: the number of its elements that each rank holds.
     """
 
     work: int
@@ -36,11 +36,11 @@ class Item:
 
 
 def work_of(shape: Sequence[int], linear: bool = False) -> int:
-    """What a step costs: for a matrix (rows, columns) a product with its smaller side, for everything else its elements.
+    """Return the cost of a step: for a matrix that of a product with its smaller side, else the number of elements.
 
     Args:
-        shape: of the parameter; more than two dimensions count as a matrix of ``shape[0]`` rows.
-        linear: the optimizer makes no matrix products (Adafactor).
+        shape: the shape of the parameter. With more than two dimensions it counts as a matrix of ``shape[0]`` rows.
+        linear: True if the optimizer makes no matrix products (Adafactor).
     """
     numel = math.prod(shape)
     if linear or len(shape) < 2 or not numel:
@@ -49,22 +49,23 @@ def work_of(shape: Sequence[int], linear: bool = False) -> int:
 
 
 def assign(items: Sequence[Item], ranks: int, loads: Sequence[int] = ()) -> list[int]:
-    """An owner for each item: where most of it is already, as far as the work stays balanced.
+    """Return an owner for each item: the rank that holds most of it, as far as the work stays balanced.
 
-    Ranks go through the stages nearly in step, so they shall not only end together but be level on the way: up to each stage
-    no rank is given more than its share and half of what it has in that stage, and nothing beyond its share of the whole.
-    Within that, a rank that holds all of a parameter need neither receive nor send it. What fits nowhere goes to the rank
-    with least work, and items of more than half a share do so before all others. (Longest-processing-time-first over all
-    stages, the textbook's choice, ends as level, but does not ask what has to be moved.)
+    Ranks go through the stages nearly in step, so the work must be balanced up to each stage, not only at the end. Up to a
+    stage, a rank is given at most its share of the work and half of its share in that stage, and never more than its share
+    of the total. Within these limits a parameter goes to the rank that holds most of it, because less has to be moved. An
+    item that fits nowhere goes to the rank with the least work, and items of more than half a share are assigned in this way
+    before all others. (Longest-processing-time-first over all stages, the textbook's choice, balances the end as well, but
+    ignores what has to be moved.)
 
     Args:
-        items: in any order that all ranks share.
-        ranks: how many there are.
-        loads: work that each rank has already.
+        items: the items, in the same order on all ranks.
+        ranks: the number of ranks.
+        loads: the work that each rank has already.
 
     Returns:
-        The rank of each item: none has more than the mean and one item, unless it had before. The same for the same
-        arguments.
+        The rank of each item. No rank has more work than the mean and one item, unless it had more before. Equal arguments
+        give equal results.
     """
     total = list(loads) or [0] * ranks
     owners = [0] * len(items)
@@ -102,7 +103,7 @@ def assign(items: Sequence[Item], ranks: int, loads: Sequence[int] = ()) -> list
 
 
 def loads_of(work: Mapping[str, int], owners: Mapping[str, int], ranks: int) -> list[int]:
-    """The work that each rank has: that of the parameters in `work` which have an owner."""
+    """Return the work of each rank: the sum over the parameters in `work` that it owns."""
     total = [0] * ranks
     for name, amount in work.items():
         if name in owners:
@@ -111,15 +112,15 @@ def loads_of(work: Mapping[str, int], owners: Mapping[str, int], ranks: int) -> 
 
 
 def choose(holders: Sequence[int], owner: int | None, ranks: int) -> int | None:
-    """The owner of a parameter of which these ranks have state: it must be one that has.
+    """Return the owner of a parameter whose optimizer state is on the ranks `holders`: one of these ranks.
 
     Args:
-        holders: the ranks that have state of it, in ascending order.
+        holders: the ranks that have the state, in ascending order.
         owner: the present owner, if there is one.
-        ranks: how many there are.
+        ranks: the number of ranks.
 
     Returns:
-        The owner, None where any rank would do.
+        The owner; None if any rank may be the owner.
     """
     if not holders:
         return owner
@@ -129,9 +130,9 @@ def choose(holders: Sequence[int], owner: int | None, ranks: int) -> int | None:
 
 
 class OwnerMaps:
-    """The owners, by the parameters' names, of each optimizer that has some. Equal on all ranks.
+    """The owners of each optimizer's parameters, by the parameters' names. Equal on all ranks.
 
-    An owner stays once there is one: the state is there.
+    An owner never changes once it is set, because the optimizer state is on its rank.
     """
 
     def __init__(self) -> None:
@@ -141,6 +142,7 @@ class OwnerMaps:
         return self._maps.get(optimizer) is not None
 
     def of(self, optimizer: Any) -> dict[str, int]:
+        """Return the owners of `optimizer`, a dict that the caller may fill."""
         found = self._maps.get(optimizer)
         if found is None:
             found = {}
@@ -148,5 +150,5 @@ class OwnerMaps:
         return found
 
     def optimizers(self) -> list[Any]:
-        """Those that have owners, and live."""
+        """Return the optimizers that are alive and have owners."""
         return [optimizer for optimizer, owners in self._maps.items() if owners]

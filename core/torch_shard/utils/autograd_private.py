@@ -1,18 +1,15 @@
-"""What torch has no public name for: the running graph task, sequence numbers of nodes, ``functional_call`` at work."""
+"""Private names of torch: the running graph task, sequence numbers of nodes, and whether ``functional_call`` runs."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    pass
-
 
 def inside_functional_call() -> bool:
-    """Whether `torch.func.functional_call` runs, which puts the caller's own tensors into the modules for one call."""
+    """Return True inside `torch.func.functional_call`, which puts the caller's own tensors into the modules for one call."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.nn.utils.stateless":

@@ -1,4 +1,4 @@
-"""Dotted names of modules and parameters, and patterns of them, as settings have them."""
+"""Dotted names of modules and parameters, and the patterns by which settings choose them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..errors import ConfigError
 __all__ = ["MOST_NAMES", "check_pattern", "every_name", "matches", "without_wrappers"]
 
 MOST_NAMES = 1000
-"""As many names of a module that is registered in many places are looked at."""
+"""The number of names that are considered of a module which is registered in many places."""
 
 
 def check_pattern(field: str, pattern: str) -> None:
-    """Raise for a pattern that is none. Not collective."""
+    """Raise a :class:`ConfigError` if `pattern` is empty, or not a valid regular expression. Not collective."""
     if not pattern:
         raise ConfigError(f"{field} must not be an empty pattern.")
     if pattern.startswith("re:"):
@@ -29,14 +29,14 @@ def check_pattern(field: str, pattern: str) -> None:
 
 
 def without_wrappers(name: str) -> str:
-    """A parameter's name as state dicts have it, in which torch's checkpoint wrapper leaves no trace. Not collective."""
+    """Return a parameter's name as state dicts have it, without the part of torch's checkpoint wrapper. Not collective."""
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a dotted name matches a glob, or with the prefix ``re:`` a regular expression.
+    """Return True if a dotted name matches a glob, or with the prefix ``re:`` a regular expression.
 
-    Both must match the whole name. Not collective.
+    The pattern must match the full name. Not collective.
     """
     if pattern.startswith("re:"):
         return re.fullmatch(pattern[3:], name) is not None
@@ -57,7 +57,7 @@ def every_name(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield name, module
         path.append(module)
         for attribute, child in module._modules.items():
-            # One that has so many names has given as many to all below it.
+            # A module with that many names has given as many to all modules below it.
             if child is None or seen[id(child)] == MOST_NAMES or any(child is above for above in path):
                 continue
             yield from walk(child, f"{name}.{attribute}" if name else attribute)
