@@ -16,7 +16,7 @@ from torch import nn
 
 from torch_shard import Engine
 from torch_shard.errors import ConfigError
-from torch_shard.frontend import default_store, told_by
+from torch_shard.frontend import default_store, exchange_texts
 
 __all__ = ["even_batches_set", "join"]
 
@@ -101,7 +101,7 @@ def _refusing(
             handle.remove()
         waits = ended and empty and not refused
         ranks = list(range(dist.get_world_size())) if waits else [dist.get_rank()]
-        told = told_by(
+        told = exchange_texts(
             ranks, f"accelerate_shard/join/{number}", "refused" * refused, seconds, "Accelerator.join_uneven_inputs"
         )
         if waits and "refused" in told.values():

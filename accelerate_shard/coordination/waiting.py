@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from torch_shard import Engine, errors
-from torch_shard.frontend import default_store, meet, told_by
+from torch_shard.frontend import default_store, exchange_texts, meet
 
 __all__ = ["barrier", "each"]
 
@@ -51,7 +51,7 @@ def each(function: Callable[[], T], what: str, seconds: float, key: object = Non
         # Each rank counts for itself; the numbers agree because all ranks come here in the same order.
         number = default_store().add(f"accelerate_shard/each/{dist.get_rank()}", 1)
         place = f"accelerate_shard/each/{number}"
-        told = told_by(list(range(world)), place, json.dumps(said), seconds, what)
+        told = exchange_texts(list(range(world)), place, json.dumps(said), seconds, what)
     if error is not None:
         raise error
     if world > 1:

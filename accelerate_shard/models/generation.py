@@ -19,7 +19,7 @@ from torch import nn
 
 from torch_shard import Engine
 from torch_shard.frontend import (
-    anywhere,
+    any_rank,
     casts_parameters,
     engine_holding,
     free_host_bytes,
@@ -48,7 +48,7 @@ def generate(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs:
         return stock(*args, **kwargs)
     what = f"{type(module).__name__}.generate"
     several = any(engine.world_size > 1 for engine in engines)
-    if several and anywhere(engines[0], what, not fits(engines)):
+    if several and any_rank(engines[0], what, not fits(engines)):
         logger.warning(
             "%s: the full model does not fit beside what is in memory, so that parameters are gathered for every token.",
             what,

@@ -19,7 +19,7 @@ from .shard_tensor.tensor import ShardTensor
 from .shard_tensor.unsharded_param import set_own_grad
 from .state import optimizer_state
 from .unit.flat_buffer import FlatBuffer
-from .unit.full_values import whole_slices
+from .unit.full_values import full_tensors_from
 from .unit.module_params import OWN_ATTRIBUTES
 from .unit.unit import Unit
 from .unshard.full_values import gathered_values, local_grads
@@ -59,7 +59,7 @@ def close_units(
         plain: list[tuple[ShardTensor, nn.Parameter]] = []
         with gathered_values(runtime, unit) as wholes:
             for flat, full in zip(unit.flats, wholes, strict=True):
-                grads = whole_slices(flat, local_grads(flat), f"the gradients of unit {unit.name!r}")
+                grads = full_tensors_from(flat, local_grads(flat), f"the gradients of unit {unit.name!r}")
                 plain += [(p, _plain(unit, flat, full, i, grads[i])) for i, p in enumerate(flat.params)]
         rnns = [m for m, *_ in unit.places if isinstance(m, nn.RNNBase)]
         for module in rnns:
@@ -172,7 +172,7 @@ def _check(unit: Unit) -> None:
 
 
 def _plain(unit: Unit, flat: FlatBuffer, full: torch.Tensor, index: int, grad: torch.Tensor | None) -> nn.Parameter:
-    param, leaf, name = flat.params[index], flat.leaves[index], flat.layout.slots[index].name
+    param, leaf, name = flat.params[index], flat.unsharded_params[index], flat.layout.slots[index].name
     with torch.inference_mode(False), torch.no_grad():
         # Cloned, because saving a view would save the memory of the full unit.
         values = flat.as_given(flat.view(full, index).clone(), index)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_shard.frontend import anywhere
+from torch_shard.frontend import any_rank
 from torch_shard.log import logger
 
 from .._private import (
@@ -58,7 +58,7 @@ class SigtermMixin(MixinBase):  # type: ignore[misc]
         if engine is None:
             return False
         # The answer of all ranks counts: the handler may run while this one waits.
-        told = anywhere(engine, "the start of a batch or loop", self._sigterm_noted)
+        told = any_rank(engine, "the start of a batch or loop", self._sigterm_noted)
         if told:
             self._sigterm_noted = True
             set_received_sigterm(self.lightning_module.trainer)

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from torch_shard.comm.process_groups import Groups
-from torch_shard.comm.rendezvous import told_by
+from torch_shard.comm.rendezvous import exchange_texts
 from torch_shard.comm.watchdog import Watch
 from torch_shard.comm.work import Channel, Pending
 from torch_shard.errors import DivergenceError, MissingRankError
@@ -123,7 +123,7 @@ def test_what_all_ranks_say_is_told_to_each_with_few_requests(size: int) -> None
 
     def say(rank: int) -> dict[int, str]:
         time.sleep(1.0 if rank == 0 else 0.0)  # the others wait for it
-        return told_by(ranks, "a question", f"answer {rank}", 30.0)
+        return exchange_texts(ranks, "a question", f"answer {rank}", 30.0)
 
     ends, store = on_ranks(size, say)
     assert all(said == {rank: f"answer {rank}" for rank in ranks} for said in ends), ends
@@ -136,7 +136,7 @@ def test_a_rank_that_says_nothing_is_named_on_all_others(size: int) -> None:
     missing = size - 1
 
     def say(rank: int) -> dict[int, str] | None:
-        return None if rank == missing else told_by(list(range(size)), "a question", "here", 5.0)
+        return None if rank == missing else exchange_texts(list(range(size)), "a question", "here", 5.0)
 
     ends, store = on_ranks(size, say)
     for error in ends[:missing]:

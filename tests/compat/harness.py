@@ -25,7 +25,7 @@ from torch import nn
 
 import torch_shard
 from tests.compat.modes import COMPUTED, STORED, as_computed, mixed, sums_in_low_precision, tolerance
-from torch_shard.shard_tensor.spec import slice_full
+from torch_shard.shard_tensor.spec import shard_of_full
 from torch_shard.shard_tensor.tensor import ShardTensor
 
 RTOL, ATOL = 1e-9, 1e-10
@@ -142,7 +142,7 @@ def same_grads(model: nn.Module, plain: nn.Module) -> None:
             assert (grad is None) == (expected is None), f"{name}.grad is {grad} but should be {expected}"
             if isinstance(grad, ShardTensor):
                 assert grad.shape == expected.shape and grad.dtype == expected.dtype, name
-                grad, expected = grad.to_local(), slice_full(expected.detach(), grad._spec)
+                grad, expected = grad.to_local(), shard_of_full(expected.detach(), grad._spec)
             if expected is not None:
                 same(grad, expected, f"{name}.grad")
     except AssertionError as found:

@@ -13,7 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from tests.compat.harness import ATOL, RTOL, Pair, average_grads, batch, plain_backward, whole
 from tests.support.marks import exhaustive
-from torch_shard.shard_tensor.spec import slice_full
+from torch_shard.shard_tensor.spec import shard_of_full
 from torch_shard.shard_tensor.tensor import ShardTensor
 
 O = torch.optim
@@ -75,7 +75,7 @@ def close(actual: Any, expected: Any, what: str, rtol: float = RTOL, atol: float
     """Compare with a plain tensor; of a ShardTensor this rank's slice. Not collective."""
     if isinstance(actual, ShardTensor):
         assert actual.shape == expected.shape, what
-        expected, actual = slice_full(expected.detach(), actual._spec), actual.to_local()
+        expected, actual = shard_of_full(expected.detach(), actual._spec), actual.to_local()
     torch.testing.assert_close(actual, expected.detach(), rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
 
 

@@ -14,7 +14,7 @@ from tests.optim.helpers import Odd, by_ndim, same_optimizers
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError, ShardError
-from torch_shard.shard_tensor.spec import slice_full
+from torch_shard.shard_tensor.spec import shard_of_full
 
 O = torch.optim
 OPTIMIZERS = {
@@ -115,7 +115,7 @@ def test_hooks_on_accumulated_gradients_see_them(rank, world_size):
         average_grads(pair.plain)
         plain_backward(pair.model, batch(rank, step))
         assert len(slices) == step + 1
-        same(slices[-1], slice_full(pair.plain.head.weight.grad, pair.model.head.weight._spec))
+        same(slices[-1], shard_of_full(pair.plain.head.weight.grad, pair.model.head.weight._spec))
         pair.plain_optimizer.step()
         pair.plain_optimizer.zero_grad()
 

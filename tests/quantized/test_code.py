@@ -15,7 +15,7 @@ from tests.quantized.harness import (
     FP64,
     decoded,
 )
-from torch_shard.numerics.block_quantizer import BlockCode
+from torch_shard.numerics.block_quantizer import BlockQuantizer
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8"])
@@ -23,7 +23,7 @@ from torch_shard.numerics.block_quantizer import BlockCode
 @pytest.mark.parametrize("numel", [1, 16, 37, 4096])
 def test_the_code_is_the_reference(kind, dtype, numel, device):
     code_dtype = {"int8": torch.int8, "float8": torch.float8_e4m3fn}[kind]
-    code = BlockCode(code_dtype, numel, BLOCK, FP64 if dtype == FP64 else FP32)
+    code = BlockQuantizer(code_dtype, numel, BLOCK, FP64 if dtype == FP64 else FP32)
     values = torch.randn(3, numel, generator=torch.Generator().manual_seed(numel), dtype=FP64).to(device, dtype)
     values[1] *= 1e-3
     values[2] = 0
@@ -41,7 +41,7 @@ def test_the_code_is_the_reference(kind, dtype, numel, device):
 
 def test_long_rows_are_worked_on_in_pieces_that_do_not_show(monkeypatch):
     numel = 1000
-    code = BlockCode(torch.int8, numel, BLOCK, FP32)
+    code = BlockQuantizer(torch.int8, numel, BLOCK, FP32)
     values, residuals = torch.randn(2, numel), [torch.randn(2, numel).to(BF16) * 0.01] * 2
     payloads = torch.zeros(2, 2, code.nbytes, dtype=torch.uint8)
     residuals = [r.clone() for r in residuals]
@@ -53,7 +53,7 @@ def test_long_rows_are_worked_on_in_pieces_that_do_not_show(monkeypatch):
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
 def test_an_error_is_at_most_half_a_step(kind):
-    code = BlockCode(kind, 4096, 256, FP32)
+    code = BlockQuantizer(kind, 4096, 256, FP32)
     values = torch.randn(1, 4096) * torch.logspace(-6, 6, 4096)
     payload, result = torch.empty(1, code.nbytes, dtype=torch.uint8), torch.empty(1, 4096)
     code.encode(values, payload)
@@ -67,7 +67,7 @@ def test_an_error_is_at_most_half_a_step(kind):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
 def test_what_is_not_finite_arrives_as_such_and_leaves_the_residual_clean(bad, kind):
-    code = BlockCode(kind, 40, BLOCK, FP32)
+    code = BlockQuantizer(kind, 40, BLOCK, FP32)
     values = torch.randn(1, 40)
     values[0, 20] = bad
     payload, result = torch.empty(1, code.nbytes, dtype=torch.uint8), torch.empty(1, 40)
@@ -83,7 +83,7 @@ def test_what_is_not_finite_arrives_as_such_and_leaves_the_residual_clean(bad, k
 @pytest.mark.parametrize("dtype", [FP32, FP64, BF16, FP16])
 def test_the_largest_and_the_smallest_numbers_stay_finite(dtype):
     wide = FP64 if dtype == FP64 else FP32
-    code = BlockCode(torch.int8, 32, BLOCK, wide)
+    code = BlockQuantizer(torch.int8, 32, BLOCK, wide)
     info = torch.finfo(dtype)
     most = info.max / 2 if dtype == wide else info.max  # the last bit of the very largest may be rounded up
     values = torch.tensor([most, -most, 1.0, 0.0] * 4 + [info.smallest_normal / 4, 0.0, -0.0, 0.0] * 4, dtype=FP64).to(

@@ -26,7 +26,7 @@ class AskedUnit:
         self.asked = []
         self.done = []
 
-    def leaf_of(self, param):
+    def unsharded_param_of(self, param):
         return self.leaf
 
     def on_demand(self, param, func, local_ok, dtypes):

@@ -16,7 +16,7 @@ from tests.support.shard_cases import NEEDS_WHOLE, UNARY
 from tests.support.shard_helpers import SHAPES, GroupComm, join, placed, same, sharded, values
 from torch_shard.errors import NeedsGatherError, ShardPicklingError
 from torch_shard.layout.flat_layout import FlatLayout, ParamMeta
-from torch_shard.shard_tensor.spec import ShardSpec, broadcast_slice, same_cut, slice_full
+from torch_shard.shard_tensor.spec import ShardSpec, broadcast_shard, same_cut, shard_of_full
 from torch_shard.shard_tensor.tensor import ShardTensor
 
 # -- slicing, as properties over any number of ranks --------------------------------------------------------------
@@ -28,10 +28,10 @@ def test_the_ranks_slices_together_are_the_tensor(case):
     full, layout = case
     ranks_ = layout.owners(1) or range(1)
     specs = [ShardSpec(layout, 1, rank, GroupComm(layout.world_size, rank)) for rank in ranks_]
-    assert torch.equal(join([slice_full(full, spec) for spec in specs], full), full)
+    assert torch.equal(join([shard_of_full(full, spec) for spec in specs], full), full)
     # Strides of the operand do not matter, only its elements.
     other = full.clone(memory_format=torch.contiguous_format)
-    assert torch.equal(join([slice_full(other, spec) for spec in specs], full), full)
+    assert torch.equal(join([shard_of_full(other, spec) for spec in specs], full), full)
 
 
 @given(placed(), st.data())
@@ -62,8 +62,8 @@ def test_a_plain_operand_is_broadcast_to_the_global_shape_or_rejected(case, data
 def test_slicing_an_expanded_operand_does_not_materialise_it():
     layout = FlatLayout.build([ParamMeta("w", (1 << 20, 1 << 20), (1 << 20, 1))], 4, 4096)
     spec = ShardSpec(layout, 0, 17, GroupComm(4096, 17))
-    assert slice_full(torch.ones(()).expand(spec.shape), spec).untyped_storage().nbytes() == 4
-    assert broadcast_slice(torch.tensor(2.0), spec, "mul").dim() == 0
+    assert shard_of_full(torch.ones(()).expand(spec.shape), spec).untyped_storage().nbytes() == 4
+    assert broadcast_shard(torch.tensor(2.0), spec, "mul").dim() == 0
 
 
 # -- arithmetic ---------------------------------------------------------------------------------------------------

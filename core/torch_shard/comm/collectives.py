@@ -108,9 +108,9 @@ class Collectives:
     gather_channel: Channel | None = None
     reduce_channel: Channel | None = None
     # Over the ranks that keep secondary shards of a unit between forward and backward.
-    again_channel: Channel | None = None
+    secondary_channel: Channel | None = None
     # Over the ranks that have this shard, for inter-replica all-reduces under a hybrid strategy.
-    across_channel: Channel | None = None
+    replica_channel: Channel | None = None
     plane_channel: Channel | None = None  # over this rank's data-parallel group, if there are several
     # Over the ranks with this shard of parameters that are equal in all data-parallel groups.
     lane_channel: Channel | None = None
@@ -134,14 +134,14 @@ class Collectives:
         self._sends_bytes = self.backend == "gloo" and self.device.type == "cpu"
         self._broadcasts = self._sends_bytes and 1 < self.size <= _BROADCASTS
         # True if a reduction's result has no narrower dtype than `.grad`, whatever dtype was sent: the sum is made locally.
-        self.sums_wide = self.backend == "gloo" and self.size > 1 and self.across_channel is None
+        self.sums_wide = self.backend == "gloo" and self.size > 1 and self.replica_channel is None
         self.averaged = self.topology.averaged
         row = self.topology.row_of(self.world_rank)
-        few = sorted(self.again_channel.members) if self.again_channel is not None else [self.world_rank]
+        few = sorted(self.secondary_channel.members) if self.secondary_channel is not None else [self.world_rank]
         # Ranks within the process group, in the order of the buffer's slots: of the ranks that share this replica, and of the
         # ranks that keep secondary shards.
         self._sources = self._ranks_in(self.gather_channel, row)
-        self._few = self._ranks_in(self.again_channel, few)
+        self._few = self._ranks_in(self.secondary_channel, few)
         self._again_rank = few.index(self.world_rank)
 
     def _ranks_in(self, channel: Channel | None, members: Sequence[int]) -> list[int]:
@@ -230,11 +230,11 @@ class Collectives:
         n = full.numel() // len(self._few)
         return full.narrow(0, self._again_rank * n, n)
 
-    def all_gather_again(self, full: torch.Tensor, what: str) -> Pending:
+    def all_gather_secondary(self, full: torch.Tensor, what: str) -> Pending:
         """Fill `full` from the secondary shards; this rank's is in its place already. Collective; call under `gathering()`."""
-        assert self.again_channel is not None
+        assert self.secondary_channel is not None
         sent = self.payload(self.own_part(full))
-        return self._gather(self.again_channel, self._few, self._again_rank, full, sent, what)
+        return self._gather(self.secondary_channel, self._few, self._again_rank, full, sent, what)
 
     def _gather(
         self,
@@ -340,11 +340,11 @@ class Collectives:
             channel.groups.written[work] = (grad, received)
             pending = self._track(channel, what, work, self.reduce_stream)
             across = f"{what}, between copies"
-            if self.across_channel is not None and self.reduce_stream is not None:
+            if self.replica_channel is not None and self.reduce_stream is not None:
                 # The stream orders both collectives, so the host need not wait for the reduce-scatter.
                 pending = self.followed(pending, self.all_reduce_across(received, across))
             reduction = Reduction(self, grad, received, pending, begun, streams)
-            if self.across_channel is not None and self.reduce_stream is None:
+            if self.replica_channel is not None and self.reduce_stream is None:
                 reduction.send_across(across)
             return reduction
 
@@ -364,7 +364,7 @@ class Collectives:
         return self._all_reduce_across(own, what)
 
     def _all_reduce_across(self, own: torch.Tensor, what: str) -> Pending:
-        channel = self.across_channel
+        channel = self.replica_channel
         assert channel is not None
         channel.count()
         return self._all_reduce(channel, own, what)
@@ -423,7 +423,7 @@ class Collectives:
         if self.world_rank == source:
             sent = tensor.numel() * tensor.element_size() * (len(channel.members) - 1)
             self.bytes_sent += sent
-            if self.size == 1 or channel in (self.across_channel, self.lane_channel):
+            if self.size == 1 or channel in (self.replica_channel, self.lane_channel):
                 self.bytes_sent_across += sent
 
     def scatter(self, into: torch.Tensor, parts: Sequence[torch.Tensor] | None, source: int, what: str) -> None:

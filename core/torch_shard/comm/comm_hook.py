@@ -61,7 +61,7 @@ class CommHook:
                 # their hooks for other units.
                 self.error = self.error or error
                 result = torch.zeros(expected, dtype=grad.dtype, device=grad.device)
-            if c.across_channel is None:
+            if c.replica_channel is None:
                 return HookedReduction(c, grad, cast(result, dtype, narrow), c.reduced())
             # The mean of the replicas' means is the mean over all ranks, because all replicas have equally many ranks.
             result = result.to(grad.dtype) / c.topology.replicas

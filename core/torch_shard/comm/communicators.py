@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..layout.rank_topology import Topology
 from ..log import logger
 from .collectives import Collectives
-from .process_groups import Groups, Parts, again_for, backend_of, groups_for, parts_for
+from .process_groups import Groups, Parts, backend_of, groups_for, parts_for, secondary_group_for
 from .small_collectives import ScalarComm, SingleComm
 from .watchdog import Watch, blocking
 from .work import Channel
@@ -72,10 +72,10 @@ def connect(
     ) and agreed:  # making groups under different topologies would deadlock
         made |= _divided(parts_for(groups, group, topology, single_communicator), groups, topology, watch, over_all)
     if again is not None and agreed:
-        among = again_for(groups, group, topology, again)
+        among = secondary_group_for(groups, group, topology, again)
         number = list(groups.again).index((topology, again))
         few = Channel("gather again", groups, among, topology.part_of(rank, again), number)
-        made["again_channel"] = watch.channels[few.name] = few
+        made["secondary_channel"] = watch.channels[few.name] = few
     return Collectives(
         device=device,
         world=world,
@@ -123,7 +123,7 @@ def _divided(parts: Parts, groups: Groups, topology: Topology, watch: Watch, ove
         made["reduce_channel"] = channel("reduce slices", parts.reduce, row if topology.size > 1 else plane)
         made.setdefault("plane_channel", made["reduce_channel"] if topology.planes > 1 else None)
     if parts.across is not None:
-        made["across_channel"] = channel("across", parts.across, topology.column_of(rank))
+        made["replica_channel"] = channel("across", parts.across, topology.column_of(rank))
         made["waiting"] = parts.waiting
     if parts.lane is not None:
         made["lane_channel"] = channel("lane", parts.lane, topology.lane_of(rank))

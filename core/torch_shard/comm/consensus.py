@@ -45,7 +45,7 @@ def agree(member: Member, what: str, key: object = None, error: Exception | None
         agreement.check(what)
 
 
-def anywhere(member: Member, what: str, value: bool) -> bool:
+def any_rank(member: Member, what: str, value: bool) -> bool:
     """Return True if `value` is true on any rank. Collective.
 
     Raises:

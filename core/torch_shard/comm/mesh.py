@@ -18,7 +18,7 @@ from ..layout.dtensor_placement import planes_of, tensor_mesh
 from ..layout.rank_topology import Topology
 from ..versions import check_torch
 from .process_groups import backend_of, group_over
-from .rendezvous import told_by
+from .rendezvous import exchange_texts
 
 __all__ = ["Mesh", "resolve_mesh"]
 
@@ -189,7 +189,7 @@ def _of_two_groups(groups: Sequence[Any], config: ShardConfig) -> tuple[Any, Seq
     # Each replica's rank that has the same shard as this rank tells which ranks share its replica.
     own, others = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
     name = f"torch_shard/pair/{replicate.group_name}/{others}"
-    answers = told_by(others, name, json.dumps(own), config.timeout)
+    answers = exchange_texts(others, name, json.dumps(own), config.timeout)
     rows = sorted(json.loads(text) for text in answers.values())
     return group_over(sorted(rank for row in rows for rank in row), config.timeout), rows
 

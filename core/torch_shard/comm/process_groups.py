@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..errors import SetupError
 from ..layout.rank_topology import Topology
-from .rendezvous import _meet, told_by
+from .rendezvous import _meet, exchange_texts
 from .store_messages import Messages
 from .work import default_store
 
@@ -292,7 +292,7 @@ def parts_for(groups: Groups, group: Any, topology: Topology, single_communicato
     return found
 
 
-def again_for(groups: Groups, group: Any, topology: Topology, size: int) -> Any:
+def secondary_group_for(groups: Groups, group: Any, topology: Topology, size: int) -> Any:
     """Return the process group of the `size` ranks that keep a unit's secondary shards between forward and backward.
 
     Collective, under the same conditions as :func:`parts_for`.
@@ -337,7 +337,7 @@ def group_over(ranks: list[int], timeout: float) -> Any:
         # Each rank counts for itself: all of `ranks` come here equally often and in the same order.
         number = default_store().add(f"torch_shard/made/{ranks}/{dist.get_rank()}", 1)
         name = f"torch_shard/over/{ranks}/{number}"
-        told_by(ranks, name, "", timeout)
+        exchange_texts(ranks, name, "", timeout)
         with _made_by_its_members(name):
             found = _made[tuple(ranks)] = dist.new_group(
                 ranks, timeout=_longer(timeout), use_local_synchronization=True

@@ -13,7 +13,7 @@ import torch
 
 from ..config.param_dtypes import Dtypes
 from ..layout.flat_layout import FlatLayout, slot_view
-from ..numerics.block_quantizer import BlockCode
+from ..numerics.block_quantizer import BlockQuantizer
 from .collectives import Collectives, join, outside_inference
 from .gradient_reduction import Reduction
 from .work import Pending
@@ -24,7 +24,7 @@ __all__ = ["QuantizedGather", "QuantizedGradients", "QuantizedReduction"]
 class QuantizedGather:
     """A gather in flight, like :class:`~torch_shard.comm.work.Pending`, which is complete once its values are decoded."""
 
-    def __init__(self, c: Collectives, code: BlockCode, sent: torch.Tensor, full: torch.Tensor, what: str) -> None:
+    def __init__(self, c: Collectives, code: BlockQuantizer, sent: torch.Tensor, full: torch.Tensor, what: str) -> None:
         """Start the gather; `sent` is this rank's payload, 1-D. Collective; call under ``c.gathering()``."""
         self._code, self._full = code, full
         with torch.no_grad():
@@ -56,7 +56,7 @@ class QuantizedGather:
 class QuantizedGradients:
     """The quantized reductions of one flat buffer's gradients, with the residual that quantization has lost so far."""
 
-    def __init__(self, code: BlockCode, layout: FlatLayout, dtypes: Dtypes, collectives: Collectives) -> None:
+    def __init__(self, code: BlockQuantizer, layout: FlatLayout, dtypes: Dtypes, collectives: Collectives) -> None:
         assert dtypes.quantized is not None
         self.code, self.layout, self.collectives = code, layout, collectives
         self._dtype_across = dtypes.reduce  # the inter-replica all-reduce is not quantized
@@ -99,7 +99,7 @@ class QuantizedGradients:
             sent, received = (c.take(*buffer) for buffer in self.buffers)
             self._encode(grad, held, sent.view(c.size, -1))
             pending = c.all_to_all(received, sent, c.size * [code.nbytes], c.size * [code.nbytes], what)
-            across = None if c.across_channel is None else f"{what}, between copies"
+            across = None if c.replica_channel is None else f"{what}, between copies"
             if c.reduce_stream is None:
                 c.give(grad)
                 reduction = QuantizedReduction(c, None, sent, received, code, pending, self._dtype_across)
@@ -141,7 +141,7 @@ class QuantizedReduction(Reduction):
         grad: torch.Tensor | None,
         sent: torch.Tensor,
         received: torch.Tensor,
-        code: BlockCode,
+        code: BlockQuantizer,
         pending: Pending,
         dtype_across: torch.dtype,
         begun: Any = None,

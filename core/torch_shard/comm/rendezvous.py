@@ -140,7 +140,7 @@ def _waits_in(posts: Messages, missing: dict[int, int]) -> str:
     return waits
 
 
-def told_by(ranks: list[int], name: str, mine: str, timeout: float, what: str = "shard()") -> dict[int, str]:
+def exchange_texts(ranks: list[int], name: str, mine: str, timeout: float, what: str = "shard()") -> dict[int, str]:
     """Return the text `mine` of each of the global `ranks`, by rank. Collective over them.
 
     The texts travel through the store, because `new_group` and torch's object collectives would wait for the group's own

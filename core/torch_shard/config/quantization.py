@@ -17,7 +17,7 @@ from torch import nn
 
 from ..config.param_dtypes import Dtypes
 from ..errors import ConfigError, UnavailableError
-from ..numerics.block_quantizer import BlockCode
+from ..numerics.block_quantizer import BlockQuantizer
 from ..numerics.dtypes import FLOATS
 from .precision import checked_modules, modules_named
 
@@ -106,17 +106,17 @@ class Quantized:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         raise UnavailableError(f"quantized.parameters: {name} has no float8; use 'int8', of the same size and finer.")
 
-    def parameter_code(self, dtypes: Dtypes, numel: int) -> BlockCode | None:
+    def parameter_quantizer(self, dtypes: Dtypes, numel: int) -> BlockQuantizer | None:
         """How a shard of `numel` elements is sent; None: as it is."""
         if self.parameters is None:
             return None
-        return BlockCode(_CODES[self.parameters], numel, self.block, _wide(dtypes.stored))
+        return BlockQuantizer(_CODES[self.parameters], numel, self.block, _wide(dtypes.stored))
 
-    def gradient_code(self, dtypes: Dtypes, numel: int) -> BlockCode | None:
+    def gradient_quantizer(self, dtypes: Dtypes, numel: int) -> BlockQuantizer | None:
         """How the part of a gradient for one rank, of `numel` elements, is sent; None: as it is."""
         if self.gradients is None:
             return None
-        return BlockCode(_CODES[self.gradients], numel, self.block, _wide(dtypes.stored, dtypes.reduce))
+        return BlockQuantizer(_CODES[self.gradients], numel, self.block, _wide(dtypes.stored, dtypes.reduce))
 
     def residual_dtype(self, dtypes: Dtypes) -> torch.dtype | None:
         """In which dtype error feedback keeps what the codes have lost; None where there is none."""

@@ -17,7 +17,7 @@ from torch import nn
 from ..comm import broadcast_buffers, consensus
 from ..comm.process_group_ops import reduce_scatter_single
 from ..comm.process_groups import group_timeout
-from ..comm.rendezvous import told_by
+from ..comm.rendezvous import exchange_texts
 from ..comm.traffic_statistics import Statistics
 from ..comm.work import default_store
 from ..config.precision import for_autocast, precision_of
@@ -34,7 +34,7 @@ from ..runtime import barrier as meeting
 from ..runtime import registry
 from ..runtime.mixed_precision_hooks import cast, cast_outputs
 from ..setup.lazy_param import Deferred, defer, deferred_of
-from ..shard_tensor.spec import same_cut, slice_full
+from ..shard_tensor.spec import same_cut, shard_of_full
 from ..shard_tensor.state import STATE
 from ..shard_tensor.tensor import ShardTensor
 from ..state import model_state as full_state
@@ -53,7 +53,7 @@ __all__ = [
     "WithMetadata",
     "abandon",
     "agree",
-    "anywhere",
+    "any_rank",
     "broadcast_tensors",
     "cast",
     "cast_outputs",
@@ -66,6 +66,7 @@ __all__ = [
     "deferred_of",
     "engine_holding",
     "engines_over",
+    "exchange_texts",
     "for_autocast",
     "format_bytes",
     "free_host_bytes",
@@ -91,7 +92,6 @@ __all__ = [
     "sharded_alike",
     "swap_value",
     "tensors_of",
-    "told_by",
     "with_shard",
 ]
 
@@ -104,9 +104,9 @@ def agree(engine: Engine, what: str, key: object = None, error: Exception | None
     consensus.agree(engine._runtime, what, key, error)
 
 
-def anywhere(engine: Engine, what: str, value: bool) -> bool:
+def any_rank(engine: Engine, what: str, value: bool) -> bool:
     """Return True if `value` is true on any rank. Collective."""
-    return consensus.anywhere(engine._runtime, what, value)
+    return consensus.any_rank(engine._runtime, what, value)
 
 
 def broadcast_tensors(engine: Engine, tensors: list[torch.Tensor], what: str) -> None:
@@ -202,7 +202,7 @@ def make_full(
 
 def shard_like(full: Any, like: ShardTensor) -> ShardTensor:
     """Return this rank's shard, in new memory, of a full tensor that is sharded as `like` is. Not collective."""
-    return ShardTensor(slice_full(full.detach(), like._spec).to(like.device, copy=True), like._spec)
+    return ShardTensor(shard_of_full(full.detach(), like._spec).to(like.device, copy=True), like._spec)
 
 
 def sharded_alike(a: ShardTensor, b: ShardTensor) -> bool:

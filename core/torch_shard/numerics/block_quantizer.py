@@ -19,7 +19,7 @@ import torch
 
 from ..layout.flat_layout import ALIGNMENT
 
-__all__ = ["BlockCode"]
+__all__ = ["BlockQuantizer"]
 
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -30,7 +30,7 @@ _PIECE_ELSEWHERE = 1 << 24
 
 
 @dataclass(frozen=True)
-class BlockCode:
+class BlockQuantizer:
     """How a row of `numel` values travels.
 
     Attributes:

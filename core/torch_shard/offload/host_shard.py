@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..numerics.block_quantizer import BlockCode
+from ..numerics.block_quantizer import BlockQuantizer
 from .host import Host
 from .pending_writes import Moving
 
@@ -61,13 +61,13 @@ class HostShard:
         self.host, self.shard, self._params = host, shard, params
         self.moving = Moving(host.waits)
         self._compute = shard.dtype
-        self._code: BlockCode | None = None
+        self._code: BlockQuantizer | None = None
         self._cast: torch.Tensor | None = None  # in host memory, or codes
         self._resident: torch.Tensor | None = None  # on the device
         self._fresh = (-1, 0)  # which values of the shard these hold
         self._read: _Read | None = None
 
-    def compute_in(self, dtype: torch.dtype, code: BlockCode | None = None) -> None:
+    def compute_in(self, dtype: torch.dtype, code: BlockQuantizer | None = None) -> None:
         """What :meth:`copy_to` gives from here on: values of this dtype, or the payload of `code`."""
         self._compute, self._code, self._cast, self._resident = dtype, code, None, None
         self.outdate()

@@ -10,7 +10,7 @@ import torch
 from ..errors import ConfigError, NeedsGatherError, ShardError, UnitStateError
 from ..grad_clip.checks import refuse_unfinished
 from ..layout.dtensor_placement import is_dtensor
-from ..shard_tensor.spec import slice_part
+from ..shard_tensor.spec import shard_of_part
 from ..shard_tensor.state import is_unreduced
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad
@@ -242,5 +242,5 @@ def _slice(value: torch.Tensor, param: ShardTensor) -> ShardTensor:
     unit = unit_of(param) if is_dtensor(value) else None
     if unit is not None:
         flat, index = unit.find(param)
-        return ShardTensor(slice_part(flat.part_of(value, index), param._spec).clone(), param._spec)
+        return ShardTensor(shard_of_part(flat.part_of(value, index), param._spec).clone(), param._spec)
     return ShardTensor.from_full(value.to(param._local.device), param._spec)

@@ -297,7 +297,7 @@ class InBackward:
                 set_own_grad(p, None)
         if held and not flat.gathers:
             # They are the parameters: who still has one saved must hear of it.
-            torch.autograd.graph.increment_version(flat.leaves)
+            torch.autograd.graph.increment_version(flat.unsharded_params)
 
     def _step_here(self, work: FlatStep) -> None:
         self._fresh = [options.fresh() for options in self._options]

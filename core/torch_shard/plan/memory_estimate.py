@@ -13,7 +13,7 @@ from ..layout.flat_layout import ALIGNMENT
 if TYPE_CHECKING:
     from ..config.offload import Offload
     from ..config.param_dtypes import Dtypes
-    from ..numerics.block_quantizer import BlockCode
+    from ..numerics.block_quantizer import BlockQuantizer
     from .plan import Plan, UnitPlan
 
 __all__ = ["PredictedBytes", "mib", "predicted_bytes", "shard_nbytes"]
@@ -193,7 +193,7 @@ class _Shard:
     numel: int  # with padding
     dtypes: Dtypes
     trains: bool
-    code: BlockCode | None  # what is gathered in place of values
+    code: BlockQuantizer | None  # what is gathered in place of values
 
 
 def _shards(unit: UnitPlan, world: int) -> list[_Shard]:
@@ -202,7 +202,7 @@ def _shards(unit: UnitPlan, world: int) -> list[_Shard]:
         dtypes = params[0].dtypes
         nbytes = shard_nbytes([p.nbytes for p in params], world, dtypes.alignment)
         numel = nbytes // dtypes.stored.itemsize
-        code = None if dtypes.quantized is None or world == 1 else dtypes.quantized.parameter_code(dtypes, numel)
+        code = None if dtypes.quantized is None or world == 1 else dtypes.quantized.parameter_quantizer(dtypes, numel)
         found.append(_Shard(numel, dtypes, params[0].requires_grad, code))
     return found
 

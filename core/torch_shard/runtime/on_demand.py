@@ -13,7 +13,7 @@ from ..errors import UnitStateError
 from ..shard_tensor.function_sets import creates, exposes_memory, initialises
 from ..shard_tensor.spec import gather_error
 from ..shard_tensor.tensor import ShardTensor
-from ..unit.full_values import whole_flat
+from ..unit.full_values import full_flat
 from ..unit.unit import State
 from ..utils.autograd_private import graph_task, sequence_number
 from ..utils.pytree import tensors_in
@@ -68,7 +68,7 @@ class OnDemand:
         """
         self.check_copies()
         if unit.is_summoned:
-            return unit.leaf_of(param)
+            return unit.unsharded_param_of(param)
         runtime = self.runtime
         if runtime.forwards.depth:
             runtime.forwards.leave_interrupted()
@@ -84,7 +84,7 @@ class OnDemand:
             return None
         differentiable = recording and param.requires_grad and not creates(name) and not initialises(name)
         # Users' hooks see one full gradient: it must not arrive in two parts, at the unsharded parameter and at the shard.
-        hooked = differentiable and bool(unit.leaf_of(param)._backward_hooks)
+        hooked = differentiable and bool(unit.unsharded_param_of(param)._backward_hooks)
         # The gradient of a replicated parameter is averaged over the replicas if it arrives at the unsharded parameter. Most
         # of these parameters need no unshard.
         averaged = unit.collectives.topology.replicas > 1
@@ -113,7 +113,7 @@ class OnDemand:
                 each.note_versions()
         unit.running += 1
         self._uses.append(Use(unit, start))
-        return flat.leaves[index].to(flat.dtype) if as_stored else flat.leaves[index]
+        return flat.unsharded_params[index].to(flat.dtype) if as_stored else flat.unsharded_params[index]
 
     def _stored(self, unit: Unit, flat: FlatBuffer, index: int) -> torch.Tensor:
         """Return the unsharded parameter with its stored values, where modules compute with others. Collective."""
@@ -122,7 +122,7 @@ class OnDemand:
             text = f"gathers the stored values of unit {unit.name!r}"
             agreement.note(zlib.crc32(text.encode()), text)
             agreement.check(text)
-        full = whole_flat(flat, unit.gather_text)
+        full = full_flat(flat, unit.gather_text)
         if full is flat.shard:
             full = full.clone()
         self._uses.append(_Stored(flat, index, full))

@@ -37,7 +37,7 @@ _WAIT_WITHIN_REPLICA = 5.0
 _NO_PAUSE_FOR = 100
 
 
-class Reductions:
+class ReduceSchedule:
     """The gradient reductions of one engine."""
 
     def __init__(self, collectives: Collectives, issued: Callable[[str, Unit], None]) -> None:
@@ -233,7 +233,7 @@ class Reductions:
         """
         c = self.collectives
         # Ranks that are out of step already send nothing more.
-        replicas = c.across_channel is not None and not c.across_channel.groups.broken
+        replicas = c.replica_channel is not None and not c.replica_channel.groups.broken
         deadline = time.monotonic() + min(
             _WAIT_WITHIN_REPLICA if replicas else PAUSE * len(self._in_flight), c.watch.timeout
         )

@@ -39,9 +39,9 @@ from .backward_hooks import EndOfBackward, Use
 from .buffer_sync import BufferSync
 from .forward_hooks import Forwards
 from .on_demand import OnDemand
-from .reduce_schedule import PAUSE, Reductions
+from .reduce_schedule import PAUSE, ReduceSchedule
 from .replaced_params import Registrations
-from .unshard_schedule import Schedule
+from .unshard_schedule import UnshardSchedule
 
 if TYPE_CHECKING:
     from ..offload.host import Host
@@ -69,7 +69,7 @@ class Runtime:
         self.forwards = Forwards(self)
         self.session = False  # the ranks have agreed on a forward, and no backward has ended since
         self.on_demand = OnDemand(self)
-        self.schedule = Schedule(config, self.by_index, replicated=collectives.size == 1 < collectives.averaged)
+        self.schedule = UnshardSchedule(config, self.by_index, replicated=collectives.size == 1 < collectives.averaged)
         self.solo = 0  # depth of gathered(ranks=...), inside which a forward concerns this rank alone
         self.forward_order: dict[int, Unit] = {}  # units in the order of their first use in forward
         self.forward_sync = True  # `require_sync` at the last forward
@@ -78,7 +78,7 @@ class Runtime:
         self.state_dict_settings: Any = None  # see torch_shard.state_dict_type
         self.tasks: set[int] = set()  # the autograd graph tasks of the running backward: its own, and nested ones
         self.syncing = True  # the running backward reduces
-        self.reductions = Reductions(collectives, self.note_issued)
+        self.reductions = ReduceSchedule(collectives, self.note_issued)
         channel = collectives.gather_channel
         self.together = over(channel.groups) if channel is not None else None
         self.number = 0  # of this engine among those over the same groups; 0 for a copy that has not run yet
@@ -185,7 +185,7 @@ class Runtime:
         """Raise if a parameter was added since sharding."""
         for unit in self.units:
             unit.forget_modules()
-        leaves = [leaf for u in self.units for f in u.flats for leaf in f.leaves]
+        leaves = [leaf for u in self.units for f in u.flats for leaf in f.unsharded_params]
         self.registrations.check(self, leaves)
 
     def synchronise_buffers(self, root: nn.Module) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .backward_hooks import Use
 
 
-class Schedule:
+class UnshardSchedule:
     """The unshards and reshards of one sharded model."""
 
     def __init__(self, config: ShardConfig, by_index: dict[int, Unit], replicated: bool) -> None:

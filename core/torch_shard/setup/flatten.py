@@ -12,7 +12,7 @@ from ..errors import SetupError
 from ..layout.dtensor_placement import Placed, local_of
 from ..layout.flat_layout import FlatLayout, ParamMeta
 from ..plan.plan import ParamInfo, UnitPlan
-from ..shard_tensor.spec import slice_part
+from ..shard_tensor.spec import shard_of_part
 from ..shard_tensor.tensor import ShardTensor
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.module_params import adopt
@@ -135,7 +135,7 @@ def _swap(original: nn.Parameter, flat: FlatBuffer, index: int, unit: Unit) -> S
     own = None
     if grad is not None:
         spec = sharded._spec
-        own = slice_part(flat.part_of(grad, index), spec).clone().to(flat.memory.device, flat.dtypes.grad)
+        own = shard_of_part(flat.part_of(grad, index), spec).clone().to(flat.memory.device, flat.dtypes.grad)
         own = ShardTensor(own, spec)
     if hooks:
         unit.tensor_hooks[name] = hooks

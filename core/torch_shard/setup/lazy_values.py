@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError, SetupError
-from ..shard_tensor.spec import slice_full
+from ..shard_tensor.spec import shard_of_full
 from ..shard_tensor.tensor import ShardTensor
 from .lazy_param import Deferred, attributes_of, defer, deferred_of, forget, has_lost_values, is_altered
 
@@ -89,7 +89,7 @@ class Filler:
             if spec.length:
                 with torch.no_grad(), _reading(values):
                     # Through the parameter's dtype, where it is stored in a finer one.
-                    local.copy_(values.rounded(slice_full(values.whole(), spec)).to(dtype))
+                    local.copy_(values.rounded(shard_of_full(values.whole(), spec)).to(dtype))
             self._tell(values)
 
     def whole(self, param: nn.Parameter, values: Deferred, device: torch.device) -> nn.Parameter:

@@ -26,7 +26,7 @@ from ..log import ANY_RANK, logger
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import set_own_grad
 from ..unit.flat_buffer import FlatBuffer
-from ..unit.full_values import whole_flat
+from ..unit.full_values import full_flat
 from .checks import fail_together
 
 __all__ = ["Swapped", "Undo"]
@@ -154,7 +154,7 @@ class Undo:
             except Exception as problem:
                 error = problem
             fail_together(c, error)
-            values = whole_flat(flat, "the undoing of a failed shard()", memory)
+            values = full_flat(flat, "the undoing of a failed shard()", memory)
             for index, each in enumerate(swapped):
                 each.copy(flat.view(values, index))
             del values, memory

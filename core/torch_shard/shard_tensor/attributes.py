@@ -10,7 +10,7 @@ import torch
 from ..errors import NeedsGatherError
 from .autograd import function_needs_gather
 from .dispatch import alias
-from .spec import same_cut, slice_full
+from .spec import same_cut, shard_of_full
 from .unsharded_param import own_grad, set_own_grad
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def _summoned_leaf(t: Any) -> Any:
     unit_ref = t._shard_state.unit_ref
     unit = unit_ref() if unit_ref is not None else None
     if unit is not None and unit.is_summoned:
-        return unit.leaf_of(t)
+        return unit.unsharded_param_of(t)
     return None
 
 
@@ -136,7 +136,7 @@ def _assign_data(cls: type[ShardTensor], param: ShardTensor, value: Any) -> None
             "before shard(), or engine.close() it, convert, and shard again."
         )
     with torch.no_grad():
-        new = value._local if isinstance(value, cls) else slice_full(value.detach(), spec)
+        new = value._local if isinstance(value, cls) else shard_of_full(value.detach(), spec)
         if new.data_ptr() != local.data_ptr() or new is not local:
             local.copy_(new)
 
@@ -155,7 +155,7 @@ def _as_grad(cls: type[ShardTensor], param: ShardTensor, value: Any) -> ShardTen
     elif value.shape == spec.shape:
         with _NoTorchFunction():
             device = param.device
-        return cls._wrap(slice_full(value.detach(), spec).to(device, copy=True), spec)
+        return cls._wrap(shard_of_full(value.detach(), spec).to(device, copy=True), spec)
     else:
         problem = f"shape {tuple(value.shape)} in place of {tuple(spec.shape)}"
     raise NeedsGatherError(

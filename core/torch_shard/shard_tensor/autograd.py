@@ -8,7 +8,7 @@ import torch
 
 from ..errors import NeedsGatherError, ShardError
 from .reductions import full_reduction
-from .spec import gather_error, slice_full
+from .spec import gather_error, shard_of_full
 
 if TYPE_CHECKING:
     from .tensor import ShardTensor
@@ -148,7 +148,7 @@ class MeanShard(torch.autograd.Function):
     def forward(ctx: Any, full: torch.Tensor, cls: Any, spec: Any, everyone: Any) -> Any:
         total = full.detach().clone(memory_format=torch.contiguous_format)
         everyone.all_reduce(total, "sum", f"the gradient of {spec.name}")
-        return cls._wrap(slice_full(total.div_(everyone.size), spec).clone(), spec)
+        return cls._wrap(shard_of_full(total.div_(everyone.size), spec).clone(), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import NeedsGatherError
 from .reductions import REDUCTIONS, foreach_norm, unscale_and_check
-from .spec import ShardSpec, broadcast_slice, gather_error, same_cut, slice_full
+from .spec import ShardSpec, broadcast_shard, gather_error, same_cut, shard_of_full
 from .views import VIEWS, following, view
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _local(cls: type[ShardTensor], value: Any, spec: ShardSpec, func: Any) -> An
     if isinstance(value, cls):
         return value._shard_state.local
     if isinstance(value, torch.Tensor):
-        local = broadcast_slice(value, spec, str(func))
+        local = broadcast_shard(value, spec, str(func))
         # For type promotion a 0-dim parameter and a 0-dim plain operand are equals. The parameter's shard is 1-D, so the
         # operand is made 1-D, too.
         return local.expand(spec.length) if local.dim() == 0 and not spec.shape else local
@@ -211,7 +211,7 @@ def _random(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
     local, spec = target._local, target._spec
     full = torch.empty_strided(spec.shape, spec.stride, dtype=local.dtype, device=local.device)
     func(full, *args[1:], **kwargs)
-    local.copy_(slice_full(full, spec))
+    local.copy_(shard_of_full(full, spec))
     _count_edit(target)
     return target
 
@@ -221,7 +221,7 @@ def _random_like(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> A
     local, spec = source._local, source._spec
     full = torch.empty_strided(spec.shape, spec.stride, dtype=local.dtype, device=local.device)
     drawn = func(full, *args[1:], **kwargs)
-    return cls._wrap(slice_full(drawn, spec).clone(), spec)
+    return cls._wrap(shard_of_full(drawn, spec).clone(), spec)
 
 
 def _pinned(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:

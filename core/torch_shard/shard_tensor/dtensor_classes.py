@@ -66,7 +66,7 @@ def gathered_parameter(placed: Placed, local: torch.Tensor) -> Any:
 
 
 def unsharded_parameter(placed: Placed, local: torch.Tensor) -> Any:
-    """Return a DTensor over the memory of `local` that modules compute with: see :class:`.unsharded_param.Leaf`."""
+    """Return a DTensor over the memory of `local` that modules compute with: see :class:`.unsharded_param.UnshardedParam`."""
     return _parameter(placed.over(local, _classes()[1]))
 
 
@@ -104,8 +104,8 @@ def _classes() -> tuple[Any, Any]:
             with torch.no_grad():
                 self._local_tensor.copy_(value._local_tensor)
 
-    class DTensorLeaf(InBuffer, GatheredDTensor):
-        """An unsharded parameter that is a DTensor; see :class:`.unsharded_param.Leaf`."""
+    class UnshardedDTensor(InBuffer, GatheredDTensor):
+        """An unsharded parameter that is a DTensor; see :class:`.unsharded_param.UnshardedParam`."""
 
         __slots__ = ()
         data_taken = False
@@ -120,5 +120,5 @@ def _classes() -> tuple[Any, Any]:
             self.data_taken = True
             GatheredDTensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
-    GatheredDTensor.classes = GatheredDTensor, DTensorLeaf  # type: ignore[attr-defined]
-    return GatheredDTensor, DTensorLeaf
+    GatheredDTensor.classes = GatheredDTensor, UnshardedDTensor  # type: ignore[attr-defined]
+    return GatheredDTensor, UnshardedDTensor

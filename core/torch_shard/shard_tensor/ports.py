@@ -48,7 +48,7 @@ class UnitPort(Protocol):
     def find(self, param: ShardTensor) -> tuple[Any, int]:
         """Return the flat buffer that holds `param`, and the parameter's index in it."""
 
-    def leaf_of(self, param: ShardTensor) -> torch.Tensor:
+    def unsharded_param_of(self, param: ShardTensor) -> torch.Tensor:
         """Return the unsharded parameter."""
 
     def differentiable(self, param: ShardTensor) -> torch.Tensor:

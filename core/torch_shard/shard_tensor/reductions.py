@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .spec import ScalarComm, ShardSpec, gather_error, same_cut, slice_full
+from .spec import ScalarComm, ShardSpec, gather_error, same_cut, shard_of_full
 
 if TYPE_CHECKING:
     from .tensor import ShardTensor
@@ -183,7 +183,7 @@ def _equal(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> bool:
     spec = sharded._spec
     if isinstance(first, cls) and isinstance(second, cls) and not same_cut(first._spec, second._spec):
         raise gather_error([first._spec, second._spec], str(func), "needs both cut alike, and they are not")
-    locals_ = [t._local if isinstance(t, cls) else slice_full(t, spec) for t in (first, second)]
+    locals_ = [t._local if isinstance(t, cls) else shard_of_full(t, spec) for t in (first, second)]
     same = torch.tensor(func(*locals_, *args[2:], **kwargs), device=sharded._local.device)
     return bool(_flag(same, True, spec.comm, _what(func, spec))) if spec.numel else True
 

@@ -18,11 +18,11 @@ __all__ = [
     "ScalarComm",
     "ShardSpec",
     "boxes_in",
-    "broadcast_slice",
+    "broadcast_shard",
     "gather_error",
     "same_cut",
-    "slice_full",
-    "slice_part",
+    "shard_of_full",
+    "shard_of_part",
 ]
 
 
@@ -165,7 +165,7 @@ def _same_ranks(a: Any, b: Any) -> bool:
     return channel.group is other.group
 
 
-def slice_full(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+def shard_of_full(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     """Return this rank's shard of a full tensor. Differentiable, not collective.
 
     Args:
@@ -183,13 +183,13 @@ def slice_full(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
         for dim, size in enumerate(spec.part.sizes):
             if size != full.shape[dim]:
                 full = full.narrow(dim, spec.part.offsets[dim], size)
-    return slice_part(full, spec)
+    return shard_of_part(full, spec)
 
 
-def slice_part(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+def shard_of_part(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     """Return this rank's shard of what the layout places: a part of the parameter where tensor parallelism cuts it.
 
-    Otherwise the same as :func:`slice_full`.
+    Otherwise the same as :func:`shard_of_full`.
     """
     if spec.length == 0:
         return full.new_empty(0) if not full.requires_grad else full.reshape(-1)[:0]
@@ -210,7 +210,7 @@ def slice_part(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def broadcast_slice(operand: torch.Tensor, spec: ShardSpec, what: str) -> torch.Tensor:
+def broadcast_shard(operand: torch.Tensor, spec: ShardSpec, what: str) -> torch.Tensor:
     """Return this rank's shard of a plain operand that is broadcast to the parameter's global shape.
 
     A 0-dim operand is returned as it is, so that it takes part in type promotion as in plain torch.
@@ -231,4 +231,4 @@ def broadcast_slice(operand: torch.Tensor, spec: ShardSpec, what: str) -> torch.
                 "which needs the whole parameter",
             )
         operand = operand.expand(spec.shape)
-    return slice_full(operand, spec)
+    return shard_of_full(operand, spec)

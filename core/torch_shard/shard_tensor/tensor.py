@@ -22,14 +22,14 @@ from ..offload.pending_writes import home_of
 from . import attributes, dispatch, torch_function
 from .full_tensor import full_tensors
 from .function_sets import DEVICE, DTYPE, GETTERS
-from .spec import ScalarComm, ShardSpec, boxes_in, broadcast_slice, same_cut, slice_full
+from .spec import ScalarComm, ShardSpec, boxes_in, broadcast_shard, same_cut, shard_of_full
 from .state import STATE, ShardState
 from .unsharded_param import own_grad, set_own_grad
 
 if TYPE_CHECKING:
     from .ports import UnitPort
 
-__all__ = ["ScalarComm", "ShardSpec", "ShardTensor", "broadcast_slice", "same_cut", "slice_full"]
+__all__ = ["ScalarComm", "ShardSpec", "ShardTensor", "broadcast_shard", "same_cut", "shard_of_full"]
 
 
 class ShardTensor(torch.Tensor):
@@ -86,7 +86,7 @@ class ShardTensor(torch.Tensor):
     @classmethod
     def from_full(cls, full: torch.Tensor, spec: ShardSpec) -> ShardTensor:
         """Return the shard of a plain tensor of the global shape, in memory of its own. Not collective."""
-        return cls._wrap(slice_full(full.detach(), spec).clone(), spec)
+        return cls._wrap(shard_of_full(full.detach(), spec).clone(), spec)
 
     # -- the gradient ---------------------------------------------------------------------------------------------
     # Every step reads and clears `.grad`, and a property costs a fraction of `__torch_function__`.

@@ -53,7 +53,7 @@ class InBuffer:
         return super().__deepcopy__(memo)  # type: ignore[misc]
 
 
-class Leaf(InBuffer, nn.Parameter):
+class UnshardedParam(InBuffer, nn.Parameter):
     """An unsharded parameter: a view of its unit's full buffer.
 
     No version counter shows an edit through ``.data``, so that a read of ``.data`` is noted. A value that is assigned to
@@ -79,13 +79,13 @@ class Leaf(InBuffer, nn.Parameter):
 
 
 own_grad: Callable[[Any], torch.Tensor | None] = _grad.__get__
-"""Return ``.grad`` as autograd keeps it, past the properties of :class:`Leaf` and ShardTensor.
+"""Return ``.grad`` as autograd keeps it, past the properties of :class:`UnshardedParam` and ShardTensor.
 
 Call it with ``__torch_function__`` disabled for a ShardTensor."""
 
 
 def set_own_grad(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Set ``.grad`` as autograd keeps it, past the properties of :class:`Leaf` and ShardTensor."""
+    """Set ``.grad`` as autograd keeps it, past the properties of :class:`UnshardedParam` and ShardTensor."""
     _grad.__set__(tensor, value)
 
 
@@ -107,7 +107,7 @@ def show_as_plain(leaves: list[nn.Parameter], plain: bool) -> None:
     """Give unsharded parameters the plain class nn.Parameter, which notes no reads of ``.data``, or their own class again."""
     for leaf in leaves:
         leaf.__dict__.pop("data_taken", None)
-        shown, noted = getattr(leaf, "classes", (nn.Parameter, Leaf))
+        shown, noted = getattr(leaf, "classes", (nn.Parameter, UnshardedParam))
         leaf.__class__ = shown if plain else noted
 
 

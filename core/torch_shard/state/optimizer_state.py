@@ -17,10 +17,10 @@ from ..optim.engines_of_optimizer import params_of, runtime_of
 from ..optim.matrix import state as matrix_state
 from ..optim.registry import COUNTERS
 from ..runtime.runtime import Runtime
-from ..shard_tensor.spec import same_cut, slice_full
+from ..shard_tensor.spec import same_cut, shard_of_full
 from ..shard_tensor.tensor import ShardTensor
 from ..unit.flat_buffer import FlatBuffer
-from ..unit.full_values import whole_slices
+from ..unit.full_values import full_tensors_from
 from ..utils.patterns import without_wrappers
 from .model_state import copied, describe, misplaced
 
@@ -114,7 +114,7 @@ def optim_state_dict(
         for n, entries in known.items()
     }
     for flat, entry, slices in cut.jobs:
-        whole = whole_slices(flat, slices, what)
+        whole = full_tensors_from(flat, slices, what)
         if wanted:
             for i, value in enumerate(whole):
                 if value is not None:
@@ -299,7 +299,7 @@ def own_part(param: torch.Tensor, key: str, value: Any, into: Any = None) -> Any
         value = local_of(value) if isinstance(param, ShardTensor) else value
         return value.clone()  # torch may keep what it is given
     assert isinstance(param, ShardTensor)
-    part = slice_full(value.detach(), param._spec)
+    part = shard_of_full(value.detach(), param._spec)
     if isinstance(into, ShardTensor) and same_cut(into._spec, param._spec) and into.dtype == value.dtype:
         with torch.no_grad():
             into._local.copy_(part)

@@ -20,14 +20,14 @@ from ..config.param_dtypes import Dtypes
 from ..errors import UnitStateError
 from ..layout.dtensor_placement import Placed, is_dtensor
 from ..layout.flat_layout import FlatLayout, slot_view
-from ..numerics.block_quantizer import BlockCode
+from ..numerics.block_quantizer import BlockQuantizer
 from ..numerics.stochastic_rounding import Rounding
 from ..offload.host_gradients import HostGradients
 from ..offload.host_shard import Crossing, HostShard
 from ..shard_tensor.dtensor_classes import gathered_parameter, shard_class, unsharded_parameter
-from ..shard_tensor.spec import ShardSpec, slice_part
+from ..shard_tensor.spec import ShardSpec, shard_of_part
 from ..shard_tensor.tensor import ShardTensor
-from ..shard_tensor.unsharded_param import Leaf, is_view, mark_of_unit, memory_of, move, refuse_recorded_edit
+from ..shard_tensor.unsharded_param import UnshardedParam, is_view, mark_of_unit, memory_of, move, refuse_recorded_edit
 from .gradient_buffer import GradientBuffer
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class FlatBuffer:
         self.settle_step()
         return self.memory._version
 
-    def _build(self, compute: torch.dtype, code: BlockCode | None) -> None:
+    def _build(self, compute: torch.dtype, code: BlockQuantizer | None) -> None:
         """Make the full buffer and the leaves, of dtype `compute`; `code` quantizes the shards that are sent, if given."""
         self.compute, self.code = compute, code
         self.casts = compute != self.dtype
@@ -139,11 +139,11 @@ class FlatBuffer:
             self.host.compute_in(compute, code)
         # The secondary shard: kept between forward and backward, where fewer ranks than all share the unit then.
         self.secondary_shard: torch.Tensor | None = None
-        if self.sharded and self.collectives.again_channel is not None:
+        if self.sharded and self.collectives.secondary_channel is not None:
             self.secondary_shard = torch.empty_like(self.collectives.own_part(self.full))
             self.secondary_shard.untyped_storage().resize_(0)
         self._take_views()
-        self.leaves: list[nn.Parameter] = [self._leaf(i) for i in range(n)]
+        self.unsharded_params: list[nn.Parameter] = [self._leaf(i) for i in range(n)]
         if self.gathers:
             self.full.untyped_storage().resize_(0)
         self.edges: list[Any] = [
@@ -167,7 +167,7 @@ class FlatBuffer:
         """
         quantized, code = self.dtypes.quantized, None
         if quantized is not None and self.sharded:
-            code = quantized.parameter_code(self.dtypes, self.layout.shard_numel)
+            code = quantized.parameter_quantizer(self.dtypes, self.layout.shard_numel)
         if self.dtypes.casts or code is not None:
             self._build(self.dtypes.compute, code)
 
@@ -216,7 +216,7 @@ class FlatBuffer:
     def _leaf(self, index: int) -> nn.Parameter:
         # `.data` gives the leaf a version counter of its own, so that an unshard into `full` is no in-place edit of the leaf.
         placed, view = self.placed[index], self.view(self.full, index).data
-        leaf: Any = Leaf(view, requires_grad=False) if placed is None else unsharded_parameter(placed, view)
+        leaf: Any = UnshardedParam(view, requires_grad=False) if placed is None else unsharded_parameter(placed, view)
         leaf._place = (weakref.ref(self), index)
         return leaf  # type: ignore[no-any-return]
 
@@ -269,7 +269,7 @@ class FlatBuffer:
         if self.secondary_shard.untyped_storage().nbytes():  # else this rank has kept the full buffer
             self.collectives.own_part(self.full).copy_(self.secondary_shard)
             self.drop_secondary_shard()
-        pending = self.collectives.all_gather_again(self.full, what)
+        pending = self.collectives.all_gather_secondary(self.full, what)
         return pending if self.code is None else SecondaryGather(self, pending)
 
     def keep_as_gathered(self) -> None:
@@ -335,27 +335,27 @@ class FlatBuffer:
         """Let each leaf require a gradient exactly if the user's parameter does now."""
         with torch._C.DisableTorchFunctionSubclass():
             wanted = [param.requires_grad for param in self.params]
-        if not force and wanted == self.gradients.asked == [leaf.requires_grad for leaf in self.leaves]:
+        if not force and wanted == self.gradients.asked == [leaf.requires_grad for leaf in self.unsharded_params]:
             self.gradients.ask(wanted)
             return
         if force:
             self._measure()
         for i, wants in enumerate(wanted):
             self.refuse_recorded_edit(i)
-            self.leaves[i].requires_grad_(wants)
+            self.unsharded_params[i].requires_grad_(wants)
             if wants and self.edges[i] is None:
                 self._arm_counted(i)
         self.gradients.ask(wanted)
 
     def refuse_recorded_edit(self, i: int) -> None:
         """Raise if leaf `i` was edited in place with a value that records gradients."""
-        refuse_recorded_edit(self.leaves[i], self.layout.slots[i].name, self.collectives.world_rank)
+        refuse_recorded_edit(self.unsharded_params[i], self.layout.slots[i].name, self.collectives.world_rank)
 
     def renew(self) -> None:
         """Leave the full buffer to whoever holds it, and point the leaves at a new one without memory."""
         with torch.inference_mode(False), torch.no_grad():
             self.full = torch.empty(self.layout.numel, dtype=self.compute, device=self.full.device)
-            for i, leaf in enumerate(self.leaves):
+            for i, leaf in enumerate(self.unsharded_params):
                 move(leaf, self.view(self.full, i))
             self._take_views()
             self.full.untyped_storage().resize_(0)
@@ -363,7 +363,7 @@ class FlatBuffer:
 
     def _arm(self, i: int) -> None:
         """Hook the gradient of leaf `i`."""
-        leaf, unit = self.leaves[i], self.unit()
+        leaf, unit = self.unsharded_params[i], self.unit()
         assert unit is not None
         self.edges[i] = torch.autograd.graph.get_gradient_edge(leaf).node
         self.edges[i].register_prehook(_GradHook(unit, self, i))
@@ -380,7 +380,7 @@ class FlatBuffer:
 
         Measuring all references instead would also count those of a graph that is alive now.
         """
-        leaf, (uses, references) = self.leaves[i], self.baseline[i]
+        leaf, (uses, references) = self.unsharded_params[i], self.baseline[i]
         before = _use_count(leaf), sys.getrefcount(leaf)
         self._arm(i)
         after = _use_count(leaf), sys.getrefcount(leaf)
@@ -390,10 +390,10 @@ class FlatBuffer:
     def put_back(self, i: int) -> None:
         """Point leaf `i`, to which the user gave other memory (``.data = ``), at its place in the full buffer again."""
         # Where the other memory had another dtype, autograd has dropped the leaf's gradient node, and the hook with it.
-        move(self.leaves[i], self.view(self.full, i).data)
+        move(self.unsharded_params[i], self.view(self.full, i).data)
         if self.edges[i] is not None:
             self.edges[i] = None
-            if self.leaves[i].requires_grad:
+            if self.unsharded_params[i].requires_grad:
                 self._arm(i)
             self._measure()
 
@@ -402,8 +402,8 @@ class FlatBuffer:
         storage = self.full.untyped_storage()
         self.storage = storage._cdata  # identifies the storage
         self.storage_baseline = torch._C._storage_Use_Count(storage._cdata)
-        for i in range(len(self.leaves)):
-            self.baseline[i] = (_use_count(self.leaves[i]), sys.getrefcount(self.leaves[i]))
+        for i in range(len(self.unsharded_params)):
+            self.baseline[i] = (_use_count(self.unsharded_params[i]), sys.getrefcount(self.unsharded_params[i]))
 
     def references(self) -> tuple[bool, list[tuple[int, int]], bool]:
         """Return who refers to the leaves beside the engine.
@@ -413,7 +413,7 @@ class FlatBuffer:
             leaf, or a view of it, autograd has saved; True if a Python object refers to a leaf.
         """
         storage = torch._C._storage_Use_Count(self.full.untyped_storage()._cdata)
-        leaves, saved, by_python = self.leaves, [], False
+        leaves, saved, by_python = self.unsharded_params, [], False
         # A loop variable for the leaf would be a reference, too; `_measure` has none either.
         for i, (uses, references) in enumerate(self.baseline):
             more = _use_count(leaves[i]) > uses
@@ -427,7 +427,7 @@ class FlatBuffer:
 
     def check_places(self) -> None:
         """Raise if a forward gave a leaf other memory (``.data = ``, of another shape)."""
-        for i, leaf in enumerate(self.leaves):
+        for i, leaf in enumerate(self.unsharded_params):
             view = self.view(self.full, i)
             if not is_view(leaf, view):
                 given = f"shape {tuple(leaf.shape)}, {leaf.dtype}, {leaf.device}"
@@ -445,9 +445,9 @@ class FlatBuffer:
     def leaf_versions(self) -> list[int]:
         """Return each leaf's version, which grows with in-place edits."""
         if not self.distributed:
-            return [leaf._version for leaf in self.leaves]
+            return [leaf._version for leaf in self.unsharded_params]
         # An edit of a DTensor counts on the DTensor; an edit of its to_local() counts on the local tensor.
-        return [leaf._version + memory_of(leaf)._version for leaf in self.leaves]
+        return [leaf._version + memory_of(leaf)._version for leaf in self.unsharded_params]
 
 
 class SecondaryGather:
@@ -489,7 +489,7 @@ class _Average:
             among.all_reduce(total, "sum", f"the gradient of {spec.name}, used past its unit")
         total.div_(among.size)
         if flat.split and is_dtensor(grad):
-            return ShardTensor(slice_part(total, spec).clone(), spec)
+            return ShardTensor(shard_of_part(total, spec).clone(), spec)
         return ShardTensor.from_full(total, spec)
 
 

@@ -11,7 +11,7 @@ import torch
 from .flat_buffer import FlatBuffer
 
 
-def whole_flat(flat: FlatBuffer, what: str, memory: torch.Tensor | None = None) -> torch.Tensor:
+def full_flat(flat: FlatBuffer, what: str, memory: torch.Tensor | None = None) -> torch.Tensor:
     """Return the unsharded values of a flat buffer; where one rank has them all, the shard itself. Collective.
 
     Args:
@@ -24,7 +24,7 @@ def whole_flat(flat: FlatBuffer, what: str, memory: torch.Tensor | None = None) 
     return _gathered(flat, flat.shard.dtype, what, lambda own: own.copy_(flat.shard), memory)
 
 
-def whole_slices(
+def full_tensors_from(
     flat: FlatBuffer, slices: Sequence[torch.Tensor | None], what: str, memory: torch.Tensor | None = None
 ) -> list[torch.Tensor | None]:
     """Return full tensors from shards that are cut like the parameters of `flat`, such as gradients. Collective.
@@ -33,7 +33,7 @@ def whole_slices(
         flat: the buffer whose layout applies.
         slices: for each parameter this rank's shard (1-D, any dtype), or None on all ranks.
         what: for messages.
-        memory: as for :func:`whole_flat`; then all shards must have one dtype.
+        memory: as for :func:`full_flat`; then all shards must have one dtype.
 
     Returns:
         For each parameter a plain tensor of its shape and strides in new memory; None where the shard is None.

@@ -76,7 +76,7 @@ class GradientBuffer:
         self.hook: CommHook | None = None  # the user's function that reduces in place of the engine
         self.quantized: QuantizedGradients | None = None
         if dtypes.quantized is not None and collectives.size > 1:
-            code = dtypes.quantized.gradient_code(dtypes, layout.shard_numel)
+            code = dtypes.quantized.gradient_quantizer(dtypes, layout.shard_numel)
             if code is not None:
                 self.quantized = QuantizedGradients(code, layout, dtypes, collectives)
         self._gaps, self._cut = layout.gaps(), cut_of(layout.slots)

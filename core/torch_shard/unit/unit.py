@@ -17,8 +17,8 @@ exceptions. Where modules compute in another dtype than the shards have (:mod:`t
 casts, before the collective or without one. Where the shards are in host memory (:mod:`torch_shard.offload`), the unshard
 copies.
 
-The unit knows how to unshard and reshard. :class:`~torch_shard.runtime.unshard_schedule.Schedule` and
-:class:`~torch_shard.runtime.reduce_schedule.Reductions` decide when.
+The unit knows how to unshard and reshard. :class:`~torch_shard.runtime.unshard_schedule.UnshardSchedule` and
+:class:`~torch_shard.runtime.reduce_schedule.ReduceSchedule` decide when.
 """
 
 from __future__ import annotations
@@ -156,10 +156,10 @@ class Unit:
                 return flat, param._spec.index
         raise ShardError(f"{param._spec.layout.slots[param._spec.index].name} is not a parameter of unit {self.name}")
 
-    def leaf_of(self, param: ShardTensor) -> nn.Parameter:
+    def unsharded_param_of(self, param: ShardTensor) -> nn.Parameter:
         """Return the unsharded parameter that modules compute with in place of `param`."""
         flat, index = self.find(param)
-        return flat.leaves[index]
+        return flat.unsharded_params[index]
 
     def differentiable(self, param: ShardTensor) -> nn.Parameter:
         """Return the unsharded parameter for `param`, to differentiate with respect to it.
@@ -168,9 +168,9 @@ class Unit:
         `param` frozen.
         """
         flat, index = self.find(param)
-        if param.requires_grad and not flat.leaves[index].requires_grad and not self.is_summoned:
+        if param.requires_grad and not flat.unsharded_params[index].requires_grad and not self.is_summoned:
             flat.mirror()
-        return flat.leaves[index]
+        return flat.unsharded_params[index]
 
     def references(self) -> tuple[bool, list[tuple[int, int, int]], bool]:
         """Return who refers to the unsharded parameters beside the engine.
@@ -259,7 +259,7 @@ class Unit:
 
     def _count_bytes(self, held: int = 0) -> None:
         """Count `held` bytes of unsharded parameters in the statistics; with secondary shards, count what is allocated."""
-        if self.collectives.again_channel is not None:
+        if self.collectives.secondary_channel is not None:
             held = sum(flat.gathered_bytes for flat in self.flats if flat.gathers)
         self.runtime.gathered_bytes.add(held - self._counted_bytes)
         self._counted_bytes = held
@@ -320,7 +320,7 @@ class Unit:
 
     def note_resharded(self) -> None:
         """Note that backward is to unshard from the secondary shards, where the engine keeps any."""
-        if self.collectives.again_channel is not None:
+        if self.collectives.secondary_channel is not None:
             self.resharded = True
             self._reshard_versions = self._versions()
 
@@ -343,7 +343,7 @@ class Unit:
             return
         self.wait()
         self.refill = False
-        keeps = for_backward and self.collectives.again_channel is not None
+        keeps = for_backward and self.collectives.secondary_channel is not None
         if keeps:
             self.note_resharded()
         with self._gathering():
@@ -375,7 +375,7 @@ class Unit:
             slots, param = module._parameters, flat.params[index]
             held: Any = slots.get(attribute)
             if held is param:
-                slots[attribute] = flat.leaves[index]
+                slots[attribute] = flat.unsharded_params[index]
             elif not _is_of_functional_call(held):
                 self.installed -= 1
                 self._restore()
@@ -386,7 +386,7 @@ class Unit:
                     "load_state_dict without assign=True, or close() the engine and shard again."
                 )
             if len(param.__dict__) > OWN_COUNT:
-                copy_attributes(param, flat.leaves[index])
+                copy_attributes(param, flat.unsharded_params[index])
         for rnn in self._rnns():
             rebuild_flat_weights(rnn)
         for flat in self.flats:
@@ -411,10 +411,10 @@ class Unit:
     def _restore(self) -> None:
         for module, attribute, flat, index in self.places:
             slots: dict[str, Any] = module._parameters
-            if slots.get(attribute) is flat.leaves[index]:
+            if slots.get(attribute) is flat.unsharded_params[index]:
                 slots[attribute] = flat.params[index]
-                if len(flat.leaves[index].__dict__) > 1:  # forward has set attributes beside `_place`
-                    copy_attributes(flat.leaves[index], flat.params[index])
+                if len(flat.unsharded_params[index].__dict__) > 1:  # forward has set attributes beside `_place`
+                    copy_attributes(flat.unsharded_params[index], flat.params[index])
         for rnn in self._rnns():
             rebuild_flat_weights(rnn)
 
@@ -434,7 +434,7 @@ class Unit:
         flats = [flat for flat in self.flats if flat.gathers]
         edited = [flat for flat in flats if flat.versions != flat.leaf_versions()]
         for flat in edited:
-            for i in range(len(flat.leaves)):
+            for i in range(len(flat.unsharded_params)):
                 flat.refuse_recorded_edit(i)
         taken = self._data_was_taken()
         if taken:
@@ -449,13 +449,13 @@ class Unit:
             flat.take_edits()
 
     def _data_was_taken(self) -> bool:
-        return any([getattr(leaf, "data_taken", False) for flat in self.flats for leaf in flat.leaves])  # noqa: C419 (hot)
+        return any([getattr(leaf, "data_taken", False) for flat in self.flats for leaf in flat.unsharded_params])  # noqa: C419 (hot)
 
     # -- user hooks ---------------------------------------------------------------------------------------------
     def register_grad_hook(self, param: ShardTensor, fn: Any) -> Any:
         """Carry out `param.register_hook(fn)`: `fn` sees this rank's full gradient, as under DDP."""
         flat, index = self.find(param)
-        leaf = flat.leaves[index]
+        leaf = flat.unsharded_params[index]
         if not leaf.requires_grad:
             flat.mirror()
         return leaf.register_hook(fn)

@@ -18,7 +18,7 @@ from ..shard_tensor.state import is_unreduced
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad, set_own_grad
 from ..unit.flat_buffer import FlatBuffer
-from ..unit.full_values import whole_flat
+from ..unit.full_values import full_flat
 from ..unit.unit import State, Unit
 
 
@@ -27,7 +27,7 @@ def gathered_values(runtime: Runtime, unit: Unit) -> Iterator[list[torch.Tensor]
     """Give the present values of each flat buffer of `unit`, unsharded, in the stored dtype, for reading. Collective."""
     in_place = any(summons.in_place for summons in unit.summons)
     if not unit.exact or (unit.summons and not in_place):  # modules compute with less precise values, or with copies
-        yield [whole_flat(flat, f"the all-gather of unit {unit.name!r}") for flat in unit.flats]
+        yield [full_flat(flat, f"the all-gather of unit {unit.name!r}") for flat in unit.flats]
         return
     if in_place or not unit.gathers:
         yield [flat.full for flat in unit.flats]
@@ -111,7 +111,7 @@ def unify_replicas(flat: FlatBuffer, what: str, own: torch.Tensor | None = None)
     held = flat.shard if own is None else own
     own = held.to(c.device)
     # Parameters that tensor parallelism does not cut are the same in all data-parallel groups, too.
-    channel = c.lane_channel if c.lane_channel is not None and not flat.split else c.across_channel
+    channel = c.lane_channel if c.lane_channel is not None and not flat.split else c.replica_channel
     if not flat.sharded:
         broadcast_coalesced(c, [own], what, within_plane=flat.split)
     elif channel is not None:

@@ -4,7 +4,7 @@ There are two ways. *In place*: all ranks get the values on the mesh's device. T
 and a backward inside reduces gradients as usual. *Copies*: only some ranks get the values, or on another device. Each unit
 is unsharded by itself, and copied where it is wanted.
 
-In both ways ``FlatBuffer.leaves`` has the parameters that the modules hold, and that ``ShardTensor.__torch_function__``
+In both ways ``FlatBuffer.unsharded_params`` has the parameters that the modules hold, and that ``ShardTensor.__torch_function__``
 substitutes for a sharded parameter: the unit's own, or the copies.
 """
 
@@ -24,7 +24,7 @@ from ..runtime.runtime import Runtime
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import is_view, move, set_own_grad, show_as_plain
 from ..unit.flat_buffer import FlatBuffer
-from ..unit.full_values import whole_flat, whole_slices
+from ..unit.full_values import full_flat, full_tensors_from
 from ..unit.unit import Unit, unit_of
 from .full_values import local_grads, refill
 from .write_back import Request, Summons, open_on, write_back
@@ -103,7 +103,7 @@ def units_of(runtime: Runtime, target: Any) -> list[Unit]:
     leaves: dict[int, Unit] = {}
     for unit in runtime.units:
         for flat in unit.flats:
-            leaves.update({id(leaf): unit for leaf in flat.leaves})
+            leaves.update({id(leaf): unit for leaf in flat.unsharded_params})
 
     def visit(item: Any) -> None:
         if isinstance(item, nn.Module):
@@ -202,7 +202,7 @@ def _enter(runtime: Runtime, units: list[Unit], request: Request, entered: list[
         plain_place = request.ranks is None and request.device == c.device
         if outer is not None and outer.request.same_place(request):
             summons = Summons(unit, request, outer.in_place, here, shared=True)
-            summons.leaves, summons.buffers = outer.leaves, outer.buffers
+            summons.unsharded_params, summons.buffers = outer.unsharded_params, outer.buffers
         else:
             # In place is possible only if modules compute with the stored values.
             in_place = outer is None and plain_place and unit.exact
@@ -229,7 +229,7 @@ def _enter_one(summons: Summons) -> None:
         if summons.in_place:
             for flat in unit.flats:
                 flat.mirror()
-            summons.leaves = [flat.leaves for flat in unit.flats]
+            summons.unsharded_params = [flat.unsharded_params for flat in unit.flats]
             summons.buffers = [flat.full for flat in unit.flats]
             if not unit.gathers:  # the leaves view the shards: edits must be undone if they are not written back
                 with torch.inference_mode(False):
@@ -239,16 +239,16 @@ def _enter_one(summons: Summons) -> None:
     full_grads: list[list[torch.Tensor | None]] = []
     if request.grads:
         for flat in unit.flats:
-            found = whole_slices(flat, local_grads(flat), f"the gradients of unit {unit.name!r}")
+            found = full_tensors_from(flat, local_grads(flat), f"the gradients of unit {unit.name!r}")
             full_grads.append([None if g is None else flat.as_given(g, i) for i, g in enumerate(found)])
     if summons.here and not summons.shared:
         _install(summons)
     open_on(unit).append(summons)
     if summons.here:
-        summons.wants = [[leaf.requires_grad for leaf in leaves] for leaves in summons.leaves]
+        summons.wants = [[leaf.requires_grad for leaf in leaves] for leaves in summons.unsharded_params]
         if request.grads or not summons.in_place:
             _refuse_backward(summons)
-        for leaves, values in zip(summons.leaves, full_grads, strict=False):
+        for leaves, values in zip(summons.unsharded_params, full_grads, strict=False):
             for leaf, value in zip(leaves, values, strict=True):
                 if value is not None and value.dtype != leaf.dtype:
                     leaf.grad_dtype = value.dtype
@@ -261,7 +261,7 @@ def _copy(summons: Summons) -> None:
         if summons.overlay:
             full = flat.full  # with the edits of the enclosing gathered()
         else:
-            full = whole_flat(flat, f"the all-gather of unit {unit.name!r}")
+            full = full_flat(flat, f"the all-gather of unit {unit.name!r}")
         if not summons.here:
             continue
         with torch.inference_mode(False), torch.no_grad():
@@ -271,7 +271,7 @@ def _copy(summons: Summons) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             for p, leaf in zip(flat.params, leaves, strict=True):
                 leaf.requires_grad_(p.requires_grad)
-        summons.leaves.append(leaves)
+        summons.unsharded_params.append(leaves)
         summons.buffers.append(full)
 
 
@@ -282,11 +282,11 @@ def _install(summons: Summons) -> None:
     if summons.overlay:
         unit.uninstall()
     for flat in unit.flats:
-        flat.mirror()  # while flat.leaves are the unit's own: copies must not get their hooks
-    summons.covered = [flat.leaves for flat in unit.flats]
-    _set_leaves(unit, summons.leaves)
+        flat.mirror()  # while flat.unsharded_params are the unit's own: copies must not get their hooks
+    summons.covered = [flat.unsharded_params for flat in unit.flats]
+    _set_leaves(unit, summons.unsharded_params)
     for flat in unit.flats:
-        show_as_plain(flat.leaves, True)
+        show_as_plain(flat.unsharded_params, True)
     try:
         unit.install()
     except ShardError:
@@ -295,7 +295,7 @@ def _install(summons: Summons) -> None:
             unit.install()
         else:
             for flat in unit.flats:
-                show_as_plain(flat.leaves, False)
+                show_as_plain(flat.unsharded_params, False)
             unit.dismiss()
         raise
     if not summons.overlay:
@@ -304,12 +304,12 @@ def _install(summons: Summons) -> None:
 
 def _set_leaves(unit: Unit, leaves: list[list[nn.Parameter]]) -> None:
     for flat, chosen in zip(unit.flats, leaves, strict=True):
-        flat.leaves = chosen
+        flat.unsharded_params = chosen
 
 
 def _refuse_backward(summons: Summons) -> None:
     unit = summons.unit
-    for flat, leaves in zip(unit.flats, summons.leaves, strict=True):
+    for flat, leaves in zip(unit.flats, summons.unsharded_params, strict=True):
         for slot, leaf in zip(flat.layout.slots, leaves, strict=True):
             if leaf.requires_grad:
                 summons.hooks.append(leaf.register_hook(_Refusal(slot.name, unit.collectives.world_rank)))
@@ -341,7 +341,7 @@ def _leave(runtime: Runtime, summons: Summons) -> None:
             hook.remove()
     if summons.here:
         with torch._C.DisableTorchFunctionSubclass():
-            for flat, leaves, wanted in zip(unit.flats, summons.leaves, summons.wants, strict=False):
+            for flat, leaves, wanted in zip(unit.flats, summons.unsharded_params, summons.wants, strict=False):
                 for p, leaf, before in zip(flat.params, leaves, wanted, strict=True):
                     if summons.request.grads or not summons.shared:
                         set_own_grad(leaf, None)
@@ -351,7 +351,7 @@ def _leave(runtime: Runtime, summons: Summons) -> None:
         return
     if summons.here:
         moved: list[tuple[FlatBuffer, int]] = []  # the unit's own leaves to which the user gave other memory
-        for flat, leaves, buffer in zip(unit.flats, summons.leaves, summons.buffers, strict=True):
+        for flat, leaves, buffer in zip(unit.flats, summons.unsharded_params, summons.buffers, strict=True):
             for i, leaf in enumerate(leaves):
                 view = flat.view(buffer, i)
                 if not is_view(leaf, view):
@@ -371,7 +371,7 @@ def _leave(runtime: Runtime, summons: Summons) -> None:
             unit.running -= 1
             unit.dismiss()
             for flat in unit.flats:
-                show_as_plain(flat.leaves, False)
+                show_as_plain(flat.unsharded_params, False)
         for flat in unit.flats:
             flat.mirror()
     if summons.in_place and unit.gathers:

@@ -13,10 +13,10 @@ from ..comm.consensus import agree
 from ..errors import DivergenceError, MissingRankError, ShardError
 from ..runtime.registry import runtime_of
 from ..runtime.runtime import Runtime
-from ..shard_tensor.spec import slice_part
+from ..shard_tensor.spec import shard_of_part
 from ..shard_tensor.unsharded_param import is_view, memory_of, own_grad
 from ..unit.flat_buffer import FlatBuffer
-from ..unit.full_values import whole_flat
+from ..unit.full_values import full_flat
 from ..unit.unit import Unit
 from .full_values import broadcast_bytes, scatter_shards, set_grad, unify_replicas
 
@@ -51,9 +51,11 @@ class Summons:
     shared: bool = False  # the enclosing gathered() has the values already
     keep: bool = False  # a running backward needs the unit afterwards
     overlay: bool = False  # copies on top of an enclosing in-place gathered()
-    leaves: list[list[nn.Parameter]] = field(default_factory=list)  # the parameters in the modules, by flat buffer
+    unsharded_params: list[list[nn.Parameter]] = field(
+        default_factory=list
+    )  # the parameters in the modules, by flat buffer
     buffers: list[torch.Tensor] = field(default_factory=list)  # the memory of `leaves`, by flat buffer
-    covered: list[list[nn.Parameter]] = field(default_factory=list)  # each flat.leaves from before
+    covered: list[list[nn.Parameter]] = field(default_factory=list)  # each flat.unsharded_params from before
     wants: list[list[bool]] = field(default_factory=list)  # requires_grad of `leaves` at the beginning
     hooks: list[Any] = field(default_factory=list)  # handles of the hooks that refuse a backward
     backup: list[torch.Tensor] = field(
@@ -115,7 +117,7 @@ def _settle(summons: Summons) -> None:
     Raises:
         ShardError: a value does not fit, or a module holds another parameter.
     """
-    for flat, leaves, buffer in zip(summons.unit.flats, summons.leaves, summons.buffers, strict=True):
+    for flat, leaves, buffer in zip(summons.unit.flats, summons.unsharded_params, summons.buffers, strict=True):
         for i, leaf in enumerate(leaves):
             view = flat.view(buffer, i)
             if is_view(leaf, view):
@@ -130,7 +132,7 @@ def _settle(summons: Summons) -> None:
                 view.copy_(memory_of(leaf).detach())
     for module, attribute, flat, index in summons.unit.places:
         held = module._parameters.get(attribute)
-        leaf = summons.leaves[summons.unit.flats.index(flat)][index]
+        leaf = summons.unsharded_params[summons.unit.flats.index(flat)][index]
         if held is not leaf:
             raise ShardError(
                 f"rank {flat.collectives.world_rank}: {flat.layout.slots[index].name} was replaced by another "
@@ -156,12 +158,12 @@ def _write(summons: Summons) -> None:
             if flat.host is not None:
                 flat.host.outdate()
             if summons.overlay and flat.gathers:
-                flat.full.copy_(whole_flat(flat, what))
+                flat.full.copy_(full_flat(flat, what))
             for enclosing in open_on(unit):  # these edits stay, also if an enclosing gathered() undoes its own
                 if enclosing.backup:
                     enclosing.backup[number].copy_(flat.shard)
             if not summons.in_place:
-                for leaf in summons.covered[number] if summons.covered else flat.leaves:
+                for leaf in summons.covered[number] if summons.covered else flat.unsharded_params:
                     # Backward of a graph that was recorded before must raise, and not use other values.
                     torch.autograd.graph.increment_version(leaf)
             if request.grads:
@@ -186,10 +188,10 @@ def _of_first_replica(
 def _write_grads(summons: Summons, number: int, flat: FlatBuffer) -> None:
     request, unit = summons.request, summons.unit
     what = f"the write-back of the gradients of unit {unit.name!r}"
-    grads = [own_grad(leaf) for leaf in summons.leaves[number]] if summons.here else [None] * len(flat.params)
+    grads = [own_grad(leaf) for leaf in summons.unsharded_params[number]] if summons.here else [None] * len(flat.params)
     if request.ranks is None:
         slices = [
-            None if g is None else slice_part(flat.part_of(g.detach(), p._spec.index), p._spec).to(flat.shard.device)
+            None if g is None else shard_of_part(flat.part_of(g.detach(), p._spec.index), p._spec).to(flat.shard.device)
             for p, g in zip(flat.params, grads, strict=True)
         ]
         topology = flat.collectives.topology

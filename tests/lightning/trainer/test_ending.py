@@ -22,7 +22,7 @@ from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from tests.support.run_python import run_python
 from torch_shard import ShardConfig, ShardError
-from torch_shard.frontend import anywhere
+from torch_shard.frontend import any_rank
 
 
 def same_batches(world_size):
@@ -188,10 +188,10 @@ def test_sigterm_on_one_rank_ends_the_run_on_all_after_the_same_step(
         asked.append(args)
         if (moment, rank, len(asked)) == ("agreement", victim, 3):
             os.kill(os.getpid(), signal.SIGTERM)
-        return anywhere(*args)
+        return any_rank(*args)
 
     asked: list[Any] = []
-    monkeypatch.setattr(lightning_shard.trainer.sigterm, "anywhere", while_ranks_agree)
+    monkeypatch.setattr(lightning_shard.trainer.sigterm, "any_rank", while_ranks_agree)
     module = Net()
     callbacks = [Notes(), OnExceptionCheckpoint(tmp_path)]
     t = trainer("lightning", world_size, callbacks=callbacks, max_epochs=2, enable_checkpointing=True)

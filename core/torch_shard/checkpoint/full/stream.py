@@ -21,7 +21,7 @@ from ...shard_tensor.tensor import ShardTensor
 from ...shard_tensor.wrapper_subclasses import is_wrapper
 from ...state import model_state, optimizer_state
 from ...unit.flat_buffer import FlatBuffer
-from ...unit.full_values import whole_flat, whole_slices
+from ...unit.full_values import full_flat, full_tensors_from
 from ..format.mmap_buffer import copied
 from ..format.torch_file import Slot
 from .tied_weights import memory_key
@@ -115,7 +115,7 @@ class ModelStream:
             for flat in unit.flats:
                 entries = self._flats.get(id(flat))
                 if entries:
-                    full = whole_flat(flat, what, memory)
+                    full = full_flat(flat, what, memory)
                     put(functools.partial(self._of_flat, flat, full, entries))
         for slot, value in self._rest:
             put(functools.partial(self._one, slot, value.full_tensor()))
@@ -203,7 +203,7 @@ class OptimizerStream:
     def send(self, put: Put, what: str, memory: torch.Tensor) -> None:
         """Gather and hand on what is sharded, or another rank has alone. Collective; `memory` as for the model."""
         for flat, entry, shards in self._cut.jobs:
-            full = whole_slices(flat, shards, what, memory)
+            full = full_tensors_from(flat, shards, what, memory)
             numbers = [self._numbers[id(flat.params[i])] for i, value in enumerate(full) if value is not None]
             slots = [self._slots[number, entry] for number in numbers]
             put(functools.partial(zip, slots, [value for value in full if value is not None]))

@@ -32,7 +32,7 @@ from .entry_tree import (
 
 __all__ = ["Contents", "read_contents"]
 
-Leaf = Stored | StoredObject
+UnshardedParam = Stored | StoredObject
 
 
 @dataclass
@@ -136,7 +136,7 @@ class _Reading:
         with torch.inference_mode(False):
             settings = self._read([leaf for own in self.optimizers for leaf in own.saved.small()], {})
             tensors: dict[str, torch.Tensor] = {}
-            wanted: list[Leaf] = []
+            wanted: list[UnshardedParam] = []
             for model in self.models:
                 for leaf, live in model.cut():
                     tensors.update(_shard(leaf, live))
@@ -158,7 +158,7 @@ class _Reading:
         state = built.get((MODEL,), {})
         return Contents(state, states, found.get(EXTRA), further, self.sources, of_number, self.with_state)
 
-    def _read(self, wanted: Sequence[Leaf], into: dict[str, torch.Tensor]) -> dict[str, Any]:
+    def _read(self, wanted: Sequence[UnshardedParam], into: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Read entries, by full name: tensors into those of `into`, or into new memory."""
         objects: dict[str, None] = {}
         # Tied parameters that were written once are read once.
@@ -173,7 +173,7 @@ class _Reading:
                 objects[leaf.name] = None
         return {**self.checkpoint.read(dict(own.values()), objects, self.unpickle), **shared}
 
-    def _sliced(self) -> dict[str, tuple[Leaf, Any]]:
+    def _sliced(self) -> dict[str, tuple[UnshardedParam, Any]]:
         """Return by number the entry, and the live parameter that it is cut as, if there is one."""
         found = self.tree.get(SLICED)
         return {
@@ -192,7 +192,7 @@ class _Reading:
         return found
 
 
-def _shard(leaf: Leaf, like: ShardTensor) -> dict[str, torch.Tensor]:
+def _shard(leaf: UnshardedParam, like: ShardTensor) -> dict[str, torch.Tensor]:
     """Return memory for this rank's shard of an entry; none where it has another shape than the live tensor."""
     if not isinstance(leaf, Stored) or leaf.shape != like.shape:
         return {}
@@ -207,7 +207,7 @@ class _Model:
         self._live = model_state.own_state_dict(source.model, source.runtime)
         self.saved = model_at(tree, source.path, self._live, ours=manifest is not None, own_prefixes=False)
 
-    def cut(self) -> list[tuple[Leaf, ShardTensor]]:
+    def cut(self) -> list[tuple[UnshardedParam, ShardTensor]]:
         """Return the entries of which the live model has shards, and these."""
         pairs = ((leaf, self._live.get(key)) for key, leaf in self.saved.items())
         return [(leaf, live) for leaf, live in pairs if isinstance(live, ShardTensor)]
