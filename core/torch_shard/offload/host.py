@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
 import threading
 import weakref
 from collections import deque
@@ -15,9 +13,9 @@ from typing import Any
 import torch
 
 from ..comm.collectives import Collectives, outside_inference
-from ..config.offload import BEHIND, IN_FLIGHT, Offload
+from ..config.offload import IN_FLIGHT, Offload
 from ..errors import HostStepError
-from . import memory_limits, pinned
+from . import pinned
 from .disk import DiskStore
 from .gradient_staging import Staging
 from .host_thread import HostThread
@@ -69,22 +67,14 @@ class Host:
             channel.groups.give_up(self.collectives.world_rank, error)
 
     # -- memory ---------------------------------------------------------------------------------------------------
-    def run_id(self) -> str:
-        """The same on all ranks and for all their models, in no other run: which process is the first rank. Collective."""
-        text = f"{memory_limits.host_identity()} {os.getpid()} {_started()}"
-        number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-        own = torch.tensor([number], dtype=torch.int64, device="cpu")
-        everyone: torch.Tensor = self.collectives.everyone.all_gather(own, "the set-up of offload")
-        return f"{int(everyone[0]):x}"
-
-    def open(self, run_id: str) -> None:
-        """Take the directory for what is to lie on disk. Not collective.
+    def open(self) -> None:
+        """Take a file for what is to lie on disk. Not collective.
 
         Raises:
-            DiskError, UnavailableError: it can't be used.
+            DiskError, UnavailableError: the directory can't be used.
         """
         if self.offload.nvme is not None:
-            self.disk = DiskStore(self.offload.nvme, run=run_id, rank=self.collectives.world_rank, behind=BEHIND)
+            self.disk = DiskStore(self.offload.nvme, rank=self.collectives.world_rank)
 
     def leave(self, user: object) -> None:
         """One of the engines that use it (a model's, or a copy's) is closed: the last one ends the thread, and deletes what is on
@@ -192,15 +182,6 @@ class Spares:
         if len(self._made) < _SPARE:
             self._made.append((buffer, _uses(buffer)))
         return buffer.detach()
-
-
-def _started() -> str:
-    """When this process began: process numbers are used again."""
-    try:
-        with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
 
 
 def _uses(buffer: torch.Tensor) -> int:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..comm.collectives import Collectives
-from ..config.offload import Offload
 from . import memory_limits
 from .host import Host
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from ..layout.flat_layout import FlatLayout
     from ..plan.plan import ParamInfo, Plan
 
-__all__ = ["check_memory", "open_host", "take_shards"]
+__all__ = ["check_memory", "take_shards"]
 
 _Groups = Sequence[Sequence[tuple[Sequence["ParamInfo"], "FlatLayout"]]]  # by unit: what is flattened together
 
@@ -42,19 +41,6 @@ def check_memory(plan: Plan, c: Collectives) -> None:
         "(Offload(nvme=..., nvme_params=True)); use more hosts; or leave offload out where the devices have room."
     )
     memory_limits.check(plan.predicted.host_at_setup, gather if c.world > 1 else None, remedy=remedy)
-
-
-def open_host(offload: Offload, c: Collectives) -> tuple[Host, Exception | None]:
-    """With the error that this rank has met, which all are to hear of. Collective."""
-    host = Host(offload, c)
-    if offload.nvme is None:
-        return host, None
-    run = host.run_id()
-    try:
-        host.open(run)
-    except Exception as error:
-        return host, error
-    return host, None
 
 
 def take_shards(host: Host, groups: _Groups, names: Sequence[str]) -> dict[int, torch.Tensor]:

@@ -27,7 +27,8 @@ from ..errors import ConfigError, SetupError
 from ..layout.dtensor_placement import is_dtensor, local_of, placed_of
 from ..log import logger
 from ..numerics.stochastic_rounding import Rounding
-from ..offload.memory_check import check_memory, open_host, take_shards
+from ..offload.host import Host
+from ..offload.memory_check import check_memory, take_shards
 from ..plan.plan import Plan
 from ..plan.planner import make_plan
 from ..runtime import mixed_precision_hooks
@@ -149,7 +150,8 @@ def _allocate(setup: Setup) -> None:
     offload = offload_of(config.offload)
     if offload is not None:
         check_memory(setup.plan, c)
-        setup.host, setup.error = open_host(offload, c)
+        setup.host = Host(offload, c)
+        setup.attempt(setup.host.open)
     setup.runtime = Runtime(config, c, setup.host)
     setup.undo.add(lambda: _abandon(setup))
     if setup.host is not None:
