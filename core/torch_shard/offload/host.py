@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,10 @@ from .disk import DiskStore
 from .gradient_staging import Staging
 from .host_thread import HostThread
 from .pending_writes import Waits
+
+if TYPE_CHECKING:
+    from ..layout.flat_layout import FlatLayout
+    from ..plan.plan import ParamInfo
 
 __all__ = ["Host"]
 
@@ -75,6 +79,31 @@ class Host:
         """
         if self.offload.nvme is not None:
             self.disk = DiskStore(self.offload.nvme, rank=self.collectives.world_rank)
+
+    def take_shards(
+        self, groups: Sequence[Sequence[tuple[Sequence[ParamInfo], FlatLayout]]], names: Sequence[str]
+    ) -> dict[int, torch.Tensor]:
+        """Return memory for all shards, by id of their layouts; take that for gradients to arrive in. Not collective.
+
+        Args:
+            groups: by unit, what is flattened together.
+            names: of the units.
+
+        Raises:
+            HostMemoryError, DiskError: there is none.
+        """
+        c, widest = self.collectives, 0
+        for infos, layout in (group for unit in groups for group in unit):
+            dtypes = infos[0].dtypes
+            crossing = dtypes.crossing(c.averaged > 1)
+            if infos[0].requires_grad and not c.sums_wide and crossing != dtypes.grad:
+                widest = max(widest, layout.shard_numel * crossing.itemsize)
+        self.staging.reserve(widest)
+        return {
+            id(layout): self.empty_shard(layout.shard_numel, infos[0].dtypes.stored, name)
+            for name, unit in zip(names, groups, strict=True)
+            for infos, layout in unit
+        }
 
     def leave(self, user: object) -> None:
         """One of the engines that use it (a model's, or a copy's) is closed: the last one ends the thread, and deletes what is on
