@@ -17,17 +17,14 @@ from ..config.offload import IN_FLIGHT, Offload
 from ..errors import HostStepError
 from . import pinned
 from .disk import DiskStore
-from .gradient_staging import Staging
+from .gradient_memory import Staging
 from .host_thread import HostThread
-from .pending_writes import Waits
 
 if TYPE_CHECKING:
     from ..layout.flat_layout import FlatLayout
     from ..plan.plan import ParamInfo
 
 __all__ = ["Host"]
-
-_SPARE = 2  # buffers of a size that are kept between backwards
 
 
 class Host:
@@ -49,7 +46,7 @@ class Host:
         # Orders of norms that were asked for of gradients: from then on they are taken while the gradients move.
         self.norms: set[float] = set()
         self.disk: DiskStore | None = None
-        self.waits = Waits()
+        self.waited = 0.0  # seconds for which other threads have waited for what is done to this memory
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Host:
@@ -135,10 +132,6 @@ class Host:
         made.copy_(values)
         return made
 
-    def waited(self) -> float:
-        """Seconds for which other threads have waited for what is done to this memory."""
-        return self.waits.seconds
-
     # -- from the device ------------------------------------------------------------------------------------------
     def leaving(self) -> contextlib.AbstractContextManager[Any]:
         """The stream of copies to host memory, behind what the current one was given so far."""
@@ -188,31 +181,3 @@ class _Leaving:
     values: torch.Tensor
     streams: Sequence[Any]
     turn: int
-
-
-class Spares:
-    """Host buffers of one flat buffer's gradients. One is used again when nobody refers to its memory any more: whoever keeps a
-    gradient keeps it as it was."""
-
-    def __init__(self, host: Host, numel: int) -> None:
-        self._host, self._numel = host, numel
-        self._made: list[tuple[torch.Tensor, int]] = []
-
-    def prepare(self, dtype: torch.dtype) -> None:
-        """Have one, before there is a gradient."""
-        if not self._made:
-            self.take(dtype)
-
-    def take(self, dtype: torch.dtype) -> torch.Tensor:
-        for buffer, alone in self._made:
-            if buffer.dtype == dtype and _uses(buffer) == alone:
-                return buffer.detach()
-        buffer = self._host.empty(self._numel, dtype)
-        if len(self._made) < _SPARE:
-            self._made.append((buffer, _uses(buffer)))
-        return buffer.detach()
-
-
-def _uses(buffer: torch.Tensor) -> int:
-    found: int = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
-    return found

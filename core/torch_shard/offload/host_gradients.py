@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .host import Host, Spares
+from .gradient_memory import GradientMemory
+from .host import Host
 from .host_thread import Task
-from .pending_writes import Moving, Work
+from .pending_writes import Copying, Moving, Work
 
 __all__ = ["PIECE", "HostGradients"]
 
@@ -33,8 +34,8 @@ class HostGradients:
     """
 
     def __init__(self, host: Host, numel: int, unit: int) -> None:
-        self.host, self.moving = host, Moving(host.waits)
-        self._spares, self._unit = Spares(host, numel), unit
+        self.host, self.moving = host, Moving(host)
+        self._memory, self._unit = GradientMemory(host, numel), unit
         self._known = False  # the norms of what the latest work writes were taken on the device
 
     def prepare(self, dtype: torch.dtype) -> None:
@@ -43,7 +44,7 @@ class HostGradients:
         Raises:
             HostMemoryError: there is none.
         """
-        self._spares.prepare(dtype)
+        self._memory.prepare(dtype)
 
     def receive(
         self, result: torch.Tensor, dtype: torch.dtype, factor: float = 1.0, streams: Sequence[Any] = ()
@@ -58,12 +59,12 @@ class HostGradients:
             streams: CUDA: those that its memory may belong to, beside the current one.
         """
         self.moving.tidy()  # what a step has read may be used again
-        into = self._spares.take(dtype)
+        into = self._memory.take(dtype)
         into._home = self.moving  # type: ignore[attr-defined]
         known = self._norms_there(result, dtype, factor) if self.host.on_cuda else None
         if known is not None and result.dtype == dtype:
             self.host.arrived += result.nbytes
-            self._begin(_Arrival(self._leave(result, into, streams)), known=True)
+            self._begin(Copying(self._leave(result, into, streams), writes=True), known=True)
             _note(into, known)
             return into
         if known is not None:
@@ -102,7 +103,7 @@ class HostGradients:
         if result.dtype != dtype:
             staged, arrived = self.host.staging.take(result)
         elif self.host.on_cuda:
-            arrived = self._spares.take(dtype)
+            arrived = self._memory.take(dtype)
         if arrived is not result:  # else it is there, and is the thread's now
             event = self._leave(result, arrived, streams)
 
@@ -208,24 +209,6 @@ class HostGradients:
 
         # Right before the step on these, or when somebody reads them: else the first unit's step would wait for all of it.
         self._begin(self.host.thread.later(work), shown)
-
-
-class _Arrival:
-    """A copy to host memory, to which nothing is done there."""
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    @property
-    def writes(self) -> bool:
-        return True
-
-    def has_ended(self) -> bool:
-        ended: bool = self._event.query()
-        return ended
-
-    def wait(self) -> None:
-        self._event.synchronize()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

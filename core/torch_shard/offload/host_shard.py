@@ -9,27 +9,9 @@ import torch
 
 from ..numerics.block_quantizer import BlockCode
 from .host import Host
-from .pending_writes import Moving
+from .pending_writes import Copying, Moving
 
 __all__ = ["Crossing", "HostShard"]
-
-
-class _Read:
-    """A copy to the device reads host memory."""
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    @property
-    def writes(self) -> bool:
-        return False
-
-    def has_ended(self) -> bool:
-        ended: bool = self._event.query()
-        return ended
-
-    def wait(self) -> None:
-        self._event.synchronize()
 
 
 class Crossing:
@@ -59,13 +41,13 @@ class HostShard:
     def __init__(self, host: Host, shard: torch.Tensor, params: Sequence[Any]) -> None:
         """`params`: the sharded tensors over it, read when they are needed."""
         self.host, self.shard, self._params = host, shard, params
-        self.moving = Moving(host.waits)
+        self.moving = Moving(host)
         self._compute = shard.dtype
         self._code: BlockCode | None = None
         self._cast: torch.Tensor | None = None  # in host memory, or codes
         self._resident: torch.Tensor | None = None  # on the device
         self._fresh = (-1, 0)  # which values of the shard these hold
-        self._read: _Read | None = None
+        self._read: Copying | None = None
 
     def compute_in(self, dtype: torch.dtype, code: BlockCode | None = None) -> None:
         """What :meth:`copy_to` gives from here on: values of this dtype, or the payload of `code`."""
@@ -135,7 +117,7 @@ class HostShard:
         event = torch.cuda.Event()
         event.record()
         # Also of what is kept on the device, which a step would overwrite.
-        self._read = _Read(event)
+        self._read = Copying(event, writes=False)
         if source is self.shard:
             # Hazard: an edit of a parameter by the user would reach the copy that is still under way.
             self.moving.tidy()

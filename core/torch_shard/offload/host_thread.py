@@ -13,9 +13,7 @@ import torch
 
 from ..errors import HostStepError
 
-__all__ = ["HostThread", "Later", "Task", "Together", "finish"]
-
-_Queue = queue.SimpleQueue
+__all__ = ["HostThread", "Later", "Task", "Together"]
 
 
 class Together:
@@ -101,14 +99,6 @@ class Later(Task):
         super().wait()
 
 
-def finish(work: Any) -> None:
-    """On the host thread: wait for what was begun before the task that runs, and raise what it has raised, as it is."""
-    if isinstance(work, Task):
-        work.finish()
-    else:
-        work.wait()
-
-
 _running: weakref.WeakSet[HostThread] = weakref.WeakSet()
 """Threads of this process that have been given tasks: a fork, which no thread survives, waits for those."""
 
@@ -128,13 +118,10 @@ class HostThread:
     def __init__(self, device: torch.device, failed: Callable[[BaseException], HostStepError]) -> None:
         """`device`: whose events the tasks wait for. `failed`: the error to raise for one that a task has raised."""
         self._device, self.failed = device, failed
-        self._queue: _Queue[Task | None] = _Queue()
+        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._pid = -1
         self._end: Any = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> HostThread:
-        return self
 
     @property
     def ident(self) -> int | None:
@@ -157,14 +144,14 @@ class HostThread:
     def rest(self) -> None:
         """Wait until all that was given is done. What has failed is raised where it is missed."""
         if self._pid == os.getpid() and threading.get_ident() != self.ident:
-            self.do(_nothing).wait()
+            self.do(lambda: None).wait()
 
     def _start(self) -> None:
         if self._pid == os.getpid():
             return
         self._pid = os.getpid()  # a forked child has no thread
         _running.add(self)
-        self._queue = _Queue()
+        self._queue = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_serve, args=(self._queue, self._device), name="torch-shard-host", daemon=True
         )
@@ -179,11 +166,7 @@ class HostThread:
         self._end, self._thread, self._pid = None, None, -1
 
 
-def _nothing() -> None:
-    pass
-
-
-def _serve(tasks: _Queue[Task | None], device: torch.device) -> None:
+def _serve(tasks: queue.SimpleQueue[Task | None], device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # What it copies to the device must not wait for all that the training thread has queued there.
@@ -197,7 +180,7 @@ def _serve(tasks: _Queue[Task | None], device: torch.device) -> None:
             del task  # while the next one is waited for, nothing is kept
 
 
-def _stop(tasks: _Queue[Task | None], thread: threading.Thread, pid: int) -> None:
+def _stop(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread, pid: int) -> None:
     if pid == os.getpid() and thread.is_alive():
         tasks.put(None)
         if thread is not threading.current_thread():  # which has run the last task of a model that is gone

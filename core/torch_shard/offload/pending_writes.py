@@ -13,14 +13,17 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from .exported_tensors import HandedOut
 from .host_thread import Later
 
-__all__ = ["Moving", "Waits", "Work", "home_of", "slice_of", "whole_of"]
+if TYPE_CHECKING:
+    from .host import Host
+
+__all__ = ["Copying", "Moving", "Work", "home_of", "slice_of", "whole_of"]
 
 
 class Work(Protocol):
@@ -36,20 +39,36 @@ class Work(Protocol):
     def wait(self) -> None:
         """Return when it has ended; raise what it has raised."""
 
+    def finish(self) -> None:
+        """The same on the host thread, in a task that was given behind it."""
 
-class Waits:
-    """How long was waited for an engine's works, in all."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+class Copying:
+    """A copy between host memory and a GPU, until a CUDA event. `writes`: to host memory."""
+
+    def __init__(self, event: Any, writes: bool) -> None:
+        self._event, self._writes = event, writes
+
+    @property
+    def writes(self) -> bool:
+        return self._writes
+
+    def has_ended(self) -> bool:
+        ended: bool = self._event.query()
+        return ended
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    finish = wait
 
 
 class Moving:
     """What is done to one flat buffer's memory in the background, and the tensors that wait for it."""
 
-    def __init__(self, waits: Waits | None = None) -> None:
-        """`waits`: where the time that is waited is added."""
-        self._waits = waits or Waits()
+    def __init__(self, host: Host) -> None:
+        """`host`: whose memory it is, and whose waits are added up."""
+        self._host = host
         self._works: list[Work] = []
         # By id; each has put its slice aside, with what that is a part of. Weak: a tensor refers to this, and autograd to
         # gradients, so that the garbage collector could not free them.
@@ -140,14 +159,8 @@ class Moving:
         """
         if not self._works and not self._taken:
             return
-        begun = time.perf_counter()
-        try:
-            self._settle()
-        finally:
-            self._waits.seconds += time.perf_counter() - begun
-
-    def _settle(self) -> None:
         error: Exception | None = None
+        begun = time.perf_counter()
         with self._lock:
             while self._works:
                 try:
@@ -156,6 +169,7 @@ class Moving:
                     error = error or failure
                 del self._works[0]
             self._give_back()
+        self._host.waited += time.perf_counter() - begun
         if error is not None:
             raise error
 

@@ -18,7 +18,7 @@ import torch
 
 from ...errors import DiskError
 from ...offload.host import Host
-from ...offload.host_thread import Together, finish
+from ...offload.host_thread import Together
 from ...offload.pending_writes import Work, whole_of
 from ...shard_tensor.tensor import ShardTensor
 from ...shard_tensor.unsharded_param import own_grad
@@ -194,7 +194,7 @@ class HostUnits:
 def _behind(host: Host, works: Iterable[Work], task: Callable[[], None], step: FlatStep, name: str) -> None:
     """Do on the host thread what is to be done to the gradients, and then the step on them."""
     for work in works:
-        finish(work)
+        work.finish()
     host.forget_arrived()
     try:
         task()
