@@ -56,7 +56,7 @@ def units(store: DiskStore, number: int) -> list[torch.Tensor]:
 
 def space(store: DiskStore) -> int:
     """Bytes of the disk that the store has taken."""
-    return os.fstat(store._file.fd).st_blocks * 512
+    return os.fstat(store._fd).st_blocks * 512
 
 
 def test_a_new_tensor_is_zeros_of_its_dtype_and_has_its_space(store):
@@ -332,7 +332,7 @@ def test_a_quota_that_is_used_up_is_an_error_when_the_tensor_is_made(store, monk
 def test_what_can_not_be_read_is_an_error_at_the_next_call_and_not_the_end_of_the_process(store):
     kept, *states = units(store, 2)
     kept.fill_(2.0)
-    os.truncate(f"/proc/self/fd/{store._file.fd}", UNIT)  # a touch of the others' pages would be SIGBUS now
+    os.truncate(f"/proc/self/fd/{store._fd}", UNIT)  # a touch of the others' pages would be SIGBUS now
     store.read_ahead([kept, *states])
     for method in (store.wait, store.write_behind, store.read_ahead):  # it stays broken
         with pytest.raises(DiskError, match="rank 0: 'unit 1' can't be read from disk"):
@@ -384,7 +384,7 @@ def test_a_closed_store_says_so_and_its_tensors_stay(store):
 
 def test_a_tensor_that_outlives_its_closed_store_changes_no_other_file(store, tmp_path):
     (state,) = units(store, 1)
-    number = store._file.fd
+    number = store._fd
     store.close()
     others = []
     while number not in others:  # which takes the number that the store's file had

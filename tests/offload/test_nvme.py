@@ -36,11 +36,11 @@ def test_state_lies_on_disk_without_a_name_and_goes_with_the_engine(rank, tmp_pa
     disk = training.engine._runtime.host.disk
     state = sum(v.to_local().nbytes for own in training.optimizer.state.values() for v in own.values() if v.dim())
     assert disk.transferred.allocated >= state > 0
-    assert os.fstat(disk._file.fd).st_blocks * 512 >= state
+    assert os.fstat(disk._fd).st_blocks * 512 >= state
     assert disk.transferred.read > 0 and disk.transferred.written > 0
     assert os.listdir(tmp_path) == []
     training.engine.close(training.optimizer)
-    assert not disk._file.is_open
+    assert not disk._end.alive
 
 
 @ranks(2)

@@ -90,59 +90,6 @@ def _extent(nbytes: int) -> int:
     return -(-nbytes // _EXTENT) * _EXTENT
 
 
-class _File:
-    """The file, and all that threads and finalizers need of the store, which they must not keep alive.
-
-    It is closed when nobody refers to it any more, or by :meth:`close`.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.fd = _open_unnamed(directory)
-        self.owner = os.getpid()
-        self.lock = threading.RLock()  # finalizers take it, which may run in the middle of whatever has it
-        self.regions: dict[int, _Region] = {}  # by address
-        self.error: DiskError | None = None
-        self.transferred = Transferred()
-        self.size = 0
-        self._free: dict[int, list[tuple[int, bool]]] = {}  # by extent: where, and whether it holds zeros
-        self._end = weakref.finalize(self, os.close, self.fd)
-        self._end.atexit = False
-
-    @property
-    def is_open(self) -> bool:
-        return self._end.alive
-
-    def close(self) -> None:
-        with self.lock:
-            self._end()
-
-    def take(self, extent: int) -> tuple[int, bool]:
-        """Return where there is place for a region, and whether it holds zeros."""
-        with self.lock:
-            if free := self._free.get(extent):
-                return free.pop()
-            self.size += extent
-            return self.size - extent, True
-
-    def give_back(self, offset: int, extent: int) -> None:
-        """Free the space of a region, which is mapped no more."""
-        with self.lock:  # while it is held, the number `fd` stays that of the file
-            if self.is_open:
-                is_zero = paging.punch(self.fd, offset, extent)
-                self._free.setdefault(extent, []).append((offset, is_zero))
-
-
-def _open_unnamed(directory: Path) -> int:
-    try:
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
-            raise
-    fd, path = tempfile.mkstemp(prefix="torch-shard-", dir=directory)  # a file system that has only files with names
-    os.unlink(path)
-    return fd
-
-
 class DiskStore:
     """Tensors of this process in a file without a name. Not collective; safe to use from several threads.
 
@@ -152,6 +99,7 @@ class DiskStore:
 
     Attributes:
         in_memory: the directory's file system keeps its files in memory.
+        transferred: sums since the beginning, to read only.
 
     Raises:
         UnavailableError: this isn't Linux.
@@ -163,26 +111,29 @@ class DiskStore:
             raise UnavailableError(
                 f"state on disk (nvme={os.fspath(directory)!r}) needs Linux; this is {sys.platform}."
             )
-        self.directory, self.rank = Path(directory).absolute(), rank
+        self.directory, self.rank, self._owner = Path(directory).absolute(), rank, os.getpid()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._file = _File(self.directory)
+            self._fd = _open_unnamed(self.directory)
         except OSError as error:
             raise DiskError(
                 f"rank {rank}: nvme={os.fspath(directory)!r} can't be used: {error.strerror} ({error.filename}). Name a "
                 "directory that every rank can write."
             ) from error
-        self.in_memory = _lies_in_memory(self._file.fd)
+        self._end = weakref.finalize(self, os.close, self._fd)
+        self._end.atexit = False
+        self.in_memory = _lies_in_memory(self._fd)
         if self.in_memory:
             logger.warning("nvme=%r lies in memory (tmpfs): nothing is saved by it", os.fspath(directory))
+        self.transferred = Transferred()
+        self._error: DiskError | None = None
+        self._size = 0
+        self._regions: dict[int, _Region] = {}  # by address
+        self._free: dict[int, list[tuple[int, bool]]] = {}  # by extent: where, and whether it holds zeros
+        self._lock = threading.RLock()  # a tensor may go, which takes it, in the middle of whatever has it
         self._unfinished: deque[Future[None]] = deque()  # write_behind's
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="torch_shard disk reader")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="torch_shard disk writer")
-
-    @property
-    def transferred(self) -> Transferred:
-        """Sums since the beginning; a live object, to read only."""
-        return self._file.transferred
 
     def allocate(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D CPU tensor of zeros on the disk. Nothing of it is in memory until it is used.
@@ -202,26 +153,25 @@ class DiskStore:
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
-        file = self._file
-        offset, is_zero = file.take(_extent(nbytes))
+        offset, is_zero = self._take(_extent(nbytes))
         try:
-            os.posix_fallocate(file.fd, offset, nbytes)
-            memory = paging.map_shared(file.fd, offset, nbytes)
+            os.posix_fallocate(self._fd, offset, nbytes)
+            memory = paging.map_shared(self._fd, offset, nbytes)
         except OSError as error:
-            file.give_back(offset, _extent(nbytes))
+            self._give_back(offset, _extent(nbytes))
             raise DiskError(
                 f"rank {self.rank}: {name!r} can't be put on disk: {error.strerror}. It needs {formatted(nbytes)} in "
                 f"{self.directory}, beside {formatted(self.transferred.allocated)} that this rank has there already, and "
-                f"{_free(file.fd)} are free. Make space, or use another directory."
+                f"{_free_space(self._fd)} are free. Make space, or use another directory."
             ) from error
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         storage = tensor.untyped_storage()
         region = _Region(name, offset, nbytes, storage.data_ptr(), weakref.ref(storage))
-        with file.lock:
-            file.regions[region.address] = region
-            file.transferred.allocated += nbytes
-        # `memory` is gone when the storage is, which refers to it.
-        weakref.finalize(memory, _forget, region, file).atexit = False
+        with self._lock:
+            self._regions[region.address] = region
+            self.transferred.allocated += nbytes
+        # `memory` is gone when the storage is, which refers to it. Until then the store is there.
+        weakref.finalize(memory, self._forget, region).atexit = False
         return (tensor if is_zero else tensor.zero_()).view(dtype)
 
     def read_ahead(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -241,7 +191,7 @@ class DiskStore:
         regions = [region for region, _ in found]
         for region in regions:
             region.wanted = True
-        future = self._reader.submit(_read, found, self._file, self.rank)
+        future = self._reader.submit(self._read, found)
         for region in regions:
             region.reading = future
 
@@ -270,7 +220,7 @@ class DiskStore:
         found = self._find(tensors)
         if not found:
             return
-        with self._file.lock:
+        with self._lock:
             while self._unfinished and self._unfinished[0].done():
                 self._unfinished.popleft()
             oldest = [self._unfinished.popleft() for _ in range(len(self._unfinished) - BEHIND + 1)]
@@ -278,8 +228,8 @@ class DiskStore:
         self._check()
         for region, _ in found:
             region.wanted = False
-        future = self._writer.submit(_write, found, self._file, self.rank)
-        with self._file.lock:
+        future = self._writer.submit(self._write, found)
+        with self._lock:
             self._unfinished.append(future)
 
     def flush(self) -> None:
@@ -289,35 +239,35 @@ class DiskStore:
             DiskError: a transfer failed.
         """
         self._check()
-        with self._file.lock:
-            futures = {*self._unfinished, *(region.reading for region in self._file.regions.values())}
+        with self._lock:
+            futures = {*self._unfinished, *(region.reading for region in self._regions.values())}
         self._wait_for({future for future in futures if future is not None})
         self._check()
 
     def resident_bytes(self) -> int:
         """Return how much of this store's tensors is in memory: mapped, or in the page cache."""
-        alive = [(region, region.storage()) for region in list(self._file.regions.values())]
+        alive = [(region, region.storage()) for region in list(self._regions.values())]
         return sum(paging.resident(region.address, region.nbytes) for region, storage in alive if storage is not None)
 
     def close(self) -> None:
         """End the threads, and close the file. Tensors stay readable, and keep their space, until they are gone."""
-        if os.getpid() != self._file.owner:
+        if os.getpid() != self._owner:
             return
-        for region in list(self._file.regions.values()):
+        for region in list(self._regions.values()):
             region.wanted = False  # ends what is being read
         for pool in (self._reader, self._writer):
             pool.shutdown(cancel_futures=True)
-        self._file.close()
+        with self._lock:
+            self._end()
 
     def _check(self) -> None:
-        file = self._file
-        if os.getpid() != file.owner:
+        if os.getpid() != self._owner:
             raise DiskError(
-                f"state in {self.directory} belongs to process {file.owner}, which has forked this one: it can be read here only."
+                f"state in {self.directory} belongs to process {self._owner}, which has forked this one: here it can only be read."
             )
-        if file.error is not None:
-            raise DiskError(str(file.error)) from file.error
-        if not file.is_open:
+        if self._error is not None:
+            raise DiskError(str(self._error)) from self._error
+        if not self._end.alive:
             raise DiskError(f"the state in {self.directory} has been closed.")
 
     def _find(self, tensors: Iterable[torch.Tensor]) -> list[tuple[_Region, Any]]:
@@ -327,7 +277,7 @@ class DiskStore:
             if tensor.numel() == 0:
                 continue
             storage = tensor.untyped_storage()
-            region = self._file.regions.get(storage.data_ptr())
+            region = self._regions.get(storage.data_ptr())
             if region is None or region.storage() is not storage:
                 raise ValueError(
                     f"a tensor of shape {tuple(tensor.shape)} was not allocated by the store in {self.directory}"
@@ -338,36 +288,70 @@ class DiskStore:
     def _wait_for(self, futures: set[Future[None]]) -> None:
         if not all(future.done() for future in futures):
             began = time.perf_counter()
-            all_done(futures)  # they raise nothing: errors are kept with the file
-            with self._file.lock:
+            all_done(futures)  # they raise nothing: errors are kept
+            with self._lock:
                 self.transferred.waited += time.perf_counter() - began
 
+    # -- the file -------------------------------------------------------------------------------------------------
+    def _take(self, extent: int) -> tuple[int, bool]:
+        """Return where there is place for a region, and whether it holds zeros."""
+        with self._lock:
+            if free := self._free.get(extent):
+                return free.pop()
+            self._size += extent
+            return self._size - extent, True
 
-def _free(fd: int) -> str:
-    found = os.fstatvfs(fd)
-    return formatted(found.f_bavail * found.f_frsize)
+    def _give_back(self, offset: int, extent: int) -> None:
+        """Free the space of a region, which is mapped no more."""
+        with self._lock:  # while it is held, the number is that of the file
+            if self._end.alive:
+                is_zero = paging.punch(self._fd, offset, extent)
+                self._free.setdefault(extent, []).append((offset, is_zero))
 
-
-def _lies_in_memory(fd: int) -> bool:
-    device = os.fstat(fd).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    mounts = [line.split(" ") for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    return any(mount[2] == number and mount[mount.index("-") + 1] in ("tmpfs", "ramfs") for mount in mounts)
-
-
-def _forget(region: _Region, file: _File) -> None:
-    """Nothing views the region any more. Runs in any thread, also within this module's own code."""
-    if os.getpid() != file.owner:
+    def _forget(self, region: _Region) -> None:
+        """Nothing views the region any more. Runs in any thread, also within this module's own code."""
+        if os.getpid() != self._owner:
+            paging.unmap(region.address, region.nbytes)
+            return
+        with self._lock:
+            del self._regions[region.address]  # first: the next one may be mapped at this place
+            self.transferred.allocated -= region.nbytes
         paging.unmap(region.address, region.nbytes)
-        return
-    with file.lock:
-        del file.regions[region.address]  # first: the next one may be mapped at this place
-        file.transferred.allocated -= region.nbytes
-    paging.unmap(region.address, region.nbytes)
-    file.give_back(region.offset, region.extent)
+        self._give_back(region.offset, region.extent)
 
+    # -- in the background ----------------------------------------------------------------------------------------
+    def _read(self, found: list[tuple[_Region, Any]]) -> None:
+        for region in _each(found):
+            try:
+                if paging.fetch(region.address, region.nbytes, go_on=lambda region=region: region.wanted):  # type: ignore[misc]
+                    with self._lock:
+                        self.transferred.read += region.nbytes
+            except Exception as error:
+                self._fail(f"{region.name!r} can't be read from disk", error)
 
-# -- in the background ------------------------------------------------------------------------------------------------
+    def _write(self, found: list[tuple[_Region, Any]]) -> None:
+        for region in _each(found):
+            try:
+                if not region.wanted:
+                    # First: some file systems learn only by it which pages were changed.
+                    paging.unmap_pages(region.address, region.nbytes)
+                paging.write_out(self._fd, region.offset, region.nbytes)
+                if not region.wanted:
+                    paging.drop(self._fd, region.offset, region.extent)
+                with self._lock:
+                    self.transferred.written += region.nbytes
+            except Exception as error:
+                self._fail(f"{region.name!r} can't be written to disk", error)
+
+    def _fail(self, what: str, error: Exception) -> None:
+        reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        failure = DiskError(
+            f"rank {self.rank}: {what}: {reason}. What was changed since may be lost: restart from a checkpoint, with another "
+            "directory for nvme=."
+        )
+        failure.__cause__ = error
+        with self._lock:
+            self._error = self._error or failure
 
 
 def _each(found: list[tuple[_Region, Any]]) -> Iterator[_Region]:
@@ -378,36 +362,24 @@ def _each(found: list[tuple[_Region, Any]]) -> Iterator[_Region]:
         found.pop()
 
 
-def _read(found: list[tuple[_Region, Any]], file: _File, rank: int) -> None:
-    for region in _each(found):
-        try:
-            if paging.fetch(region.address, region.nbytes, go_on=lambda region=region: region.wanted):  # type: ignore[misc]
-                with file.lock:
-                    file.transferred.read += region.nbytes
-        except Exception as error:
-            _fail(file, f"rank {rank}: {region.name!r} can't be read from disk", error)
+def _open_unnamed(directory: Path) -> int:
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
+            raise
+    fd, path = tempfile.mkstemp(prefix="torch-shard-", dir=directory)  # a file system that has only files with names
+    os.unlink(path)
+    return fd
 
 
-def _write(found: list[tuple[_Region, Any]], file: _File, rank: int) -> None:
-    for region in _each(found):
-        try:
-            if not region.wanted:
-                # First: some file systems learn only by it which pages were changed.
-                paging.unmap_pages(region.address, region.nbytes)
-            paging.write_out(file.fd, region.offset, region.nbytes)
-            if not region.wanted:
-                paging.drop(file.fd, region.offset, region.extent)
-            with file.lock:
-                file.transferred.written += region.nbytes
-        except Exception as error:
-            _fail(file, f"rank {rank}: {region.name!r} can't be written to disk", error)
+def _free_space(fd: int) -> str:
+    found = os.fstatvfs(fd)
+    return formatted(found.f_bavail * found.f_frsize)
 
 
-def _fail(file: _File, what: str, error: Exception) -> None:
-    reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-    failure = DiskError(
-        f"{what}: {reason}. What was changed since may be lost: restart from a checkpoint, with another directory for nvme=."
-    )
-    failure.__cause__ = error
-    with file.lock:
-        file.error = file.error or failure
+def _lies_in_memory(fd: int) -> bool:
+    device = os.fstat(fd).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = [line.split(" ") for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return any(mount[2] == number and mount[mount.index("-") + 1] in ("tmpfs", "ramfs") for mount in mounts)
