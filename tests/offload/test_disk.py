@@ -8,21 +8,20 @@ import gc
 import mmap
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.ranks import ranks
+from tests.support.ranks import ranks
 from torch_shard.config.offload import BEHIND, PAGED
 from torch_shard.errors import DiskError, ShardError, UnavailableError
 from torch_shard.offload import paging
@@ -32,9 +31,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 MIB = 1 << 20
 UNIT = 4 * MIB
-
-
-fork = get_context("fork")  # the processes need not import everything again
 
 
 @pytest.fixture
@@ -317,18 +313,6 @@ def test_a_limit_on_the_size_of_files_is_an_error_when_the_tensor_is_made(store)
     check_still_works(store, kept)
 
 
-def test_a_quota_that_is_used_up_is_an_error_when_the_tensor_is_made(store, monkeypatch):
-    kept = store.allocate("first", 1000, torch.float32).fill_(9.0)
-    with monkeypatch.context() as patched, pytest.raises(DiskError, match="quota"):
-
-        def refuse(*_):
-            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-        patched.setattr(os, "posix_fallocate", refuse)
-        store.allocate("large", MIB, torch.float32)
-    check_still_works(store, kept)
-
-
 def test_what_can_not_be_read_is_an_error_at_the_next_call_and_not_the_end_of_the_process(store):
     kept, *states = units(store, 2)
     kept.fill_(2.0)
@@ -400,49 +384,20 @@ def test_a_tensor_that_outlives_its_closed_store_changes_no_other_file(store, tm
 # -- the directory ----------------------------------------------------------------------------------------------------
 
 
-def holder(directory: Path, answer: Connection) -> None:
-    store = DiskStore(directory, rank=3)
-    state = store.allocate("state", 16 * MIB, torch.float32).fill_(7.0)
-    answer.send(len(os.listdir("/proc/self/fd")))
-    time.sleep(60)
-    del state
-
-
-@contextmanager
-def held(directory: Path) -> Iterator[Callable[[], None]]:
-    """A process with 64 MiB on disk in the directory; what kills it."""
-    ours, theirs = fork.Pipe()
-    process = fork.Process(target=holder, args=(directory, theirs))
-    process.start()
-
-    def kill() -> None:
-        process.kill()
-        process.join()
-
-    try:
-        assert ours.poll(30)
-        ours.recv()
-        yield kill
-        assert process.exitcode == -signal.SIGKILL
-    finally:
-        kill()
-
-
 def in_child(function: Callable[[], object]) -> str:
     """What it returns, or raises as DiskError, in a forked child."""
-
-    def body(answer: Connection) -> None:
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
         try:
-            answer.send(str(function()))
+            os.write(writing, str(function()).encode())
         except DiskError as error:
-            answer.send(f"DiskError: {error}")
-
-    ours, theirs = fork.Pipe()
-    process = fork.Process(target=body, args=(theirs,))
-    process.start()
-    assert ours.poll(30)
-    text: str = ours.recv()
-    process.join()
+            os.write(writing, f"DiskError: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
     return text
 
 
@@ -453,15 +408,27 @@ def free(directory: Path) -> int:
 
 def test_nothing_has_a_name_and_the_space_of_a_killed_process_is_free(tmp_path):
     before = free(tmp_path)
-    with held(tmp_path) as kill:
-        assert list(tmp_path.iterdir()) == []
-        assert before - free(tmp_path) > 32 * MIB
-        kill()
-        deadline = time.monotonic() + 20
-        while before - free(tmp_path) > 32 * MIB:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert list(tmp_path.iterdir()) == []
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            store = DiskStore(tmp_path, rank=3)
+            state = store.allocate("state", 16 * MIB, torch.float32)
+            os.write(writing, b"1")
+            time.sleep(60)
+            del state
+        finally:
+            os._exit(0)
+    assert select.select([reading], [], [], 30)[0]
+    assert list(tmp_path.iterdir()) == [] and before - free(tmp_path) > 32 * MIB
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    deadline = time.monotonic() + 20
+    while before - free(tmp_path) > 32 * MIB:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert list(tmp_path.iterdir()) == []
+    os.close(reading)
+    os.close(writing)
 
 
 @ranks(2)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import threading
 
 import pytest
 import torch
 
-from tests.offload.models import Training, inputs, loss_of, same
+from tests.offload.models import Training, flats, held_up, hold, inputs, loss_of, same
 from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks
 from torch_shard import Precision
@@ -27,12 +27,10 @@ def in_background(training):
     """Whether each flat buffer is stepped on behind optimizer.step()."""
     loss_of(training.model, inputs(training.rank, 50)).backward()
     training.engine.clip_grad_norm_(1e9)  # all gradients are there
-    go = threading.Event()
-    training.engine._runtime.host.thread.do(go.wait)
-    threading.Timer(0.3, go.set).start()
+    go = hold(training, 0.5)
     training.optimizer.step()
-    found = [bool(flat.host.moving) for unit in training.engine._runtime.units for flat in unit.flats]
-    go.wait()
+    found = [bool(flat.host.moving) for flat in flats(training)]
+    go.set()
     training.optimizer.zero_grad()
     return found
 
@@ -143,6 +141,25 @@ def test_an_edit_of_gradients_that_no_version_shows_counts_in_norms(rank):
         found.append([training.engine.clip_grad_norm_(0.1)])
         training.optimizer.step()
         found[-1].append(training.state())
+    same(*found)
+
+
+SHARED = {"detach": lambda p: p.detach(), "data": lambda p: p.data, "local": lambda p: p.to_local()}
+
+
+@pytest.mark.parametrize("share", SHARED)
+@ranks(2)
+def test_what_shares_memory_sees_the_step(rank, share):
+    found = []
+    for offload in (None, "cpu"):
+        training = trained(rank, offload, optimizer="SGD")
+        loss_of(training.model, inputs(rank, 9)).backward()
+        weight = training.model.blocks[2][1].weight
+        shared = [SHARED[share](t) for t in (weight, training.optimizer.state[weight]["momentum_buffer"], weight.grad)]
+        with held_up(training) if offload and share != "local" else contextlib.nullcontext():
+            training.engine.clip_grad_norm_(0.01)
+            training.optimizer.step()
+        found.append([t.clone() if share == "local" else t.to_local().clone() for t in shared])
     same(*found)
 
 

@@ -54,26 +54,6 @@ def test_no_more_than_four_units_are_in_memory(rank, tmp_path):
     assert disk.resident_bytes() < disk.transferred.allocated / 2
 
 
-@ranks(2)
-def test_a_checkpoint_is_that_of_a_run_in_memory(rank, tmp_path):
-    disk, memory = Training(rank, Offload(nvme=tmp_path / "state")), Training(rank, None)
-    for training in (disk, memory):
-        training.step(0)
-    disk.engine.save(tmp_path / "checkpoint", optimizer=disk.optimizer)
-    for number in range(1, 3):
-        disk.step(number)
-    disk.engine.load(tmp_path / "checkpoint", optimizer=disk.optimizer)
-    for one, other in zip(disk.state(), memory.state(), strict=True):
-        same(one, other)
-    for number in range(4, 7):
-        for training in (disk, memory):
-            loss_of(training.model, inputs(rank, number)).backward()
-            training.optimizer.step()
-            training.optimizer.zero_grad()
-    for one, other in zip(disk.state(), memory.state(), strict=True):
-        same(one, other)
-
-
 @ranks(1)
 def test_state_that_was_loaded_of_parameters_that_are_frozen_goes_there_too(rank, tmp_path):
     first = Training(rank, Offload(nvme=tmp_path / "state"))
@@ -93,16 +73,6 @@ def test_state_that_was_loaded_of_parameters_that_are_frozen_goes_there_too(rank
     disk, state = training.engine._runtime.host.disk, training.optimizer.state
     held = sum(v.to_local().nbytes for own in state.values() for v in own.values() if v.dim())
     assert disk.transferred.allocated >= held
-
-
-@ranks(2)
-def test_two_models_share_a_directory(rank, tmp_path):
-    both = [Training(rank, Offload(nvme=tmp_path)) for _ in range(2)]
-    for number in range(3):
-        for training in both:
-            training.step(number)
-    for one, other in zip(*(training.state() for training in both), strict=True):
-        same(one, other)
 
 
 @ranks(2)

@@ -263,7 +263,7 @@ class DiskStore:
     def _check(self) -> None:
         if os.getpid() != self._owner:
             raise DiskError(
-                f"state in {self.directory} belongs to process {self._owner}, which has forked this one: here it can only be read."
+                f"state in {self.directory} belongs to process {self._owner}, which has forked this one: it can only be read."
             )
         if self._error is not None:
             raise DiskError(str(self._error)) from self._error
