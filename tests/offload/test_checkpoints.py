@@ -24,6 +24,7 @@ from tests.offload.models import (
     same,
     steps,
 )
+from tests.support.marks import one_at_a_time
 from tests.support.ranks import ranks
 
 
