@@ -87,12 +87,12 @@ class ActivationOffload:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that are held now, whether in use or for the next step."""
+        """The bytes of host memory that are held now, whether in use or for the next step."""
         return sum(device.pool.held for device in self._devices.values())
 
     @property
     def host_bytes_in_use(self) -> int:
-        """Bytes of it that hold something which a backward may need."""
+        """The bytes of host memory that hold something which a backward may need."""
         for device in self._devices.values():
             device.pool.collect()
         return sum(device.pool.in_use for device in self._devices.values())
@@ -116,7 +116,7 @@ class ActivationOffload:
         return torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack)
 
     def _let_go(self) -> None:
-        """Of the memory of what has been copied out."""
+        """Let go of the device memory of what has been copied out."""
         on_device, self._on_device = self._on_device, []
         for ref in on_device:
             copy = ref()
@@ -124,7 +124,7 @@ class ActivationOffload:
                 copy.let_go()
 
     def _copy(self, tensor: torch.Tensor) -> _Copy | None:
-        """Its copy on the host, which may be under way, or have been there; None: it stays where it is."""
+        """Return a tensor's copy on the host, which may be under way, or None where the tensor stays where it is."""
         if not self.moves(tensor):
             return None
         storage, version = tensor.untyped_storage(), tensor._version
@@ -141,7 +141,7 @@ class ActivationOffload:
         return copy
 
     def moves(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is one of those that are copied."""
+        """Return True if `tensor` is one of those that are copied."""
         return (
             # Not parameters, ShardTensors and other classes, whose memory is their own affair.
             type(tensor) is torch.Tensor
@@ -181,11 +181,11 @@ class _OnDevice:
 
     @property
     def was_changed(self) -> bool:
-        """Whether the tensor was, in place."""
+        """True if the tensor was changed in place."""
         return self.tensor._version != self.version
 
     def wait(self) -> torch.Tensor:
-        """Have the current stream, which computes with it, wait for the copy."""
+        """Have the current stream, which computes with the tensor, wait for the copy; return the tensor."""
         if self.event is not None:
             # Hazards: reading what has not come back yet; and giving memory that is still read to the stream's next allocation.
             torch.cuda.current_stream(self.tensor.device).wait_event(self.event)
@@ -244,7 +244,7 @@ class _Copy:
         return self.buffer.event
 
     def on_device(self) -> tuple[_OnDevice, bool]:
-        """The values on the device, which may be on their way, and whether they had to be copied for this."""
+        """Return the values on the device, which may be on their way, and True if they had to be copied for this."""
         there = self.source or self.live()
         if there is not None:
             return there, False
@@ -258,12 +258,12 @@ class _Copy:
         return there, True
 
     def stay(self, tensor: torch.Tensor, version: int) -> None:
-        """On the device as long as the layer runs that has it, too: it may be the last one, where backward begins."""
+        """Keep the tensor on the device while another layer that has it runs: it may be the last, where backward begins."""
         self.source = _OnDevice(tensor.detach(), version, None, None)
         self.live = weakref.ref(self.source)
 
     def let_go(self) -> None:
-        """Of the tensor whose copy this is."""
+        """Let go of the tensor whose copy this is."""
         if self.source is not None:
             # Compute has not waited for the copy so far: it may hold either value.
             self.was_changed |= self.source.was_changed
@@ -281,7 +281,7 @@ class _Kept:
         self.there: _OnDevice | None = None  # asked for
 
     def ask(self) -> bool:
-        """Start to copy it back, where it is not on the device; whether that was so."""
+        """Start to copy the tensor back, unless it is on the device; return True if a copy was started."""
         if self.there is not None:
             return False
         self.there, copied = self.copy.on_device()
@@ -305,7 +305,7 @@ class _Kept:
 
 
 class _Call:
-    """One call of a checkpoint: what is kept of it comes back together."""
+    """One call of a checkpoint. What is kept of it comes back together."""
 
     def __init__(self, offload: ActivationOffload) -> None:
         self.offload = offload
@@ -335,7 +335,7 @@ class _Call:
         return kept.take()
 
     def _ask(self, task: int) -> int:
-        """For all of it, once in a backward; how many copies that has started."""
+        """Ask for all that is kept, once in a backward; return how many copies that has started."""
         if self.asked == task:
             return 0
         self.asked = task
@@ -348,7 +348,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements are one block of memory, in whatever order."""
+    """Return True if the elements are one block of memory, in whatever order."""
     if tensor.is_contiguous():
         return True
     strides = tensor.stride()

@@ -32,7 +32,7 @@ class Offload:
     Attributes:
         params: keep parameters in host memory alone: what modules compute with crosses to the device whenever a unit is
             gathered, in the dtype in which they compute. ``False``: besides the parameters that the optimizer steps on, each
-            rank keeps its slices on the device, in that dtype, so that nothing crosses between two steps.
+            rank keeps its shards on the device, in that dtype, so that nothing crosses between two steps.
         optimizer: step in host memory, where the optimizer's state is then. ``False`` is for naming what is not offloaded; with
             `params` it is refused, since the step works where the parameters are.
         pin_memory: page-locked memory, without which copies hold up compute. ``False`` where the system does not give as much.

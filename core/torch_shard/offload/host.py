@@ -28,10 +28,19 @@ __all__ = ["Host"]
 
 
 class Host:
-    """What the units of an engine share. On a machine without a GPU the device is the CPU, and all that would cross is copied."""
+    """The host memory, disk and thread that the units of an engine share.
+
+    On a machine without a GPU the device is the CPU, and all that would cross is copied.
+
+    Attributes:
+        arrived: bytes of gradients that were copied from the device.
+        norms: orders of norms that were asked for of gradients: from then on they are taken while the gradients move.
+        waited: seconds for which other threads have waited for what is done to this memory.
+        users: the engines that use it, a model's and its copies'.
+    """
 
     def __init__(self, offload: Offload, collectives: Collectives) -> None:
-        """Allocates nothing yet; see :meth:`open`."""
+        """Allocate nothing yet; see :meth:`open`."""
         self.offload, self.collectives, self.device = offload, collectives, collectives.device
         self.on_cuda = self.device.type == "cuda"
         if self.on_cuda and collectives.gather_stream is None:  # one rank, which gathers all the same
@@ -42,11 +51,10 @@ class Host:
         self._leaving: deque[_Leaving] = deque()
         self._leaving_lock = threading.Lock()  # the host thread lets go of what has arrived
         self._turn, self._unit, self._of_turn = 0, -1, set[int]()  # the latest: see `keep`
-        self.arrived = 0  # bytes of gradients that were copied from the device
-        # Orders of norms that were asked for of gradients: from then on they are taken while the gradients move.
+        self.arrived = 0
         self.norms: set[float] = set()
         self.disk: DiskStore | None = None
-        self.waited = 0.0  # seconds for which other threads have waited for what is done to this memory
+        self.waited = 0.0
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Host:
@@ -62,7 +70,7 @@ class Host:
         return made
 
     def give_up(self, error: Exception) -> None:
-        """This rank's step has failed. The others may have been stepped, so that none may go on with this one: they will hear."""
+        """Tell the other ranks that this rank's step has failed: they may have stepped, and none may go on with this one."""
         channel = self.collectives.reduce_channel
         if channel is not None:
             channel.groups.give_up(self.collectives.world_rank, error)
@@ -103,8 +111,9 @@ class Host:
         }
 
     def leave(self, user: object) -> None:
-        """One of the engines that use it (a model's, or a copy's) is closed: the last one ends the thread, and deletes what is on
-        disk. Tensors stay readable."""
+        """Note that one of the engines that use this is closed. The last one ends the thread, and frees what is on disk.
+
+        Tensors stay readable."""
         self.users.discard(user)
         if not self.users:
             self.thread.close()
@@ -112,7 +121,7 @@ class Host:
                 self.disk.close()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """1-D, in host memory, page-locked where that is wanted and there is a GPU.
+        """Return a 1-D tensor in host memory, page-locked where that is wanted and there is a GPU.
 
         Raises:
             HostMemoryError: the system does not give it.
@@ -121,20 +130,20 @@ class Host:
             return pinned.allocate(numel, dtype, pin=self.offload.pin_memory, device=self.device)
 
     def empty_shard(self, numel: int, dtype: torch.dtype, name: str) -> torch.Tensor:
-        """The same for what the optimizer steps on, which may lie on disk. `name`: for the file."""
+        """Return the same for what the optimizer steps on, which may lie on disk. `name`: for messages."""
         if self.disk is not None and self.offload.nvme_params:
             return self.disk.allocate(f"parameters {name}", numel, dtype)
         return self.empty(numel, dtype)
 
     def copied(self, values: torch.Tensor, name: str) -> torch.Tensor:
-        """The values of a shard, 1-D, in memory of their own."""
+        """Return a copy of a shard, 1-D, in memory of its own."""
         made = self.empty_shard(values.numel(), values.dtype, name)
         made.copy_(values)
         return made
 
     # -- from the device ------------------------------------------------------------------------------------------
     def leaving(self) -> contextlib.AbstractContextManager[Any]:
-        """The stream of copies to host memory, behind what the current one was given so far."""
+        """Enter the stream of copies to host memory, behind what the current stream was given so far."""
         if not self.on_cuda:
             return contextlib.nullcontext()
         if self._stream is None:
@@ -144,8 +153,17 @@ class Host:
         return torch.cuda.stream(self._stream)
 
     def keep(self, event: Any, values: torch.Tensor, unit: int, flat: int, streams: Sequence[Any]) -> None:
-        """`values`, of a flat buffer of `unit`, are read by a copy until `event`. `streams`: to one of them their memory belongs.
-        Hazard: that one would use it again."""
+        """Keep device memory that a copy reads until `event`.
+
+        Hazard: the stream that the memory belongs to would use it again.
+
+        Args:
+            event: behind the copy.
+            values: the memory.
+            unit: number of the unit whose gradients they are.
+            flat: identifies the unit's flat buffer.
+            streams: the memory belongs to one of them.
+        """
         if unit != self._unit or flat in self._of_turn:  # another unit's gradients, or the next ones of the same
             self._turn, self._unit, self._of_turn = self._turn + 1, unit, set()
         self._of_turn.add(flat)

@@ -40,7 +40,7 @@ def _libc() -> Any:
 
 
 def _madvise(address: int, nbytes: int, advice: int) -> int:
-    """0, or the number of the error."""
+    """Return 0, or the number of the error."""
     return ctypes.get_errno() if _libc().madvise(address, nbytes, advice) else 0
 
 
@@ -72,7 +72,7 @@ def fetch(address: int, nbytes: int, *, go_on: Callable[[], bool]) -> bool:
         go_on: asked now and then; False ends it.
 
     Returns:
-        Whether it came to its end.
+        True if it came to its end.
 
     Raises:
         OSError: a page can't be read (or, on a file system that copies on write, has no place to be written to). Its use would
@@ -120,7 +120,7 @@ def punch(fd: int, offset: int, nbytes: int) -> bool:
 
 
 def resident(address: int, nbytes: int) -> int:
-    """Bytes of a mapping that are in memory: mapped, or in the page cache."""
+    """Return the bytes of a mapping that are in memory: mapped, or in the page cache."""
     pages = -(-nbytes // mmap.PAGESIZE)
     found = (ctypes.c_ubyte * pages)()
     if _libc().mincore(address, nbytes, found):

@@ -13,7 +13,7 @@ from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks
 from torch_shard import Precision
 from torch_shard.offload import Offload
-from torch_shard.offload.exported_tensors import HandedOut
+from torch_shard.offload.exported_tensors import ExportedTensor
 
 
 def trained(rank, offload="cpu", **settings):
@@ -39,7 +39,7 @@ def in_background(training):
 def test_what_is_handed_out_is_the_memory_itself(dtype):
     whole = torch.zeros(64, dtype=torch.uint8).view(dtype)
     local = whole[2:6]
-    given, result = HandedOut.of(local, whole)
+    given, result = ExportedTensor.of(local, whole)
     assert result.dtype == dtype and result.shape == local.shape and result.data_ptr() == local.data_ptr()
     version = local._version
     result.fill_(1)
@@ -61,7 +61,7 @@ HOLDERS = {
 @pytest.mark.parametrize("holder", quick(HOLDERS, ["view of a view", "array"]))
 def test_it_is_held_as_long_as_anything_made_from_it(holder):
     whole = torch.arange(8.0)
-    given, result = HandedOut.of(whole[2:6], whole)
+    given, result = ExportedTensor.of(whole[2:6], whole)
     held = HOLDERS[holder](result)
     del result
     gc.collect()
@@ -73,7 +73,7 @@ def test_it_is_held_as_long_as_anything_made_from_it(holder):
 
 def test_it_keeps_the_memory():
     whole = torch.arange(1000.0)
-    _, result = HandedOut.of(whole[500:], None)
+    _, result = ExportedTensor.of(whole[500:], None)
     del whole
     gc.collect()
     noise = [torch.full((1000,), -1.0) for _ in range(20)]
