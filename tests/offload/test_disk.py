@@ -148,6 +148,17 @@ def test_however_many_units_a_stated_number_is_in_memory(disk_store, elements):
     assert unit < peak <= PAGED * unit
 
 
+def test_pages_that_the_kernel_keeps_for_a_moment_are_given_back_after_it(disk_store, monkeypatch):
+    """As it does while it writes out the file on its own."""
+    store, drop, calls = disk_store, paging.drop, []
+    monkeypatch.setattr(paging, "drop", lambda *part: drop(*part) if calls else calls.append(part))
+    (state,) = units(store, 1)
+    state.fill_(1.0)
+    store.write_behind([state])
+    store.flush()
+    assert calls and store.resident_bytes() == 0
+
+
 def test_a_slow_disk_is_waited_for(store, monkeypatch):
     """What is written behind may not pile up in memory."""
     fast, unfinished = paging.write_out, []

@@ -51,6 +51,10 @@ _EXTENT = 2 << 20
 """Regions begin at multiples of this many bytes, the size of the largest pages of the cache: a page that belonged to two regions
 would be dropped with neither. What lies between two regions is a hole, which takes no space."""
 
+_PAUSES = (0.0, 0.001, 0.01, 0.05)
+"""Seconds before each attempt to drop pages. The kernel keeps those that it is about to write elsewhere (its own flusher, a
+``sync``), also clean ones beside them."""
+
 
 @dataclass
 class Transferred:
@@ -335,9 +339,14 @@ class DiskStore:
                 if not region.wanted:
                     # First: some file systems learn only by it which pages were changed.
                     paging.unmap_pages(region.address, region.nbytes)
-                paging.write_out(self._fd, region.offset, region.nbytes)
-                if not region.wanted:
+                for pause in _PAUSES:
+                    time.sleep(pause)
+                    paging.write_out(self._fd, region.offset, region.nbytes)
+                    if region.wanted or self.in_memory:
+                        break
                     paging.drop(self._fd, region.offset, region.extent)
+                    if not paging.resident(region.address, region.nbytes):
+                        break
                 with self._lock:
                     self.transferred.written += region.nbytes
             except Exception as error:
