@@ -34,7 +34,7 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 def checked_layers(chosen: Any, setting: str = "activation_checkpointing") -> bool | tuple[type[nn.Module] | str, ...]:
-    """A user's choice, as a bool or a tuple. `setting`: its name, for the message.
+    """Return a user's choice of layers, as a bool or a tuple. `setting`: its name, for the message.
 
     Raises:
         ConfigError: it is something else than :data:`Layers`.
@@ -54,9 +54,9 @@ def checked_layers(chosen: Any, setting: str = "activation_checkpointing") -> bo
 
 @contextlib.contextmanager
 def checkpointed_layers(model: nn.Module, chosen: Layers, units: Units, offloaded: Layers = False) -> Iterator[int]:
-    """Around the sharding of `model`: the chosen layers compute their activations again from now on.
+    """Have the chosen layers compute their activations again from now on. Entered around the sharding of `model`.
 
-    Where the body raises they are as they were. Not collective.
+    Where the body raises, the layers are as they were. Not collective.
 
     Args:
         model: whose layers; those inside of a chosen one are computed again with it.
@@ -104,7 +104,7 @@ def keep_activations(model: nn.Module) -> None:
 
 
 def offload_of(model: nn.Module) -> ActivationOffload | None:
-    """What moves the inputs of layers of `model`, and counts the bytes; None where none are moved. Not collective."""
+    """Return what moves the inputs of layers of `model`, and counts the bytes; None where none are moved. Not collective."""
     found = (layer.__dict__.get("forward") for layer in model.modules())
     return next((f.offload for f in found if isinstance(f, _Recomputed) and f.offload is not None), None)
 
@@ -153,7 +153,7 @@ def _outermost(layers: list[nn.Module]) -> list[nn.Module]:
 
 
 class _Recomputed:
-    """A layer's forward with recomputation. An object, since a deep copy of the layer must not share it."""
+    """A layer's forward with recomputation. It is an object, since a deep copy of the layer must not share it."""
 
     def __init__(
         self, layer: nn.Module, forward: Any, own: bool | None = None, offload: ActivationOffload | None = None
@@ -182,7 +182,7 @@ class _Recomputed:
 
 
 def _set_forward(layer: nn.Module, forward: Any) -> None:
-    """Its own one; None: that of its class."""
+    """Give a layer a forward of its own; with None, that of its class."""
     if forward is not None:
         layer.forward = forward
     else:
@@ -213,7 +213,7 @@ _offloaded_uncompiled._torchdynamo_disable_msg = (
 
 
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Recomputation would write keys and values into the cache a second time, as transformers knows it of its own."""
+    """Return `kwargs` without caches: recomputation would write keys and values a second time. transformers does the same."""
     changed: dict[str, Any] = {name: None for name in _CACHES if kwargs.get(name) is not None}
     if kwargs.get("use_cache"):
         changed["use_cache"] = False

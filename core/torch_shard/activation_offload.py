@@ -76,8 +76,7 @@ class ActivationOffload:
             raise ConfigError(f"min_bytes must be a positive number of bytes, not {min_bytes!r}.")
         self.min_bytes = min_bytes
         self.copied_out = self.copied_back = self.late = 0
-        self._pools: dict[torch.device, HostBuffers] = {}
-        self._streams: dict[torch.device, _Streams | None] = {}
+        self._devices: dict[torch.device, _Device] = {}
         # By weak references all of it: the graph alone holds what is kept, so that nothing is left of one that is dropped.
         self._copies: weakref.WeakValueDictionary[Any, _Copy] = weakref.WeakValueDictionary()
         self._on_device: list[weakref.ref[_Copy]] = []
@@ -88,15 +87,15 @@ class ActivationOffload:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that are held now, whether in use or for the next step."""
-        return sum(pool.held for pool in self._pools.values())
+        """The bytes of host memory that are held now, whether in use or for the next step."""
+        return sum(device.pool.held for device in self._devices.values())
 
     @property
     def host_bytes_in_use(self) -> int:
-        """Bytes of it that hold something which a backward may need."""
-        for pool in self._pools.values():
-            pool.collect()
-        return sum(pool.in_use for pool in self._pools.values())
+        """The bytes of host memory that hold something which a backward may need."""
+        for device in self._devices.values():
+            device.pool.collect()
+        return sum(device.pool.in_use for device in self._devices.values())
 
     def inputs(self) -> contextlib.AbstractContextManager[Any]:
         """Around one call of a checkpoint: what it keeps waits for backward in host memory.
@@ -117,7 +116,7 @@ class ActivationOffload:
         return torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack)
 
     def _let_go(self) -> None:
-        """Of the memory of what has been copied out."""
+        """Let go of the device memory of what has been copied out."""
         on_device, self._on_device = self._on_device, []
         for ref in on_device:
             copy = ref()
@@ -125,7 +124,7 @@ class ActivationOffload:
                 copy.let_go()
 
     def _copy(self, tensor: torch.Tensor) -> _Copy | None:
-        """Its copy on the host, which may be under way, or have been there; None: it stays where it is."""
+        """Return a tensor's copy on the host, which may be under way, or None where the tensor stays where it is."""
         if not self.moves(tensor):
             return None
         storage, version = tensor.untyped_storage(), tensor._version
@@ -142,7 +141,7 @@ class ActivationOffload:
         return copy
 
     def moves(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is one of those that are copied."""
+        """Return True if `tensor` is one of those that are copied."""
         return (
             # Not parameters, ShardTensors and other classes, whose memory is their own affair.
             type(tensor) is torch.Tensor
@@ -156,23 +155,19 @@ class ActivationOffload:
             and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
         )
 
-    def _pool(self, device: torch.device) -> HostBuffers:
-        pool = self._pools.get(device)
-        if pool is None:
-            pool = self._pools[device] = HostBuffers(device)
-        return pool
-
-    def _streams_on(self, device: torch.device) -> _Streams | None:
-        if device not in self._streams:
-            self._streams[device] = _Streams(device) if device.type == "cuda" else None
-        return self._streams[device]
+    def _device(self, device: torch.device) -> _Device:
+        if device not in self._devices:
+            self._devices[device] = _Device(device)
+        return self._devices[device]
 
 
-class _Streams:
-    """CUDA: on which copies are made."""
+class _Device:
+    """Host memory for what a device keeps, and on CUDA the streams on which copies are made."""
 
     def __init__(self, device: torch.device) -> None:
-        self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.pool = HostBuffers(device)
+        on_cuda = device.type == "cuda"
+        self.out, self.back = [torch.cuda.Stream(device) if on_cuda else None for _ in range(2)]
 
 
 class _OnDevice:
@@ -186,11 +181,11 @@ class _OnDevice:
 
     @property
     def was_changed(self) -> bool:
-        """Whether the tensor was, in place."""
+        """True if the tensor was changed in place."""
         return self.tensor._version != self.version
 
     def wait(self) -> torch.Tensor:
-        """Have the current stream, which computes with it, wait for the copy."""
+        """Have the current stream, which computes with the tensor, wait for the copy; return the tensor."""
         if self.event is not None:
             # Hazards: reading what has not come back yet; and giving memory that is still read to the stream's next allocation.
             torch.cuda.current_stream(self.tensor.device).wait_event(self.event)
@@ -207,8 +202,8 @@ class _Copy:
     """The values of one tensor on the host."""
 
     __slots__ = (
-        "__weakref__", "buffer", "device", "dtype", "host", "live", "nbytes", "offload", "pool", "shape", "source", "storage",
-        "streams", "stride", "was_changed",
+        "__weakref__", "buffer", "device", "dtype", "host", "live", "nbytes", "offload", "own", "shape", "source", "storage",
+        "stride", "was_changed",
     )  # fmt: skip
 
     def __init__(
@@ -218,29 +213,25 @@ class _Copy:
         self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         self.storage, self.was_changed = weakref.ref(storage), False
         self.nbytes = tensor.numel() * tensor.element_size()
-        self.streams = offload._streams_on(self.device)
-        self.pool = offload._pool(self.device)
-        self.buffer: HostBuffer = self.pool.take(self.nbytes)
+        self.own = offload._device(self.device)
+        self.buffer: HostBuffer = self.own.pool.take(self.nbytes)
         self.host = self.buffer.memory[: self.nbytes].view(self.dtype)
         with torch.no_grad():
             source = tensor.detach()  # without the graph; its version is still the tensor's
-            event = self._run("out", self.host, _flat(source))
+            event = self._run(self.own.out, self.host, _flat(source))
         # Keeps the memory until compute waits for the copy.
-        self.source: _OnDevice | None = _OnDevice(
-            source, version, event, None if self.streams is None else self.streams.out
-        )
+        self.source: _OnDevice | None = _OnDevice(source, version, event, self.own.out)
         self.live: weakref.ref[_OnDevice] = weakref.ref(self.source)
 
     def __del__(self) -> None:
         if hasattr(self, "host"):  # else there was no memory for it
-            self.pool.give(self.buffer)
+            self.own.pool.give(self.buffer)
 
-    def _run(self, direction: str, target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Copy; the event behind it."""
-        if self.streams is None:
+    def _run(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Copy; return the event behind it."""
+        if stream is None:
             target.copy_(source)
             return None
-        stream = self.streams.out if direction == "out" else self.streams.back
         # Hazards: copying out what compute has not written yet, and copying into memory that compute, which had it before, still
         # uses.
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -253,26 +244,26 @@ class _Copy:
         return self.buffer.event
 
     def on_device(self) -> tuple[_OnDevice, bool]:
-        """The values on the device, which may be on their way, and whether they had to be copied for this."""
+        """Return the values on the device, which may be on their way, and True if they had to be copied for this."""
         there = self.source or self.live()
         if there is not None:
             return there, False
         with torch.no_grad():
             # Memory of the stream that computes, to which it goes back; the copy waits for those who had it before.
             tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-            event = self._run("back", _flat(tensor), self.host)
-        there = _OnDevice(tensor, tensor._version, event, None if self.streams is None else self.streams.back)
+            event = self._run(self.own.back, _flat(tensor), self.host)
+        there = _OnDevice(tensor, tensor._version, event, self.own.back)
         self.live = weakref.ref(there)
         self.offload.copied_back += self.nbytes
         return there, True
 
     def stay(self, tensor: torch.Tensor, version: int) -> None:
-        """On the device as long as the layer runs that has it, too: it may be the last one, where backward begins."""
+        """Keep the tensor on the device while another layer that has it runs: it may be the last, where backward begins."""
         self.source = _OnDevice(tensor.detach(), version, None, None)
         self.live = weakref.ref(self.source)
 
     def let_go(self) -> None:
-        """Of the tensor whose copy this is."""
+        """Let go of the tensor whose copy this is."""
         if self.source is not None:
             # Compute has not waited for the copy so far: it may hold either value.
             self.was_changed |= self.source.was_changed
@@ -290,7 +281,7 @@ class _Kept:
         self.there: _OnDevice | None = None  # asked for
 
     def ask(self) -> bool:
-        """Start to copy it back, where it is not on the device; whether that was so."""
+        """Start to copy the tensor back, unless it is on the device; return True if a copy was started."""
         if self.there is not None:
             return False
         self.there, copied = self.copy.on_device()
@@ -314,7 +305,7 @@ class _Kept:
 
 
 class _Call:
-    """One call of a checkpoint: what is kept of it comes back together."""
+    """One call of a checkpoint. What is kept of it comes back together."""
 
     def __init__(self, offload: ActivationOffload) -> None:
         self.offload = offload
@@ -344,7 +335,7 @@ class _Call:
         return kept.take()
 
     def _ask(self, task: int) -> int:
-        """For all of it, once in a backward; how many copies that has started."""
+        """Ask for all that is kept, once in a backward; return how many copies that has started."""
         if self.asked == task:
             return 0
         self.asked = task
@@ -357,7 +348,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements are one block of memory, in whatever order."""
+    """Return True if the elements are one block of memory, in whatever order."""
     if tensor.is_contiguous():
         return True
     strides = tensor.stride()

@@ -212,8 +212,8 @@ class PinnedMemoryError(HostMemoryError):
 class DiskError(ShardError):
     """The directory that optimizer state is kept in can't be used, or not any more.
 
-    Raised: by ``shard()`` and by whatever allocates state, before anything else has changed: the directory can't be written,
-    another run uses it, its file system keeps no locks, or the disk is full (space is taken when state is made, never later).
-    And by the next call after a transfer has failed in the background.
-    Remedy: the message names the file or directory, and what to do. Another directory, on a local disk, is always one.
+    Raised: by ``shard()`` and by whatever allocates state, before anything else has changed: the directory can't be written, or
+    the disk is full (space is taken when state is made, never later). And by the next call after a transfer has failed in the
+    background.
+    Remedy: the message names the directory, and what to do. Another directory, on a local disk, is always one.
     """

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
+
 import torch
 from torch import nn
 
@@ -89,6 +93,31 @@ class Training:
         whole = self.engine.state_dict(form="full")
         optimizer = self.engine.optim_state_dict(self.optimizer)
         return whole, optimizer
+
+
+def hold(training, seconds=20.0):
+    """The host thread does nothing for so long, or until the event that this returns is set."""
+    go = threading.Event()
+    training.engine._runtime.host.thread.do(functools.partial(go.wait, seconds))
+    return go
+
+
+@contextlib.contextmanager
+def held_up(training):
+    """The host thread does nothing until the end of the block."""
+    go = hold(training)
+    try:
+        yield
+    finally:
+        go.set()
+
+
+def units(training):
+    return training.engine._runtime.units
+
+
+def flats(training):
+    return [flat for unit in units(training) for flat in unit.flats]
 
 
 def flattened(value, name=""):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,12 +17,13 @@ from tests.offload.models import (
     Training,
     alike,
     chosen,
+    held_up,
+    hold,
     inputs,
     loss_of,
     same,
     steps,
 )
-from tests.offload.test_host_step import held_up
 from tests.support.marks import one_at_a_time
 from tests.support.ranks import ranks
 
@@ -47,10 +45,8 @@ def test_a_save_under_way_while_steps_are_queued_has_what_was_there_at_the_call(
         for number in range(2):
             t.step(number)
         loss_of(t.model, inputs(rank, 20)).backward()
-        go = threading.Event()
-        t.engine._runtime.host.thread.do(go.wait)
+        hold(t, 0.05)
         t.optimizer.step()
-        threading.Timer(0.05, go.set).start()
         pending = t.engine.save(tmp_path / "saved", optimizer=t.optimizer, asynchronous=True)
         t.optimizer.zero_grad()
         loss_of(t.model, inputs(rank, 30)).backward()
@@ -73,7 +69,6 @@ def test_a_save_under_way_while_steps_are_queued_has_what_was_there_at_the_call(
 WAYS = [("cpu", "kept"), ("kept", "cpu"), (None, "disk"), ("all on disk", "all on disk"), ("cpu", None)]
 
 
-@pytest.mark.exhaustive
 @one_at_a_time(way=WAYS, optimizer=["AdamW", "SGD"])
 @ranks(3)
 def test_a_checkpoint_goes_from_three_ranks_to_two_and_on(rank, tmp_path, optimizer, way):

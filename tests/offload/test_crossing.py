@@ -280,11 +280,11 @@ def test_steps_wait_for_no_copy(rank, in_backward):
 @ranks(1)
 def test_the_host_is_never_further_behind_than_there_are_buffers(rank):
     model, _, host, _ = prepared(STAGED + 2)
-    before = [buffer._memory.data_ptr() for buffer in host.staging._buffers]
+    before = [buffer.memory.data_ptr() for buffer in host.staging._buffers]
     for number in range(3):
         model(inputs(rank, number)).sum().backward()
     assert len(before) == STAGED
-    assert sorted(before) == sorted(buffer._memory.data_ptr() for buffer in host.staging._buffers)
+    assert sorted(before) == sorted(buffer.memory.data_ptr() for buffer in host.staging._buffers)
 
 
 @ranks(1)

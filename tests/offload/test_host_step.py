@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import os
 import select
 import sys
@@ -16,29 +15,14 @@ import torch
 import torch.distributed as dist
 
 import torch_shard
-from tests.offload.models import Model, Training, inputs, loss_of, same
+from tests.offload.models import Model, Training, flats, held_up, hold, inputs, loss_of, same, units
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard import errors
 
 
-def units(training):
-    return training.engine._runtime.units
-
-
-@contextlib.contextmanager
-def held_up(training):
-    """The host thread does nothing until the end of the block."""
-    go = threading.Event()
-    training.engine._runtime.host.thread.do(go.wait)
-    try:
-        yield
-    finally:
-        go.set()
-
-
 def is_moving(training):
-    return any(flat.host.moving for unit in units(training) for flat in unit.flats)
+    return any(flat.host.moving for flat in flats(training))
 
 
 def prepared(rank, clip=None):
@@ -108,9 +92,7 @@ READERS = {
 def test_who_reads_waits(rank, reader):
     plain, offloaded = prepared(rank)
     plain.optimizer.step()
-    go = threading.Event()
-    offloaded.engine._runtime.host.thread.do(go.wait)
-    threading.Timer(0.2, go.set).start()
+    hold(offloaded, 0.2)
     offloaded.optimizer.step()
     with torch.no_grad():
         assert torch.equal(READERS[reader](plain), READERS[reader](offloaded))
@@ -178,7 +160,7 @@ def test_state_that_an_option_asks_for_later_is_there_when_step_returns(rank):
             training.optimizer.param_groups[0]["momentum"] = 0.9 if number > 2 else 0.0
             loss_of(training.model, inputs(rank, number)).backward()
             if offload:
-                training.engine._runtime.host.thread.do(functools.partial(time.sleep, 0.1))
+                hold(training, 0.1)
             training.optimizer.step()
         found.append((len(training.optimizer.state), training.engine.optim_state_dict(training.optimizer)))
     assert found[0][0] > 0
@@ -217,18 +199,12 @@ def test_a_step_does_not_wait_for_one_on_other_units(rank):
                 other.step()
                 training.optimizer.zero_grad()
                 other.zero_grad()
-    go = threading.Event()
-    both[1].engine._runtime.host.thread.do(go.wait)
-    late = threading.Timer(20, go.set)
-    late.start()
-    both[1].optimizer.step()
-    others[1].step()
-    stepped = not go.is_set()
-    late.cancel()
-    go.set()
+    with held_up(both[1]):
+        both[1].optimizer.step()
+        others[1].step()
+        assert is_moving(both[1])
     for one, other in zip(both[0].state(), both[1].state(), strict=True):
         same(one, other)
-    assert stepped
 
 
 @ranks(2, fresh=True)
@@ -238,17 +214,51 @@ def test_a_step_that_fails_is_raised_where_it_is_missed(rank):
     if rank == 0:
         with held_up(offloaded):
             offloaded.optimizer.step()
-            for unit in units(offloaded):
-                for flat in unit.flats:
-                    for piece in [p for runs in work._steps[id(flat)][1].all_runs for p in runs.pieces]:
-                        piece.state.clear()  # a kernel that finds no counter
-                        piece.state["step"] = "one"
+            for flat in flats(offloaded):
+                for piece in [p for runs in work._steps[id(flat)][1].all_runs for p in runs.pieces]:
+                    piece.state.clear()  # a kernel that finds no counter
+                    piece.state["step"] = "one"
     else:
         offloaded.optimizer.step()
     with pytest.raises(errors.ShardError, match=r"AdamW.step\(\) has failed in parameter group 0 \(blocks\.0"):
         offloaded.model(inputs(rank, 1))
         loss_of(offloaded.model, inputs(rank, 1)).backward()
     dist.barrier()
+
+
+@ranks(1)
+def test_a_forward_does_not_wait_for_gradients(rank):
+    _, offloaded = prepared(rank)
+    offloaded.engine.state_dict(form="full")
+    go = hold(offloaded, 600.0)
+    loss_of(offloaded.model, inputs(rank, 1)).backward()
+    loss_of(offloaded.model, inputs(rank, 2))  # would wait
+    go.set()
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", *exhaustive("AdamW")])
+@ranks(2, exhaustive=(1,))
+def test_a_model_that_is_closed_right_behind_a_step_has_that_steps_weights(rank, optimizer):
+    states = []
+    for offload in (None, "cpu"):
+        training = Training(rank, offload, optimizer)
+        for number in range(4):
+            training.step(number)
+        training.engine.close(training.optimizer)
+        assert all(type(p) is torch.nn.Parameter for p in training.model.parameters())
+        states.append(dict(training.model.state_dict()))
+    same(*states)
+
+
+@ranks(2)
+def test_a_refused_step_has_changed_nothing(rank):
+    _, offloaded = prepared(rank)
+    before = offloaded.engine.state_dict(form="full")
+    last = list(offloaded.model.parameters())[-1]
+    offloaded.optimizer.state[last]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(errors.ShardError, match="exp_avg"):
+        offloaded.optimizer.step()
+    same(before, offloaded.engine.state_dict(form="full"))
 
 
 REFUSED = {
@@ -302,8 +312,7 @@ def test_statistics_tell_what_was_waited_for_the_host_and_wait_for_nothing(rank)
     _, offloaded = prepared(rank)
     offloaded.engine.state_dict(form="full")
     before = offloaded.engine.statistics()
-    go = threading.Event()
-    offloaded.engine._runtime.host.thread.do(go.wait)
+    go = hold(offloaded)
     offloaded.optimizer.step()
     held = offloaded.engine.memory_summary(offloaded.optimizer)
     assert is_moving(offloaded)
@@ -317,7 +326,7 @@ def test_statistics_tell_what_was_waited_for_the_host_and_wait_for_nothing(rank)
 def test_a_child_that_is_forked_finds_what_was_stepped(rank):
     plain, offloaded = prepared(rank)
     read, write = os.pipe()
-    offloaded.engine._runtime.host.thread.do(functools.partial(time.sleep, 0.2))
+    hold(offloaded, 0.2)
     offloaded.optimizer.step()
     plain.optimizer.step()
     expected = plain.model.blocks[3][1].weight.to_local().clone()

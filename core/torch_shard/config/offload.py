@@ -32,13 +32,13 @@ class Offload:
     Attributes:
         params: keep parameters in host memory alone: what modules compute with crosses to the device whenever a unit is
             gathered, in the dtype in which they compute. ``False``: besides the parameters that the optimizer steps on, each
-            rank keeps its slices on the device, in that dtype, so that nothing crosses between two steps.
+            rank keeps its shards on the device, in that dtype, so that nothing crosses between two steps.
         optimizer: step in host memory, where the optimizer's state is then. ``False`` is for naming what is not offloaded; with
             `params` it is refused, since the step works where the parameters are.
         pin_memory: page-locked memory, without which copies hold up compute. ``False`` where the system does not give as much.
-        nvme: a directory, on a local disk: optimizer state is kept in files below it, read ahead of each unit's update and
-            written behind it, so that no more than four units' state is in memory. A run has the directory to itself; its files
-            are removed when it ends, and those of one that was killed when the next one begins. Linux only.
+        nvme: a directory, on a local disk: optimizer state is kept there, in a file of each rank that has no name, read ahead of
+            each unit's update and written behind it, so that no more than four units' state is in memory. The system frees the
+            space when the process ends, however it ends. Linux only.
         nvme_params: keep the parameters that the optimizer steps on there, too; what crosses to the device stays in memory.
 
     Raises:

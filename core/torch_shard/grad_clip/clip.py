@@ -16,7 +16,7 @@ import torch
 from ..comm.collectives import Collectives
 from ..errors import NonFiniteError
 from ..grad_clip.checks import refuse_unfinished
-from ..offload.pending_writes import whole_of
+from ..offload.pending_writes import flat_of
 from ..runtime.runtime import Runtime
 from ..shard_tensor.attributes import get_grad
 from ..shard_tensor.tensor import ShardTensor
@@ -155,7 +155,7 @@ def one_piece(flat: FlatBuffer, wait: bool = True) -> torch.Tensor | None:
     may be read, where it is on its way to host memory."""
     try:
         grads = list(map(own_grad, flat.params))
-        found = list(map(_flat if wait or flat.host is None else whole_of, grads))
+        found = list(map(_flat if wait or flat.host is None else flat_of, grads))
         # A gradient of the reduction's has its parameter's own spec; one that was assigned by hand has another.
         own = all(map(operator.is_, map(_spec, grads), map(_spec, flat.params)))
     except AttributeError:

@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..comm.collectives import Collectives, outside_inference
-from ..config.offload import BEHIND, IN_FLIGHT, Offload
+from ..config.offload import IN_FLIGHT, Offload
 from ..errors import HostStepError
-from . import memory_limits, pinned
+from . import pinned
 from .disk import DiskStore
-from .gradient_staging import Staging
+from .gradient_memory import Staging
 from .host_thread import HostThread
-from .pending_writes import Waits
+
+if TYPE_CHECKING:
+    from ..layout.flat_layout import FlatLayout
+    from ..plan.plan import ParamInfo
 
 __all__ = ["Host"]
 
-_SPARE = 2  # buffers of a size that are kept between backwards
-
 
 class Host:
-    """What the units of an engine share. On a machine without a GPU the device is the CPU, and all that would cross is copied."""
+    """The host memory, disk and thread that the units of an engine share.
+
+    On a machine without a GPU the device is the CPU, and all that would cross is copied.
+
+    Attributes:
+        arrived: bytes of gradients that were copied from the device.
+        norms: orders of norms that were asked for of gradients: from then on they are taken while the gradients move.
+        waited: seconds for which other threads have waited for what is done to this memory.
+        users: the engines that use it, a model's and its copies'.
+    """
 
     def __init__(self, offload: Offload, collectives: Collectives) -> None:
-        """Allocates nothing yet; see :meth:`open`."""
+        """Allocate nothing yet; see :meth:`open`."""
         self.offload, self.collectives, self.device = offload, collectives, collectives.device
         self.on_cuda = self.device.type == "cuda"
         if self.on_cuda and collectives.gather_stream is None:  # one rank, which gathers all the same
@@ -43,11 +51,10 @@ class Host:
         self._leaving: deque[_Leaving] = deque()
         self._leaving_lock = threading.Lock()  # the host thread lets go of what has arrived
         self._turn, self._unit, self._of_turn = 0, -1, set[int]()  # the latest: see `keep`
-        self.arrived = 0  # bytes of gradients that were copied from the device
-        # Orders of norms that were asked for of gradients: from then on they are taken while the gradients move.
+        self.arrived = 0
         self.norms: set[float] = set()
         self.disk: DiskStore | None = None
-        self.waits = Waits()
+        self.waited = 0.0
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Host:
@@ -63,32 +70,50 @@ class Host:
         return made
 
     def give_up(self, error: Exception) -> None:
-        """This rank's step has failed. The others may have been stepped, so that none may go on with this one: they will hear."""
+        """Tell the other ranks that this rank's step has failed: they may have stepped, and none may go on with this one."""
         channel = self.collectives.reduce_channel
         if channel is not None:
             channel.groups.give_up(self.collectives.world_rank, error)
 
     # -- memory ---------------------------------------------------------------------------------------------------
-    def run_id(self) -> str:
-        """The same on all ranks and for all their models, in no other run: which process is the first rank. Collective."""
-        text = f"{memory_limits.host_identity()} {os.getpid()} {_started()}"
-        number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-        own = torch.tensor([number], dtype=torch.int64, device="cpu")
-        everyone: torch.Tensor = self.collectives.everyone.all_gather(own, "the set-up of offload")
-        return f"{int(everyone[0]):x}"
-
-    def open(self, run_id: str) -> None:
-        """Take the directory for what is to lie on disk. Not collective.
+    def open(self) -> None:
+        """Take a file for what is to lie on disk. Not collective.
 
         Raises:
-            DiskError, UnavailableError: it can't be used.
+            DiskError, UnavailableError: the directory can't be used.
         """
         if self.offload.nvme is not None:
-            self.disk = DiskStore(self.offload.nvme, run=run_id, rank=self.collectives.world_rank, behind=BEHIND)
+            self.disk = DiskStore(self.offload.nvme, rank=self.collectives.world_rank)
+
+    def take_shards(
+        self, groups: Sequence[Sequence[tuple[Sequence[ParamInfo], FlatLayout]]], names: Sequence[str]
+    ) -> dict[int, torch.Tensor]:
+        """Return memory for all shards, by id of their layouts; take that for gradients to arrive in. Not collective.
+
+        Args:
+            groups: by unit, what is flattened together.
+            names: of the units.
+
+        Raises:
+            HostMemoryError, DiskError: there is none.
+        """
+        c, widest = self.collectives, 0
+        for infos, layout in (group for unit in groups for group in unit):
+            dtypes = infos[0].dtypes
+            crossing = dtypes.crossing(c.averaged > 1)
+            if infos[0].requires_grad and not c.sums_wide and crossing != dtypes.grad:
+                widest = max(widest, layout.shard_numel * crossing.itemsize)
+        self.staging.reserve(widest)
+        return {
+            id(layout): self.empty_shard(layout.shard_numel, infos[0].dtypes.stored, name)
+            for name, unit in zip(names, groups, strict=True)
+            for infos, layout in unit
+        }
 
     def leave(self, user: object) -> None:
-        """One of the engines that use it (a model's, or a copy's) is closed: the last one ends the thread, and deletes what is on
-        disk. Tensors stay readable."""
+        """Note that one of the engines that use this is closed. The last one ends the thread, and frees what is on disk.
+
+        Tensors stay readable."""
         self.users.discard(user)
         if not self.users:
             self.thread.close()
@@ -96,7 +121,7 @@ class Host:
                 self.disk.close()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """1-D, in host memory, page-locked where that is wanted and there is a GPU.
+        """Return a 1-D tensor in host memory, page-locked where that is wanted and there is a GPU.
 
         Raises:
             HostMemoryError: the system does not give it.
@@ -105,24 +130,20 @@ class Host:
             return pinned.allocate(numel, dtype, pin=self.offload.pin_memory, device=self.device)
 
     def empty_shard(self, numel: int, dtype: torch.dtype, name: str) -> torch.Tensor:
-        """The same for what the optimizer steps on, which may lie on disk. `name`: for the file."""
+        """Return the same for what the optimizer steps on, which may lie on disk. `name`: for messages."""
         if self.disk is not None and self.offload.nvme_params:
             return self.disk.allocate(f"parameters {name}", numel, dtype)
         return self.empty(numel, dtype)
 
     def copied(self, values: torch.Tensor, name: str) -> torch.Tensor:
-        """The values of a shard, 1-D, in memory of their own."""
+        """Return a copy of a shard, 1-D, in memory of its own."""
         made = self.empty_shard(values.numel(), values.dtype, name)
         made.copy_(values)
         return made
 
-    def waited(self) -> float:
-        """Seconds for which other threads have waited for what is done to this memory."""
-        return self.waits.seconds
-
     # -- from the device ------------------------------------------------------------------------------------------
     def leaving(self) -> contextlib.AbstractContextManager[Any]:
-        """The stream of copies to host memory, behind what the current one was given so far."""
+        """Enter the stream of copies to host memory, behind what the current stream was given so far."""
         if not self.on_cuda:
             return contextlib.nullcontext()
         if self._stream is None:
@@ -132,8 +153,17 @@ class Host:
         return torch.cuda.stream(self._stream)
 
     def keep(self, event: Any, values: torch.Tensor, unit: int, flat: int, streams: Sequence[Any]) -> None:
-        """`values`, of a flat buffer of `unit`, are read by a copy until `event`. `streams`: to one of them their memory belongs.
-        Hazard: that one would use it again."""
+        """Keep device memory that a copy reads until `event`.
+
+        Hazard: the stream that the memory belongs to would use it again.
+
+        Args:
+            event: behind the copy.
+            values: the memory.
+            unit: number of the unit whose gradients they are.
+            flat: identifies the unit's flat buffer.
+            streams: the memory belongs to one of them.
+        """
         if unit != self._unit or flat in self._of_turn:  # another unit's gradients, or the next ones of the same
             self._turn, self._unit, self._of_turn = self._turn + 1, unit, set()
         self._of_turn.add(flat)
@@ -169,40 +199,3 @@ class _Leaving:
     values: torch.Tensor
     streams: Sequence[Any]
     turn: int
-
-
-class Spares:
-    """Host buffers of one flat buffer's gradients. One is used again when nobody refers to its memory any more: whoever keeps a
-    gradient keeps it as it was."""
-
-    def __init__(self, host: Host, numel: int) -> None:
-        self._host, self._numel = host, numel
-        self._made: list[tuple[torch.Tensor, int]] = []
-
-    def prepare(self, dtype: torch.dtype) -> None:
-        """Have one, before there is a gradient."""
-        if not self._made:
-            self.take(dtype)
-
-    def take(self, dtype: torch.dtype) -> torch.Tensor:
-        for buffer, alone in self._made:
-            if buffer.dtype == dtype and _uses(buffer) == alone:
-                return buffer.detach()
-        buffer = self._host.empty(self._numel, dtype)
-        if len(self._made) < _SPARE:
-            self._made.append((buffer, _uses(buffer)))
-        return buffer.detach()
-
-
-def _started() -> str:
-    """When this process began: process numbers are used again."""
-    try:
-        with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
-
-
-def _uses(buffer: torch.Tensor) -> int:
-    found: int = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
-    return found

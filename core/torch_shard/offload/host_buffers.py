@@ -15,17 +15,15 @@ from .pinned import allocate, can_pin
 __all__ = ["HostBuffer", "HostBuffers"]
 
 _PAGE = 4096  # bytes
-_CLASSES = (
-    8  # sizes of buffers between a power of two and the next: at most an eighth of what is asked for is added to it
-)
+_CLASSES = 8  # sizes of buffers between a power of two and the next: at most an eighth of what is asked for is added
 
 
 class HostBuffer:
-    """Host memory that is in use.
+    """A piece of host memory.
 
     Attributes:
         memory: 1-D, uint8, at least as many bytes as were asked for.
-        event: CUDA: behind the last copy from or to it. Who copies to it has that stream wait for this one first.
+        event: CUDA: behind the last copy from or to the memory. Who copies to it has its stream wait for this event first.
     """
 
     __slots__ = ("event", "memory", "used")
@@ -37,7 +35,7 @@ class HostBuffer:
 
 
 class HostBuffers:
-    """A pool of them, for copies to and from one device. Not collective.
+    """A pool of host memory for copies to and from one device. Not collective.
 
     Memory is page-locked where copies to and from `device` need that. To allocate it takes long, and to give it back waits for
     the device, so it is kept for the next step.
@@ -56,7 +54,7 @@ class HostBuffers:
         self._returned: deque[HostBuffer] = deque()
 
     def take(self, nbytes: int) -> HostBuffer:
-        """A buffer of at least `nbytes` bytes.
+        """Return a buffer of at least `nbytes` bytes.
 
         Raises:
             HostMemoryError: there is no such memory. Nothing has changed, but for unused buffers that were given back.
@@ -72,7 +70,7 @@ class HostBuffers:
         return buffer
 
     def give(self, buffer: HostBuffer) -> None:
-        """Back, whatever copies from or to it are still under way: ``buffer.event`` is behind the last one."""
+        """Take a buffer back. Copies from or to it may still be under way: ``buffer.event`` is behind the last one."""
         self._returned.append(buffer)
 
     def collect(self) -> None:
@@ -105,7 +103,7 @@ class HostBuffers:
         )
 
     def _give_back(self, wanted: int, peak: int) -> None:
-        """Buffers that nobody uses, as long as there would be too much otherwise."""
+        """Free buffers that nobody uses, while there would be too much with `wanted` bytes more."""
         unused = sorted((b for free in self._free.values() for b in free), key=lambda b: b.used)
         for buffer in unused:
             if self.held + wanted <= 2 * peak:

@@ -1,8 +1,8 @@
-"""One flat buffer's reduced gradients on their way to host memory, and what becomes of them there.
+"""One flat buffer's reduced gradients on their way to host memory, and what is done to them there.
 
-They cross in the dtype in which they were reduced, where ``.grad`` has a wider one: the host thread casts them when it adds them
-up or puts them into place, in the same pass, with the norms. The cast is exact, so that the results are those of a cast on the
-device.
+Gradients cross in the dtype in which they were reduced. Where ``.grad`` has a wider one, the host thread casts them when it adds
+them up or puts them into place, in the same pass, with the norms. The cast is exact, so that the results are those of a cast on
+the device.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .host import Host, Spares
+from .gradient_memory import GradientMemory
+from .host import Host
 from .host_thread import Task
-from .pending_writes import Moving, Work
+from .pending_writes import Copying, PendingWrites, Work
 
 __all__ = ["PIECE", "HostGradients"]
 
@@ -26,15 +27,16 @@ _Norms: TypeAlias = dict[float, list[torch.Tensor]]  # by order: those of the pi
 
 
 class HostGradients:
-    """`numel`: of the shard; `unit`: which one's.
+    """The gradients of one flat buffer in host memory.
 
     Attributes:
-        moving: the work on them. That on the shard is another: a forward need not wait for gradients.
+        moving: the work on the gradients. The work on the shard is another: a forward need not wait for gradients.
     """
 
     def __init__(self, host: Host, numel: int, unit: int) -> None:
-        self.host, self.moving = host, Moving(host.waits)
-        self._spares, self._unit = Spares(host, numel), unit
+        """`numel`: elements of the shard. `unit`: number of the unit."""
+        self.host, self.moving = host, PendingWrites(host)
+        self._memory, self._unit = GradientMemory(host, numel), unit
         self._known = False  # the norms of what the latest work writes were taken on the device
 
     def prepare(self, dtype: torch.dtype) -> None:
@@ -43,27 +45,28 @@ class HostGradients:
         Raises:
             HostMemoryError: there is none.
         """
-        self._spares.prepare(dtype)
+        self._memory.prepare(dtype)
 
     def receive(
         self, result: torch.Tensor, dtype: torch.dtype, factor: float = 1.0, streams: Sequence[Any] = ()
     ) -> torch.Tensor:
-        """`result`, 1-D, on the device and nobody else's any more, on its way to host memory: that memory, in `dtype`. Sharded
-        tensors that are made over it have to wait (``moving.hold``).
+        """Begin to copy a reduced gradient to host memory; return that memory, in `dtype`.
+
+        Sharded tensors that are made over the returned memory have to wait (``moving.hold``).
 
         Args:
-            result: in `dtype`, or a narrower one.
+            result: 1-D, on the device, in `dtype` or a narrower one. Nobody else uses it any more.
             dtype: of ``.grad``.
-            factor: the values are multiplied with it there, where `result` is narrower.
-            streams: CUDA: those that its memory may belong to, beside the current one.
+            factor: the values are multiplied with it in host memory, where `result` is narrower.
+            streams: CUDA: streams that the memory of `result` may belong to, beside the current one.
         """
         self.moving.tidy()  # what a step has read may be used again
-        into = self._spares.take(dtype)
+        into = self._memory.take(dtype)
         into._home = self.moving  # type: ignore[attr-defined]
         known = self._norms_there(result, dtype, factor) if self.host.on_cuda else None
         if known is not None and result.dtype == dtype:
             self.host.arrived += result.nbytes
-            self._begin(_Arrival(self._leave(result, into, streams)), known=True)
+            self._begin(Copying(self._leave(result, into, streams), writes=True), known=True)
             _note(into, known)
             return into
         if known is not None:
@@ -76,17 +79,17 @@ class HostGradients:
         self,
         base: torch.Tensor,
         result: torch.Tensor,
-        shown: Iterable[Any],
+        grads: Iterable[Any],
         factor: float = 1.0,
         streams: Sequence[Any] = (),
     ) -> None:
-        """Add it to `base`, in host memory, over which `shown` are sharded tensors. The rest is as for :meth:`receive`."""
+        """Add `result` to `base`, in host memory, over which the sharded tensors `grads` lie. The rest as :meth:`receive`."""
 
         def write(arrived: torch.Tensor) -> None:
             self._write(base, arrived, factor, adds=True)
 
         self.moving.hurry()
-        self._begin(self._arrive(result, base.dtype, streams, write), shown)
+        self._begin(self._arrive(result, base.dtype, streams, write), grads)
 
     def _begin(self, work: Work, tensors: Iterable[Any] = (), known: bool = False) -> None:
         self._known = known
@@ -96,13 +99,13 @@ class HostGradients:
     def _arrive(
         self, result: torch.Tensor, dtype: torch.dtype, streams: Sequence[Any], write: Callable[[torch.Tensor], None]
     ) -> Task:
-        """Have the host thread `write` it, once it is in host memory."""
+        """Have the host thread call `write` with `result`, once that is in host memory."""
         self.host.arrived += result.nbytes
         staged, event, arrived = None, None, result
         if result.dtype != dtype:
             staged, arrived = self.host.staging.take(result)
         elif self.host.on_cuda:
-            arrived = self._spares.take(dtype)
+            arrived = self._memory.take(dtype)
         if arrived is not result:  # else it is there, and is the thread's now
             event = self._leave(result, arrived, streams)
 
@@ -117,7 +120,7 @@ class HostGradients:
         return task
 
     def _leave(self, result: torch.Tensor, into: torch.Tensor, streams: Sequence[Any]) -> Any:
-        """Copy it, from a GPU in the background: an event behind that, else None."""
+        """Copy `result` to `into`; return the event behind a copy from a GPU, which goes on in the background, else None."""
         if not self.host.on_cuda:
             into.copy_(result)
             return None
@@ -132,7 +135,7 @@ class HostGradients:
         return event
 
     def _norms_there(self, result: torch.Tensor, dtype: torch.dtype, factor: float) -> _Norms:
-        """On the device, of what ``.grad`` will hold: of all at once, as without offload, or with a `factor` of large pieces."""
+        """Take the norms of what ``.grad`` will hold, on the device: of all at once as without offload, or by pieces."""
         if factor == 1.0:
             return {p: list(torch._foreach_norm([result], p, dtype=_wide(dtype))) for p in self.host.norms}
         found: _Norms = {p: [] for p in self.host.norms}
@@ -151,7 +154,7 @@ class HostGradients:
         adds: bool = False,
         known: _Norms | None = None,
     ) -> None:
-        """Cast, multiplied, and added or put into place. Norms of the outcome are taken chunk by chunk, unless `known`."""
+        """Cast `arrived`, multiply it, add it to `into` or put it there. Take norms of the outcome unless they are `known`."""
         # A tuple first: the training thread may add an order at any time.
         found: _Norms = {p: [] for p in tuple(self.host.norms)} if known is None else known
         casts, numel = arrived.dtype != into.dtype, max(1, into.numel())
@@ -171,8 +174,9 @@ class HostGradients:
 
     # -- for clipping ---------------------------------------------------------------------------------------------
     def norms(self, base: torch.Tensor, p: float) -> list[torch.Tensor] | None:
-        """Those of the pieces of `base`, in which all gradients lie, if they were taken on the way and nothing was changed since.
-        Waits for no copy from a GPU, but for what the host adds and scales."""
+        """Return the norms of the pieces of `base`, in which all gradients lie, if they were taken on the way and are still true.
+
+        Wait for no copy from a GPU, but for what the host adds and scales."""
         self.host.norms.add(p)  # next time they are there
         if not self._known:
             self.moving.settle()
@@ -182,10 +186,9 @@ class HostGradients:
         return noted[1].get(p) if noted is not None and noted[0] in (None, base._version) else None
 
     def scale(
-        self, base: torch.Tensor, factor: torch.Tensor, gaps: Sequence[tuple[int, int]], shown: Iterable[Any]
+        self, base: torch.Tensor, factor: torch.Tensor, gaps: Sequence[tuple[int, int]], grads: Iterable[Any]
     ) -> None:
-        """Multiply `base` by a 0-d factor, which may still be on its way. `gaps`: its padding; `shown`: the tensors over it."""
-
+        """Multiply `base` by a 0-d factor, which may still be on its way. `gaps`: its padding; `grads`: the tensors over it."""
         known, event = factor, None
         if self.host.on_cuda:
             # Hazards: the norms were taken before the gradients are here, so these may still arrive when the factor is known; and
@@ -207,29 +210,11 @@ class HostGradients:
                     base[start:stop].zero_()
 
         # Right before the step on these, or when somebody reads them: else the first unit's step would wait for all of it.
-        self._begin(self.host.thread.later(work), shown)
-
-
-class _Arrival:
-    """A copy to host memory, to which nothing is done there."""
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    @property
-    def writes(self) -> bool:
-        return True
-
-    def has_ended(self) -> bool:
-        ended: bool = self._event.query()
-        return ended
-
-    def wait(self) -> None:
-        self._event.synchronize()
+        self._begin(self.host.thread.later(work), grads)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """In which a norm is taken."""
+    """Return the dtype in which norms are taken."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 

@@ -9,37 +9,19 @@ import torch
 
 from ..numerics.block_quantizer import BlockQuantizer
 from .host import Host
-from .pending_writes import Moving
+from .pending_writes import Copying, PendingWrites
 
 __all__ = ["Crossing", "HostShard"]
 
 
-class _Read:
-    """A copy to the device reads host memory."""
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    @property
-    def writes(self) -> bool:
-        return False
-
-    def has_ended(self) -> bool:
-        ended: bool = self._event.query()
-        return ended
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-
 class Crossing:
-    """Like a :class:`~torch_shard.comm.work.Pending`: of values that no other rank sends."""
+    """A copy to the device that a unit waits for as for a gather (:class:`~torch_shard.comm.work.Pending`)."""
 
     def __init__(self, event: Any, device: torch.device) -> None:
         self._event, self._device = event, device
 
     def settle(self, seconds: float) -> bool:
-        """A copy always ends."""
+        """Return True: a copy always ends."""
         return True
 
     def wait(self) -> None:
@@ -48,28 +30,30 @@ class Crossing:
 
 
 class HostShard:
-    """Optimizers step on :attr:`shard`. What crosses is that, or where modules compute in another dtype a copy in that one, made
-    when the shard was stepped on, so that half as many bytes cross. Or where shards are sent as codes, these.
+    """One flat buffer's shard in host memory, on which optimizers step.
+
+    What crosses to the device is the shard itself. Where modules compute in another dtype it is a copy in that dtype, made when
+    the shard was stepped on, so that half as many bytes cross; where quantized shards are sent, the quantized values.
 
     Attributes:
-        shard: the flat buffer's.
-        moving: the work on it, and on its state.
+        shard: 1-D, in the dtype that is stored.
+        moving: the work on the shard, and on its optimizer state.
     """
 
     def __init__(self, host: Host, shard: torch.Tensor, params: Sequence[Any]) -> None:
-        """`params`: the sharded tensors over it, read when they are needed."""
+        """`params`: the sharded tensors over the shard, read when they are needed."""
         self.host, self.shard, self._params = host, shard, params
-        self.moving = Moving(host.waits)
+        self.moving = PendingWrites(host)
         self._compute = shard.dtype
-        self._code: BlockQuantizer | None = None
-        self._cast: torch.Tensor | None = None  # in host memory, or codes
+        self._quantizer: BlockQuantizer | None = None
+        self._cast: torch.Tensor | None = None  # in host memory, in the dtype of computation or quantized
         self._resident: torch.Tensor | None = None  # on the device
         self._fresh = (-1, 0)  # which values of the shard these hold
-        self._read: _Read | None = None
+        self._read: Copying | None = None
 
-    def compute_in(self, dtype: torch.dtype, code: BlockQuantizer | None = None) -> None:
-        """What :meth:`copy_to` gives from here on: values of this dtype, or the payload of `code`."""
-        self._compute, self._code, self._cast, self._resident = dtype, code, None, None
+    def compute_in(self, dtype: torch.dtype, quantizer: BlockQuantizer | None = None) -> None:
+        """Set what :meth:`copy_to` gives from now on: values of this dtype, or the payload of `quantizer`."""
+        self._compute, self._quantizer, self._cast, self._resident = dtype, quantizer, None, None
         self.outdate()
 
     def prepare(self) -> None:
@@ -80,13 +64,13 @@ class HostShard:
         """
         if self._cast is not None:
             return
-        if self._code is not None:
-            self._cast = self.host.empty(self._code.nbytes, torch.uint8)
+        if self._quantizer is not None:
+            self._cast = self.host.empty(self._quantizer.nbytes, torch.uint8)
         elif self._compute != self.shard.dtype or self.host.offload.nvme_params:  # which is not read for each gather
             self._cast = self.host.empty(self.shard.numel(), self._compute)
 
-    def _prepare(self) -> torch.Tensor:
-        """What crosses, or is there already, with the values that the shard has now."""
+    def _present(self) -> torch.Tensor:
+        """Return what crosses, or is on the device already, with the values that the shard has now."""
         if not self.crosses:
             return self.shard
         exposed = self.moving.exposed  # first: the values that there are change with it
@@ -98,14 +82,14 @@ class HostShard:
 
     @property
     def _values(self) -> tuple[int, int]:
-        """Others, if the shard has been written to since; or where no version shows that, may have been."""
+        """What changes when the shard has been written to, or may have been where no version shows it."""
         return self.shard._version, self.moving.ended
 
     def refresh(self) -> None:
-        """The shard has changed: make what crosses anew. On the thread that has changed it."""
+        """Make what crosses anew, on the thread that has changed the shard."""
         self.settle_reads()
-        if self._cast is not None and self._code is not None:
-            self._code.encode(self.shard.unsqueeze(0), self._cast.unsqueeze(0))
+        if self._cast is not None and self._quantizer is not None:
+            self._quantizer.encode(self.shard.unsqueeze(0), self._cast.unsqueeze(0))
         elif self._cast is not None:
             self._cast.copy_(self.shard)
         if not self.host.offload.params:
@@ -117,25 +101,26 @@ class HostShard:
         self._fresh = self._values
 
     def outdate(self) -> None:
-        """The shard has changed in a way that its version does not show."""
+        """Note that the shard has changed in a way that its version does not show."""
         self._fresh = (-1, 0)
 
     @property
     def crosses(self) -> bool:
-        """Whether there is anything to make anew behind a step."""
+        """True if there is something to make anew behind a step."""
         return self._cast is not None or not self.host.offload.params
 
     def copy_to(self, own: torch.Tensor) -> Crossing | None:
-        """Fill `own`, on the device, with values in the dtype of computation, or with their codes, on the current stream; None
-        where that is done at once. Values must have settled."""
-        source = self._prepare()
+        """Fill `own`, on the device, with values in the dtype of computation, or quantized ones, on the current stream.
+
+        Return what to wait for, or None where the copy is made at once. The values must have settled."""
+        source = self._present()
         own.copy_(source, non_blocking=True)
         if not self.host.on_cuda:
             return None
         event = torch.cuda.Event()
         event.record()
         # Also of what is kept on the device, which a step would overwrite.
-        self._read = _Read(event)
+        self._read = Copying(event, writes=False)
         if source is self.shard:
             # Hazard: an edit of a parameter by the user would reach the copy that is still under way.
             self.moving.tidy()
@@ -143,7 +128,7 @@ class HostShard:
         return Crossing(event, self.host.device)
 
     def settle_reads(self) -> None:
-        """Before the host writes to what crosses. Hazard: a copy to the device may still read it."""
+        """Wait for the last copy to the device, before the host writes to what crosses. Hazard: the copy may still read it."""
         if self._read is not None:
             self._read.wait()
             self._read = None

@@ -1,4 +1,4 @@
-"""The thread on which the host works beside the training thread: one thing after the other, in the order given."""
+"""The thread on which the host works beside the training thread, one task after the other, in the order given."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ import torch
 
 from ..errors import HostStepError
 
-__all__ = ["HostThread", "Later", "Task", "Together", "finish"]
-
-_Queue = queue.SimpleQueue
+__all__ = ["HostThread", "Later", "Task", "TaskGroup"]
 
 
-class Together:
-    """Tasks that belong together: once one has failed, the others are left undone."""
+class TaskGroup:
+    """Tasks of one step: once one has failed, the others are left undone."""
 
     __slots__ = ("error",)
 
@@ -28,31 +26,31 @@ class Together:
 
 
 class Task:
-    """Something that the thread does, or has done."""
+    """A function that the thread calls, or has called."""
 
-    __slots__ = ("_do", "_done", "error", "of", "thread")
+    __slots__ = ("_do", "_done", "error", "group", "thread")
 
-    def __init__(self, do: Callable[[], None], of: Together, thread: HostThread) -> None:
+    def __init__(self, do: Callable[[], None], group: TaskGroup, thread: HostThread) -> None:
         self._do: Callable[[], None] | None = do
         self._done = threading.Event()
         self.error: BaseException | None = None
-        self.of, self.thread = of, thread
+        self.group, self.thread = group, thread
 
     def run(self) -> None:
-        """On the thread."""
+        """Call the function, on the thread."""
         assert self._do is not None
         try:
-            if self.of.error is None:
+            if self.group.error is None:
                 self._do()
         except BaseException as error:  # raised where somebody waits
-            self.of.error = error
+            self.group.error = error
         finally:
-            self.error = self.of.error
+            self.error = self.group.error
             self._do = None  # and the memory that it refers to
             self._done.set()
 
     def finish(self) -> None:
-        """On the thread, in a task that was given behind this one: raise what this one has raised, as it is."""
+        """Raise what this task has raised, as it is. Called on the thread, in a task that was given behind this one."""
         if self.error is not None:
             raise self.error
 
@@ -101,14 +99,6 @@ class Later(Task):
         super().wait()
 
 
-def finish(work: Any) -> None:
-    """On the host thread: wait for what was begun before the task that runs, and raise what it has raised, as it is."""
-    if isinstance(work, Task):
-        work.finish()
-    else:
-        work.wait()
-
-
 _running: weakref.WeakSet[HostThread] = weakref.WeakSet()
 """Threads of this process that have been given tasks: a fork, which no thread survives, waits for those."""
 
@@ -123,32 +113,29 @@ if hasattr(os, "register_at_fork"):
 
 
 class HostThread:
-    """Started with the first task; ends with :meth:`close`, at exit, or when nobody refers to it any more."""
+    """The thread. It starts with the first task, and ends with :meth:`close`, at exit, or when nobody refers to it any more."""
 
     def __init__(self, device: torch.device, failed: Callable[[BaseException], HostStepError]) -> None:
         """`device`: whose events the tasks wait for. `failed`: the error to raise for one that a task has raised."""
         self._device, self.failed = device, failed
-        self._queue: _Queue[Task | None] = _Queue()
+        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._pid = -1
         self._end: Any = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> HostThread:
-        return self
 
     @property
     def ident(self) -> int | None:
         return None if self._thread is None else self._thread.ident
 
-    def do(self, what: Callable[[], None], of: Together | None = None) -> Task:
+    def do(self, what: Callable[[], None], group: TaskGroup | None = None) -> Task:
         """Have `what` done, behind all that was given before."""
-        task = Task(what, of or Together(), self)
+        task = Task(what, group or TaskGroup(), self)
         self.put(task)
         return task
 
     def later(self, what: Callable[[], None]) -> Later:
         """Have `what` done when somebody waits for it, at the latest."""
-        return Later(what, Together(), self)
+        return Later(what, TaskGroup(), self)
 
     def put(self, task: Task) -> None:
         self._start()
@@ -157,14 +144,14 @@ class HostThread:
     def rest(self) -> None:
         """Wait until all that was given is done. What has failed is raised where it is missed."""
         if self._pid == os.getpid() and threading.get_ident() != self.ident:
-            self.do(_nothing).wait()
+            self.do(lambda: None).wait()
 
     def _start(self) -> None:
         if self._pid == os.getpid():
             return
         self._pid = os.getpid()  # a forked child has no thread
         _running.add(self)
-        self._queue = _Queue()
+        self._queue = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_serve, args=(self._queue, self._device), name="torch-shard-host", daemon=True
         )
@@ -179,11 +166,7 @@ class HostThread:
         self._end, self._thread, self._pid = None, None, -1
 
 
-def _nothing() -> None:
-    pass
-
-
-def _serve(tasks: _Queue[Task | None], device: torch.device) -> None:
+def _serve(tasks: queue.SimpleQueue[Task | None], device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # What it copies to the device must not wait for all that the training thread has queued there.
@@ -197,7 +180,7 @@ def _serve(tasks: _Queue[Task | None], device: torch.device) -> None:
             del task  # while the next one is waited for, nothing is kept
 
 
-def _stop(tasks: _Queue[Task | None], thread: threading.Thread, pid: int) -> None:
+def _stop(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread, pid: int) -> None:
     if pid == os.getpid() and thread.is_alive():
         tasks.put(None)
         if thread is not threading.current_thread():  # which has run the last task of a model that is gone

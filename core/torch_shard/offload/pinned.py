@@ -29,12 +29,12 @@ _HUGE = 2 << 20
 
 
 def can_pin(device: torch.device) -> bool:
-    """Whether memory can be page-locked for copies to and from `device`: a CUDA or ROCm device that is there. Not collective."""
+    """Return True if memory can be page-locked for copies to and from `device`: a CUDA or ROCm device that is there."""
     return device.type == "cuda" and torch.cuda.is_available()
 
 
 def allocate(numel: int, dtype: torch.dtype, *, pin: bool, device: torch.device) -> torch.Tensor:
-    """Host memory of its own: so many elements, zeros, 1-D, beginning at a page. Not collective.
+    """Return host memory of its own: a 1-D tensor of zeros, which begins at a page. Not collective.
 
     It goes back to the system, not to a cache, when the last tensor that views it is gone. Whoever copies to or from it with
     ``non_blocking=True`` keeps it until the copy has ended: unlike that of torch's allocator it is not kept by copies. (When
@@ -75,8 +75,7 @@ def allocate(numel: int, dtype: torch.dtype, *, pin: bool, device: torch.device)
 def _lock(tensor: torch.Tensor, memory: mmap.mmap, runtime: Any, device: torch.device) -> None:
     """Page-lock `memory`, which `tensor` views, until nothing views it any more."""
     address, nbytes = tensor.data_ptr(), tensor.nbytes
-    if hasattr(mmap, "MADV_DONTFORK"):
-        memory.madvise(mmap.MADV_DONTFORK)
+    memory.madvise(mmap.MADV_DONTFORK)
     status = runtime.cudaHostRegister(address, nbytes, _PORTABLE)
     if int(status) != 0:
         reason = runtime.cudaGetErrorString(status)

@@ -23,7 +23,7 @@ def statistics(runtime: Runtime) -> Statistics:
         others,
         gathered.now,
         gathered.peak,
-        0.0 if host is None else host.waited(),
+        0.0 if host is None else host.waited,
     )
 
 

@@ -27,7 +27,8 @@ from ..errors import ConfigError, SetupError
 from ..layout.dtensor_placement import is_dtensor, local_of, placed_of
 from ..log import logger
 from ..numerics.stochastic_rounding import Rounding
-from ..offload.memory_check import check_memory, open_host, take_shards
+from ..offload import memory_limits
+from ..offload.host import Host
 from ..plan.plan import Plan
 from ..plan.planner import make_plan
 from ..runtime import mixed_precision_hooks
@@ -148,13 +149,15 @@ def _allocate(setup: Setup) -> None:
     model, config, c = setup.model, setup.config, setup.collectives
     offload = offload_of(config.offload)
     if offload is not None:
-        check_memory(setup.plan, c)
-        setup.host, setup.error = open_host(offload, c)
+        # What the model's parameters take now is free only when all of them are sharded, so it doesn't count.
+        memory_limits.check(setup.plan.predicted.host_at_setup, c)
+        setup.host = Host(offload, c)
+        setup.attempt(setup.host.open)
     setup.runtime = Runtime(config, c, setup.host)
     setup.undo.add(lambda: _abandon(setup))
     if setup.host is not None:
         names = [unit.name for unit in setup.plan.units]
-        setup.shards = setup.attempt(take_shards, setup.host, setup.groups, names) or {}
+        setup.shards = setup.attempt(setup.host.take_shards, setup.groups, names) or {}
     for index, unit_plan in enumerate(setup.plan.units):
         unit = Unit(unit_plan.name, index, c, setup.host)
         unit.triggers = [setup.modules[name] for name in unit_plan.triggers]

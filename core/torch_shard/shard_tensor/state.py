@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from ..offload.pending_writes import Moving
+    from ..offload.pending_writes import PendingWrites
     from .spec import ShardSpec
 
 __all__ = ["OWN_COUNT", "STATE", "ShardState", "is_unreduced"]
@@ -69,9 +69,9 @@ class ShardState:
     unreduced: bool
     outdated: tuple[str, int] | None
     lost: bool
-    moving: Moving | None
+    moving: PendingWrites | None
     aside: tuple[torch.Tensor, torch.Tensor | None] | None
-    home: Moving | None
+    home: PendingWrites | None
 
     def __init__(self, local: torch.Tensor, spec: ShardSpec, unit_ref: weakref.ref[Any] | None = None) -> None:
         self.local = local
@@ -95,7 +95,7 @@ class ShardState:
         """True if `local` is set. Does not wait."""
         return _has(self, _local)
 
-    def take_away(self, moving: Moving) -> None:
+    def take_away(self, moving: PendingWrites) -> None:
         """Put `local` and `flat` aside until `moving` gives them back."""
         self.aside = self.local, self.flat
         # In this order, so that another thread finds either `local` or `moving`.

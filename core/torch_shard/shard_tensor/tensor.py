@@ -18,7 +18,7 @@ import torch
 
 from ..errors import ShardPicklingError
 from ..layout.flat_layout import Box
-from ..offload.pending_writes import home_of
+from ..offload.pending_writes import pending_writes_of
 from . import attributes, dispatch, torch_function
 from .full_tensor import full_tensors
 from .function_sets import DEVICE, DTYPE, GETTERS
@@ -131,8 +131,8 @@ class ShardTensor(torch.Tensor):
         unit = self._unit_ref() if self._unit_ref is not None else None
         if unit is not None:
             unit.exposed = True
-        home = home_of(self)
-        return self._local if home is None else home.hand_out(self)
+        home = pending_writes_of(self)
+        return self._local if home is None else home.export(self)
 
     def full_tensor(self) -> torch.Tensor:
         """Return the full tensor: plain, original shape and strides, new memory, without gradient.

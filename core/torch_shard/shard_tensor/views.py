@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import LayoutError
-from ..offload.pending_writes import home_of
+from ..offload.pending_writes import pending_writes_of
 from .spec import ShardSpec, gather_error
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ VIEWS = frozenset(_NAMES.split())
 
 def following(source: Any, result: ShardTensor) -> ShardTensor:
     """Return `result`, and let it share the background work on the memory that it shares with `source`."""
-    home = home_of(source)
+    home = pending_writes_of(source)
     if home is not None:
         home.follow(result)
     return result

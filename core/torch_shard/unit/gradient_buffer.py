@@ -20,7 +20,7 @@ from ..config.param_dtypes import Dtypes
 from ..errors import ShardError
 from ..layout.flat_layout import FlatLayout, slot_view
 from ..numerics.dtypes import widens
-from ..offload.pending_writes import whole_of
+from ..offload.pending_writes import flat_of
 from ..shard_tensor.state import STATE, ShardState, is_unreduced
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad, set_own_grad
@@ -306,7 +306,7 @@ class GradientBuffer:
                 grad = own_grad(param)
                 # Hot: each reduction asks this of each parameter. Only gradients in host memory need more than an attribute.
                 state = getattr(grad, STATE, None)
-                flat = None if state is None else state.flat if self.home is None else whole_of(grad)
+                flat = None if state is None else state.flat if self.home is None else flat_of(grad)
                 if flat is None or (base is not None and flat is not base) or flat.dtype != self.dtypes.grad:
                     return None
                 base = flat

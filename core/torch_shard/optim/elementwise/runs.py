@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ...errors import ShardError
-from ...offload.pending_writes import slice_of, whole_of
+from ...offload.pending_writes import flat_of, shard_of
 from ...shard_tensor.state import OWN_COUNT, STATE
 from ...shard_tensor.tensor import ShardTensor
 from ...shard_tensor.unsharded_param import own_grad, set_own_grad
@@ -79,8 +79,8 @@ class Runs:
         ]
         # To look at gradients is not to wait for them.
         offloaded = any(flat.host is not None for flat in self.flats)
-        self._whole_of: Any = whole_of if offloaded else _flat
-        self._slice_of: Any = slice_of if offloaded else _local
+        self._flat_of: Any = flat_of if offloaded else _flat
+        self._shard_of: Any = shard_of if offloaded else _local
         self.pieces: list[Piece] = []
         self.stepped: list[ShardTensor] = []
         self.stepped_flats: list[FlatBuffer] = []
@@ -117,7 +117,7 @@ class Runs:
         # In C as far as possible: this is done for each parameter in each step.
         try:
             grads = list(map(own_grad, self._present))
-            results = list(map(self._whole_of, grads))
+            results = list(map(self._flat_of, grads))
             specs = map(_spec, grads)
         except AttributeError:  # None, or plain
             return False
@@ -146,11 +146,11 @@ class Runs:
         return True
 
     def _point(self, grads: Sequence[Any]) -> None:
-        parts = list(map(self._slice_of, grads))
+        parts = list(map(self._shard_of, grads))
         for piece, numbers in self._gathered:
             piece.grads = [parts[n] for n in numbers]
         for piece, slot, first, start, length in self._narrowed:
-            piece.grads[slot] = self._whole_of(grads[first]).narrow(0, start, length)
+            piece.grads[slot] = self._flat_of(grads[first]).narrow(0, start, length)
         self.counters.load()
 
     def load(self) -> None:
@@ -224,7 +224,7 @@ class Runs:
             if grad is None:
                 pattern.append(_NONE)
                 continue
-            found = whole_of(grad) if isinstance(grad, ShardTensor) else None
+            found = flat_of(grad) if isinstance(grad, ShardTensor) else None
             if found is not None and _spec(grad) is spec and results.setdefault(shard, found) is found:
                 pattern.append(_HERE)
             else:

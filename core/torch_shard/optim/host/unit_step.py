@@ -18,8 +18,8 @@ import torch
 
 from ...errors import DiskError
 from ...offload.host import Host
-from ...offload.host_thread import Together, finish
-from ...offload.pending_writes import Work, whole_of
+from ...offload.host_thread import TaskGroup
+from ...offload.pending_writes import Work, flat_of
 from ...shard_tensor.tensor import ShardTensor
 from ...shard_tensor.unsharded_param import own_grad
 from ...unit.flat_buffer import FlatBuffer
@@ -60,13 +60,13 @@ class HostUnits:
         self._ahead: FlatBuffer | None = None  # what was read ahead last
         self._options: Sequence[Options] = ()
         self._fresh: list[Snapshot] = []
-        self._together = Together()
+        self._together = TaskGroup()
         self._held: set[int] = set()  # the parameters of its groups, by id
         self._switches: dict[int, Any] = {}  # by id of the flat buffer: see `_switches`, in the latest step
 
     def begin(self, options: Sequence[Options]) -> None:
         """Begin a step, of which one part after the other is looked at and done. `options`: of the groups."""
-        self._options, self._together = options, Together()
+        self._options, self._together = options, TaskGroup()
         self._held = set(map(id, params_of(self._optimizer())))
 
     def fresh_groups(self) -> list[dict[str, Any]]:
@@ -194,7 +194,7 @@ class HostUnits:
 def _behind(host: Host, works: Iterable[Work], task: Callable[[], None], step: FlatStep, name: str) -> None:
     """Do on the host thread what is to be done to the gradients, and then the step on them."""
     for work in works:
-        finish(work)
+        work.finish()
     host.forget_arrived()
     try:
         task()
@@ -242,8 +242,8 @@ def _gradients(flat: FlatBuffer) -> list[Any]:
 
 
 def _note_home(flat: FlatBuffer, step: FlatStep) -> None:
-    """Note where state is at home; see :func:`.pending_writes.home_of`."""
+    """Note where state is at home; see :func:`.pending_writes.pending_writes_of`."""
     assert flat.host is not None
-    for base in (whole_of(value) for runs in step.all_runs for value in runs.elements()):
+    for base in (flat_of(value) for runs in step.all_runs for value in runs.elements()):
         if base is not None and not hasattr(base, "_home"):
             base._home = flat.host.moving

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import threading
 
 import pytest
 import torch
 
-from tests.offload.models import Training, inputs, loss_of, same
+from tests.offload.models import Training, flats, held_up, hold, inputs, loss_of, same
 from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks
 from torch_shard import Precision
 from torch_shard.offload import Offload
-from torch_shard.offload.exported_tensors import HandedOut
+from torch_shard.offload.exported_tensors import ExportedTensor
 
 
 def trained(rank, offload="cpu", **settings):
@@ -27,12 +27,10 @@ def in_background(training):
     """Whether each flat buffer is stepped on behind optimizer.step()."""
     loss_of(training.model, inputs(training.rank, 50)).backward()
     training.engine.clip_grad_norm_(1e9)  # all gradients are there
-    go = threading.Event()
-    training.engine._runtime.host.thread.do(go.wait)
-    threading.Timer(0.3, go.set).start()
+    go = hold(training, 0.5)
     training.optimizer.step()
-    found = [bool(flat.host.moving) for unit in training.engine._runtime.units for flat in unit.flats]
-    go.wait()
+    found = [bool(flat.host.moving) for flat in flats(training)]
+    go.set()
     training.optimizer.zero_grad()
     return found
 
@@ -41,7 +39,7 @@ def in_background(training):
 def test_what_is_handed_out_is_the_memory_itself(dtype):
     whole = torch.zeros(64, dtype=torch.uint8).view(dtype)
     local = whole[2:6]
-    given, result = HandedOut.of(local, whole)
+    given, result = ExportedTensor.of(local, whole)
     assert result.dtype == dtype and result.shape == local.shape and result.data_ptr() == local.data_ptr()
     version = local._version
     result.fill_(1)
@@ -63,7 +61,7 @@ HOLDERS = {
 @pytest.mark.parametrize("holder", quick(HOLDERS, ["view of a view", "array"]))
 def test_it_is_held_as_long_as_anything_made_from_it(holder):
     whole = torch.arange(8.0)
-    given, result = HandedOut.of(whole[2:6], whole)
+    given, result = ExportedTensor.of(whole[2:6], whole)
     held = HOLDERS[holder](result)
     del result
     gc.collect()
@@ -75,7 +73,7 @@ def test_it_is_held_as_long_as_anything_made_from_it(holder):
 
 def test_it_keeps_the_memory():
     whole = torch.arange(1000.0)
-    _, result = HandedOut.of(whole[500:], None)
+    _, result = ExportedTensor.of(whole[500:], None)
     del whole
     gc.collect()
     noise = [torch.full((1000,), -1.0) for _ in range(20)]
@@ -143,6 +141,25 @@ def test_an_edit_of_gradients_that_no_version_shows_counts_in_norms(rank):
         found.append([training.engine.clip_grad_norm_(0.1)])
         training.optimizer.step()
         found[-1].append(training.state())
+    same(*found)
+
+
+SHARED = {"detach": lambda p: p.detach(), "data": lambda p: p.data, "local": lambda p: p.to_local()}
+
+
+@pytest.mark.parametrize("share", SHARED)
+@ranks(2)
+def test_what_shares_memory_sees_the_step(rank, share):
+    found = []
+    for offload in (None, "cpu"):
+        training = trained(rank, offload, optimizer="SGD")
+        loss_of(training.model, inputs(rank, 9)).backward()
+        weight = training.model.blocks[2][1].weight
+        shared = [SHARED[share](t) for t in (weight, training.optimizer.state[weight]["momentum_buffer"], weight.grad)]
+        with held_up(training) if offload and share != "local" else contextlib.nullcontext():
+            training.engine.clip_grad_norm_(0.01)
+            training.optimizer.step()
+        found.append([t.clone() if share == "local" else t.to_local().clone() for t in shared])
     same(*found)
 
 

@@ -1,0 +1,103 @@
+"""Host memory in which gradients lie, and in which they arrive: used again step after step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..config.offload import STAGED
+
+if TYPE_CHECKING:
+    from .host import Host
+    from .host_thread import Task
+
+__all__ = ["GradientMemory", "Staged", "Staging"]
+
+_SPARE = 2  # buffers that are kept between backwards
+
+
+class GradientMemory:
+    """Host buffers of one flat buffer's gradients. One is used again when nobody refers to its memory any more: whoever keeps a
+    gradient keeps it as it was."""
+
+    def __init__(self, host: Host, numel: int) -> None:
+        self._host, self._numel = host, numel
+        self._made: list[tuple[torch.Tensor, int]] = []  # each with the uses that its storage has here
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Have one, before there is a gradient."""
+        if not self._made:
+            self.take(dtype)
+
+    def take(self, dtype: torch.dtype) -> torch.Tensor:
+        for buffer, alone in self._made:
+            if buffer.dtype == dtype and _uses(buffer) == alone:
+                return buffer.detach()
+        buffer = self._host.empty(self._numel, dtype)
+        if len(self._made) < _SPARE:
+            self._made.append((buffer, _uses(buffer)))
+        return buffer.detach()
+
+
+def _uses(buffer: torch.Tensor) -> int:
+    found: int = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
+    return found
+
+
+class Staged:
+    """Memory in which a gradient arrives.
+
+    Attributes:
+        task: the host thread's, which reads what was put there last.
+    """
+
+    __slots__ = ("memory", "task")
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.task: Task | None = None
+
+
+class Staging:
+    """A few buffers, which all units use in turn, for gradients that arrive in a narrower dtype than that of ``.grad``."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._buffers: deque[Staged] = deque()  # the one that was taken the longest ago first
+
+    def reserve(self, nbytes: int) -> None:
+        """Take memory for so many bytes at a time; none for 0.
+
+        Raises:
+            HostMemoryError: there is none.
+        """
+        for _ in range(STAGED if nbytes else 0):
+            self._buffers.append(Staged(self._host.empty(nbytes, torch.uint8)))
+
+    def take(self, values: torch.Tensor) -> tuple[Staged, torch.Tensor]:
+        """Return a buffer for a copy of `values`, and its part of their length and dtype; who takes it sets its `task`.
+
+        Waits until the host thread is through with what was there, so that it is never further behind than there are buffers.
+
+        Raises:
+            HostMemoryError: there is no memory for more than was reserved.
+            HostStepError: the task has failed.
+        """
+        if len(self._buffers) < STAGED:
+            self._buffers.append(Staged(self._host.empty(values.nbytes, torch.uint8)))
+        else:
+            self._buffers.rotate(-1)
+        staged = self._buffers[-1]
+        task, staged.task = staged.task, None  # one that has failed says so once
+        if task is not None and not task.has_ended():
+            begun = time.perf_counter()
+            try:
+                task.wait()
+            finally:
+                self._host.waited += time.perf_counter() - begun
+        if staged.memory.numel() < values.nbytes:
+            staged.memory = self._host.empty(values.nbytes, torch.uint8)
+        return staged, staged.memory[: values.nbytes].view(values.dtype)
