@@ -21,7 +21,18 @@ from torch_shard import errors, versions
 pytestmark = pytest.mark.wheel
 
 # Required by the tests and tools of this repository alone, or by an extra of another extra.
-TOOLS = {"hatchling", "hypothesis", "jsonargparse", "mypy", "psutil", "pytest", "ruff", "torch-shard-engine"}
+TOOLS = {
+    "cosmic-ray",
+    "coverage",
+    "hatchling",
+    "hypothesis",
+    "jsonargparse",
+    "mypy",
+    "psutil",
+    "pytest",
+    "ruff",
+    "torch-shard-engine",
+}
 PACKAGES = ["torch_shard", "lightning_shard", "accelerate_shard"]
 
 # What a build of torch without distributed lacks; `torch.distributed` then defines stubs only. Taken
