@@ -90,6 +90,7 @@ class Unit:
         self.running = 0  # forwards that compute with this unit at this moment
         self.installed = 0  # forwards and summons that have put the unsharded parameters into the modules
         self._state_before_summon = self.state
+        self.is_summoned = False  # `state` is SUMMONED; an attribute, since it is asked for each gradient
         self.awaits_trigger = False  # recomputed in backward before its own trigger: see Forwards.enter
         self.uses: list[Any] = []  # uses whose backward has begun
         # Uses that backward may reach without a trigger, so that this rank keeps the unit unsharded. Other ranks may have
@@ -296,18 +297,15 @@ class Unit:
             self.pending = []
         self.state = State.FULL
 
-    @property
-    def is_summoned(self) -> bool:
-        """True inside ``engine.gathered``, where the modules hold full parameters that no forward has installed."""
-        return self.state is State.SUMMONED
-
     def summon(self) -> None:
         """Make a SHARDED or FULL unit SUMMONED: it is not unsharded, resharded or written back until :meth:`dismiss`."""
         self._state_before_summon, self.state = self.state, State.SUMMONED
+        self.is_summoned = True
 
     def dismiss(self) -> None:
         """Give a SUMMONED unit the state back that it had before :meth:`summon`."""
         self.state = self._state_before_summon
+        self.is_summoned = False
 
     def note_stream(self) -> None:
         """Note that the current CUDA stream computes with the unsharded parameters from here on."""
