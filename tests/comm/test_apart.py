@@ -113,28 +113,28 @@ def test_all_other_ranks_hear_of_a_rank_that_gave_up(rank):
 @ranks(2, timeout=30)
 def test_a_comparison_whose_partner_does_not_come_ends_and_tells_its_own_side(rank):
     engine = torch_shard.shard(net(), **small)
-    agreement = engine._runtime.agreement
-    agreement.note(1, "does something")
+    operations = engine._runtime.operations
+    operations.note(1, "does something")
     if rank == 1:  # as if it had been interrupted between the message and the comparison
-        agreement.collectives.watch.exchange = lambda *_: pytest.skip("interrupted")
-        agreement.note(2, "does something else")
+        operations.collectives.watch.exchange = lambda *_: pytest.skip("interrupted")
+        operations.note(2, "does something else")
     begin = time.monotonic()
     with pytest.raises(
         (MissingRankError, pytest.skip.Exception), match=r"rank 1 did not come.*does something|interrup"
     ):
-        agreement.check("a check")
+        operations.check("a check")
     assert time.monotonic() - begin < SHORT + 2
 
 
 def dies_in_comparison(rank, world_size):
     engine = torch_shard.shard(net(), **small)
-    agreement = engine._runtime.agreement
-    agreement.note(rank, f"rank {rank}'s own way")
+    operations = engine._runtime.operations
+    operations.note(rank, f"rank {rank}'s own way")
     if rank == 1:
-        agreement.collectives.watch.exchange = lambda *_: os._exit(1)
+        operations.collectives.watch.exchange = lambda *_: os._exit(1)
     begin = time.monotonic()
     try:
-        agreement.check("a check")
+        operations.check("a check")
     except ShardError as error:
         return type(error).__name__, str(error), time.monotonic() - begin
 

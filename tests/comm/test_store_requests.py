@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from torch_shard.comm.process_groups import Groups
+from torch_shard.comm.process_groups import ProcessGroups
 from torch_shard.comm.rendezvous import exchange_texts
 from torch_shard.comm.watchdog import Watch
 from torch_shard.comm.work import Channel, Pending
@@ -82,7 +82,7 @@ def on_ranks(size: int, function: Any) -> tuple[list[Any], CountingStore]:
 
 def waits(size: int, rank: int, name: str = "reduce", timeout: float = 6.0) -> None:
     """What a rank does whose partners don't all come to a collective in the channel `name`."""
-    groups = Groups(None, None, None, None, key="groups")
+    groups = ProcessGroups(None, None, None, None, key="groups")
     watch = Watch(rank, size, list(range(size)), timeout, groups.key)
     for purpose in ("reduce", "gather"):
         watch.channels[purpose] = Channel(purpose, groups, None, range(size))

@@ -91,10 +91,10 @@ class SlowWork:
     ("purpose", "kind"),
     [
         ("gather", "gather"),
-        ("gather again", "gather"),
+        ("secondary gather", "gather"),
         ("reduce", "reduction"),
-        ("reduce slices", "reduction"),
-        ("across", "reduction"),
+        ("reduce shards", "reduction"),
+        ("replica", "reduction"),
         ("control", "other"),
         ("scalar", "other"),
     ],

@@ -17,5 +17,5 @@ def same_copies(engine: torch_shard.Engine) -> None:
         for flat in unit.flats:
             everyone = [torch.empty_like(flat.shard) for _ in range(c.world)]
             dist.all_gather(everyone, flat.shard)
-            for rank in c.topology.column_of(c.world_rank):
+            for rank in c.topology.replica_group_of(c.world_rank):
                 assert torch.equal(everyone[rank], flat.shard), f"unit {unit.name} differs from rank {rank}'s"

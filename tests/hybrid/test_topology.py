@@ -19,7 +19,7 @@ from torch_shard.layout.rank_topology import Topology
 
 
 def _rows(engine: torch_shard.Engine) -> tuple[tuple[int, ...], ...]:
-    return engine._runtime.collectives.topology.rows
+    return engine._runtime.collectives.topology.shard_groups
 
 
 @ranks(4)
@@ -81,10 +81,10 @@ def test_one_rank_alone(rank, world_size):
 
 def test_a_topology_has_each_rank_once():
     assert Topology.hybrid(6, 2).rows == ((0, 1), (2, 3), (4, 5))
-    assert Topology.hybrid(6, 2).column_of(3) == (1, 3, 5)
+    assert Topology.hybrid(6, 2).replica_group_of(3) == (1, 3, 5)
     assert Topology(((5, 1), (0, 3), (4, 2))).rows == ((1, 5), (0, 3), (2, 4))
     assert Topology(((1, 5), (0, 3), (2, 4))).positions() == (0, 0, 0, 1, 1, 1)
-    assert Topology.sharded(3).row_of(2) == (0, 1, 2) and Topology.replicated(3).row_of(2) == (2,)
+    assert Topology.sharded(3).shard_group_of(2) == (0, 1, 2) and Topology.replicated(3).shard_group_of(2) == (2,)
     for rows in (((0, 1), (2,)), ((0, 1), (1, 2)), ((0, 2),), ((),)):
         with pytest.raises(ShardError, match="mesh"):
             Topology(rows)

@@ -20,7 +20,7 @@ from tests.support.ranks import ranks
 
 def _crossing(calls: Collectives, engine: torch_shard.Engine) -> tuple[int, int]:
     """Bytes in collectives of groups with ranks of both copies: all-reduces of gradients, and everything else."""
-    rows = engine._runtime.collectives.topology.rows
+    rows = engine._runtime.collectives.topology.shard_groups
     gradients = others = 0
     for name, nbytes, dtypes, group in calls.calls:
         members = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group))

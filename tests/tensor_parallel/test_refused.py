@@ -128,12 +128,16 @@ def test_topologies_of_planes():
     within = Topology.hybrid(4, 2)
     found = within.within([[0, 2, 4, 6], [1, 3, 5, 7]], range(8))
     assert str(found) == "0 2 | 4 6 / 1 3 | 5 7"
-    assert (found.size, found.replicas, found.averaged, found.world) == (2, 2, 4, 8)
-    assert found.row_of(3) == (1, 3) and found.column_of(3) == (3, 7)
-    assert found.plane_of(3) == (1, 3, 5, 7) and found.whole_of(3) == (0, 1, 2, 3) and found.lane_of(3) == (2, 3, 6, 7)
+    assert (found.size, found.replicas, found.data_parallel_size, found.world) == (2, 2, 4, 8)
+    assert found.shard_group_of(3) == (1, 3) and found.replica_group_of(3) == (3, 7)
+    assert (
+        found.data_parallel_group_of(3) == (1, 3, 5, 7)
+        and found.full_model_group_of(3) == (0, 1, 2, 3)
+        and found.tp_replica_group_of(3) == (2, 3, 6, 7)
+    )
     assert found.is_hybrid and not Topology.replicated(2).within([[0, 2], [1, 3]], range(4)).is_hybrid
-    with pytest.raises(SetupError, match="planes"):
-        Topology(((0,), (1,), (2,)), planes=2)
+    with pytest.raises(SetupError, match="data-parallel groups"):
+        Topology(((0,), (1,), (2,)), data_parallel_groups=2)
 
 
 @pytest.mark.exhaustive

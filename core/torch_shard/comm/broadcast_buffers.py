@@ -35,7 +35,11 @@ def coalesce(collectives: Collectives, tensors: Iterable[torch.Tensor]) -> Coale
 
 
 def broadcast_coalesced(
-    collectives: Collectives, tensors: list[torch.Tensor], what: str, met: bool = False, within_plane: bool = False
+    collectives: Collectives,
+    tensors: list[torch.Tensor],
+    what: str,
+    met: bool = False,
+    within_data_parallel: bool = False,
 ) -> None:
     """Overwrite `tensors` on all ranks with the values of rank 0, in one broadcast per dtype. Collective.
 
@@ -44,25 +48,29 @@ def broadcast_coalesced(
         tensors: the tensors to overwrite, in the same order on all ranks.
         what: the name of the operation, for error messages.
         met: True if every rank is known to have come here already.
-        within_plane: take the values of the first rank of this rank's data-parallel group instead of rank 0's, see
+        within_data_parallel: take the values of the first rank of this rank's data-parallel group instead of rank 0's, see
             :mod:`.layout.rank_topology`.
     """
     c = collectives
-    if (c.averaged if within_plane else c.world) > 1:
-        broadcast(c, coalesce(c, tensors), what, met, within_plane)
+    if (c.data_parallel_size if within_data_parallel else c.world) > 1:
+        broadcast(c, coalesce(c, tensors), what, met, within_data_parallel)
 
 
 def broadcast(
-    collectives: Collectives, coalesced: Coalesced, what: str, met: bool = False, within_plane: bool = False
+    collectives: Collectives, coalesced: Coalesced, what: str, met: bool = False, within_data_parallel: bool = False
 ) -> None:
     """Broadcast the result of :func:`coalesce`, as :func:`broadcast_coalesced` does. Collective."""
     c = collectives
-    if (c.averaged if within_plane else c.world) == 1:
+    if (c.data_parallel_size if within_data_parallel else c.world) == 1:
         return
-    channel = c.plane_channel if within_plane and c.plane_channel is not None else c.watch.channels["reduce"]
+    channel = (
+        c.data_parallel_channel
+        if within_data_parallel and c.data_parallel_channel is not None
+        else c.watch.channels["reduce"]
+    )
     first = min(channel.members)
     if not met:
-        c.watch.meet(what)
+        c.watch.host_barrier(what)
     with torch.no_grad():
         for group, flat in coalesced:
             # Sent as bytes, because backends don't know every dtype that a model may hold.

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError, MissingRankError
 from .consensus import agree
-from .heartbeat_barrier import Meeting
+from .heartbeat_barrier import HeartbeatBarrier
 from .ports import Member
 from .watchdog import blocking
 from .work import default_store
 
-__all__ = ["broadcast", "each", "gather", "meeting_of", "scatter", "uncollected"]
+__all__ = ["broadcast", "each", "gather", "heartbeat_barrier", "scatter", "uncollected"]
 
 T = TypeVar("T")
 
@@ -40,11 +40,11 @@ def each(member: Member, what: str, function: Callable[[], T], nonce: str = "", 
     """
     error: Exception | None = None
     result: Any = None
-    meeting = meeting_of(member, nonce)
-    agreement = member.agreement
+    barrier = heartbeat_barrier(member, nonce)
+    operations = member.operations
     own: Any = None
     try:
-        with _at_work(meeting), agreement.unnoted() if agreement is not None else contextlib.nullcontext():
+        with _at_work(barrier), operations.unnoted() if operations is not None else contextlib.nullcontext():
             result = function()
         own = key(result) if callable(key) else key
     except OSError as problem:
@@ -57,8 +57,8 @@ def each(member: Member, what: str, function: Callable[[], T], nonce: str = "", 
     try:
         agree(member, what, own, error)
     finally:
-        if meeting is not None:  # every rank has read the messages of all others
-            meeting.forget()
+        if barrier is not None:  # every rank has read the messages of all others
+            barrier.forget()
     return result  # type: ignore[no-any-return]
 
 
@@ -78,7 +78,7 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def meeting_of(member: Member, nonce: str, own_connection: bool = False) -> Meeting | None:
+def heartbeat_barrier(member: Member, nonce: str, own_connection: bool = False) -> HeartbeatBarrier | None:
     """Return a barrier of the member's ranks; None if there is no other rank, or no `nonce`.
 
     With `own_connection` the barrier has a connection of its own to the store, so that it doesn't wait while this process
@@ -89,23 +89,23 @@ def meeting_of(member: Member, nonce: str, own_connection: bool = False) -> Meet
         return None
     key = f"{c.watch.channels['control'].groups.key}/checkpoint/{nonce}"
     store = default_store()
-    return Meeting(store.clone() if own_connection else store, key, c.world_rank, c.world, c.watch.timeout)
+    return HeartbeatBarrier(store.clone() if own_connection else store, key, c.world_rank, c.world, c.watch.timeout)
 
 
 @contextlib.contextmanager
-def _at_work(meeting: Meeting | None) -> Iterator[None]:
+def _at_work(barrier: HeartbeatBarrier | None) -> Iterator[None]:
     """Send a heartbeat while the body runs; leave when all ranks have ended their bodies, or a rank is missing."""
-    if meeting is None:
+    if barrier is None:
         yield
         return
     try:
-        with meeting.at_work():
+        with barrier.heartbeat():
             yield
     finally:
         # Errors are suppressed here, because the vote that follows reports them.
         with contextlib.suppress(RuntimeError, MissingRankError):
-            meeting.say("done")
-            meeting.wait("done", list(range(meeting.world)))
+            barrier.post("done")
+            barrier.wait("done", list(range(barrier.world)))
 
 
 # -- objects ----------------------------------------------------------------------------------------------------------

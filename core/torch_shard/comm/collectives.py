@@ -82,7 +82,7 @@ class Collectives:
 
     Attributes:
         world: the number of the engine's ranks.
-        averaged: the number of ranks whose gradients are averaged: all of them, unless there is tensor parallelism.
+        data_parallel_size: the number of ranks whose gradients are averaged: all of them, unless there is tensor parallelism.
         size: the number of ranks that share one replica of the parameters (1 under ``no_shard``).
         world_rank: this rank's number among all ranks of the engine.
         rank: this rank's number among the ranks that share its replica.
@@ -102,22 +102,22 @@ class Collectives:
     scalar: ScalarComm | SingleComm  # over the ranks that share a replica
     everyone: ScalarComm | SingleComm
     topology: Topology
-    plane: ScalarComm | SingleComm  # over the ranks whose gradients are averaged (the data-parallel group)
+    data_parallel: ScalarComm | SingleComm  # over the ranks whose gradients are averaged (the data-parallel group)
     # Over the ranks that together have one replica of every tensor-parallel part.
-    whole: ScalarComm | SingleComm
+    full_model: ScalarComm | SingleComm
     gather_channel: Channel | None = None
     reduce_channel: Channel | None = None
     # Over the ranks that keep secondary shards of a unit between forward and backward.
     secondary_channel: Channel | None = None
     # Over the ranks that have this shard, for inter-replica all-reduces under a hybrid strategy.
     replica_channel: Channel | None = None
-    plane_channel: Channel | None = None  # over this rank's data-parallel group, if there are several
+    data_parallel_channel: Channel | None = None  # over this rank's data-parallel group, if there are several
     # Over the ranks with this shard of parameters that are equal in all data-parallel groups.
-    lane_channel: Channel | None = None
+    tp_replica_channel: Channel | None = None
     backend: str = ""
     bytes_sent: int = 0
     bytes_sent_across: int = 0
-    waiting: deque[Reduction] = field(default_factory=deque)  # see Parts
+    waiting: deque[Reduction] = field(default_factory=deque)  # see SubGroups
     gather_stream: Any = None
     reduce_stream: Any = None
     _spare: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
@@ -135,14 +135,14 @@ class Collectives:
         self._broadcasts = self._sends_bytes and 1 < self.size <= _BROADCASTS
         # True if a reduction's result has no narrower dtype than `.grad`, whatever dtype was sent: the sum is made locally.
         self.sums_wide = self.backend == "gloo" and self.size > 1 and self.replica_channel is None
-        self.averaged = self.topology.averaged
-        row = self.topology.row_of(self.world_rank)
-        few = sorted(self.secondary_channel.members) if self.secondary_channel is not None else [self.world_rank]
+        self.data_parallel_size = self.topology.data_parallel_size
+        shard_group = self.topology.shard_group_of(self.world_rank)
+        secondary = sorted(self.secondary_channel.members) if self.secondary_channel is not None else [self.world_rank]
         # Ranks within the process group, in the order of the buffer's slots: of the ranks that share this replica, and of the
         # ranks that keep secondary shards.
-        self._sources = self._ranks_in(self.gather_channel, row)
-        self._few = self._ranks_in(self.secondary_channel, few)
-        self._again_rank = few.index(self.world_rank)
+        self._sources = self._ranks_in(self.gather_channel, shard_group)
+        self._secondary_sources = self._ranks_in(self.secondary_channel, secondary)
+        self._secondary_rank = secondary.index(self.world_rank)
 
     def _ranks_in(self, channel: Channel | None, members: Sequence[int]) -> list[int]:
         if channel is None:
@@ -155,7 +155,7 @@ class Collectives:
     @property
     def all_bytes_sent(self) -> int:
         """The bytes that this rank has sent, including what was gathered for the user's own code."""
-        comms = {id(comm): comm for comm in (self.scalar, self.everyone, self.plane, self.whole)}
+        comms = {id(comm): comm for comm in (self.scalar, self.everyone, self.data_parallel, self.full_model)}
         return self.bytes_sent + sum(comm.bytes_sent for comm in comms.values())
 
     # -- streams ------------------------------------------------------------------------------------------------
@@ -227,14 +227,14 @@ class Collectives:
 
     def own_part(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's secondary shard: the part of a gathered buffer that it keeps between forward and backward."""
-        n = full.numel() // len(self._few)
-        return full.narrow(0, self._again_rank * n, n)
+        n = full.numel() // len(self._secondary_sources)
+        return full.narrow(0, self._secondary_rank * n, n)
 
     def all_gather_secondary(self, full: torch.Tensor, what: str) -> Pending:
         """Fill `full` from the secondary shards; this rank's is in its place already. Collective; call under `gathering()`."""
         assert self.secondary_channel is not None
         sent = self.payload(self.own_part(full))
-        return self._gather(self.secondary_channel, self._few, self._again_rank, full, sent, what)
+        return self._gather(self.secondary_channel, self._secondary_sources, self._secondary_rank, full, sent, what)
 
     def _gather(
         self,
@@ -423,7 +423,7 @@ class Collectives:
         if self.world_rank == source:
             sent = tensor.numel() * tensor.element_size() * (len(channel.members) - 1)
             self.bytes_sent += sent
-            if self.size == 1 or channel in (self.replica_channel, self.lane_channel):
+            if self.size == 1 or channel in (self.replica_channel, self.tp_replica_channel):
                 self.bytes_sent_across += sent
 
     def scatter(self, into: torch.Tensor, parts: Sequence[torch.Tensor] | None, source: int, what: str) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..layout.rank_topology import Topology
 from ..log import logger
 from .collectives import Collectives
-from .process_groups import Groups, Parts, backend_of, groups_for, parts_for, secondary_group_for
+from .process_groups import ProcessGroups, SubGroups, backend_of, groups_for, secondary_group_for, sub_groups_for
 from .small_collectives import ScalarComm, SingleComm
 from .watchdog import Watch, blocking
 from .work import Channel
@@ -27,7 +27,7 @@ def connect(
     *,
     timeout: float,
     single_communicator: bool,
-    again: int | None = None,
+    secondary_size: int | None = None,
 ) -> Collectives:
     """Make the collectives of an engine over `group`. Collective over `group`.
 
@@ -40,7 +40,7 @@ def connect(
         topology: how the ranks share the parameters.
         timeout: seconds that a rank waits for the others.
         single_communicator: True if gathers and reductions share a communicator.
-        again: the number of ranks among which a unit is sharded between forward and backward (secondary shards), if any.
+        secondary_size: the number of ranks among which a unit is sharded between forward and backward (secondary shards), if any.
     """
     if group is None or dist.get_world_size(group) == 1:
         watch = Watch(0, 1, [0], timeout, "")
@@ -58,30 +58,34 @@ def connect(
     watch.polls = side
     logger.debug("collectives over ranks %s, backend %s", ranks, backend)
     streams = groups.streams_on(device) if side else (None, None)
-    agreed = _agree_on(f"{topology} {again}", watch)
+    agreed = _agree_on(f"{topology} {secondary_size}", watch)
     over_all = ScalarComm(watch.channels["scalar"], watch, world, rank, device=device if side else None)
     made: dict[str, Any] = {
         "scalar": over_all if topology.size > 1 else SingleComm(world_rank=rank),
-        "plane": over_all,
-        "whole": over_all,
+        "data_parallel": over_all,
+        "full_model": over_all,
         "gather_channel": watch.channels["gather"],
         "reduce_channel": watch.channels["reduce"],
     }
     if (
-        topology.is_hybrid or topology.planes > 1
+        topology.is_hybrid or topology.data_parallel_groups > 1
     ) and agreed:  # making groups under different topologies would deadlock
-        made |= _divided(parts_for(groups, group, topology, single_communicator), groups, topology, watch, over_all)
-    if again is not None and agreed:
-        among = secondary_group_for(groups, group, topology, again)
-        number = list(groups.again).index((topology, again))
-        few = Channel("gather again", groups, among, topology.part_of(rank, again), number)
-        made["secondary_channel"] = watch.channels[few.name] = few
+        made |= _divided(
+            sub_groups_for(groups, group, topology, single_communicator), groups, topology, watch, over_all
+        )
+    if secondary_size is not None and agreed:
+        among = secondary_group_for(groups, group, topology, secondary_size)
+        number = list(groups.secondary).index((topology, secondary_size))
+        secondary = Channel(
+            "secondary gather", groups, among, topology.secondary_group_of(rank, secondary_size), number
+        )
+        made["secondary_channel"] = watch.channels[secondary.name] = secondary
     return Collectives(
         device=device,
         world=world,
         world_rank=rank,
         size=topology.size,
-        rank=topology.row_of(rank).index(rank),
+        rank=topology.shard_group_of(rank).index(rank),
         watch=watch,
         everyone=over_all,
         topology=topology,
@@ -92,12 +96,14 @@ def connect(
     )
 
 
-def _divided(parts: Parts, groups: Groups, topology: Topology, watch: Watch, over_all: ScalarComm) -> dict[str, Any]:
+def _divided(
+    sub_groups: SubGroups, groups: ProcessGroups, topology: Topology, watch: Watch, over_all: ScalarComm
+) -> dict[str, Any]:
     """Return the fields of :class:`Collectives` that are not over all ranks: several replicas or data-parallel groups exist."""
     rank = watch.rank
     made: dict[str, Any] = {}
 
-    number = list(groups.parts).index(topology)  # equal on all ranks
+    number = list(groups.sub_groups).index(topology)  # equal on all ranks
 
     def channel(purpose: str, group: Any, members: Sequence[int]) -> Channel:
         found = Channel(purpose, groups, group, members, number)
@@ -108,26 +114,30 @@ def _divided(parts: Parts, groups: Groups, topology: Topology, watch: Watch, ove
         number_of = members.index(rank)
         return ScalarComm(channel(name, group, members), watch, len(members), number_of, wider, over_all.device)
 
-    row, plane = topology.row_of(rank), topology.plane_of(rank)
-    over_plane: ScalarComm | SingleComm = over_all
-    if parts.plane is not None:
-        over_plane = scalars("plane", parts.plane, plane, None)
-        made["plane_channel"] = over_plane.channel
-        made["whole"] = scalars("whole", parts.whole, topology.whole_of(rank), over_all)
-    if parts.scalar is not None:
-        wider = over_plane if topology.is_hybrid and isinstance(over_plane, ScalarComm) else None
-        made["scalar"] = inner = scalars("scalar slices", parts.scalar, row, wider)
-        over_plane = over_plane if topology.is_hybrid else inner
-        made["gather_channel"] = channel("gather", parts.gather, row)
-    if parts.reduce is not None:
-        made["reduce_channel"] = channel("reduce slices", parts.reduce, row if topology.size > 1 else plane)
-        made.setdefault("plane_channel", made["reduce_channel"] if topology.planes > 1 else None)
-    if parts.across is not None:
-        made["replica_channel"] = channel("across", parts.across, topology.column_of(rank))
-        made["waiting"] = parts.waiting
-    if parts.lane is not None:
-        made["lane_channel"] = channel("lane", parts.lane, topology.lane_of(rank))
-    made["plane"] = over_plane if topology.averaged > 1 else SingleComm(world_rank=rank)
+    shard_group, data_parallel_group = topology.shard_group_of(rank), topology.data_parallel_group_of(rank)
+    over_data_parallel: ScalarComm | SingleComm = over_all
+    if sub_groups.data_parallel is not None:
+        over_data_parallel = scalars("data parallel", sub_groups.data_parallel, data_parallel_group, None)
+        made["data_parallel_channel"] = over_data_parallel.channel
+        made["full_model"] = scalars("full model", sub_groups.full_model, topology.full_model_group_of(rank), over_all)
+    if sub_groups.scalar is not None:
+        wider = over_data_parallel if topology.is_hybrid and isinstance(over_data_parallel, ScalarComm) else None
+        made["scalar"] = inner = scalars("scalar shards", sub_groups.scalar, shard_group, wider)
+        over_data_parallel = over_data_parallel if topology.is_hybrid else inner
+        made["gather_channel"] = channel("gather", sub_groups.gather, shard_group)
+    if sub_groups.reduce is not None:
+        made["reduce_channel"] = channel(
+            "reduce shards", sub_groups.reduce, shard_group if topology.size > 1 else data_parallel_group
+        )
+        made.setdefault("data_parallel_channel", made["reduce_channel"] if topology.data_parallel_groups > 1 else None)
+    if sub_groups.replica is not None:
+        made["replica_channel"] = channel("replica", sub_groups.replica, topology.replica_group_of(rank))
+        made["waiting"] = sub_groups.waiting
+    if sub_groups.tp_replica is not None:
+        made["tp_replica_channel"] = channel(
+            "tensor-parallel replica", sub_groups.tp_replica, topology.tp_replica_group_of(rank)
+        )
+    made["data_parallel"] = over_data_parallel if topology.data_parallel_size > 1 else SingleComm(world_rank=rank)
     return made
 
 

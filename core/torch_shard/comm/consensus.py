@@ -24,14 +24,14 @@ def agree(member: Member, what: str, key: object = None, error: Exception | None
             text (a :class:`ShardError` if the class is not one of the engine's).
         DivergenceError: another rank runs another operation, or the same operation with another `key`.
     """
-    c, agreement = member.collectives, member.agreement
-    if c.world == 1 or agreement is None:
+    c, operations = member.collectives, member.operations
+    if c.world == 1 or operations is None:
         if error is not None:
             raise error
         return
     # Failures are voted on before keys are compared: a rank that failed may not know its key.
-    agreement.note(zlib.crc32(what.encode()), what)
-    vote = agreement.check(what, torch.tensor([error is not None], dtype=torch.uint8, device="cpu"))
+    operations.note(zlib.crc32(what.encode()), what)
+    vote = operations.check(what, torch.tensor([error is not None], dtype=torch.uint8, device="cpu"))
     assert vote is not None
     if vote[0]:
         own = None if error is None else (type(error), str(error))
@@ -41,8 +41,8 @@ def agree(member: Member, what: str, key: object = None, error: Exception | None
         rank, (kind, text) = next((r, a) for r, a in enumerate(answers) if a is not None)
         raise (kind if issubclass(kind, ShardError) else ShardError)(f"{what} failed on rank {rank}: {text}")
     if key is not None:
-        agreement.note(zlib.crc32(repr(key).encode()), f"{what} with {_shortened(repr(key))}")
-        agreement.check(what)
+        operations.note(zlib.crc32(repr(key).encode()), f"{what} with {_shortened(repr(key))}")
+        operations.check(what)
 
 
 def any_rank(member: Member, what: str, value: bool) -> bool:
@@ -51,11 +51,11 @@ def any_rank(member: Member, what: str, value: bool) -> bool:
     Raises:
         DivergenceError: another rank runs another operation.
     """
-    agreement = member.agreement
-    if member.collectives.world == 1 or agreement is None:
+    operations = member.operations
+    if member.collectives.world == 1 or operations is None:
         return value
-    agreement.note(zlib.crc32(what.encode()), what)
-    vote = agreement.check(what, torch.tensor([value], dtype=torch.uint8, device="cpu"))
+    operations.note(zlib.crc32(what.encode()), what)
+    vote = operations.check(what, torch.tensor([value], dtype=torch.uint8, device="cpu"))
     assert vote is not None
     return bool(vote[0])
 

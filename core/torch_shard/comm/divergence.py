@@ -20,21 +20,28 @@ import torch.distributed as dist
 
 from ..errors import DivergenceError
 from .collectives import Collectives
-from .multi_engine_order import Together
+from .multi_engine_order import EngineOrder
 from .watchdog import blocking
 from .work import caller_line
 
 _HISTORY = 4096  # operations that are kept for error messages
-_MESSAGES = ("control", "meet", "scalar", "scalar slices", "plane", "whole")  # channels of blocking messages
+_MESSAGES = (
+    "control",
+    "host barrier",
+    "scalar",
+    "scalar shards",
+    "data parallel",
+    "full model",
+)  # channels of blocking messages
 _RECENT = 5  # operations quoted in an error message that has only this rank's history
 _MASK = (1 << 61) - 1
 
 
-class Agreement:
+class OperationSequence:
     """The sequence of one engine's operations on this rank, which is compared with the sequences of the other ranks."""
 
-    def __init__(self, collectives: Collectives, together: Together | None) -> None:
-        self.collectives, self.together = collectives, together
+    def __init__(self, collectives: Collectives, engine_order: EngineOrder | None) -> None:
+        self.collectives, self.engine_order = collectives, engine_order
         self.number = 0  # the number of this engine among the engines over the same process groups
         self.hash = 0
         self.history: list[str] = []
@@ -70,10 +77,10 @@ class Agreement:
         c = self.collectives
         if c.world == 1:
             return payload
-        assert self.together is not None
+        assert self.engine_order is not None
         own = ((self.hash + self.number * 0x9E3779B97F4A7C15) & _MASK).to_bytes(8, "little")
         head = torch.tensor(list(own) + [255 - b for b in own], dtype=torch.uint8, device="cpu")
-        message = torch.zeros(16 + self.together.width, dtype=torch.uint8, device="cpu")
+        message = torch.zeros(16 + self.engine_order.width, dtype=torch.uint8, device="cpu")
         message[:16] = head
         size = 0 if payload is None else len(payload)
         if payload is not None:

@@ -14,12 +14,12 @@ from typing import Any
 
 from ..errors import MissingRankError
 
-__all__ = ["Meeting"]
+__all__ = ["HeartbeatBarrier"]
 
 _PART = 4 << 20  # bytes of a value in the store; torch's store takes at most 8 MiB
 
 
-class Meeting:
+class HeartbeatBarrier:
     """One barrier of the ranks of a mesh, with messages.
 
     Args:
@@ -35,7 +35,7 @@ class Meeting:
         self._names: list[str] = []  # of the messages that this rank has left
 
     @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
+    def heartbeat(self) -> Iterator[None]:
         """Send this rank's heartbeat, from a thread, while the body runs."""
         stop = threading.Event()
 
@@ -52,7 +52,7 @@ class Meeting:
             stop.set()
             thread.join()
 
-    def say(self, what: str, message: bytes = b"") -> None:
+    def post(self, what: str, message: bytes = b"") -> None:
         """Put a message of this rank, named `what`, into the store for all other ranks.
 
         Raises:
@@ -66,7 +66,7 @@ class Meeting:
         self._store.add(self._count(what), 1)
         self._names.append(what)
 
-    def hear(self, what: str, rank: int) -> bytes:
+    def read(self, what: str, rank: int) -> bytes:
         """Return the message `what` of `rank`; wait until that rank has left it.
 
         Raises:

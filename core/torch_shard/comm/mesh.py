@@ -31,14 +31,14 @@ class Mesh:
         group: the process group over all ranks; None for one rank alone.
         device: the device of this rank.
         topology: how the ranks share the parameters.
-        again: the number of ranks among which a unit is sharded between forward and backward (secondary shards); None if
+        secondary_size: the number of ranks among which a unit is sharded between forward and backward (secondary shards); None if
             these are all ranks that share a replica.
     """
 
     group: Any
     device: torch.device
     topology: Topology
-    again: int | None = None
+    secondary_size: int | None = None
 
 
 def resolve_mesh(mesh: Any, model: nn.Module, config: ShardConfig) -> Mesh:
@@ -50,7 +50,7 @@ def resolve_mesh(mesh: Any, model: nn.Module, config: ShardConfig) -> Mesh:
             "support (the builds for Linux have it)."
         )
     device: torch.device | None = None
-    rows: Sequence[Sequence[int]] | None = None  # the global ranks of each replica, if the mesh tells
+    shard_groups: Sequence[Sequence[int]] | None = None  # the global ranks of each replica, if the mesh tells
     parallel = tensor_mesh(model)
     is_mesh = hasattr(mesh, "get_group") and hasattr(mesh, "device_type")
     if parallel is not None and not is_mesh:
@@ -61,21 +61,23 @@ def resolve_mesh(mesh: Any, model: nn.Module, config: ShardConfig) -> Mesh:
     if mesh is None:
         group = _default_group()
     elif is_mesh:
-        mesh, rows = _chosen(mesh, config)
+        mesh, shard_groups = _chosen(mesh, config)
         device = (
             torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
         )
         if parallel is not None:
-            return _with_planes(mesh, rows, planes_of(mesh, parallel[1], parallel[0]), device, config)
+            return _with_tensor_parallelism(
+                mesh, shard_groups, planes_of(mesh, parallel[1], parallel[0]), device, config
+            )
         group = (
             mesh.get_group()
-            if rows is None
-            else group_over(sorted(rank for row in rows for rank in row), config.timeout)
+            if shard_groups is None
+            else group_over(sorted(rank for ranks_of_one in shard_groups for rank in ranks_of_one), config.timeout)
         )
     elif isinstance(mesh, torch.device):
         group, device = _default_group(), _checked_device(mesh)
     elif isinstance(mesh, (tuple, list)) and len(mesh) == 2:
-        group, rows = _of_two_groups(mesh, config)
+        group, shard_groups = _of_two_groups(mesh, config)
     else:
         group = _checked_group(mesh)
     if group is not None and config.mesh_dims is not None and not is_mesh:
@@ -83,31 +85,39 @@ def resolve_mesh(mesh: Any, model: nn.Module, config: ShardConfig) -> Mesh:
     device = device or _device_of(model, group)
     _check_backend(group, device)
     ranks = [0] if group is None else dist.get_process_group_ranks(group)
-    topology = _topology(ranks, rows, config)
+    topology = _topology(ranks, shard_groups, config)
     return Mesh(group, device, topology, _again(topology, config))
 
 
-def _with_planes(
-    mesh: Any, rows: Sequence[Sequence[int]] | None, planes: list[list[int]], device: torch.device, config: ShardConfig
+def _with_tensor_parallelism(
+    mesh: Any,
+    shard_groups: Sequence[Sequence[int]] | None,
+    data_parallel_groups: list[list[int]],
+    device: torch.device,
+    config: ShardConfig,
 ) -> Mesh:
-    """Return the mesh over all data-parallel groups (`planes`), each divided as `mesh` divides this rank's group."""
-    group = group_over(sorted(rank for plane in planes for rank in plane), config.timeout)
+    """Return the mesh over all data-parallel groups, each divided as `mesh` divides this rank's group."""
+    group = group_over(
+        sorted(rank for data_parallel_group in data_parallel_groups for rank in data_parallel_group), config.timeout
+    )
     _check_backend(group, device)
     own = [int(rank) for rank in mesh.mesh.flatten().tolist()]
     order = sorted(range(len(own)), key=own.__getitem__)  # as process groups number ranks
-    within = _topology([own[i] for i in order], rows, config)
+    within = _topology([own[i] for i in order], shard_groups, config)
     if within.is_hybrid:
         raise ConfigError(
             f"strategy: {config.strategy!r} of parameters that are parallelized over another dimension is not supported; shard "
             "over all data-parallel ranks (strategy='full_shard'), or leave them whole ('no_shard')."
         )
     ranks = dist.get_process_group_ranks(group)
-    topology = within.within([[plane[i] for i in order] for plane in planes], ranks)
+    topology = within.within(
+        [[data_parallel_group[i] for i in order] for data_parallel_group in data_parallel_groups], ranks
+    )
     return Mesh(group, device, topology, _again(topology, config))
 
 
 def _again(topology: Topology, config: ShardConfig) -> int | None:
-    """Return :attr:`Mesh.again`."""
+    """Return :attr:`Mesh.secondary_size`."""
     size = config.reshard_after_forward
     if topology.world == 1:
         return None
@@ -164,7 +174,7 @@ def _chosen(mesh: Any, config: ShardConfig) -> tuple[Any, Sequence[Sequence[int]
         return mesh, None
     if mesh.ndim == 2 and config.is_hybrid:
         table = mesh.mesh if names is None or mesh.mesh_dim_names == names else mesh.mesh.T
-        return mesh, [[int(rank) for rank in row] for row in table.tolist()]
+        return mesh, [[int(rank) for rank in ranks_of_one] for ranks_of_one in table.tolist()]
     if mesh.ndim == 2 and names is not None:
         raise ConfigError(
             f"mesh_dims names two dimensions, {names}, which are copies and slices of a hybrid strategy; strategy is "
@@ -190,8 +200,10 @@ def _of_two_groups(groups: Sequence[Any], config: ShardConfig) -> tuple[Any, Seq
     own, others = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
     name = f"torch_shard/pair/{replicate.group_name}/{others}"
     answers = exchange_texts(others, name, json.dumps(own), config.timeout)
-    rows = sorted(json.loads(text) for text in answers.values())
-    return group_over(sorted(rank for row in rows for rank in row), config.timeout), rows
+    shard_groups = sorted(json.loads(text) for text in answers.values())
+    return group_over(
+        sorted(rank for ranks_of_one in shard_groups for rank in ranks_of_one), config.timeout
+    ), shard_groups
 
 
 def _checked_device(device: torch.device) -> torch.device:
@@ -213,7 +225,7 @@ def _device_of(model: nn.Module, group: Any) -> torch.device:
     return torch.device("cpu")
 
 
-def _topology(ranks: Sequence[int], rows: Sequence[Sequence[int]] | None, config: ShardConfig) -> Topology:
+def _topology(ranks: Sequence[int], shard_groups: Sequence[Sequence[int]] | None, config: ShardConfig) -> Topology:
     world = len(ranks)
     if config.strategy == "no_shard":
         return Topology.replicated(world)
@@ -221,8 +233,8 @@ def _topology(ranks: Sequence[int], rows: Sequence[Sequence[int]] | None, config
         return Topology.sharded(world)
     if world == 1:
         return Topology.sharded(1)
-    if rows is not None:
-        found = Topology.of_ranks(rows, ranks)
+    if shard_groups is not None:
+        found = Topology.of_ranks(shard_groups, ranks)
         if config.shard_size not in (None, found.size):
             raise ConfigError(
                 f"shard_size is {config.shard_size}, and in the mesh {found.size} ranks share a copy; leave it out."

@@ -18,7 +18,7 @@ from typing import Any
 _MASK = (1 << 61) - 1
 
 
-class Together:
+class EngineOrder:
     """The engines over one set of process groups, with the backwards that are running in them."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Together:
         """Add an engine, by its runtime."""
         self._engines_here.add(runtime)
 
-    def drop_parts(self) -> None:
+    def drop_secondary_shards(self) -> None:
         """Drop the secondary shards of the units of *all* engines, after a backward has ended.
 
         A frozen model, say a teacher, may never have a backward of its own that drops them. If one comes later after all, it
@@ -108,12 +108,12 @@ class Together:
                 del self._ended[task]
 
 
-_together: weakref.WeakKeyDictionary[Any, Together] = weakref.WeakKeyDictionary()
+_engine_orders: weakref.WeakKeyDictionary[Any, EngineOrder] = weakref.WeakKeyDictionary()
 
 
-def over(groups: Any) -> Together:
-    """Return the :class:`Together` of the engines over `groups`."""
-    found = _together.get(groups)
+def engine_order_of(groups: Any) -> EngineOrder:
+    """Return the :class:`EngineOrder` of the engines over `groups`."""
+    found = _engine_orders.get(groups)
     if found is None:
-        found = _together[groups] = Together()
+        found = _engine_orders[groups] = EngineOrder()
     return found

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from .collectives import Collectives
-    from .divergence import Agreement
+    from .divergence import OperationSequence
 
 __all__ = ["Member"]
 
@@ -19,5 +19,5 @@ class Member(Protocol):
         """The collectives over the model's ranks."""
 
     @property
-    def agreement(self) -> Agreement | None:
+    def operations(self) -> OperationSequence | None:
         """The sequence of operations that the ranks compare; None during set-up."""

@@ -58,7 +58,7 @@ class GivenUp:
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class SubGroups:
     """This rank's process groups if there are several replicas of the parameters, or several data-parallel groups.
 
     A field is None where another group of these, or the group of all ranks, serves its purpose.
@@ -67,22 +67,32 @@ class Parts:
     gather: Any = None  # over the ranks that share a replica
     reduce: Any = None  # over the same ranks; if each rank has a full replica, over the ranks of a data-parallel group
     scalar: Any = None
-    across: Any = None  # over the ranks of a data-parallel group that have the same shard
-    plane: Any = None
-    whole: Any = None  # over the ranks that together have one replica of every tensor-parallel part
-    lane: Any = None  # over the ranks with the same shard of parameters that are equal in all data-parallel groups
+    replica: Any = None  # over the ranks of a data-parallel group that have the same shard
+    data_parallel: Any = None
+    full_model: Any = None  # over the ranks that together have one replica of every tensor-parallel part
+    tp_replica: Any = (
+        None  # over the ranks with the same shard of parameters that are equal in all data-parallel groups
+    )
     # Reductions that wait for their inter-replica all-reduce, in the order in which all ranks began them. Several engines share
     # the group, and so this queue.
     waiting: deque[Any] = field(default_factory=deque)
 
     def all(self) -> tuple[Any, ...]:
         """Return the process groups that were made."""
-        groups = self.gather, self.reduce, self.scalar, self.across, self.plane, self.whole, self.lane
+        groups = (
+            self.gather,
+            self.reduce,
+            self.scalar,
+            self.replica,
+            self.data_parallel,
+            self.full_model,
+            self.tp_replica,
+        )
         return tuple(group for group in groups if group is not None)
 
 
 @dataclass(eq=False)
-class Groups:
+class ProcessGroups:
     """The process groups over one set of ranks, made once for each user group and shared by all engines over that group."""
 
     gather: Any
@@ -101,9 +111,9 @@ class Groups:
     streams: dict[torch.device, tuple[Any, Any]] = field(
         default_factory=dict
     )  # CUDA: the streams for gathers and for reductions
-    parts: dict[Topology, Parts] = field(default_factory=dict)
+    sub_groups: dict[Topology, SubGroups] = field(default_factory=dict)
     # The groups of the secondary shards, for the gathers of backward among fewer ranks (reshard_after_forward=<int>).
-    again: dict[tuple[Topology, int], Any] = field(default_factory=dict)
+    secondary: dict[tuple[Topology, int], Any] = field(default_factory=dict)
 
     @property
     def meet(self) -> Any:
@@ -146,8 +156,8 @@ class Groups:
     def is_usable(self) -> bool:
         """Return True if this rank can use all of the groups: a program may have destroyed groups that it did not make."""
         alive = dist.distributed_c10d._world.pg_map
-        groups = [self.gather, self.reduce, self.scalar, self.control, *self.again.values()]
-        groups += [group for parts in self.parts.values() for group in parts.all()]
+        groups = [self.gather, self.reduce, self.scalar, self.control, *self.secondary.values()]
+        groups += [group for parts in self.sub_groups.values() for group in parts.all()]
         return not self.broken and all(group in alive for group in groups)
 
     def forget_ended(self) -> None:
@@ -170,7 +180,7 @@ def _keep_unfinished(groups: dict[str, Any]) -> None:
 
 # The groups by the user's group and by `single_communicator`. Communicators cost memory and set-up time, and a program may
 # shard many models over one group. An entry dies with the user's group, so this is a cache that no behaviour depends on.
-_groups: weakref.WeakKeyDictionary[Any, dict[bool, Groups]] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[Any, dict[bool, ProcessGroups]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -225,7 +235,7 @@ def _longer(timeout: float) -> timedelta | None:
     return max(timedelta(seconds=timeout + 60), dist.distributed_c10d.default_pg_timeout)
 
 
-def groups_for(group: Any, single_communicator: bool, timeout: float) -> Groups:
+def groups_for(group: Any, single_communicator: bool, timeout: float) -> ProcessGroups:
     """Return the engines' process groups over the ranks of `group`; make them where there are none to use. Collective."""
     kept = _groups.setdefault(group, {})
     found = kept.get(single_communicator)
@@ -254,58 +264,60 @@ def groups_for(group: Any, single_communicator: bool, timeout: float) -> Groups:
         # For small messages between hosts. On a GPU a message would wait in the queue behind a gather that may lack its partner.
         control = new("control", "gloo" if key else own)
         scalar = new("scalar", "cpu:gloo,cuda:nccl" if backend_of(group, "cuda") == "nccl" else own)
-        found = Groups(gather, reduce, scalar, control, key, timeout=limit)
+        found = ProcessGroups(gather, reduce, scalar, control, key, timeout=limit)
         kept[single_communicator] = found
     return found
 
 
-def parts_for(groups: Groups, group: Any, topology: Topology, single_communicator: bool) -> Parts:
+def sub_groups_for(groups: ProcessGroups, group: Any, topology: Topology, single_communicator: bool) -> SubGroups:
     """Return this rank's process groups under `topology`, and make them at the first call. Collective.
 
     `groups` belong to `group`. All ranks must already know that they have the same `topology`.
     """
-    found = groups.parts.get(topology)
+    found = groups.sub_groups.get(topology)
     if found is None:
-        me, number = dist.get_rank(group), len(groups.parts)
+        me, number = dist.get_rank(group), len(groups.sub_groups)
         own = dist.get_backend_config(group) if groups.key else None
         scalars = "cpu:gloo,cuda:nccl" if backend_of(group, "cuda") == "nccl" else own
 
         def new(purpose: str, members: tuple[int, ...], backend: str | None = own) -> Any:
             return _among(groups, group, f"{number}/{purpose}", members, backend)
 
-        row, plane = topology.row_of(me), topology.plane_of(me)
+        shard_group, data_parallel_group = topology.shard_group_of(me), topology.data_parallel_group_of(me)
         made: dict[str, Any] = {}
         if topology.size > 1:
-            made["gather"] = new("gather", row)
-            made["reduce"] = made["gather"] if single_communicator else new("reduce", row)
-            made["scalar"] = new("scalar", row, scalars)
+            made["gather"] = new("gather", shard_group)
+            made["reduce"] = made["gather"] if single_communicator else new("reduce", shard_group)
+            made["scalar"] = new("scalar", shard_group, scalars)
         if topology.is_hybrid:
-            made["across"] = new("across", topology.column_of(me))
-        if topology.planes > 1:
+            made["replica"] = new("replica", topology.replica_group_of(me))
+        if topology.data_parallel_groups > 1:
             if topology.replicas > 1:
                 if topology.size == 1:
-                    made["reduce"] = new("reduce", plane)
-                made["plane"] = new("plane", plane, scalars)
-                made["whole"] = new("whole", topology.whole_of(me), scalars)
-            made["lane"] = new("lane", topology.lane_of(me))
-        found = groups.parts[topology] = Parts(**made)
+                    made["reduce"] = new("reduce", data_parallel_group)
+                made["data_parallel"] = new("data_parallel", data_parallel_group, scalars)
+                made["full_model"] = new("full_model", topology.full_model_group_of(me), scalars)
+            made["tp_replica"] = new("tp_replica", topology.tp_replica_group_of(me))
+        found = groups.sub_groups[topology] = SubGroups(**made)
     return found
 
 
-def secondary_group_for(groups: Groups, group: Any, topology: Topology, size: int) -> Any:
+def secondary_group_for(groups: ProcessGroups, group: Any, topology: Topology, size: int) -> Any:
     """Return the process group of the `size` ranks that keep a unit's secondary shards between forward and backward.
 
-    Collective, under the same conditions as :func:`parts_for`.
+    Collective, under the same conditions as :func:`sub_groups_for`.
     """
-    found = groups.again.get((topology, size))
+    found = groups.secondary.get((topology, size))
     if found is None:
-        members = topology.part_of(dist.get_rank(group), size)
+        members = topology.secondary_group_of(dist.get_rank(group), size)
         own = dist.get_backend_config(group) if groups.key else None
-        found = groups.again[topology, size] = _among(groups, group, f"{len(groups.again)}/again", members, own)
+        found = groups.secondary[topology, size] = _among(
+            groups, group, f"{len(groups.secondary)}/secondary", members, own
+        )
     return found
 
 
-def _among(groups: Groups, group: Any, purpose: str, members: tuple[int, ...], backend: str | None) -> Any:
+def _among(groups: ProcessGroups, group: Any, purpose: str, members: tuple[int, ...], backend: str | None) -> Any:
     """Make a process group of some ranks of `group`. Collective over these ranks only."""
     ranks = dist.get_process_group_ranks(group)
     name = f"{groups.key}/{purpose}/{members[0]}"

@@ -38,7 +38,7 @@ class SingleComm:
     bytes_sent: int = 0
 
     @property
-    def everyone(self) -> SingleComm:
+    def data_parallel(self) -> SingleComm:
         return self
 
     def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:
@@ -66,7 +66,7 @@ class ScalarComm:
     watch: Watch
     size: int
     rank: int
-    over_copies: ScalarComm | None = None  # over all ranks; None where no other ranks have the same shards
+    over_replicas: ScalarComm | None = None  # over all ranks; None where no other ranks have the same shards
     device: torch.device | None = (
         None  # the device that tensors are copied to before they are sent (for shards in host memory)
     )
@@ -79,12 +79,12 @@ class ScalarComm:
         return self.watch.rank
 
     @property
-    def everyone(self) -> ScalarComm:
+    def data_parallel(self) -> ScalarComm:
         """The communicator over all ranks whose gradients are averaged, whichever ranks share a replica."""
-        return self.over_copies or self
+        return self.over_replicas or self
 
     def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:
-        self.watch.meet(what)
+        self.watch.host_barrier(what)
         name, ordered, sent = self.channel.name, self.watch.polls, self._here(tensor)
         blocking(self.watch, name, what, dist.all_reduce, sent, op=_OPS[op], ordered=ordered)
         return tensor if sent is tensor else tensor.copy_(sent)
@@ -96,13 +96,13 @@ class ScalarComm:
         sent = self._here(tensor).contiguous()
         out = sent.new_empty((self.size, *tensor.shape))
         parts = out.view(-1), sent.view(-1)
-        self.watch.meet(what)
+        self.watch.host_barrier(what)
         blocking(self.watch, self.channel.name, what, all_gather_single, *parts, ordered=self.watch.polls)
         return out.to(tensor.device)
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
         sent = self._here(tensor)
-        self.watch.meet(what)
+        self.watch.host_barrier(what)
         name, ordered = self.channel.name, self.watch.polls
         blocking(self.watch, name, what, dist.broadcast, sent, group_src=source, ordered=ordered)
         if sent is not tensor:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GatheredBytes", "Statistics", "StreamWaits", "waits"]
 
-_GATHERS = frozenset(("gather", "gather again"))
-_REDUCTIONS = frozenset(("reduce", "reduce slices", "across", "lane"))
+_GATHERS = frozenset(("gather", "secondary gather"))
+_REDUCTIONS = frozenset(("reduce", "reduce shards", "replica", "tensor-parallel replica"))
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Watch:
         self.first_tick = timedelta(seconds=min(FIRST_TICK, timeout))
         self._tick = TICK + size / 1000
         self._posts: Messages | None = None  # what each rank waits in
-        self.polls = False  # NCCL: see _bounded_wait and meet
+        self.polls = False  # NCCL: see _bounded_wait and host_barrier
         self.stream_waits: StreamWaits | None = None  # NCCL: measures how long streams wait, if that was requested
 
     @contextlib.contextmanager
@@ -130,7 +130,7 @@ class Watch:
         finally:
             self._withdraw()
 
-    def meet(self, what: str) -> None:
+    def host_barrier(self, what: str) -> None:
         """Wait on the host, with NCCL, until every rank has come to a collective that user code blocks in. Collective.
 
         The streams alone can then wait for the collective itself. If the host waited for its end, it would wait for all

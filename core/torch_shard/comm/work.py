@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..errors import DivergenceError, MissingRankError
 
 if TYPE_CHECKING:
-    from .process_groups import Groups
+    from .process_groups import ProcessGroups
     from .watchdog import Watch
 
 
@@ -69,7 +69,7 @@ class Channel:
     """A process group that is used for one purpose, by any number of engines."""
 
     def __init__(
-        self, purpose: str, groups: Groups, group: Any, members: Sequence[int], number: int | None = None
+        self, purpose: str, groups: ProcessGroups, group: Any, members: Sequence[int], number: int | None = None
     ) -> None:
         """Count the collectives of `group` under a name.
 

@@ -120,15 +120,15 @@ def in_batch(engine: Engine, batch: str) -> Iterator[None]:
 
     Ranks whose batches have another description get a DivergenceError that quotes both.
     """
-    agreement = engine._runtime.agreement
-    if agreement is None:  # a single rank
+    operations = engine._runtime.operations
+    if operations is None:  # a single rank
         yield
         return
-    agreement.batch = batch
+    operations.batch = batch
     try:
         yield
     finally:
-        agreement.batch = ""
+        operations.batch = ""
 
 
 def is_solo(engine: Engine) -> bool:

@@ -253,9 +253,9 @@ def _total_norm(runtime: Runtime, grads: _Gradients, p: float) -> torch.Tensor:
 def members(comm: Any, c: Collectives) -> tuple[Any, list[int] | None]:
     """Whom norms are collected from, and which of those count (None: all). Of what tensor parallelism does not cut every plane
     has its own gradients, equal but for rounding; the first plane's count, since all ranks must scale by one factor."""
-    if c.topology.planes == 1 or comm is c.whole:
+    if c.topology.data_parallel_groups == 1 or comm is c.full_model:
         return comm, None
-    return c.everyone, list(c.topology.rows[0])
+    return c.everyone, list(c.topology.shard_groups[0])
 
 
 def _of_rank_0(runtime: Runtime, value: torch.Tensor) -> torch.Tensor:

@@ -11,17 +11,17 @@ This module has integers only.
                                             |  |   between nodes     replica 2: [ 2 ]
                                                                      replica 3: [ 3 ]
 
-The ranks of a row share a replica (a shard group): they all-gather parameters and reduce-scatter gradients. The ranks of a column
-have the same shard (a replica group): they all-reduce the shards of gradients. Ranks are numbered within the engine's group. The
-scheme is that of MiCS (Zhang et al., 2022) and of FSDP's HYBRID_SHARD.
+The ranks of a row are a shard group, which shares one replica: they all-gather parameters and reduce-scatter gradients. The
+ranks of a column are a replica group, which has the same shard: they all-reduce the shards of gradients. Ranks are numbered
+within the engine's group. The scheme is that of MiCS (Zhang et al., 2022) and of FSDP's HYBRID_SHARD.
 
 With tensor parallelism each rank of a tensor-parallel group computes with another part of the parameters. The ranks that compute
-with the same parts are a data-parallel group, called a *plane* here. Each plane is sharded, or replicated, as above::
+with the same parts are a data-parallel group. Each of these groups is sharded, or replicated, as above::
 
     full_shard, mesh (dp=2, tp=2)          hybrid_shard, mesh (2, 2, tp=2)
 
-    plane 0: [ 0  2 ]                      plane 0: [ 0  2 ]  [ 4  6 ]
-    plane 1: [ 1  3 ]                      plane 1: [ 1  3 ]  [ 5  7 ]
+    group 0: [ 0  2 ]                      group 0: [ 0  2 ]  [ 4  6 ]
+    group 1: [ 1  3 ]                      group 1: [ 1  3 ]  [ 5  7 ]
 """
 
 from __future__ import annotations
@@ -36,27 +36,29 @@ __all__ = ["Topology"]
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks of an engine, as rows (shard groups) of equal length.
+    """The ranks of an engine, as shard groups of equal size.
 
     Attributes:
-        rows: the ranks of each row, in ascending order. Each rank is in one row, and the rows of a plane follow each other.
-        planes: the number of data-parallel groups, which have equally many rows.
+        shard_groups: the ranks of each shard group, in ascending order. Each rank is in one of them, and those of one
+            data-parallel group follow each other.
+        data_parallel_groups: the number of data-parallel groups, which have equally many shard groups.
     """
 
-    rows: tuple[tuple[int, ...], ...]
-    planes: int = 1
+    shard_groups: tuple[tuple[int, ...], ...]
+    data_parallel_groups: int = 1
 
     def __post_init__(self) -> None:
-        if self.planes < 1 or len(self.rows) % self.planes:
+        if self.data_parallel_groups < 1 or len(self.shard_groups) % self.data_parallel_groups:
             raise SetupError(
-                f"mesh: {len(self.rows)} copies of the parameters are not as many in each of {self.planes} planes."
+                f"mesh: {len(self.shard_groups)} replicas of the parameters can't be divided equally among "
+                f"{self.data_parallel_groups} data-parallel groups."
             )
-        if len({len(row) for row in self.rows}) != 1 or not self.rows[0]:
-            raise SetupError(f"mesh: the copies of the parameters are on different numbers of ranks: {self}.")
-        if sorted(rank for row in self.rows for rank in row) != list(range(self.world)):
-            raise SetupError(f"mesh: the copies of the parameters don't have each rank once: {self}.")
+        if len({len(row) for row in self.shard_groups}) != 1 or not self.shard_groups[0]:
+            raise SetupError(f"mesh: the replicas of the parameters are on different numbers of ranks: {self}.")
+        if sorted(rank for row in self.shard_groups for rank in row) != list(range(self.world)):
+            raise SetupError(f"mesh: the replicas of the parameters don't have each rank once: {self}.")
         # A process group numbers its ranks in ascending order.
-        object.__setattr__(self, "rows", tuple(tuple(sorted(row)) for row in self.rows))
+        object.__setattr__(self, "shard_groups", tuple(tuple(sorted(row)) for row in self.shard_groups))
 
     @classmethod
     def sharded(cls, world: int) -> Topology:
@@ -74,49 +76,51 @@ class Topology:
         return cls(tuple(tuple(range(start, start + size)) for start in range(0, world, size)))
 
     @classmethod
-    def of_ranks(cls, rows: Sequence[Sequence[int]], ranks: Sequence[int]) -> Topology:
+    def of_ranks(cls, shard_groups: Sequence[Sequence[int]], ranks: Sequence[int]) -> Topology:
         """Make a topology from the global ranks of each replica.
 
         Args:
-            rows: the global ranks of each replica.
+            shard_groups: the global ranks of each replica.
             ranks: the global ranks of the engine's group, in the group's order.
         """
         at = {rank: i for i, rank in enumerate(ranks)}
-        return cls(tuple(tuple(at[rank] for rank in row) for row in rows))
+        return cls(tuple(tuple(at[rank] for rank in row) for row in shard_groups))
 
-    def within(self, planes: Sequence[Sequence[int]], ranks: Sequence[int]) -> Topology:
-        """Return a topology in which each plane is divided as this topology divides the ranks of one plane.
+    def within(self, data_parallel_groups: Sequence[Sequence[int]], ranks: Sequence[int]) -> Topology:
+        """Return a topology in which each data-parallel group is divided as this topology divides the ranks of one.
 
         Args:
-            planes: the global ranks of each plane, all in the same order.
+            data_parallel_groups: the global ranks of each group, all in the same order.
             ranks: the global ranks of the engine's group, in the group's order.
         """
         at = {rank: i for i, rank in enumerate(ranks)}
-        rows = tuple(tuple(at[plane[i]] for i in row) for plane in planes for row in self.rows)
-        return Topology(rows, len(planes))
+        shard_groups = tuple(
+            tuple(at[group[i]] for i in row) for group in data_parallel_groups for row in self.shard_groups
+        )
+        return Topology(shard_groups, len(data_parallel_groups))
 
     def __str__(self) -> str:
-        planes = [self.rows[i : i + self.replicas] for i in range(0, len(self.rows), self.replicas)]
-        return " / ".join(" | ".join(" ".join(map(str, row)) for row in plane) for plane in planes)
+        groups = [self.shard_groups[i : i + self.replicas] for i in range(0, len(self.shard_groups), self.replicas)]
+        return " / ".join(" | ".join(" ".join(map(str, row)) for row in group) for group in groups)
 
     @property
     def world(self) -> int:
         """The number of all ranks."""
-        return sum(map(len, self.rows))
+        return sum(map(len, self.shard_groups))
 
     @property
     def size(self) -> int:
         """The number of ranks that share a replica."""
-        return len(self.rows[0])
+        return len(self.shard_groups[0])
 
     @property
     def replicas(self) -> int:
-        """The number of replicas in each plane."""
-        return len(self.rows) // self.planes
+        """The number of replicas in each data-parallel group."""
+        return len(self.shard_groups) // self.data_parallel_groups
 
     @property
-    def averaged(self) -> int:
-        """The number of ranks whose gradients are averaged, which are the ranks of a plane."""
+    def data_parallel_size(self) -> int:
+        """The number of ranks whose gradients are averaged, which are the ranks of a data-parallel group."""
         return self.size * self.replicas
 
     @property
@@ -124,40 +128,40 @@ class Topology:
         """Return True if there are several replicas, and each of them is sharded."""
         return self.size > 1 and self.replicas > 1
 
-    def row_of(self, rank: int) -> tuple[int, ...]:
+    def shard_group_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that share a replica with `rank` (its shard group)."""
-        return next(row for row in self.rows if rank in row)
+        return next(row for row in self.shard_groups if rank in row)
 
-    def column_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that have the same shard as `rank` (its replica group), one of each replica of its plane."""
-        position = self.row_of(rank).index(rank)
-        return tuple(sorted(row[position] for row in self._plane_rows(rank)))
+    def replica_group_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that have the same shard as `rank` in its data-parallel group (its replica group)."""
+        position = self.shard_group_of(rank).index(rank)
+        return tuple(sorted(row[position] for row in self._shard_groups_beside(rank)))
 
-    def plane_of(self, rank: int) -> tuple[int, ...]:
+    def data_parallel_group_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that compute with the same parts as `rank` (its data-parallel group)."""
-        return tuple(sorted(member for row in self._plane_rows(rank) for member in row))
+        return tuple(sorted(member for row in self._shard_groups_beside(rank) for member in row))
 
-    def whole_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that together have one replica of all parts, `rank` among them: a row of each plane."""
-        number = self.rows.index(self.row_of(rank)) % self.replicas
-        return tuple(sorted(member for row in self.rows[number :: self.replicas] for member in row))
+    def full_model_group_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that together have one replica of all parts: `rank`'s shard group, and those beside it."""
+        number = self.shard_groups.index(self.shard_group_of(rank)) % self.replicas
+        return tuple(sorted(member for row in self.shard_groups[number :: self.replicas] for member in row))
 
-    def lane_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks with the same shard as `rank` of parameters that are equal in all planes."""
-        position = self.row_of(rank).index(rank)
-        return tuple(sorted(row[position] for row in self.rows))
+    def tp_replica_group_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks with the same shard as `rank` of parameters that are equal in all data-parallel groups."""
+        position = self.shard_group_of(rank).index(rank)
+        return tuple(sorted(row[position] for row in self.shard_groups))
 
-    def part_of(self, rank: int, size: int) -> tuple[int, ...]:
-        """Return the `size` neighbours in a row, `rank` among them, that keep the secondary shards of a unit."""
-        row = self.row_of(rank)
+    def secondary_group_of(self, rank: int, size: int) -> tuple[int, ...]:
+        """Return the `size` neighbours in a shard group, `rank` among them, that keep the secondary shards of a unit."""
+        row = self.shard_group_of(rank)
         start = row.index(rank) // size * size
         return row[start : start + size]
 
-    def _plane_rows(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        first = self.rows.index(self.row_of(rank)) // self.replicas * self.replicas
-        return self.rows[first : first + self.replicas]
+    def _shard_groups_beside(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        first = self.shard_groups.index(self.shard_group_of(rank)) // self.replicas * self.replicas
+        return self.shard_groups[first : first + self.replicas]
 
     def positions(self) -> tuple[int, ...]:
         """Return the number of each rank's shard, by rank."""
-        found = {rank: position for row in self.rows for position, rank in enumerate(row)}
+        found = {rank: position for row in self.shard_groups for position, rank in enumerate(row)}
         return tuple(found[rank] for rank in range(self.world))

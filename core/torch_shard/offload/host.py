@@ -100,7 +100,7 @@ class Host:
         c, widest = self.collectives, 0
         for infos, layout in (group for unit in groups for group in unit):
             dtypes = infos[0].dtypes
-            crossing = dtypes.crossing(c.averaged > 1)
+            crossing = dtypes.crossing(c.data_parallel_size > 1)
             if infos[0].requires_grad and not c.sums_wide and crossing != dtypes.grad:
                 widest = max(widest, layout.shard_numel * crossing.itemsize)
         self.staging.reserve(widest)

@@ -153,8 +153,8 @@ class StepWatch:
         work.forget()  # the state that there was
         name = type(optimizer).__name__
         for held in runtimes_of(optimizer) or [runtime]:
-            if held.agreement is not None:  # on some ranks only it would mix old and new state
-                held.agreement.note(zlib.crc32(name.encode()), f"{name}.load_state_dict()")
+            if held.operations is not None:  # on some ranks only it would mix old and new state
+                held.operations.note(zlib.crc32(name.encode()), f"{name}.load_state_dict()")
 
     def _leads(self, optimizer: Any, runtime: Runtime) -> bool:
         if not runtime.units:  # closed

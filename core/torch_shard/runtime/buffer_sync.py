@@ -29,9 +29,10 @@ class BufferSync:
 
     def synchronise(self, root: nn.Module) -> None:
         """Broadcast the buffers of `root`; call right after the ranks have agreed to begin a forward. Collective."""
-        # Under tensor parallelism a buffer may belong to a rank's own part of the model, so that planes don't share buffers.
+        # Under tensor parallelism a buffer may belong to a rank's own part of the model, so that data-parallel groups don't
+        # share buffers.
         what = "the broadcast of buffers"
-        broadcast_coalesced(self.collectives, self._buffers(root), what, met=True, within_plane=True)
+        broadcast_coalesced(self.collectives, self._buffers(root), what, met=True, within_data_parallel=True)
 
     def signature(self, root: nn.Module) -> tuple[int, str]:
         """Return a number that tells buffers of different sizes apart, and a text for an error."""

@@ -26,10 +26,10 @@ class NoteLoad:
         self.unit, self.name = unit, name
 
     def __call__(self, module: nn.Module, keys: Any) -> None:
-        agreement = runtime_of(self.unit).agreement
+        operations = runtime_of(self.unit).operations
         # Inside engine.gathered one rank may load for all ranks; the values are sent when it ends.
-        if agreement is not None and not self.unit.is_summoned:
-            agreement.note(zlib.crc32(self.name.encode()), f"{_LOADS}{self.name or 'the root module'!r}")
+        if operations is not None and not self.unit.is_summoned:
+            operations.note(zlib.crc32(self.name.encode()), f"{_LOADS}{self.name or 'the root module'!r}")
 
 
 def note_loads(unit: Unit, modules: Mapping[str, nn.Module]) -> None:

@@ -91,7 +91,7 @@ class OnDemand:
         replicated = differentiable and (averaged or not (unit.sharded or unit.gathers))
         if local_ok and not (inside or hooked or replicated):
             return None
-        if runtime.agreement is None:
+        if runtime.operations is None:
             # Set-up lets a model on meta initialise shards, and full parameters where this error is raised.
             raise gather_error([param._spec], name)
         flat, index = unit.find(param)
@@ -117,11 +117,11 @@ class OnDemand:
 
     def _stored(self, unit: Unit, flat: FlatBuffer, index: int) -> torch.Tensor:
         """Return the unsharded parameter with its stored values, where modules compute with others. Collective."""
-        agreement = self.runtime.agreement
-        if agreement is not None:
+        operations = self.runtime.operations
+        if operations is not None:
             text = f"gathers the stored values of unit {unit.name!r}"
-            agreement.note(zlib.crc32(text.encode()), text)
-            agreement.check(text)
+            operations.note(zlib.crc32(text.encode()), text)
+            operations.check(text)
         full = full_flat(flat, unit.gather_text)
         if full is flat.shard:
             full = full.clone()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..comm.collectives import Collectives
-from ..comm.divergence import Agreement
+from ..comm.divergence import OperationSequence
 from ..comm.gradient_reduction import IN_FLIGHT, IN_FLIGHT_ON_STREAMS, Reduction
 from ..errors import ShardError
 from ..unit.gradient_buffer import SEEN, WANTED, GradientBuffer
@@ -135,14 +135,16 @@ class ReduceSchedule:
         assert self.on_published is not None
         self.on_published(gradients)
 
-    def compare(self, units: list[Unit], agreement: Agreement, idle: set[int], stepping: StepInBackward | None) -> bool:
+    def compare(
+        self, units: list[Unit], operations: OperationSequence, idle: set[int], stepping: StepInBackward | None
+    ) -> bool:
         """Agree with the other ranks on what is left at the end of backward, and start to reduce it. Collective.
 
         Every wait for a reduction in here has a limit.
 
         Args:
             units: all units of the engine.
-            agreement: with the other ranks.
+            operations: with the other ranks.
             idle: indices of units that this rank unsharded, but did not need.
             stepping: the optimizer that steps during backward, if any.
 
@@ -165,7 +167,7 @@ class ReduceSchedule:
         marks.append(self.hook is not None and self.hook.error is not None)
         if stepping is not None:
             marks += stepping.marks()
-        agreed = agreement.check("the end of backward", torch.tensor(marks, dtype=torch.uint8))
+        agreed = operations.check("the end of backward", torch.tensor(marks, dtype=torch.uint8))
         assert agreed is not None
         answer, at = agreed.tolist(), 1
         if not answer[0]:

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from ..comm.collectives import Collectives
-from ..comm.divergence import Agreement
-from ..comm.multi_engine_order import over
+from ..comm.divergence import OperationSequence
+from ..comm.multi_engine_order import engine_order_of
 from ..comm.traffic_statistics import GatheredBytes
 from ..config.precision import precision_of
 from ..config.shard_config import ShardConfig
@@ -63,13 +63,15 @@ class Runtime:
         self.by_index: dict[int, Unit] = {}  # with gaps in the copy of a submodule
         self.gathered_bytes = GatheredBytes()
         self.buffers: BufferSync | None = None
-        self.agreement: Agreement | None = None
+        self.operations: OperationSequence | None = None
         self.require_sync = True
         self.reduces_each = False  # each backward reduces, also while `require_sync` is False: no_sync(hold=False)
         self.forwards = Forwards(self)
         self.session = False  # the ranks have agreed on a forward, and no backward has ended since
         self.on_demand = OnDemand(self)
-        self.schedule = UnshardSchedule(config, self.by_index, replicated=collectives.size == 1 < collectives.averaged)
+        self.schedule = UnshardSchedule(
+            config, self.by_index, replicated=collectives.size == 1 < collectives.data_parallel_size
+        )
         self.solo = 0  # depth of gathered(ranks=...), inside which a forward concerns this rank alone
         self.forward_order: dict[int, Unit] = {}  # units in the order of their first use in forward
         self.forward_sync = True  # `require_sync` at the last forward
@@ -80,7 +82,7 @@ class Runtime:
         self.syncing = True  # the running backward reduces
         self.reductions = ReduceSchedule(collectives, self.note_issued)
         channel = collectives.gather_channel
-        self.together = over(channel.groups) if channel is not None else None
+        self.engine_order = engine_order_of(channel.groups) if channel is not None else None
         self.number = 0  # of this engine among those over the same groups; 0 for a copy that has not run yet
         self.original = 0  # the number of the engine that this one is a copy of
         self.checked = False  # deferred gradients were checked before the running backward
@@ -106,17 +108,17 @@ class Runtime:
 
     def ready(self) -> None:
         """Prepare to compare sequences with the other ranks; call when all units are added."""
-        if self.together is not None:
-            self.together.join(self)
-            self.together.widen(2 + sum(4 + len(u.params) for u in self.units))
-        self.agreement = self.schedule.agreement = Agreement(self.collectives, self.together)
+        if self.engine_order is not None:
+            self.engine_order.join(self)
+            self.engine_order.widen(2 + sum(4 + len(u.params) for u in self.units))
+        self.operations = self.schedule.operations = OperationSequence(self.collectives, self.engine_order)
         # Ranks that have differed remember different orders of unshards.
-        self.agreement.on_difference = self.schedule.order.forget
+        self.operations.on_difference = self.schedule.order.forget
 
     def number_as_new(self) -> None:
         """Take a number for this engine. Call on all ranks, for all engines in one order."""
-        if self.together is not None and self.agreement is not None:
-            self.number = self.agreement.number = self.together.number()
+        if self.engine_order is not None and self.operations is not None:
+            self.number = self.operations.number = self.engine_order.number()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         other = Runtime(self.config, self.collectives, self.host)
@@ -192,8 +194,8 @@ class Runtime:
         """Broadcast the buffers of rank 0, if a training forward may have changed them since the last time. Collective."""
         if self.buffers is None or not self.buffers.due or self.solo:
             return
-        assert self.agreement is not None
-        self.agreement.note(*self.buffers.signature(root))
+        assert self.operations is not None
+        self.operations.note(*self.buffers.signature(root))
         if not self.session:
             self._open_session()
         self.buffers.synchronise(root)
@@ -210,14 +212,14 @@ class Runtime:
             self.schedule.agree_on_changes("the start of a forward")
             return
         self.session = self.schedule.fresh = True
-        assert self.agreement is not None
-        if self.together is not None and not self.number:
-            self.number = self.agreement.number = self.together.number_of_copy(self.original)
+        assert self.operations is not None
+        if self.engine_order is not None and not self.number:
+            self.number = self.operations.number = self.engine_order.number_of_copy(self.original)
         phase = FORWARD if torch.is_grad_enabled() else EVALUATION
-        self.agreement.note_batch()
-        self.agreement.note(1 + phase, f"begins a {PHASES[phase]}")
+        self.operations.note_batch()
+        self.operations.note(1 + phase, f"begins a {PHASES[phase]}")
         if not self.schedule.agree_on_changes("the start of a forward"):
-            self.agreement.check("the start of a forward")
+            self.operations.check("the start of a forward")
 
     def unshard(self, unit: Unit, phase: int) -> None:
         """Unshard `unit`, and start to prefetch the next units. Collective."""
@@ -329,7 +331,7 @@ class Runtime:
         if self.in_backward is not None:
             self.in_backward.begin(self.forward_sync)
         self.syncing = self.forward_sync or self.forward_reduces
-        partial = self.syncing and not self.forward_sync and self.collectives.averaged > 1
+        partial = self.syncing and not self.forward_sync and self.collectives.data_parallel_size > 1
         for unit in self.units:
             unit.rounds = 0
             for use in (*unit.uses, *unit.kept):
@@ -343,8 +345,8 @@ class Runtime:
         # Replicated units are not unsharded, so that the ranks have not agreed on the order in which they were used.
         sharded = self.collectives.size > 1
         self.reductions.begin(self.forward_order.values() if sharded else self.units)
-        if self.together is not None:
-            self.together.begin(self, task)
+        if self.engine_order is not None:
+            self.engine_order.begin(self, task)
         end = EndOfBackward(self)
         self.end = weakref.ref(end, lambda _: self._abandon())
         torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -388,12 +390,12 @@ class Runtime:
         try:
             self.schedule.end_backward()
             if self.syncing:
-                assert self.agreement is not None
+                assert self.operations is not None
                 idle = self.schedule.passed - self.schedule.needed
-                if self.reductions.compare(self.units, self.agreement, idle, self.in_backward):
+                if self.reductions.compare(self.units, self.operations, idle, self.in_backward):
                     self.schedule.order.forget()  # no rank needs some unit in backward any more: learn the order anew
             # An engine that waits for others keeps `end`, so that it is abandoned if the graph task fails before they end.
-            ended: list[Runtime] = [self] if self.together is None else self.together.end(self)
+            ended: list[Runtime] = [self] if self.engine_order is None else self.engine_order.end(self)
             self._compare_order()
         except BaseException:
             self._abandon()
@@ -423,8 +425,8 @@ class Runtime:
             unit.awaits_trigger = False
             unit.uses.clear()
             unit.kept.clear()
-        if self.together is not None:
-            self.together.drop_parts()
+        if self.engine_order is not None:
+            self.engine_order.drop_secondary_shards()
         schedule.reshard_unused()
         self.collectives.drop_spares()  # to save memory between steps; a backward allocates the buffers again
         if self.syncing:
@@ -436,21 +438,21 @@ class Runtime:
         """Record that a collective of `unit` was issued, in the sequence that the ranks compare."""
         if kind != "reduce" and self.in_backward is not None:
             self.in_backward.gathered(unit)
-        if self.together is not None and (kind == "reduce" or unit.sharded):
-            self.together.note(kind, self.number, unit.index)
+        if self.engine_order is not None and (kind == "reduce" or unit.sharded):
+            self.engine_order.note(kind, self.number, unit.index)
 
     def _compare_order(self) -> None:
         """Compare the order of collectives with the other ranks, if the backward ran through several engines. Collective."""
-        issued = self.together.order() if self.together is not None else None
+        issued = self.engine_order.order() if self.engine_order is not None else None
         if issued is not None:
-            assert self.agreement is not None
-            self.agreement.note(issued, f"has mixed the collectives of several models in the order {issued:x}")
-            self.agreement.check("the end of a backward through several models")
+            assert self.operations is not None
+            self.operations.note(issued, f"has mixed the collectives of several models in the order {issued:x}")
+            self.operations.check("the end of a backward through several models")
 
     def _abandon(self) -> None:
         """Leave the engine as it was before a backward that has failed."""
-        if self.together is not None:
-            self.together.abandon(self)
+        if self.engine_order is not None:
+            self.engine_order.abandon(self)
         self.end, self.tasks = None, set()
         self.reductions.abandon()
         self.schedule.double_backward = False

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..comm.divergence import Agreement
+from ..comm.divergence import OperationSequence
 from ..config.shard_config import ShardConfig
 from ..unit.phases import BACKWARD, FORWARD
 from ..unit.unit import State, Unit
@@ -34,7 +34,7 @@ class UnshardSchedule:
         """
         self.by_index = by_index
         self.order = GatherOrder(config.prefetch)
-        self.agreement: Agreement | None = None
+        self.operations: OperationSequence | None = None
         self.gathered: dict[int, Unit] = {}  # units that are unsharded or being unsharded, by index
         self.fresh = False  # no unit was unsharded yet in this forward
         self.fresh_backward = False  # ... in this backward
@@ -105,13 +105,13 @@ class UnshardSchedule:
             self.pass_over(event)
         self._note(event)
         if not self.order.advance(event):
-            assert self.agreement is not None
-            self.agreement.check(f"the agreement to gather unit {unit.name!r}, which did not follow here before")
+            assert self.operations is not None
+            self.operations.check(f"the agreement to gather unit {unit.name!r}, which did not follow here before")
 
     def _note(self, event: Event) -> None:
-        assert self.agreement is not None
+        assert self.operations is not None
         phase, index, _ = event
-        self.agreement.note(phase * 1_000_003 + index + 17, self.by_index[index].event_texts[phase])
+        self.operations.note(phase * 1_000_003 + index + 17, self.by_index[index].event_texts[phase])
 
     def pass_over(self, until: Event | None) -> None:
         """Take part in the unshards that are predicted before `until` (None: before the end of backward). Collective.
@@ -145,8 +145,8 @@ class UnshardSchedule:
             return False
         units = list(self.by_index.values())
         marks = [unit.outdated or unit.exposed or unit.is_stale() for unit in units]
-        assert self.agreement is not None
-        agreed = self.agreement.check(what, torch.tensor(marks, dtype=torch.uint8))
+        assert self.operations is not None
+        agreed = self.operations.check(what, torch.tensor(marks, dtype=torch.uint8))
         for unit, changed in zip(units, marks if agreed is None else agreed.tolist(), strict=True):
             unit.outdated = bool(changed)
         return True

@@ -83,7 +83,7 @@ def _plan(model: nn.Module, config: ShardConfig, mesh: Any) -> Setup:
         where.topology,
         timeout=config.timeout,
         single_communicator=config.single_communicator,
-        again=where.again,
+        secondary_size=where.secondary_size,
     )
     setup = Setup(model, config, c)
     setup.attempt(_plan_units, setup)
@@ -101,7 +101,7 @@ def _plan_units(setup: Setup) -> None:
     precision.check_rounding(info.dtypes.stored for info in plan.params if info.requires_grad)
     if config.quantized is not None:
         config.quantized.check_device(c.device)
-        if c.size == 1 < c.averaged:
+        if c.size == 1 < c.data_parallel_size:
             raise ConfigError(
                 f"quantized: each rank holds a whole copy (strategy {config.strategy!r}, shard_size 1), so that nothing is "
                 "gathered, and gradients are all-reduced, which would round each sum once more. Leave it out."
@@ -355,7 +355,7 @@ def _register(setup: Setup) -> None:
     for module, name, buffer in setup.buffers:
         module._buffers[name] = buffer
     if setup.coalesced:
-        broadcast(c, setup.coalesced, "the broadcast of buffers from rank 0", within_plane=True)
+        broadcast(c, setup.coalesced, "the broadcast of buffers from rank 0", within_data_parallel=True)
     if setup.has_buffers and c.world > 1 and config.broadcast_buffers:
         runtime.buffers = BufferSync(c, setup.rank_own)
     runtime.ready()

@@ -90,7 +90,7 @@ def flatten(setup: Setup, unit: Unit, group: Group) -> None:
     del made
     if setup.config.sync_module_states:
         what = f"the broadcast of unit {unit.name!r}'s parameters from rank 0"
-        broadcast_coalesced(c, [full], what, within_plane=infos[0].ways > 1)
+        broadcast_coalesced(c, [full], what, within_data_parallel=infos[0].ways > 1)
     if full is not flat.memory:
         n = layout.shard_numel
         flat.memory.copy_(full.narrow(0, c.rank * n, n))

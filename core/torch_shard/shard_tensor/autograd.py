@@ -109,11 +109,11 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         spec = ctx.spec
-        total = spec.comm.everyone.all_reduce(
+        total = spec.comm.data_parallel.all_reduce(
             grad.detach().clone(), "sum", f"the gradient of a reduction of {spec.name}"
         )
         # With create_graph the derivative of this rank's own gradient stays in the graph.
-        return grad + (total / spec.comm.everyone.size - grad.detach()), None
+        return grad + (total / spec.comm.data_parallel.size - grad.detach()), None
 
 
 def shared_gradient(value: torch.Tensor, source: Any) -> torch.Tensor:
@@ -134,7 +134,7 @@ class GatherFull(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return MeanShard.apply(grad, ctx.cls, ctx.spec, ctx.spec.comm.everyone)
+        return MeanShard.apply(grad, ctx.cls, ctx.spec, ctx.spec.comm.data_parallel)
 
 
 class MeanShard(torch.autograd.Function):
@@ -211,7 +211,7 @@ def autograd_grad(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> 
 
 
 def _reduced(cls: type[ShardTensor], unit: Any, param: Any, from_shards: Any, from_unsharded: Any) -> Any:
-    spec, everyone = param._spec, unit.collectives.plane  # all replicas, since their gradients differ, too
+    spec, everyone = param._spec, unit.collectives.data_parallel  # all replicas, since their gradients differ, too
     used = torch.tensor(float(from_unsharded is not None), device=param._local.device)
     if not everyone.all_reduce(used, "max", f"torch.autograd.grad for {spec.name}"):
         return from_shards

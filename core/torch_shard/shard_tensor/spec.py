@@ -39,7 +39,7 @@ class ScalarComm(Protocol):
         ...
 
     @property
-    def everyone(self) -> ScalarComm:
+    def data_parallel(self) -> ScalarComm:
         """The collectives over all ranks that train together, of which several may have the same shard."""
         ...
 

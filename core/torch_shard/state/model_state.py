@@ -194,7 +194,7 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
     error = None
     result = None
     try:
-        with runtime.agreement.unnoted() if runtime.agreement is not None else contextlib.nullcontext():
+        with runtime.operations.unnoted() if runtime.operations is not None else contextlib.nullcontext():
             result = model.load_state_dict(plain, strict=strict)
     except Exception as problem:  # a module's own hook, or what it keeps in get_extra_state
         error = StateDictError(

@@ -184,7 +184,7 @@ class FlatBuffer:
         start, stop = self.layout.local_range(index, self.collectives.rank)
         placed, c = self.placed[index], self.collectives
         part = None if placed is None else placed.part
-        spec = ShardSpec(self.layout, index, c.rank, c.scalar if part is None else c.whole, part)
+        spec = ShardSpec(self.layout, index, c.rank, c.scalar if part is None else c.full_model, part)
         cls = ShardTensor if placed is None else shard_class()
         return cls(self.memory.narrow(0, start, stop - start), spec, unit=self.unit())
 
@@ -483,7 +483,7 @@ class _Average:
         c, spec = flat.collectives, flat.params[self.index]._spec
         # A plain gradient of a parameter that tensor parallelism cuts comes from a computation that each of all ranks has
         # made for itself.
-        among = c.everyone if flat.split and not is_dtensor(grad) else c.plane
+        among = c.everyone if flat.split and not is_dtensor(grad) else c.data_parallel
         total = grad.detach().clone() if not is_dtensor(grad) else flat.part_of(grad.detach(), self.index).clone()
         if among.size > 1:
             among.all_reduce(total, "sum", f"the gradient of {spec.name}, used past its unit")

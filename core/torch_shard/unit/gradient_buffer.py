@@ -70,8 +70,12 @@ class GradientBuffer:
         self._streams: set[Any] = set()
         self._notes_streams = collectives.reduce_stream is not None or (home is not None and home.host.on_cuda)
         self._narrow = False  # `flat` has the dtype in which gradients arrive, in which they may not be summed
-        before = _divided_before(collectives.averaged) if dtypes.reduce is torch.float16 else collectives.averaged
-        self._divide(1.0 / before, before / collectives.averaged)
+        before = (
+            _divided_before(collectives.data_parallel_size)
+            if dtypes.reduce is torch.float16
+            else collectives.data_parallel_size
+        )
+        self._divide(1.0 / before, before / collectives.data_parallel_size)
         self.opens = self._opens(False)  # the dtype of `flat`, if it is made now
         self.hook: CommHook | None = None  # the user's function that reduces in place of the engine
         self.quantized: QuantizedGradients | None = None
@@ -91,7 +95,7 @@ class GradientBuffer:
 
     def divide_by(self, divisor: float) -> None:
         """Divide sums over the ranks by `divisor` from now on, in place of the number of ranks."""
-        world = self.collectives.averaged
+        world = self.collectives.data_parallel_size
         before = _divided_before(world) if self.dtypes.reduce is torch.float16 and world > 1 else divisor
         self._divide(1.0 / before, before / divisor)
 
@@ -122,7 +126,7 @@ class GradientBuffer:
         if self.flat is None:
             if self.home is not None:
                 self.home.host.make_room()
-            self._narrow = self.collectives.averaged == 1 and widens(self.opens, self.dtypes.grad)
+            self._narrow = self.collectives.data_parallel_size == 1 and widens(self.opens, self.dtypes.grad)
             self.flat = self._taken(self.opens)
         return self.flat
 
@@ -148,7 +152,7 @@ class GradientBuffer:
         """Return the dtype of `flat`: that of the reduction, or a wide one where a deferred reduction lets it accumulate."""
         if deferred:
             return self.dtypes.accumulated
-        if self.collectives.averaged > 1:
+        if self.collectives.data_parallel_size > 1:
             return self.dtypes.reduce
         return self.dtypes.grad if self.home is None or self._factor != 1.0 else self.dtypes.crossing(reduced=False)
 
@@ -234,7 +238,7 @@ class GradientBuffer:
             for slot, has in zip(self.layout.slots, held, strict=True):
                 if not has:
                     slot_view(grad, slot).zero_()
-        if self.collectives.averaged == 1:
+        if self.collectives.data_parallel_size == 1:
             self._keep(cast(grad, self.dtypes.grad, self.home is not None), streams=streams)
             return None
         if self.quantized is not None:
@@ -271,7 +275,7 @@ class GradientBuffer:
         """
         home = self.home
         # With one rank no reduction waits for this one, so that the result can as well be added when it is published.
-        base = self._published() if home is not None or self.collectives.averaged > 1 else None
+        base = self._published() if home is not None or self.collectives.data_parallel_size > 1 else None
         if home is None:
             if base is not None:
                 base.add_(result)

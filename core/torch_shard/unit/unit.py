@@ -234,7 +234,7 @@ class Unit:
         from_secondary = from_secondary and self.resharded and self._reshard_versions == self._versions()
         if from_secondary:
             self.resharded = False
-        self.runtime.note_issued("gather again" if from_secondary else "gather", self)
+        self.runtime.note_issued("secondary gather" if from_secondary else "gather", self)
         if c.gather_stream is not None and c.is_capturing():
             raise UnitStateError(
                 f"rank {c.world_rank}: unit {self.name!r} is gathered during the capture of a CUDA graph, which would read freed "

@@ -111,12 +111,12 @@ def unify_replicas(flat: FlatBuffer, what: str, own: torch.Tensor | None = None)
     held = flat.shard if own is None else own
     own = held.to(c.device)
     # Parameters that tensor parallelism does not cut are the same in all data-parallel groups, too.
-    channel = c.lane_channel if c.lane_channel is not None and not flat.split else c.replica_channel
+    channel = c.tp_replica_channel if c.tp_replica_channel is not None and not flat.split else c.replica_channel
     if not flat.sharded:
-        broadcast_coalesced(c, [own], what, within_plane=flat.split)
+        broadcast_coalesced(c, [own], what, within_data_parallel=flat.split)
     elif channel is not None:
         c.send_waiting()
-        c.watch.meet(what)
+        c.watch.host_barrier(what)
         if own.numel():
             c.broadcast(_bytes(own), min(channel.members), what, channel, ordered=c.watch.polls)
     if own is not held:

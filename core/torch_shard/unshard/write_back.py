@@ -195,7 +195,7 @@ def _write_grads(summons: Summons, number: int, flat: FlatBuffer) -> None:
             for p, g in zip(flat.params, grads, strict=True)
         ]
         topology = flat.collectives.topology
-        if topology.replicas > 1 or topology.planes > 1:
+        if topology.replicas > 1 or topology.data_parallel_groups > 1:
             slices = _of_first_replica(unit, flat, slices, what)
         for param, local in zip(flat.params, slices, strict=True):
             set_grad(param, None if local is None else local.clone())

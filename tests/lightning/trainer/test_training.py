@@ -79,7 +79,7 @@ def test_hybrid_on_two_nodes_equals_a_single_device(rank, world_size, strategy):
 
     class Look(Callback):
         def on_train_start(self, trainer, module):
-            found.append(torch_shard.engine_of(module)._runtime.collectives.topology.rows)
+            found.append(torch_shard.engine_of(module)._runtime.collectives.topology.shard_groups)
 
     chosen = ShardStrategy(strategy=strategy)
     options = {"num_nodes": 2, "devices": 2, "plugins": [TwoNodes()], "callbacks": [Look()]}

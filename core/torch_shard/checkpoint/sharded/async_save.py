@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...comm.heartbeat_barrier import Meeting
+from ...comm.heartbeat_barrier import HeartbeatBarrier
 from ...errors import CheckpointError
 from ...log import logger
 
@@ -42,21 +42,21 @@ class PendingSave:
     Python take the thread for ended.
     """
 
-    def __init__(self, target: Path, meeting: Meeting | None, save: Save) -> None:
+    def __init__(self, target: Path, barrier: HeartbeatBarrier | None, save: Save) -> None:
         """Start the thread, which waits for :meth:`begin`.
 
         Args:
             target: of the checkpoint, for messages.
-            meeting: of the ranks; None where there is one.
+            barrier: of the ranks; None where there is one.
             save: what there is to do.
         """
         self.path = target
-        self._work: _Work | None = _Work(meeting, save)
+        self._work: _Work | None = _Work(barrier, save)
         self._error: CheckpointError | None = None
         self._may_begin, self._ended = threading.Event(), threading.Event()
         self._living = contextlib.ExitStack()
-        if meeting is not None:  # here, since a program that is about to end starts no threads
-            self._living.enter_context(meeting.at_work())
+        if barrier is not None:  # here, since a program that is about to end starts no threads
+            self._living.enter_context(barrier.heartbeat())
         try:
             threading.Thread(target=self._run, name=f"torch_shard save of {target.name}").start()
         except BaseException:
@@ -100,7 +100,7 @@ class PendingSave:
 
     def _outcome(self, work: _Work) -> CheckpointError | None:
         try:
-            problem = work.together() if work.meeting is not None else work.alone()
+            problem = work.together() if work.barrier is not None else work.alone()
         except Exception as error:  # the store is gone, or a rank
             problem = _text(error)
         work.save.close(problem is None)
@@ -119,7 +119,7 @@ class PendingSave:
 class _Work:
     """What a :class:`PendingSave` does, and with whom."""
 
-    meeting: Meeting | None
+    barrier: HeartbeatBarrier | None
     save: Save
 
     def alone(self) -> str | None:
@@ -133,49 +133,49 @@ class _Work:
 
     def together(self) -> str | None:
         """Save, and learn what became of it: None, or what went wrong on any rank."""
-        meeting = self.meeting
-        assert meeting is not None
-        meeting.say("proposal", pickle.dumps(self.save.proposal))
-        if meeting.rank:
-            plan = pickle.loads(meeting.hear(f"plan of rank {meeting.rank}", 0))
+        barrier = self.barrier
+        assert barrier is not None
+        barrier.post("proposal", pickle.dumps(self.save.proposal))
+        if barrier.rank:
+            plan = pickle.loads(barrier.read(f"plan of rank {barrier.rank}", 0))
             if plan is not None:
-                meeting.say("written", pickle.dumps(self._written(plan)))
-            problem: str | None = pickle.loads(meeting.hear("outcome", 0))
-            meeting.forget()
-            meeting.say("heard")
+                barrier.post("written", pickle.dumps(self._written(plan)))
+            problem: str | None = pickle.loads(barrier.read("outcome", 0))
+            barrier.forget()
+            barrier.post("heard")
             return problem
-        everyone = range(meeting.world)
-        plans: list[Any] = [None] * meeting.world
+        everyone = range(barrier.world)
+        plans: list[Any] = [None] * barrier.world
         try:
-            plans = self.save.decide([pickle.loads(meeting.hear("proposal", rank)) for rank in everyone])
+            plans = self.save.decide([pickle.loads(barrier.read("proposal", rank)) for rank in everyone])
             problem = None
         except Exception as error:
             problem = _text(error)
         for rank in everyone[1:]:
-            meeting.say(f"plan of rank {rank}", pickle.dumps(plans[rank]))
+            barrier.post(f"plan of rank {rank}", pickle.dumps(plans[rank]))
         if problem is None:
             problem = self._completed(plans[0])
-        meeting.say("outcome", pickle.dumps(problem))
+        barrier.post("outcome", pickle.dumps(problem))
         # The store may end with this process.
         with contextlib.suppress(Exception):
-            meeting.wait("heard", list(everyone[1:]))
-            meeting.forget("written", "heard")
+            barrier.wait("heard", list(everyone[1:]))
+            barrier.forget("written", "heard")
         return problem
 
     def _written(self, plan: Any) -> tuple[str | None, Any]:
         """Write this rank's part; return what went wrong, and the part."""
-        assert self.meeting is not None
+        assert self.barrier is not None
         try:
             return None, self.save.write(plan)
         except Exception as error:
-            return f"rank {self.meeting.rank}: {_text(error)}", None
+            return f"rank {self.barrier.rank}: {_text(error)}", None
 
     def _completed(self, plan: Any) -> str | None:
         """Write rank 0's part, and put all parts together. Return None, or what went wrong on any rank."""
-        assert self.meeting is not None
+        assert self.barrier is not None
         try:
-            others = range(1, self.meeting.world)
-            written = [self._written(plan), *(pickle.loads(self.meeting.hear("written", rank)) for rank in others)]
+            others = range(1, self.barrier.world)
+            written = [self._written(plan), *(pickle.loads(self.barrier.read("written", rank)) for rank in others)]
             problem = "; ".join(text for text, _ in written if text is not None) or None
             if problem is None:
                 self.save.finish([part for _, part in written])

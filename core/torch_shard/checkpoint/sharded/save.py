@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ...comm.collective_steps import broadcast, each, gather, meeting_of, scatter, uncollected
+from ...comm.collective_steps import broadcast, each, gather, heartbeat_barrier, scatter, uncollected
 from ...errors import CheckpointError, ConfigError
 from ...log import logger
 from ...shard_tensor.tensor import ShardTensor
@@ -139,10 +139,10 @@ def _write(runtime: Any, what: str, work: _Save) -> None:
 
 def _start(runtime: Any, what: str, work: _Save) -> PendingSave:
     """Do all that remains in a thread of each rank."""
-    meeting = meeting_of(runtime, f"{work.nonce}/pending", own_connection=True)
+    barrier = heartbeat_barrier(runtime, f"{work.nonce}/pending", own_connection=True)
     made: list[PendingSave] = []
     try:
-        each(runtime, what, lambda: made.append(PendingSave(work.target, meeting, work)))
+        each(runtime, what, lambda: made.append(PendingSave(work.target, barrier, work)))
     except BaseException:
         for started in made:
             started.cancel()

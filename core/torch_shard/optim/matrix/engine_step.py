@@ -180,8 +180,8 @@ class EngineStep:
         Raises:
             DivergenceError: on all ranks, before anything has changed.
         """
-        c, agreement = self.runtime.collectives, self.runtime.agreement
-        if c.world == 1 or agreement is None:
+        c, operations = self.runtime.collectives, self.runtime.operations
+        if c.world == 1 or operations is None:
             return changed
         absent = [p._spec.name for p, has in zip(self._params, present, strict=True) if not has]
         text = f"steps {self._name} over {len(present)} parameters"
@@ -191,8 +191,8 @@ class EngineStep:
         owners = self.runtime.owners.of(self._optimizer())
         owned = [owners.get(p._spec.name, -1) for p in self._params]
         key = zlib.crc32(repr((text, owned)).encode() + bytes(present), self._order)
-        agreement.note(key, f"{text} (their order and owners: {key:08x})")
-        answer = agreement.check(what, torch.tensor([changed], dtype=torch.uint8, device="cpu"))
+        operations.note(key, f"{text} (their order and owners: {key:08x})")
+        answer = operations.check(what, torch.tensor([changed], dtype=torch.uint8, device="cpu"))
         assert answer is not None
         return bool(answer[0])
 
@@ -360,10 +360,10 @@ class EngineStep:
         if self.runtime.collectives.size == 1:
             return wrong
         told = [2 if id(p) in self._cleared else int(id(p) in self._edited) for p in self._params]
-        what, agreement = f"the end of {self._name}.step()", self.runtime.agreement
-        assert agreement is not None
-        agreement.note(zlib.crc32(what.encode()), what)
-        answer = agreement.check(what, torch.tensor([*told, _WRONG.index(wrong)], dtype=torch.uint8, device="cpu"))
+        what, operations = f"the end of {self._name}.step()", self.runtime.operations
+        assert operations is not None
+        operations.note(zlib.crc32(what.encode()), what)
+        answer = operations.check(what, torch.tensor([*told, _WRONG.index(wrong)], dtype=torch.uint8, device="cpu"))
         assert answer is not None
         *most, worst = answer.tolist()
         self._cleared = {id(p) for p, said in zip(self._params, most, strict=True) if said == 2}

@@ -172,7 +172,7 @@ def settle(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor], what
             ):  # from steps of tensor parallelism alone: here parameters are plain
                 own[key] = local(value)
     _send_to_copies(runtime, state, params, kinds_of, what)
-    table = [kinds_of[rank] for rank in c.topology.row_of(c.world_rank)]
+    table = [kinds_of[rank] for rank in c.topology.shard_group_of(c.world_rank)]
     owners = runtime.owners.of(optimizer)
     sliced: list[ShardTensor] = []
     free: list[ShardTensor] = []
@@ -229,7 +229,7 @@ def _send_to_copies(
     topology = runtime.collectives.topology
     if not topology.is_hybrid:
         return
-    rows, me = topology.rows, runtime.collectives.world_rank
+    rows, me = topology.shard_groups, runtime.collectives.world_rank
     lacking = {}  # by number of the parameter, the copies without any state of it
     for i in range(len(params)):
         without = [row for row in rows if not any(kinds_of[rank][i] for rank in row)]
