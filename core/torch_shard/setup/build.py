@@ -10,6 +10,7 @@ that has failed would be missing in a collective: before each unit that is broad
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..config.offload import offload_of
 from ..config.precision import precision_of
 from ..config.shard_config import ShardConfig
 from ..errors import ConfigError, SetupError
-from ..layout.dtensor_placement import is_dtensor, local_of, placed_of
+from ..layout.dtensor_placement import is_dtensor, placed_of
 from ..log import logger
 from ..numerics.stochastic_rounding import Rounding
 from ..offload import memory_limits
@@ -45,7 +46,7 @@ from .lazy_param import deferred_of
 from .lazy_values import refuse_altered
 from .meta_init import Materialiser, one_random_state, random_state, set_random_state
 from .shared import Group, Setup
-from .undo import Swapped, Undo
+from .undo import Swapped, note_modules
 
 
 def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Plan]:
@@ -56,16 +57,20 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
     with outside_inference():
         setup = _plan(model, config, mesh)
         _agree(setup)
-        setup.undo = Undo(model, setup.collectives)
-        try:
-            _allocate(setup)
-            _fill(setup)
-            _register(setup)
-        except BaseException:
-            setup.undo.run()
-            setup.error = None  # it refers to this, by its traceback
-            raise
-        setup.undo.forget()
+        with contextlib.ExitStack() as setup.undo:
+            setup.undo.callback(setup.collectives.drop_spares)
+            note_modules(setup.undo, model)
+            try:
+                _allocate(setup)
+                _fill(setup)
+                _register(setup)
+            except BaseException as error:
+                # If a rank is absent, the consensus raises an error that the other ranks need not have.
+                own = error is setup.error or isinstance(error, SetupError)
+                setup.all_failed = own or setup.collectives.world == 1
+                setup.error = None  # its traceback refers to this frame
+                raise
+            setup.undo.pop_all()  # nothing has failed
     return setup.runtime, setup.plan
 
 
@@ -121,20 +126,18 @@ def _agree(setup: Setup) -> None:
     c = setup.collectives
     agree(c, setup.model, setup.plan if setup.error is None else None, setup.config, setup.error)
     params = {info.name: setup.params[info.name] for info in setup.plan.params}
-    on_device = offload_of(setup.config.offload) is None
     # What waits for values from files has them, on every rank.
     here = [p.device.type != "meta" or deferred_of(p) is not None for p in params.values()]
     first = [h and c.world_rank == 0 for h in here]
-    freed = [on_device and local_of(p).device == c.device for p in params.values()]
     seed = (torch.initial_seed() & ((1 << 63) - 1) if c.world_rank == 0 else 0).to_bytes(8, "little")
-    message = torch.tensor([*here, *first, *freed, *seed], dtype=torch.uint8, device="cpu")
+    message = torch.tensor([*here, *first, *seed], dtype=torch.uint8, device="cpu")
     if c.world > 1:
         c.maximum(message, SETUP)
     answer, n = message.tolist(), len(params)
-    setup.with_values, setup.sent, setup.freed = (
-        {name for name, is_so in zip(params, answer[at : at + n], strict=True) if is_so} for at in (0, n, 2 * n)
+    setup.with_values, setup.sent = (
+        {name for name, is_so in zip(params, answer[at : at + n], strict=True) if is_so} for at in (0, n)
     )
-    setup.seed = int.from_bytes(bytes(answer[3 * n :]), "little")
+    setup.seed = int.from_bytes(bytes(answer[2 * n :]), "little")
     setup.on_meta = [setup.with_values.isdisjoint(i.name for i in unit.params) for unit in setup.plan.units]
 
 
@@ -154,7 +157,7 @@ def _allocate(setup: Setup) -> None:
         setup.host = Host(offload, c)
         setup.attempt(setup.host.open)
     setup.runtime = Runtime(config, c, setup.host)
-    setup.undo.add(lambda: _abandon(setup))
+    setup.undo.callback(_abandon, setup)
     if setup.host is not None:
         names = [unit.name for unit in setup.plan.units]
         setup.shards = setup.attempt(setup.host.take_shards, setup.groups, names) or {}
@@ -162,7 +165,7 @@ def _allocate(setup: Setup) -> None:
         unit = Unit(unit_plan.name, index, c, setup.host)
         unit.triggers = [setup.modules[name] for name in unit_plan.triggers]
         setup.runtime.add(unit)
-    setup.materialiser = Materialiser(model, config, setup.undo)
+    setup.materialiser = Materialiser(model, config, c, setup.undo)
     for module in model.modules():
         if isinstance(module, nn.RNNBase):  # its weak references to the weights would make a swap impossible
             module._flat_weight_refs, module._flat_weights = [], []
@@ -215,7 +218,7 @@ def _replace(setup: Setup, param: nn.Parameter, other: nn.Parameter) -> None:
     post_hooks = getattr(param, "_post_accumulate_grad_hooks", None)
     swapped = Swapped(param, other, param._backward_hooks, post_hooks, param.grad)
     torch.utils.swap_tensors(param, other)
-    setup.undo.add(swapped.swap_back)
+    setup.undo.callback(swapped.swap_back)
 
 
 def _abandon(setup: Setup) -> None:
@@ -242,8 +245,7 @@ def _fill(setup: Setup) -> None:
     filled = [
         (unit, group) for unit, groups, on_meta in units for group in groups if not on_meta and not _waits(setup, group)
     ]
-    state = random_state(c.device)
-    setup.undo.add(lambda: set_random_state(c.device, state))
+    setup.undo.callback(set_random_state, c.device, random_state(c.device))
     setup.attempt(_initialise_whole, setup)
     sends = config.sync_module_states and any(setup.on_meta)
     if sends:
@@ -295,7 +297,7 @@ def _enter_fresh(setup: Setup, unit: Unit, groups: Iterable[Group]) -> None:
         flat = empty_flat(setup, unit, group)
         for info in group[0]:
             setup.filler.note(setup.params[info.name])
-        swap_in(setup, unit, flat, group, setup.undo.add_flat(flat, frees=False))
+        swap_in(setup, unit, flat, group, setup.note(flat, has_values=False))
 
 
 def _fill_ignored(setup: Setup) -> None:
@@ -351,7 +353,7 @@ def _register(setup: Setup) -> None:
     """Put the buffers in their places, and hooks on the modules. Collective. Fails only with a rank that is lost."""
     model, config, c, runtime = setup.model, setup.config, setup.collectives, setup.runtime
     c.drop_spares()
-    setup.undo.add(lambda: unregister(model, runtime.units))
+    setup.undo.callback(unregister, model, runtime.units)
     for module, name, buffer in setup.buffers:
         module._buffers[name] = buffer
     if setup.coalesced:

@@ -11,6 +11,7 @@ from ..comm.broadcast_buffers import broadcast_coalesced
 from ..errors import SetupError
 from ..layout.dtensor_placement import Placed, local_of
 from ..layout.flat_layout import FlatLayout, ParamMeta
+from ..numerics.dtypes import widens
 from ..plan.plan import ParamInfo, UnitPlan
 from ..shard_tensor.spec import shard_of_part
 from ..shard_tensor.tensor import ShardTensor
@@ -75,17 +76,13 @@ def flatten(setup: Setup, unit: Unit, group: Group) -> None:
     The whole values are in one buffer for a while, which goes back before those of the next group come.
     """
     c, (infos, layout) = setup.collectives, group
-    frees = any(info.name in setup.freed for info in infos)
     made = setup.attempt(_with_values, setup, unit, group)
-    if setup.config.sync_module_states or frees:
-        # A rank without memory would be missing in the broadcast, or where values that other ranks have freed are gathered again.
-        try:
-            setup.together()
-        except BaseException:
-            del made  # the traceback would keep its memory, and to undo what was done takes some
-            raise
-    if made is None:
-        return
+    try:
+        # A rank without memory would be missing in the broadcast, or where freed values are gathered after a failure.
+        setup.together()
+    except BaseException:
+        del made  # the traceback would keep its memory, which the undoing needs
+        raise
     flat, full = made
     del made
     if setup.config.sync_module_states:
@@ -95,12 +92,13 @@ def flatten(setup: Setup, unit: Unit, group: Group) -> None:
         n = layout.shard_numel
         flat.memory.copy_(full.narrow(0, c.rank * n, n))
     del full
-    swapped = setup.undo.add_flat(flat, frees)
+    swapped = setup.note(flat, has_values=True)
     setup.attempt(swap_in, setup, unit, flat, group, swapped)
     for info, each in zip(infos, swapped, strict=False):
-        if info.name in setup.given:
-            each.drop()
-        elif info.name in setup.freed and local_of(each.before).device == c.device:
+        # Shards in a narrower dtype could not give the values back.
+        exact = info.dtypes.stored == info.dtype or widens(info.dtype, info.dtypes.stored)
+        moves = setup.host is not None or local_of(each.before).device != c.device
+        if info.name in setup.given or (exact and not moves):
             each.free()
 
 

@@ -9,7 +9,7 @@ a zeroed padding row) is run again on them, from the same state of the random ge
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,14 +21,13 @@ from ..config.shard_config import ShardConfig
 from ..errors import NeedsGatherError, SetupError
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.unit import State, Unit
-from .undo import Undo
 
 
 class Materialiser:
     """Initialises the meta parameters of one model during its set-up."""
 
-    def __init__(self, model: nn.Module, config: ShardConfig, undo: Undo) -> None:
-        self.config, self.collectives, self.undo = config, undo.collectives, undo
+    def __init__(self, model: nn.Module, config: ShardConfig, collectives: Collectives, undo: ExitStack) -> None:
+        self.config, self.collectives, self.undo = config, collectives, undo
         # By id, the parameters that have values, which stay whatever an initialisation does to them.
         self.filled = {id(p) for p in model.parameters() if p.device.type != "meta"}
         self.order = {id(m): i for i, m in enumerate(model.modules())}
@@ -116,11 +115,11 @@ class Materialiser:
         if any(p.device.type == "meta" and id(p) not in self.filled for p in held):
             return
         self.done.add(id(module))
-        buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
-        self.undo.add_values(buffer for buffer in buffers.values() if buffer.device.type != "meta")
-        for name, buffer in buffers.items():
-            if buffer.device.type == "meta":
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type == "meta":
                 module._buffers[name] = torch.zeros_like(buffer, device=self.collectives.device)
+            elif buffer is not None:
+                self.undo.callback(buffer.data.copy_, buffer.detach().clone())
         kept = [(p, p.detach().clone()) for p in held if id(p) in self.filled]
         with torch.no_grad():
             try:

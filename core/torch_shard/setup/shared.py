@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,16 +13,16 @@ from torch import nn
 from ..comm.broadcast_buffers import Coalesced
 from ..comm.collectives import Collectives
 from ..config.shard_config import ShardConfig
-from ..errors import SetupError
 from ..layout.dtensor_placement import Placed
 from ..layout.flat_layout import FlatLayout
 from ..offload.host import Host
 from ..plan.plan import ParamInfo, Plan
 from ..runtime.runtime import Runtime
+from ..unit.flat_buffer import FlatBuffer
 from .checks import fail_together
 from .lazy_values import Filler
 from .meta_init import Materialiser
-from .undo import Undo
+from .undo import Swapped, note_flat
 
 __all__ = ["Group", "Setup"]
 
@@ -41,6 +42,8 @@ class Setup:
     config: ShardConfig
     collectives: Collectives
     error: Exception | None = None  # why this rank can't go on
+    all_failed: bool = False  # all ranks know of the failure, and have come to the same collective
+    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     # plan
     plan: Plan = field(init=False)
@@ -53,11 +56,9 @@ class Setup:
     on_meta: list[bool] = field(init=False)  # by unit: no rank has values for any parameter, in memory or in files
     with_values: set[str] = field(init=False)  # parameters for which some rank has
     sent: set[str] = field(init=False)  # ... for which rank 0 has, which its broadcast sends
-    freed: set[str] = field(init=False)  # ... whose memory is given back on some rank when they are sharded
     seed: int = field(init=False)  # of stochastic rounding
 
     # allocate
-    undo: Undo = field(init=False)
     host: Host | None = None
     shards: dict[int, torch.Tensor] = field(default_factory=dict)  # memory in the host, by id of the layout
     runtime: Runtime = field(init=False)
@@ -80,14 +81,10 @@ class Setup:
                 self.error = error
         return None
 
+    def note(self, flat: FlatBuffer, has_values: bool) -> list[Swapped]:
+        """Note `flat` for a failure, see :func:`.undo.note_flat`."""
+        return note_flat(self.undo, flat, lambda: self.all_failed, has_values)
+
     def together(self) -> None:
         """Raise on every rank if one has failed: there what it has raised, elsewhere an error that names it. Collective."""
-        try:
-            fail_together(self.collectives, self.error)
-        except SetupError:
-            self.undo.together = True
-            raise
-        except Exception as error:
-            # In a rank's absence the consensus raises another one, which no other rank need have.
-            self.undo.together = error is self.error
-            raise
+        fail_together(self.collectives, self.error)
