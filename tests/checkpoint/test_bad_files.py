@@ -183,6 +183,23 @@ def test_a_cut_off_checkpoint_of_torchs(rank, tmp_path):
 
 
 @ranks(2)
+def test_a_part_that_torchs_metadata_lacks(rank, tmp_path):
+    """Nothing would be read to its place, which would keep what memory held."""
+    dcp.save({"model": wide().state_dict()}, checkpoint_id=tmp_path / "c")
+    if rank == 0:
+        path = tmp_path / "c" / ".metadata"
+        metadata = pickle.loads(path.read_bytes())
+        metadata.state_dict_metadata["model.0.weight"].chunks.pop()
+        path.write_bytes(pickle.dumps(metadata))
+    dist.barrier()
+    _model, engine, _ = build(model=wide)
+    before = whole(engine)
+    with pytest.raises(CheckpointError, match=r"model\.0\.weight is not complete"):
+        load(engine, tmp_path / "c")
+    same(whole(engine), before)
+
+
+@ranks(2)
 def test_no_checkpoint(rank, tmp_path):
     _model, engine, _ = build(model=wide)
     with pytest.raises(CheckpointError, match="there is no checkpoint at"):

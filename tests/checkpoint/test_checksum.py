@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_shard.checkpoint.format.checksum import SMALLEST, block_sum, word_sum
+from torch_shard.checkpoint.format.checksum import SMALLEST, block_sum
 
 SIZE = 3 * SMALLEST + 40  # not a multiple of a page
 WORD, PAGE = 8, 4096
@@ -61,12 +61,3 @@ def test_what_it_is_stays():
     """Files on disks have it."""
     block = bytearray(i * 37 % 251 for i in range(SMALLEST + 3))
     assert block_sum(memoryview(block)) == "8ee6aaf6157ec605"
-
-
-@given(st.integers(0, SIZE - 1), st.integers(0, 7))
-@settings(deadline=None, max_examples=30)
-def test_a_flipped_bit_changes_the_quick_sum(position, bit):
-    block = some()
-    before = word_sum(memoryview(block))
-    block[position] ^= 1 << bit
-    assert word_sum(memoryview(block)) != before

@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-__all__ = ["SMALLEST", "block_sum", "word_sum"]
+__all__ = ["SMALLEST", "block_sum"]
 
 SMALLEST = 1 << 16
 """Bytes from which on a block has such a sum; a CRC-32 of less is as fast as the calls here."""
@@ -38,10 +38,3 @@ def block_sum(block: memoryview) -> str | None:
     digest.update(block[size:])
     digest.update(len(block).to_bytes(8, "little"))
     return digest.hexdigest()
-
-
-def word_sum(block: memoryview) -> int:
-    """Return a sum that is several times as fast, and tells whether bytes that were verified a moment ago are the same."""
-    size = len(block) // _WORD * _WORD
-    total = int(torch.frombuffer(block[:size], dtype=torch.int64).sum()) if size else 0
-    return hash((total, bytes(block[size:])))

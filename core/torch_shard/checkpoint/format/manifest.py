@@ -21,6 +21,7 @@ for each such part, where it is large, a checksum that is faster (:mod:`.checksu
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -71,6 +72,11 @@ class FileRecord:
     marks: tuple[tuple[int, int], ...] = ()
     items: tuple[Item, ...] = ()
     sums: tuple[str | None, ...] = ()
+
+    @functools.cached_property
+    def places(self) -> dict[tuple[str, tuple[int, ...] | None], Item]:
+        """The items by name and offsets."""
+        return {(item.name, item.offsets): item for item in self.items}
 
     def sum_of(self, block: int) -> str | None:
         """Return the faster checksum of the bytes from a mark to the next one, if there is one."""

@@ -1,25 +1,24 @@
-"""Memory that goes back to the system when it is not needed any more.
+"""Memory of tensors as bytes, and buffers whose memory goes back to the system when they are freed.
 
-The C library keeps blocks of some MiB that were freed, in case they are needed again, and where small objects lie between them it
-keeps several: then a process that holds one unit at a time takes the memory of four. So large buffers are mapped here.
+The C library keeps freed blocks of some MiB for later, and several of them where small objects lie between. A process that holds
+one unit at a time then takes the memory of four. So large buffers are mapped.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from collections.abc import Iterator
 
 import torch
 
-__all__ = ["buffer", "copied", "memory_of", "row_major"]
+__all__ = ["blocks_of", "buffer", "bytes_of", "copied", "row_major"]
 
-_BLOCK = 4 << 20  # bytes that are looked at twice, for a checksum and to write them, while they are in the cache
-_LARGE = 128 << 10  # below, the C library has its own place for them
+_BLOCK = 4 << 20  # bytes that are read twice, for a checksum and to write them, while they are in the cache
+_LARGE = 128 << 10  # bytes; smaller blocks have a place of their own in the C library
 
 
 def buffer(nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return so many uninitialised bytes, as a 1-D uint8 tensor."""
+    """Return `nbytes` uninitialised bytes as a 1-D uint8 tensor."""
     if torch.device(device).type != "cpu" or nbytes < _LARGE:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -34,13 +33,19 @@ def copied(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tens
 
 
 def row_major(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself where it is row-major on the CPU, else such a copy."""
+    """Return the tensor itself if it is row-major on the CPU, else a copy that is."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     return tensor if tensor.device.type == "cpu" and tensor.is_contiguous() else copied(tensor)
 
 
-def memory_of(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the memory of a row-major tensor on the CPU, in parts. The tensor must outlive them."""
-    size, address = tensor.numel() * tensor.element_size(), tensor.data_ptr()
-    for at in range(0, size, _BLOCK):
-        yield memoryview((ctypes.c_char * min(_BLOCK, size - at)).from_address(address + at)).cast("B")
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a row-major tensor on the CPU."""
+    # Not tensor.view(-1): a single element may have any stride.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+def blocks_of(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the memory of a row-major tensor on the CPU in blocks of some MiB."""
+    memory = bytes_of(tensor)
+    for at in range(0, len(memory), _BLOCK):
+        yield memory[at : at + _BLOCK]

@@ -24,7 +24,7 @@ from ...errors import CheckpointError, ConfigError
 from ...layout.flat_layout import contiguous_stride
 from ..full.tied_weights import memory_key
 from .fileio import naming
-from .mmap_buffer import memory_of, row_major
+from .mmap_buffer import blocks_of, row_major
 from .tensor_entry import ALIGNMENT
 
 __all__ = ["Slot", "TorchFileWriter", "check_loadable", "first_line", "not_loadable", "not_trusted", "refused"]
@@ -104,7 +104,7 @@ class TorchFileWriter:
             padding = -start % ALIGNMENT  # so that the values can be mapped
             member.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
             with self._archive.open(member, "w", force_zip64=is_large) as out:
-                for block in memory_of(tensor):
+                for block in blocks_of(tensor):
                     out.write(block)
         del self._missing[id(slot)]
 

@@ -13,11 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from ...errors import CheckpointError
 from ...state.optimizer_state import OTHER
-from ..format.chunks import covers
 from .checkpoint_dir import Checkpoint
 from .entries import MODEL, MODELS, OPTIMIZER
 
@@ -113,20 +111,13 @@ def _leaf(checkpoint: Checkpoint, name: str) -> Stored | StoredObject:
     files = tuple(dict.fromkeys(info.relative_path for info in infos if info is not None))
     where = tuple((i.relative_path, i.offset) for i in infos if i is not None) if found.size.numel() else ()
     complete = where if len(where) == len(found.chunks) else ()
-    return Stored(
-        name, found.size, found.properties.dtype, complete or name, files, lambda: _tensor(checkpoint, name, found)
-    )
 
+    def read() -> torch.Tensor:
+        tensor = torch.empty(found.size, dtype=found.properties.dtype)
+        checkpoint.read({name: tensor}, ())
+        return tensor
 
-def _tensor(checkpoint: Checkpoint, name: str, found: TensorStorageMetadata) -> torch.Tensor:
-    if not covers(found.size, found.chunks):  # what no part fills would be whatever memory held
-        raise CheckpointError(
-            f"{checkpoint.folder}: {name} is not complete: its parts do not make up its shape {list(found.size)}. Use another "
-            "checkpoint."
-        )
-    tensor = torch.empty(found.size, dtype=found.properties.dtype)
-    checkpoint.read({name: tensor}, ())
-    return tensor
+    return Stored(name, found.size, found.properties.dtype, complete or name, files, read)
 
 
 def place(root: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:

@@ -92,20 +92,17 @@ def _load(
 
     work = each(runtime, what, prepare, key=lambda found: (found.checkpoint.fingerprint, dtype, strict))
     nonce = broadcast(runtime, secrets.token_hex(8), what)
+    each(runtime, what, work.compare, nonce=f"{nonce}/compare")
+    # Gives parameters owners, the same on all ranks; that is no change to what is trained.
+    each(runtime, what, work.verify, nonce=f"{nonce}/verify")
     try:
-        each(runtime, what, work.compare, nonce=f"{nonce}/compare")
-        # Gives parameters owners, the same on all ranks; that is no change to what is trained.
-        each(runtime, what, work.verify, nonce=f"{nonce}/verify")
-        try:
-            each(runtime, what, work.fill, nonce=f"{nonce}/fill")
-        except Exception:
-            work.overwritten()  # on all ranks, whichever failed
-            raise
-        for source, values in zip(work.sources, work.values(), strict=True):
-            model_state.load_state_dict(source.model, source.runtime, values, strict)
-        each(runtime, what, work.apply)
-    finally:
-        work.checkpoint.close()
+        each(runtime, what, work.fill, nonce=f"{nonce}/fill")
+    except Exception:
+        work.overwritten()  # on all ranks, whichever failed
+        raise
+    for source, values in zip(work.sources, work.values(), strict=True):
+        model_state.load_state_dict(source.model, source.runtime, values, strict)
+    each(runtime, what, work.apply)
     return work.known.get(EXTRA)
 
 

@@ -92,18 +92,11 @@ def read_contents(
 
     def prepare() -> _Reading:
         checkpoint = Checkpoint.open(path, sizes=first)
-        try:
-            return _Reading(checkpoint, _sources(checkpoint, engine, models), optimizers, named_state, unpickle)
-        except BaseException:
-            checkpoint.close()
-            raise
+        return _Reading(checkpoint, _sources(checkpoint, engine, models), optimizers, named_state, unpickle)
 
     work = each(runtime, what, prepare, key=lambda found: found.checkpoint.fingerprint)
-    try:
-        nonce = broadcast(runtime, secrets.token_hex(8), what)
-        return each(runtime, what, work.read, nonce=f"{nonce}/read")
-    finally:
-        work.checkpoint.close()
+    nonce = broadcast(runtime, secrets.token_hex(8), what)
+    return each(runtime, what, work.read, nonce=f"{nonce}/read")
 
 
 class _Reading:

@@ -7,16 +7,14 @@ a few MiB at a time, so that the second look at it (the first one is the checksu
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import functools
 import io
 import os
 import pickle
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -27,14 +25,14 @@ from ..format.checksum import SMALLEST, block_sum
 from ..format.dcp_metadata import METADATA, StorageInfo
 from ..format.fileio import naming
 from ..format.manifest import MANIFEST, FileRecord, Item, Manifest
-from ..format.mmap_buffer import memory_of, row_major
+from ..format.mmap_buffer import blocks_of, row_major
 from ..format.tensor_entry import ALIGNMENT, surroundings
 from ..full.tied_weights import memory_key
 
 __all__ = ["Deferred", "Resolves", "write_file", "write_manifest", "write_metadata"]
 
-_SMALL = 256 << 10  # bytes up to which an entry goes through the buffer
-_BUFFER = 1 << 20
+_SMALL = 256 << 10  # bytes of an entry up to which its values are no blocks of their own
+_BUFFER = 1 << 20  # bytes; what is larger goes past the buffer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +64,12 @@ def write_file(folder: Path, plan: SavePlan, planner: Resolves) -> tuple[FileRec
     if not plan.items:
         return None, []
     name = str(plan.storage_data)
-    fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o666)
-    try:
-        file = _DataFile(fd, folder / name)
+    with naming(folder / name), open(folder / name, "wb", buffering=_BUFFER) as raw:
+        file = _DataFile(raw)
         results = _write(file, plan, planner, name)
         record = file.finish()
-        with naming(folder / name):
-            os.fsync(fd)
-    finally:
-        os.close(fd)
+        raw.flush()
+        os.fsync(raw.fileno())
     return record, results
 
 
@@ -132,7 +127,7 @@ def _write_tensor(file: _DataFile, tensor: torch.Tensor) -> tuple[int, int, int]
     start = file.begin()
     file.write(head)
     values = file.position
-    for block in memory_of(tensor):
+    for block in blocks_of(tensor):
         if tensor.nbytes <= _SMALL:
             file.write(block)
         else:
@@ -142,78 +137,44 @@ def _write_tensor(file: _DataFile, tensor: torch.Tensor) -> tuple[int, int, int]
 
 
 class _DataFile:
-    """Bytes one after the other, with a running checksum and marks. `path` is for messages."""
+    """A file that is written from front to back, with its running checksum and the marks and items of its record."""
 
-    def __init__(self, fd: int, path: str | os.PathLike[str]) -> None:
-        self.path = path
-        self.fd, self.position, self.crc = fd, 0, 0
+    def __init__(self, file: BinaryIO) -> None:
+        self.position, self.crc = 0, 0
         self.marks: list[tuple[int, int]] = [(0, 0)]
         self.sums: list[str | None] = []
         self.items: list[Item] = []
-        self._buffer = bytearray()
-        self._written = 0
+        self._file = file
 
     def begin(self) -> int:
-        """Begin an entry; returns where."""
+        """Begin an entry; return where it starts."""
         self.write(b"\0" * (-self.position % ALIGNMENT))
         self.mark()
         return self.position
 
     def mark(self) -> None:
+        """End a block here."""
         if self.marks[-1][0] != self.position:
             self.marks.append((self.position, self.crc))
             self.sums.append(None)
 
     def write_block(self, block: memoryview) -> None:
-        """Write what is verified by itself."""
+        """Write bytes that are verified by themselves."""
         self.mark()
         self.write(block)
         self.mark()
         if len(block) >= SMALLEST:
             self.sums[-1] = block_sum(block)
+        if hasattr(os, "posix_fadvise"):  # the disk begins to write while the next block's checksum is taken
+            os.posix_fadvise(self._file.fileno(), self.position - len(block), len(block), os.POSIX_FADV_DONTNEED)
 
     def write(self, data: bytes | memoryview) -> None:
+        """Write bytes, and go on with the checksum."""
         self.crc = zlib.crc32(data, self.crc)
         self.position += len(data)
-        if len(data) <= _SMALL:
-            self._buffer += data
-            if len(self._buffer) >= _BUFFER:
-                self._flush()
-        else:
-            self._flush()
-            self._write(memoryview(data))
-
-    def _flush(self) -> None:
-        if self._buffer:
-            self._write(memoryview(self._buffer))
-            self._buffer = bytearray()
-
-    def _write(self, view: memoryview) -> None:
-        start = self._written
-        with naming(self.path):
-            while view:
-                count = os.write(self.fd, view)
-                view, self._written = view[count:], self._written + count
-        _start_writeback(self.fd, start, self._written - start)
+        self._file.write(data)
 
     def finish(self) -> FileRecord:
-        self._flush()
+        """Return what the manifest says of the file."""
         self.mark()
         return FileRecord(self.position, self.crc, tuple(self.marks), tuple(self.items), tuple(self.sums))
-
-
-def _start_writeback(fd: int, start: int, size: int) -> None:
-    """Let the disk begin, instead of having all wait for the fsync: it works while the next block's checksum is taken."""
-    function = _sync_file_range()
-    if function is not None:
-        function(fd, start, size, 2)  # SYNC_FILE_RANGE_WRITE; it is a hint, so errors are the fsync's to report
-
-
-@functools.cache
-def _sync_file_range() -> Any:
-    try:
-        function = ctypes.CDLL(None).sync_file_range  # Linux
-    except (AttributeError, OSError):
-        return None
-    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return function

@@ -30,7 +30,7 @@ from ..format.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from ..full.open_files import is_full, kind_of, open_full
 from ..sharded.checkpoint_dir import Checkpoint
 from ..sharded.entries import MODEL, MODELS
-from ..sharded.reader import CheckedFile, ShardReader
+from ..sharded.reader import CheckedFile
 from .open_any import LIGHTNING_META, open_checkpoint, refuse_compressed
 
 __all__ = ["Problem", "size_to_verify", "verify"]
@@ -95,24 +95,21 @@ def _sharded(folder: Path, progress: Callable[[int], object]) -> Iterator[Proble
             raise
         yield Problem(MANIFEST, (), str(error))
         return
+    damaged: set[str] = set()
     if manifest is not None:
         for name, record in manifest.files.items():
-            yield from _checksums(folder, name, record, progress)
-        try:
-            reader = ShardReader(folder, manifest)
-        except (CheckpointError, KeyError):
-            return  # found above
-        if getattr(reader.metadata.storage_meta, "save_id", None) != manifest.id:
-            yield Problem(METADATA, (), f"it belongs to another checkpoint than {MANIFEST}")
-            return
-        checkpoint = Checkpoint(folder, manifest, reader, 0)
-        yield from _complete(checkpoint)
-        yield from _as_the_manifest_says(checkpoint, manifest)
-        return
+            for problem in _checksums(folder, name, record, progress):
+                damaged.add(name)
+                yield problem
     try:
         checkpoint = Checkpoint.open(folder, sizes=False)
-    except CheckpointError as error:
-        yield Problem(METADATA, (), str(error))
+    except (CheckpointError, KeyError) as error:
+        if METADATA not in damaged:
+            yield Problem(METADATA, (), str(error))
+        return
+    if manifest is not None:
+        yield from _complete(checkpoint)
+        yield from _as_the_manifest_says(checkpoint, manifest)
         return
     broken = list(_complete(checkpoint))
     yield from broken
@@ -144,7 +141,7 @@ def _checksums(folder: Path, name: str, record: FileRecord, progress: Callable[[
             if last > size:
                 break
             try:
-                file.verify(first, last)
+                file.read(first, last)
             except CheckpointError:
                 names = record.names_in(first, last)
                 yield Problem(
