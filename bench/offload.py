@@ -119,8 +119,8 @@ def floor(model: str, tokens: int, machine: dict[str, float]) -> str:
     The host updates parameters beside the next forward; clipping needs all gradients first. So a step is the longer of forward
     and update, and backward behind it. Parameters cross before each, gradients in backward, in bf16, and the host widens them.
     """
-    count, predicted = numel(model), plan_of(model, "offload").predicted
-    nbytes = ADAM + CAST * (predicted.cast_copy > 0)
+    count = numel(model)
+    nbytes = ADAM + CAST
     update = nbytes * count / machine["host"]
     said = [
         f"Host memory moves {machine['host'] / GB:.1f} GB/s ({machine['threads']} threads): the update of {nbytes} bytes a "
@@ -129,7 +129,7 @@ def floor(model: str, tokens: int, machine: dict[str, float]) -> str:
     if "to" not in machine:
         return said[0] + "\n\nNo GPU here: neither the link nor computation was measured, so no step is predicted."
     forward = 2 * count * tokens / machine["compute"]
-    there = predicted.cast_copy / machine["both"]  # each way, in forward and again in backward
+    there = LOW.itemsize * count / machine["both"]  # each way, in forward and again in backward
     back = LOW.itemsize * count / machine["both"]
     widening = WIDEN * count / machine["host"]
     step = max(forward, update, there) + max(2 * forward, there, back, widening)
@@ -173,7 +173,7 @@ def sizes(args: argparse.Namespace) -> None:
                 fits[0],
                 f"{host / GIB:.1f}",
                 fits[1],
-                f"{(on_disk.host + on_disk.paged) / GIB:.1f} + {on_disk.disk / GIB:.1f}",
+                f"{(on_disk.host_peak - on_disk.gradients) / GIB:.1f} + {on_disk.disk / GIB:.1f}",
                 tried(args, model) if model in args.tries else "",
             ]
         )

@@ -12,6 +12,7 @@ from tests.offload.models import WIDTH, Model, Training
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard import Precision, Quantized, ShardConfig
+from torch_shard.config.offload import STAGED
 from torch_shard.offload import Offload
 from torch_shard.offload.host import Host
 
@@ -34,6 +35,15 @@ def noted():
         Host.empty = empty
 
 
+def staged(engine):
+    """The bytes of the buffers in which gradients arrive that are narrower than ``.grad``."""
+    flats = [flat for unit in engine.units for flat in unit.flats]
+    dtypes = [(flat, flat.dtypes.crossing(engine.world_size > 1)) for flat in flats if flat.params[0].requires_grad]
+    return STAGED * max(
+        (flat.layout.shard_numel * d.itemsize for flat, d in dtypes if d != flat.dtypes.grad), default=0
+    )
+
+
 def plan_of(offload, world_size=2, model=None, **settings):
     return torch_shard.make_plan(model or Model(), ShardConfig(offload=offload, **settings), world_size=world_size)
 
@@ -49,7 +59,7 @@ def test_what_is_allocated_was_predicted(rank, world_size, offload, precision, s
             training.step(number, accumulate=1 if sync else 3, clip=0.5, sync=sync)
     b = training.engine.plan.predicted
     # Over Gloo slices are summed in the dtype of `.grad`, and there is nothing to widen.
-    staging = b.staging * (world_size > 1)
+    staging = staged(training.engine) * (world_size > 1)
     assert sum(made) == (b.host if sync else b.host_peak) - b.optimizer - staging
     assert b.host_at_setup == b.host - b.optimizer
     held = [v for state in training.optimizer.state.values() for v in state.values() if v.dim()]
@@ -70,9 +80,9 @@ def test_where_codes_are_gathered_the_copies_are_codes(rank, tmp_path, offload, 
         for number in range(3):
             training.step(number)
     b = training.engine.plan.predicted
-    assert sum(made) == b.host - b.staging - (0 if b.disk else b.optimizer)
+    assert sum(made) == b.host_at_setup - staged(training.engine)
     flats = [flat for unit in training.engine.units for flat in unit.flats]
-    assert sum(flat.host._resident.nbytes for flat in flats if not offload.params) == b.device_copy
+    assert sum(flat.host._resident.nbytes for flat in flats if not offload.params) == b.device
     quantized = [flat for flat in flats if flat.code is not None]
     kept = [flat.host._cast if offload.params else flat.host._resident for flat in quantized]
     elements = sum(flat.memory.numel() for flat in quantized)
@@ -91,13 +101,14 @@ def test_frozen_parameters_have_no_gradient_but_a_copy_to_compute_with(rank):
         model(torch.randn(4, WIDTH)).sum().backward()
         optimizer.step()
     b = engine.plan.predicted
-    assert sum(made) == b.host - b.optimizer - b.staging
-    assert 0 < b.gradients < b.parameters == 2 * b.cast_copy
+    staging = staged(engine)
+    assert sum(made) == b.host - b.optimizer - staging
+    assert 0 < b.gradients < b.parameters == 2 * (b.total - b.parameters - b.gradients - b.optimizer - staging)
 
 
 def test_without_offload_nothing_is_in_host_memory():
     b = plan_of(None).predicted
-    assert b.host == b.host_peak == b.cast_copy == 0
+    assert b.host == b.host_peak == b.disk == 0
     assert b.device == b.total == b.parameters + b.gradients + b.optimizer
 
 
@@ -111,22 +122,23 @@ def test_with_offload_the_device_holds_what_a_step_needs():
     assert b.device == 0
     assert b.host == pytest.approx(2 * full, rel=0.01)  # 16 bytes an element over two ranks
     assert b.gathered_peak == 2 * unit  # one runs, one is prefetched
-    assert b.device_peak == b.gathered_peak + b.gradient_buffer + b.reducing + b.leaving
-    assert b.gradient_buffer == unit and b.leaving == pytest.approx(unit / 2, rel=0.01)  # this rank's half
+    assert b.device_peak == b.gathered_peak + b.gradient_peak
+    # Full gradients of the unit and of two in flight; this rank's halves of these, of one more, and on their way to the host.
+    assert b.gradient_peak == pytest.approx(3 * unit + 4 * unit / 2, rel=0.01)
 
 
 def test_alone_the_device_holds_no_more():
     """Without other ranks nothing is gathered, but copied; and nothing is reduced."""
     b, among_two = (plan_of("cpu", n).predicted for n in (1, 2))
-    assert b.gathered_peak == among_two.gathered_peak and b.gradient_buffer == among_two.gradient_buffer
-    assert b.reducing == 0 and among_two.reducing == pytest.approx(3.5 * b.gradient_buffer, rel=0.01)
+    assert b.gathered_peak == among_two.gathered_peak
+    assert among_two.gradient_peak == pytest.approx(2.5 * b.gradient_peak, rel=0.01)  # of 2 units here, of 5 there
 
 
 def test_slices_on_the_device_are_counted_there():
     b = plan_of(Offload(params=False), precision=BF16).predicted
-    assert b.device == b.device_copy == b.parameters // 2
-    assert b.cast_copy == b.device_copy
+    assert b.device == b.parameters // 2
     assert b.total == b.host + b.device
+    assert b.host == plan_of("cpu", precision=BF16).predicted.host  # which keeps the copy, too
 
 
 @pytest.mark.parametrize("nvme_params", [False, True])
@@ -140,22 +152,22 @@ def test_what_is_on_disk_was_predicted(rank, tmp_path, nvme_params):
     b = training.engine.plan.predicted
     assert training.engine._runtime.host.disk.transferred.allocated == b.disk
     assert b.disk == b.optimizer + nvme_params * b.parameters
-    assert sum(made) == b.host - b.staging and b.host == b.host_at_setup
+    assert sum(made) == b.host - staged(training.engine) and b.host == b.host_at_setup
     # One flat buffer for each block: of the five pieces, the largest four.
-    assert 0 < b.paged <= b.disk and b.host_peak == b.host + b.arriving + b.paged
+    assert 0 < b.host_peak - b.host - b.gradients <= b.disk
 
 
 def test_of_what_is_on_disk_four_units_are_in_memory():
     model = torch.nn.Sequential(*(Model() for _ in range(5)))
     b = plan_of(Offload(nvme="/scratch"), model=model).predicted
     units = len(plan_of(None, model=model).units)
-    assert units == 20 and b.paged == pytest.approx(b.disk * 4 / units)
+    assert units == 20 and b.host_peak - b.host - b.gradients == pytest.approx(b.disk * 4 / units)
 
 
 def test_the_table_says_what_is_where():
     b, table = plan_of("cpu", precision=BF16).predicted, plan_of("cpu", precision=BF16).table()
     assert f"of these {b.host / 2**20:.2f} MiB in host memory (at most {b.host_peak / 2**20:.2f}" in table
-    assert "0.00 MiB on the device" in table and "copy for compute" in table
+    assert "0.00 MiB on the device" in table and "copies between host and device" in table
     assert "host memory" not in plan_of(None).table()
 
 

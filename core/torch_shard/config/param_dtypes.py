@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..layout.flat_layout import ALIGNMENT
 from ..numerics.dtypes import FLOATS, widens
 
 if TYPE_CHECKING:
@@ -48,11 +47,6 @@ class Dtypes:
     def smallest(self) -> int:
         """The bytes of an element in the narrowest of the dtypes, on which the alignment depends."""
         return min(self.stored.itemsize, self.compute.itemsize, self.reduce.itemsize)
-
-    @property
-    def alignment(self) -> int:
-        """The alignment of starts in storage, in bytes, by which starts are aligned to 16 bytes in each of the dtypes."""
-        return ALIGNMENT * self.stored.itemsize // self.smallest
 
     def crossing(self, reduced: bool) -> torch.dtype:
         """Return the dtype in which gradients are copied to host memory.

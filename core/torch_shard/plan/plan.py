@@ -17,9 +17,9 @@ import torch
 
 from ..config.offload import Offload
 from ..config.param_dtypes import Dtypes
-from .memory_estimate import PredictedBytes, mib, predicted_bytes, shard_nbytes
+from .memory_estimate import PredictedBytes, mib, predicted_bytes, shard_numel
 
-__all__ = ["BufferInfo", "ParamInfo", "Plan", "PredictedBytes", "UnitPlan", "flat_order", "shard_nbytes"]
+__all__ = ["BufferInfo", "ParamInfo", "Plan", "PredictedBytes", "UnitPlan", "flat_order"]
 
 
 @dataclass(frozen=True)
@@ -137,13 +137,9 @@ class UnitPlan:
             found.setdefault((p.ways > 1, p.requires_grad, p.dtype, p.dtypes), []).append(p)
         return tuple(map(tuple, found.values()))
 
-    def shard_bytes(self, world_size: int, *, trainable_only: bool = False) -> int:
-        """Bytes of one rank's shard over all dtypes of the unit, padding included."""
-        return sum(
-            shard_nbytes([p.nbytes for p in params], world_size, params[0].dtypes.alignment)
-            for params in self.flat_buffers
-            if params[0].requires_grad or not trainable_only
-        )
+    def shard_bytes(self, world_size: int) -> int:
+        """Return the bytes of one rank's shards of the parameters, padding included."""
+        return sum(shard_numel(p, world_size) * p[0].dtypes.stored.itemsize for p in self.flat_buffers)
 
 
 @dataclass(frozen=True)
@@ -201,8 +197,13 @@ class Plan:
 
     @property
     def predicted(self) -> PredictedBytes:
-        """Bytes per rank under this plan and without it; see :class:`PredictedBytes`."""
+        """The bytes per rank under this plan, and without sharding; see :class:`PredictedBytes`."""
         return predicted_bytes(self)
+
+    @property
+    def shard_ranks(self) -> int:
+        """The number of ranks among which each parameter is cut."""
+        return self.world_size if self.strategy != "no_shard" else 1
 
     def digest(self) -> int:
         """A stable 63-bit hash of :meth:`lines`: equal on ranks whose plans are equal."""
@@ -237,7 +238,6 @@ class Plan:
             [(unit,) for unit in self.units] if len(self.units) <= max_rows else _equal_runs(self.units)
         )
         rows = [self._row(group) for group in groups]
-        world = self.world_size if self.strategy != "no_shard" else 1
         rows.append(
             (
                 f"total ({len(self.units)} units)",
@@ -245,7 +245,7 @@ class Plan:
                 f"{self.numel:,}",
                 "",
                 mib(sum(u.nbytes for u in self.units)),
-                mib(sum(u.shard_bytes(world) for u in self.units)),
+                mib(sum(u.shard_bytes(self.shard_ranks) for u in self.units)),
                 "",
             )
         )
@@ -253,7 +253,6 @@ class Plan:
 
     def _row(self, group: Sequence[UnitPlan]) -> tuple[str, ...]:
         unit, last = group[0], group[-1]
-        world = self.world_size if self.strategy != "no_shard" else 1
         name = unit.name if len(group) == 1 else f"{unit.name} to {last.name} ({len(group)} units)"
         triggers = [t or "(root)" for t in unit.triggers]
         shown = ", ".join(triggers[:3]) + (f", +{len(triggers) - 3}" if len(triggers) > 3 else "")
@@ -263,7 +262,7 @@ class Plan:
             f"{unit.numel:,}",
             ", ".join(map(str, unit.kinds)),
             mib(unit.nbytes),
-            mib(unit.shard_bytes(world)),
+            mib(unit.shard_bytes(self.shard_ranks)),
             "each itself" if len(group) > 1 else shown,
         )
 
