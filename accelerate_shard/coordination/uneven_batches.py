@@ -16,7 +16,7 @@ from torch import nn
 
 from torch_shard import Engine
 from torch_shard.errors import ConfigError
-from torch_shard.frontend import default_store, exchange_texts
+from torch_shard.frontend import exchange_texts
 
 __all__ = ["even_batches_set", "join"]
 
@@ -82,8 +82,6 @@ def _refusing(
     """
     refused = False
     empty = any(_length(loader) == 0 for loader in uneven)
-    # Each rank counts for itself; the numbers agree because all ranks come here in the same order.
-    number = default_store().add(f"accelerate_shard/join/{dist.get_rank()}", 1)
 
     def refuse(module: nn.Module, args: Any) -> None:
         nonlocal refused
@@ -100,11 +98,9 @@ def _refusing(
         for handle in handles:
             handle.remove()
         waits = ended and empty and not refused
-        ranks = list(range(dist.get_world_size())) if waits else [dist.get_rank()]
-        told = exchange_texts(
-            ranks, f"accelerate_shard/join/{number}", "refused" * refused, seconds, "Accelerator.join_uneven_inputs"
-        )
-        if waits and "refused" in told.values():
+        ranks, what = list(range(dist.get_world_size())), "Accelerator.join_uneven_inputs"
+        _, texts = exchange_texts(ranks, "accelerate_shard/join", "refused" * refused, seconds, what, wait=waits)
+        if "refused" in texts.values():
             raise ConfigError(_UNEVEN)
 
 

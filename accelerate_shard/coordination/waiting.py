@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from torch_shard import Engine, errors
-from torch_shard.frontend import default_store, exchange_texts, meet
+from torch_shard.frontend import exchange_texts, meet
 
 __all__ = ["barrier", "each"]
 
@@ -48,14 +48,11 @@ def each(function: Callable[[], T], what: str, seconds: float, key: object = Non
         error = problem
         said.update(error=type(error).__name__, text=str(error))
     if world > 1:
-        # Each rank counts for itself; the numbers agree because all ranks come here in the same order.
-        number = default_store().add(f"accelerate_shard/each/{dist.get_rank()}", 1)
-        place = f"accelerate_shard/each/{number}"
-        told = exchange_texts(list(range(world)), place, json.dumps(said), seconds, what)
+        _, texts = exchange_texts(list(range(world)), "accelerate_shard/each", json.dumps(said), seconds, what)
     if error is not None:
         raise error
     if world > 1:
-        found = [json.loads(text) for text in told.values()]
+        found = [json.loads(texts[rank]) for rank in range(world)]
         for rank, other in enumerate(found):
             if "error" in other:
                 raise getattr(errors, other["error"], errors.ShardError)(f"rank {rank} failed: {other['text']}")

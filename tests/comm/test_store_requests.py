@@ -82,10 +82,10 @@ def on_ranks(size: int, function: Any) -> tuple[list[Any], CountingStore]:
 
 def waits(size: int, rank: int, name: str = "reduce", timeout: float = 6.0) -> None:
     """What a rank does whose partners don't all come to a collective in the channel `name`."""
-    groups = ProcessGroups(None, None, None, None, key="groups")
-    watch = Watch(rank, size, list(range(size)), timeout, groups.key)
-    for purpose in ("reduce", "gather"):
-        watch.channels[purpose] = Channel(purpose, groups, None, range(size))
+    groups = ProcessGroups(list(range(size)), "groups", made={"reduce": None, "all-gather": None})
+    watch = Watch(rank, groups.ranks, timeout, groups.key)
+    for purpose in groups.made:
+        watch.channels[purpose] = Channel(purpose, groups, range(size))
     channel = watch.channels[name]
     watch.wait(Pending(watch, channel, channel.count(), f"the {name} of a test", NeverEnds()))
 
@@ -108,11 +108,11 @@ def test_all_ranks_that_wait_for_one_ask_little_and_name_it(size: int) -> None:
 
 @pytest.mark.parametrize("size", [FEW, MANY])
 def test_ranks_that_wait_for_each_other_find_it_out_with_few_requests(size: int) -> None:
-    names = ("reduce", "gather")
+    names = ("reduce", "all-gather")
     begin = time.monotonic()
     ends, store = on_ranks(size, lambda rank: waits(size, rank, names[rank % 2], timeout=60.0))
     assert all(isinstance(error, DivergenceError) for error in ends), ends
-    assert any("rank 1 waits in the gather of a test" in str(error) for error in ends)
+    assert any("rank 1 waits in the all-gather of a test" in str(error) for error in ends)
     assert time.monotonic() - begin < 30
     assert max(store.requests.values()) <= AT_MOST, max(store.requests.values())
 
@@ -121,12 +121,12 @@ def test_ranks_that_wait_for_each_other_find_it_out_with_few_requests(size: int)
 def test_what_all_ranks_say_is_told_to_each_with_few_requests(size: int) -> None:
     ranks = list(range(size))
 
-    def say(rank: int) -> dict[int, str]:
+    def say(rank: int) -> tuple[str, dict[int, str]]:
         time.sleep(1.0 if rank == 0 else 0.0)  # the others wait for it
         return exchange_texts(ranks, "a question", f"answer {rank}", 30.0)
 
     ends, store = on_ranks(size, say)
-    assert all(said == {rank: f"answer {rank}" for rank in ranks} for said in ends), ends
+    assert all(said == ends[0] and said[1] == {rank: f"answer {rank}" for rank in ranks} for said in ends), ends
     # A look now and then while the last one is on its way.
     assert max(store.requests.values()) <= AT_MOST + WHILE, max(store.requests.values())
 
@@ -135,7 +135,7 @@ def test_what_all_ranks_say_is_told_to_each_with_few_requests(size: int) -> None
 def test_a_rank_that_says_nothing_is_named_on_all_others(size: int) -> None:
     missing = size - 1
 
-    def say(rank: int) -> dict[int, str] | None:
+    def say(rank: int) -> tuple[str, dict[int, str]] | None:
         return None if rank == missing else exchange_texts(list(range(size)), "a question", "here", 5.0)
 
     ends, store = on_ranks(size, say)

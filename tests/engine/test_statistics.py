@@ -17,6 +17,7 @@ from tests.support.collectives import Collectives
 from tests.support.marks import exhaustive
 from tests.support.odd_model import batch, build, reference_grads
 from tests.support.ranks import ranks
+from torch_shard.comm.process_groups import ProcessGroups
 from torch_shard.comm.traffic_statistics import StreamWaits, waits
 from torch_shard.comm.watchdog import Watch
 from torch_shard.comm.work import Channel, Pending
@@ -90,22 +91,21 @@ class SlowWork:
 @pytest.mark.parametrize(
     ("purpose", "kind"),
     [
-        ("gather", "gather"),
-        ("secondary gather", "gather"),
+        ("all-gather", "gather"),
         ("reduce", "reduction"),
-        ("reduce shards", "reduction"),
-        ("replica", "reduction"),
         ("control", "other"),
         ("scalar", "other"),
     ],
 )
+@pytest.mark.parametrize("suffix", ["", " 0"])
 @pytest.mark.parametrize("how", ["wait", "settle"])
-def test_waiting_counts_by_what_is_waited_for(purpose: str, kind: str, how: str) -> None:
-    watch = Watch(0, 2, [0, 1], 30.0, "")
-    groups: Any = SimpleNamespace(issued={}, unfinished={}, written={}, broken=None)
-    for name in {purpose, "gather", "reduce"}:
-        watch.channels[name] = Channel(name, groups, None, [0, 1])
-    pending = Pending(watch, watch.channels[purpose], 1, "a collective", SlowWork())
+def test_waiting_counts_by_what_is_waited_for(purpose: str, kind: str, suffix: str, how: str) -> None:
+    watch = Watch(0, [0, 1], 30.0, "")
+    groups = ProcessGroups([0, 1], made=dict.fromkeys(("all-gather", "reduce", "control", "scalar")))
+    for name in list(groups.made):
+        watch.channels[name] = Channel(name, groups, [0, 1])
+        watch.channels[f"{name} 0"] = Channel(name, groups, [0, 1], "0", shares=watch.channels[name])
+    pending = Pending(watch, watch.channels[purpose + suffix], 1, "a collective", SlowWork())
     if how == "wait":
         pending.wait()
     else:

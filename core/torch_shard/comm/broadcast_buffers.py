@@ -63,11 +63,9 @@ def broadcast(
     c = collectives
     if (c.data_parallel_size if within_data_parallel else c.world) == 1:
         return
-    channel = (
-        c.data_parallel_channel
-        if within_data_parallel and c.data_parallel_channel is not None
-        else c.watch.channels["reduce"]
-    )
+    # The ranks of a replica reduce together; where each rank has a replica, those of its data-parallel group do.
+    divided = within_data_parallel and c.topology.data_parallel_groups > 1
+    channel = c.reduce_channel if divided and c.reduce_channel is not None else c.watch.channels["reduce"]
     first = min(channel.members)
     if not met:
         c.watch.host_barrier(what)

@@ -18,7 +18,7 @@ from ..layout.rank_topology import Topology
 from ..versions import counts_references
 from . import process_group_ops
 from .gradient_reduction import Reduction
-from .small_collectives import ScalarComm, SingleComm
+from .small_collectives import ScalarComm
 from .watchdog import Watch, blocking
 from .work import Channel, Pending
 
@@ -81,49 +81,51 @@ class Collectives:
     """The collectives of one engine, on one rank.
 
     Attributes:
-        world: the number of the engine's ranks.
-        data_parallel_size: the number of ranks whose gradients are averaged: all of them, unless there is tensor parallelism.
-        size: the number of ranks that share one replica of the parameters (1 under ``no_shard``).
-        world_rank: this rank's number among all ranks of the engine.
-        rank: this rank's number among the ranks that share its replica.
+        scalar: the blocking collectives over the ranks that share a replica.
+        everyone: the blocking collectives over all ranks.
+        data_parallel: the blocking collectives over the ranks whose gradients are averaged (the data-parallel group).
+        full_model: the blocking collectives over the ranks that together have one replica of every tensor-parallel part.
+        gather_channel: over the ranks that share a replica. The channels are None for one rank alone.
+        reduce_channel: over the same ranks; if each rank has a full replica, over the data-parallel group.
+        replica_channel: over the ranks that have this shard, for inter-replica all-reduces under a hybrid strategy.
+        tp_replica_channel: over the ranks with this shard of parameters that are equal in all data-parallel groups.
+        secondary_channel: over the ranks that keep secondary shards of a unit between forward and backward.
         bytes_sent: bytes that this rank has sent of its own data, whichever way the backend takes. In a gather or an exchange
             that is the rank's slot once for each other rank; in a reduce-scatter over n ranks (n-1)/n of the buffer; in an
             all-reduce twice that; in a broadcast or a scatter what every other rank receives, counted at the source alone.
             Summed over the ranks it is the number of bytes that the ranks receive.
         bytes_sent_across: the part of `bytes_sent` that went between replicas.
+        waiting: the reductions that wait for their inter-replica all-reduce, see :class:`.process_groups.ProcessGroups`.
+        world, world_rank: the number of the engine's ranks, and the number of this rank among them.
+        size, rank: the number of ranks that share one replica of the parameters, and the number of this rank among them.
+        data_parallel_size: the number of ranks whose gradients are averaged: all of them, unless there is tensor parallelism.
     """
 
     device: torch.device
-    world: int
-    world_rank: int
-    size: int
-    rank: int
     watch: Watch
-    scalar: ScalarComm | SingleComm  # over the ranks that share a replica
-    everyone: ScalarComm | SingleComm
     topology: Topology
-    data_parallel: ScalarComm | SingleComm  # over the ranks whose gradients are averaged (the data-parallel group)
-    # Over the ranks that together have one replica of every tensor-parallel part.
-    full_model: ScalarComm | SingleComm
+    scalar: ScalarComm
+    everyone: ScalarComm
+    data_parallel: ScalarComm
+    full_model: ScalarComm
     gather_channel: Channel | None = None
     reduce_channel: Channel | None = None
-    # Over the ranks that keep secondary shards of a unit between forward and backward.
-    secondary_channel: Channel | None = None
-    # Over the ranks that have this shard, for inter-replica all-reduces under a hybrid strategy.
     replica_channel: Channel | None = None
-    data_parallel_channel: Channel | None = None  # over this rank's data-parallel group, if there are several
-    # Over the ranks with this shard of parameters that are equal in all data-parallel groups.
     tp_replica_channel: Channel | None = None
+    secondary_channel: Channel | None = None
     backend: str = ""
     bytes_sent: int = 0
     bytes_sent_across: int = 0
-    waiting: deque[Reduction] = field(default_factory=deque)  # see SubGroups
+    waiting: deque[Reduction] = field(default_factory=deque)
     gather_stream: Any = None
     reduce_stream: Any = None
     _spare: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
     _expected: Counter[Any] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
+        self.world, self.world_rank = self.topology.world, self.watch.rank
+        self.size, self.data_parallel_size = self.topology.size, self.topology.data_parallel_size
+        self.rank = self.topology.shard_group_of(self.world_rank).index(self.world_rank)
         self.counts_references = counts_references()
         # True if the use counts of gathered memory tell, equally on all ranks, whether anyone else holds it. Other backends may
         # keep references to tensors that they have sent, and drop them at any time.
@@ -134,20 +136,7 @@ class Collectives:
         self._sends_bytes = self.backend == "gloo" and self.device.type == "cpu"
         self._broadcasts = self._sends_bytes and 1 < self.size <= _BROADCASTS
         # True if a reduction's result has no narrower dtype than `.grad`, whatever dtype was sent: the sum is made locally.
-        self.sums_wide = self.backend == "gloo" and self.size > 1 and self.replica_channel is None
-        self.data_parallel_size = self.topology.data_parallel_size
-        shard_group = self.topology.shard_group_of(self.world_rank)
-        secondary = sorted(self.secondary_channel.members) if self.secondary_channel is not None else [self.world_rank]
-        # Ranks within the process group, in the order of the buffer's slots: of the ranks that share this replica, and of the
-        # ranks that keep secondary shards.
-        self._sources = self._ranks_in(self.gather_channel, shard_group)
-        self._secondary_sources = self._ranks_in(self.secondary_channel, secondary)
-        self._secondary_rank = secondary.index(self.world_rank)
-
-    def _ranks_in(self, channel: Channel | None, members: Sequence[int]) -> list[int]:
-        if channel is None:
-            return [0] * len(members)
-        return [dist.get_group_rank(channel.group, self.watch.ranks[member]) for member in members]
+        self.sums_wide = self.backend == "gloo" and self.size > 1 and not self.topology.is_hybrid
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Collectives:
         return self  # groups and streams belong to the process, not to a model
@@ -223,44 +212,38 @@ class Collectives:
             slots: the :meth:`slots_of` of `full`, if the caller has kept them.
         """
         assert self.gather_channel is not None
-        return self._gather(self.gather_channel, self._sources, self.rank, full, sent, what, slots)
+        return self._gather(self.gather_channel, full, sent, what, slots)
 
-    def own_part(self, full: torch.Tensor) -> torch.Tensor:
+    def secondary_part(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's secondary shard: the part of a gathered buffer that it keeps between forward and backward."""
-        n = full.numel() // len(self._secondary_sources)
-        return full.narrow(0, self._secondary_rank * n, n)
+        assert self.secondary_channel is not None
+        members = self.secondary_channel.members
+        n = full.numel() // len(members)
+        return full.narrow(0, members.index(self.world_rank) * n, n)
 
     def all_gather_secondary(self, full: torch.Tensor, what: str) -> Pending:
         """Fill `full` from the secondary shards; this rank's is in its place already. Collective; call under `gathering()`."""
         assert self.secondary_channel is not None
-        sent = self.payload(self.own_part(full))
-        return self._gather(self.secondary_channel, self._secondary_sources, self._secondary_rank, full, sent, what)
+        return self._gather(self.secondary_channel, full, self.payload(self.secondary_part(full)), what)
 
     def _gather(
-        self,
-        channel: Channel,
-        sources: Sequence[int],
-        rank: int,
-        full: torch.Tensor,
-        sent: torch.Tensor,
-        what: str,
-        slots: Sequence[torch.Tensor] = (),
+        self, channel: Channel, full: torch.Tensor, sent: torch.Tensor, what: str, slots: Sequence[torch.Tensor] = ()
     ) -> Pending:
         channel.count()
-        ranks = len(sources)
+        ranks = len(channel.members)
         self.bytes_sent += (ranks - 1) * (full.numel() // ranks) * full.element_size()
         if not full.numel():  # nothing but zero-element parameters
             return Pending(self.watch, channel, channel.issued, what, None)
         if self._sends_bytes and ranks <= _BROADCASTS:
             slots = slots or full.view(torch.uint8).view(ranks, -1).unbind(0)
-            if sent.data_ptr() != slots[rank].data_ptr():
-                slots[rank].copy_(sent)
-            pairs = zip(slots, sources, strict=True)
-            work: Any = _Works([process_group_ops.broadcast(channel.group, slot, source) for slot, source in pairs])
+            own = slots[channel.members.index(self.world_rank)]
+            if sent.data_ptr() != own.data_ptr():
+                own.copy_(sent)
+            work: Any = _Works([process_group_ops.broadcast(channel.group, slot, i) for i, slot in enumerate(slots)])
         else:
             into = _unowned_bytes(full) if self._sends_bytes else full
             work = process_group_ops.all_gather(channel.group, into, sent)
-        channel.groups.written[work] = full
+        channel.groups.buffers[work] = full
         return self._track(channel, what, work, self.gather_stream)
 
     # -- gradients ----------------------------------------------------------------------------------------------
@@ -337,7 +320,7 @@ class Collectives:
                 received = torch.empty(grad.numel() // self.size, dtype=grad.dtype, device=grad.device)
                 work = process_group_ops.reduce_scatter(channel.group, received, grad)
             # A backward that fails drops its reductions, but the buffers that they still read and write must live.
-            channel.groups.written[work] = (grad, received)
+            channel.groups.buffers[work] = (grad, received)
             pending = self._track(channel, what, work, self.reduce_stream)
             across = f"{what}, between copies"
             if self.replica_channel is not None and self.reduce_stream is not None:
@@ -355,7 +338,7 @@ class Collectives:
         self.bytes_sent += sent
         self.bytes_sent_across += sent
         work = process_group_ops.all_reduce(channel.group, tensor)
-        channel.groups.written[work] = tensor
+        channel.groups.buffers[work] = tensor
         return self._track(channel, what, work, self.reduce_stream)
 
     def all_reduce_across(self, own: torch.Tensor, what: str) -> Pending:
@@ -372,7 +355,7 @@ class Collectives:
     @staticmethod
     def followed(first: Pending, second: Pending) -> Pending:
         """Return `second`, which follows `first` on one stream, so that waiting for it releases the buffers of both."""
-        written = second.channel.groups.written
+        written = second.channel.groups.buffers
         written[second.work] = (written.pop(first.work, None), written[second.work])
         return second
 
@@ -406,7 +389,7 @@ class Collectives:
             work = dist.all_to_all_single(
                 received, sent, received_sizes, sent_sizes, group=channel.group, async_op=True
             )
-            channel.groups.written[work] = (sent, received)
+            channel.groups.buffers[work] = (sent, received)
             return self._track(channel, what, work, self.reduce_stream)
 
     # -- from one rank to others --------------------------------------------------------------------------------

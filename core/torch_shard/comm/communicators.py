@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch.distributed as dist
 from ..layout.rank_topology import Topology
 from ..log import logger
 from .collectives import Collectives
-from .process_groups import ProcessGroups, SubGroups, backend_of, groups_for, secondary_group_for, sub_groups_for
-from .small_collectives import ScalarComm, SingleComm
-from .watchdog import Watch, blocking
+from .process_groups import backend_of, groups_for
+from .small_collectives import ScalarComm
+from .watchdog import Watch
 from .work import Channel
 
 __all__ = ["connect"]
@@ -43,108 +43,75 @@ def connect(
         secondary_size: the number of ranks among which a unit is sharded between forward and backward (secondary shards), if any.
     """
     if group is None or dist.get_world_size(group) == 1:
-        watch = Watch(0, 1, [0], timeout, "")
-        return Collectives(device, 1, 0, 1, 0, watch, SingleComm(), SingleComm(), topology, SingleComm(), SingleComm())
-    ranks = dist.get_process_group_ranks(group)
-    rank, world = dist.get_rank(group), len(ranks)
-    groups = groups_for(group, single_communicator, timeout)
+        watch = Watch(0, [0], timeout, "")
+        alone = ScalarComm(watch)
+        return Collectives(device, watch, topology, alone, alone, alone, alone)
+    groups, agreed = groups_for(group, single_communicator, timeout, f"{topology} {secondary_size}")
     groups.forget_ended()
-    watch = Watch(rank, world, ranks, timeout, groups.key)
-    everyone = range(world)
-    for name in ("gather", "reduce", "scalar", "control", "meet"):
-        watch.channels[name] = Channel(name, groups, getattr(groups, name), everyone)
+    rank = dist.get_rank(group)
+    watch = Watch(rank, groups.ranks, timeout, groups.key)
     backend = backend_of(group, device.type)
-    side = backend == "nccl"
-    watch.polls = side
-    logger.debug("collectives over ranks %s, backend %s", ranks, backend)
-    streams = groups.streams_on(device) if side else (None, None)
-    agreed = _agree_on(f"{topology} {secondary_size}", watch)
-    over_all = ScalarComm(watch.channels["scalar"], watch, world, rank, device=device if side else None)
-    made: dict[str, Any] = {
-        "scalar": over_all if topology.size > 1 else SingleComm(world_rank=rank),
-        "data_parallel": over_all,
-        "full_model": over_all,
-        "gather_channel": watch.channels["gather"],
-        "reduce_channel": watch.channels["reduce"],
-    }
-    if (
-        topology.is_hybrid or topology.data_parallel_groups > 1
-    ) and agreed:  # making groups under different topologies would deadlock
-        made |= _divided(
-            sub_groups_for(groups, group, topology, single_communicator), groups, topology, watch, over_all
-        )
-    if secondary_size is not None and agreed:
-        among = secondary_group_for(groups, group, topology, secondary_size)
-        number = list(groups.secondary).index((topology, secondary_size))
-        secondary = Channel(
-            "secondary gather", groups, among, topology.secondary_group_of(rank, secondary_size), number
-        )
-        made["secondary_channel"] = watch.channels[secondary.name] = secondary
-    return Collectives(
-        device=device,
-        world=world,
-        world_rank=rank,
-        size=topology.size,
-        rank=topology.shard_group_of(rank).index(rank),
-        watch=watch,
-        everyone=over_all,
-        topology=topology,
-        backend=backend,
-        gather_stream=streams[0],
-        reduce_stream=streams[1],
-        **made,
-    )
+    watch.polls = backend == "nccl"
+    logger.debug("collectives over ranks %s, backend %s", groups.ranks, backend)
+    scalars = "cpu:gloo,cuda:nccl" if backend_of(group, "cuda") == "nccl" else groups.backend
 
+    def channel(
+        purpose: str,
+        members: Sequence[int],
+        suffix: str = "",
+        shares: Channel | None = None,
+        backend: Any = groups.backend,
+    ) -> Channel:
+        made = Channel(purpose, groups, members, suffix, backend, shares)
+        watch.channels[made.name] = made
+        return made
 
-def _divided(
-    sub_groups: SubGroups, groups: ProcessGroups, topology: Topology, watch: Watch, over_all: ScalarComm
-) -> dict[str, Any]:
-    """Return the fields of :class:`Collectives` that are not over all ranks: several replicas or data-parallel groups exist."""
-    rank = watch.rank
-    made: dict[str, Any] = {}
+    # An NCCL communicator serialises its collectives even on different streams. Gathers and reductions therefore have one
+    # communicator each, unless `single_communicator` is set because two cannot be had. The user's own group is not used: a
+    # gather that is left without its partner must not make that group unusable.
+    everyone = range(topology.world)
+    gather = channel("all-gather", everyone)
+    reduce = channel("reduce", everyone, shares=gather if single_communicator else None)
+    # For small messages between hosts. On a GPU a message would wait in the queue behind a gather that may lack its partner.
+    channel("control", everyone, backend="gloo" if groups.key else None)
+    over_all = ScalarComm(watch, channel("scalar", everyone, backend=scalars), device=device if watch.polls else None)
+    channel("host barrier", everyone, shares=over_all.channel)
+    c = Collectives(device, watch, topology, over_all, over_all, over_all, over_all, gather, reduce, backend=backend)
+    if watch.polls:
+        c.gather_stream, c.reduce_stream = groups.streams_on(device)
+    if not agreed:  # making groups under different topologies would deadlock
+        return c
 
-    number = list(groups.sub_groups).index(topology)  # equal on all ranks
+    if topology not in groups.topologies:
+        groups.topologies.append(topology)
+    number = groups.topologies.index(topology)  # equal on all ranks
 
-    def channel(purpose: str, group: Any, members: Sequence[int]) -> Channel:
-        found = Channel(purpose, groups, group, members, number)
-        watch.channels[found.name] = found
-        return found
-
-    def scalars(name: str, group: Any, members: Sequence[int], wider: ScalarComm | None) -> ScalarComm:
-        number_of = members.index(rank)
-        return ScalarComm(channel(name, group, members), watch, len(members), number_of, wider, over_all.device)
+    def comm(role: str, members: Sequence[int], over_replicas: ScalarComm | None = None) -> ScalarComm:
+        if len(members) == 1:
+            return ScalarComm(watch)
+        if len(members) == topology.world:
+            return over_all
+        among = channel("scalar", members, f"{number} {role}", backend=scalars)
+        return ScalarComm(watch, among, over_replicas, over_all.device)
 
     shard_group, data_parallel_group = topology.shard_group_of(rank), topology.data_parallel_group_of(rank)
-    over_data_parallel: ScalarComm | SingleComm = over_all
-    if sub_groups.data_parallel is not None:
-        over_data_parallel = scalars("data parallel", sub_groups.data_parallel, data_parallel_group, None)
-        made["data_parallel_channel"] = over_data_parallel.channel
-        made["full_model"] = scalars("full model", sub_groups.full_model, topology.full_model_group_of(rank), over_all)
-    if sub_groups.scalar is not None:
-        wider = over_data_parallel if topology.is_hybrid and isinstance(over_data_parallel, ScalarComm) else None
-        made["scalar"] = inner = scalars("scalar shards", sub_groups.scalar, shard_group, wider)
-        over_data_parallel = over_data_parallel if topology.is_hybrid else inner
-        made["gather_channel"] = channel("gather", sub_groups.gather, shard_group)
-    if sub_groups.reduce is not None:
-        made["reduce_channel"] = channel(
-            "reduce shards", sub_groups.reduce, shard_group if topology.size > 1 else data_parallel_group
-        )
-        made.setdefault("data_parallel_channel", made["reduce_channel"] if topology.data_parallel_groups > 1 else None)
-    if sub_groups.replica is not None:
-        made["replica_channel"] = channel("replica", sub_groups.replica, topology.replica_group_of(rank))
-        made["waiting"] = sub_groups.waiting
-    if sub_groups.tp_replica is not None:
-        made["tp_replica_channel"] = channel(
-            "tensor-parallel replica", sub_groups.tp_replica, topology.tp_replica_group_of(rank)
-        )
-    made["data_parallel"] = over_data_parallel if topology.data_parallel_size > 1 else SingleComm(world_rank=rank)
-    return made
-
-
-def _agree_on(text: str, watch: Watch) -> bool:
-    """Return True if `text` is equal on all ranks. Collective."""
-    digest = zlib.crc32(text.encode()).to_bytes(4, "little")
-    message = torch.tensor([*digest, *(255 - b for b in digest)], dtype=torch.uint8, device="cpu")
-    blocking(watch, "control", "the set-up of a sharded model (shard)", dist.all_reduce, message, op=dist.ReduceOp.MAX)
-    answer = message.tolist()
-    return all(a + b == 255 for a, b in zip(answer[:4], answer[4:], strict=True))
+    c.data_parallel = comm("data parallel", data_parallel_group)
+    c.scalar = c.data_parallel if shard_group == data_parallel_group else comm("shard", shard_group, c.data_parallel)
+    if topology.data_parallel_groups > 1:
+        c.full_model = comm("full model", topology.full_model_group_of(rank), over_all)
+    if 1 < topology.size < topology.world:
+        c.gather_channel = gather = channel("all-gather", shard_group, f"{number} shard")
+        shares = gather if single_communicator else None
+        c.reduce_channel = channel("reduce", shard_group, f"{number} shard", shares)
+    elif 1 < len(data_parallel_group) < topology.world:
+        c.reduce_channel = channel("reduce", data_parallel_group, f"{number} data parallel")
+    if topology.is_hybrid:
+        c.replica_channel = channel("reduce", topology.replica_group_of(rank), f"{number} replica")
+        c.waiting = groups.waiting.setdefault(c.replica_channel.name, deque())
+    if topology.data_parallel_groups > 1 and topology.size > 1:
+        members = topology.tp_replica_group_of(rank)
+        c.tp_replica_channel = channel("reduce", members, f"{number} tensor-parallel replica")
+    if secondary_size is not None:
+        members = topology.secondary_group_of(rank, secondary_size)
+        c.secondary_channel = channel("all-gather", members, f"{number} secondary {secondary_size}")
+    return c

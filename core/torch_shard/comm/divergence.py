@@ -25,14 +25,6 @@ from .watchdog import blocking
 from .work import caller_line
 
 _HISTORY = 4096  # operations that are kept for error messages
-_MESSAGES = (
-    "control",
-    "host barrier",
-    "scalar",
-    "scalar shards",
-    "data parallel",
-    "full model",
-)  # channels of blocking messages
 _RECENT = 5  # operations quoted in an error message that has only this rank's history
 _MASK = (1 << 61) - 1
 
@@ -96,7 +88,7 @@ class OperationSequence:
     def _explain(self, what: str) -> None:
         self.on_difference()
         watch = self.collectives.watch
-        issued = {name: channel.issued for name, channel in watch.channels.items() if channel.purpose not in _MESSAGES}
+        issued = {name: ch.issued for name, ch in watch.channels.items() if ch.purpose in ("all-gather", "reduce")}
         mine: tuple[list[str], str, str, int, dict[str, int]] = (self.history, what, caller_line(), self.number, issued)
         before = ", ".join(self.history[-_RECENT:]) or "nothing"
         own = f" Before it this rank had noted, since the last step: {before}."
@@ -110,7 +102,7 @@ class OperationSequence:
             # Some ranks have begun gathers or reductions that others have not (a backward failed on one rank). The next
             # collectives would pair with those and give wrong numbers.
             if any(counts != issued for *_, counts in everyone):
-                watch.channels["control"].groups.give_up(watch.rank, error)
+                watch.channels["control"].groups.abort(watch.rank, error)
             raise
 
     @staticmethod

@@ -101,7 +101,7 @@ class Reduction:
                 c = self.collectives
                 c.waiting.remove(self)
                 text = f"rank {c.world_rank} has left {self.across}, when a backward failed."
-                c.reduce_channel.groups.give_up(c.world_rank, ShardError(text))  # type: ignore[union-attr]
+                c.reduce_channel.groups.abort(c.world_rank, ShardError(text))  # type: ignore[union-attr]
 
     def wait_for_own_part(self) -> None:
         """Wait on the host until this rank's device has come to the reduction. The rest of the time is spent on the partners."""

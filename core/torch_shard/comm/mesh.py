@@ -199,8 +199,8 @@ def _of_two_groups(groups: Sequence[Any], config: ShardConfig) -> tuple[Any, Seq
     # Each replica's rank that has the same shard as this rank tells which ranks share its replica.
     own, others = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
     name = f"torch_shard/pair/{replicate.group_name}/{others}"
-    answers = exchange_texts(others, name, json.dumps(own), config.timeout)
-    shard_groups = sorted(json.loads(text) for text in answers.values())
+    _, texts = exchange_texts(others, name, json.dumps(own), config.timeout)
+    shard_groups = sorted(json.loads(text) for text in texts.values())
     return group_over(
         sorted(rank for ranks_of_one in shard_groups for rank in ranks_of_one), config.timeout
     ), shard_groups

@@ -1,4 +1,8 @@
-"""The process groups of the engines over one user group: how they are made, kept, given up and shared."""
+"""The process groups of all engines over one user group: how they are made, shared, replaced and given up.
+
+A process group is made at the first use of a channel (:class:`.work.Channel`) and serves all engines over the user's group.
+Before each engine's set-up the ranks agree whether the process groups of earlier engines can still be used.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,9 @@ import contextlib
 import ctypes
 import json
 import weakref
+import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -15,14 +20,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import SetupError
+from ..errors import ConfigError, SetupError
 from ..layout.rank_topology import Topology
-from .rendezvous import _meet, exchange_texts
+from .rendezvous import exchange_texts
 from .store_messages import Messages
 from .work import default_store
 
 __all__ = [
+    "ProcessGroups",
+    "backend_of",
+    "default_group",
+    "group_over",
     "group_timeout",
+    "groups_for",
+    "ranks_of",
 ]
 
 
@@ -49,80 +60,60 @@ def group_timeout(device: torch.device) -> float:
 
 
 @dataclass(frozen=True)
-class GivenUp:
-    """The error for which a rank issues no further collective in some groups."""
+class Failure:
+    """The error after which a rank issues no further collective in some process groups."""
 
     rank: int
     kind: str  # the name of the error's class
     text: str
 
 
-@dataclass(frozen=True, eq=False)
-class SubGroups:
-    """This rank's process groups if there are several replicas of the parameters, or several data-parallel groups.
-
-    A field is None where another group of these, or the group of all ranks, serves its purpose.
-    """
-
-    gather: Any = None  # over the ranks that share a replica
-    reduce: Any = None  # over the same ranks; if each rank has a full replica, over the ranks of a data-parallel group
-    scalar: Any = None
-    replica: Any = None  # over the ranks of a data-parallel group that have the same shard
-    data_parallel: Any = None
-    full_model: Any = None  # over the ranks that together have one replica of every tensor-parallel part
-    tp_replica: Any = (
-        None  # over the ranks with the same shard of parameters that are equal in all data-parallel groups
-    )
-    # Reductions that wait for their inter-replica all-reduce, in the order in which all ranks began them. Several engines share
-    # the group, and so this queue.
-    waiting: deque[Any] = field(default_factory=deque)
-
-    def all(self) -> tuple[Any, ...]:
-        """Return the process groups that were made."""
-        groups = (
-            self.gather,
-            self.reduce,
-            self.scalar,
-            self.replica,
-            self.data_parallel,
-            self.full_model,
-            self.tp_replica,
-        )
-        return tuple(group for group in groups if group is not None)
-
-
 @dataclass(eq=False)
 class ProcessGroups:
-    """The process groups over one set of ranks, made once for each user group and shared by all engines over that group."""
+    """The process groups over the ranks of one user group, shared by all engines over that group.
 
-    gather: Any
-    reduce: Any
-    scalar: Any  # with NCCL it has a Gloo backend for CPU tensors, too
-    control: Any
-    key: str = ""  # prefix of the keys in the default store; "" if no other rank exists
-    broken: str = ""  # why no further collective may be issued
-    exchanges: int = 0  # see Watch.exchange
-    issued: dict[str, int] = field(default_factory=dict)  # collectives of this rank, by channel; of all engines
-    # Works that nobody has waited for, with the buffers that each may still read or write: an engine may be dropped before its
-    # works end.
-    written: dict[Any, Any] = field(default_factory=dict)
-    unfinished: dict[str, Any] = field(default_factory=dict)  # by channel, the latest work that nobody has waited for
-    timeout: timedelta | None = None  # the process groups' timeout; None for torch's default
-    streams: dict[torch.device, tuple[Any, Any]] = field(
-        default_factory=dict
-    )  # CUDA: the streams for gathers and for reductions
-    sub_groups: dict[Topology, SubGroups] = field(default_factory=dict)
-    # The groups of the secondary shards, for the gathers of backward among fewer ranks (reshard_after_forward=<int>).
-    secondary: dict[tuple[Topology, int], Any] = field(default_factory=dict)
+    Attributes:
+        ranks: the global ranks.
+        key: the prefix of the keys in the default store; "" if no other rank exists.
+        backend: the backends of the user's group, as torch writes them; None for torch's default.
+        timeout: the process groups' timeout; None for torch's default.
+        broken: why no further collective may be issued; "" as long as all may.
+        exchanges: the number of :meth:`.watchdog.Watchdog.exchange` calls.
+        made: the process groups, by the name of their channel.
+        topologies: the topologies of the engines so far, in the same order on all ranks.
+        issued: the number of collectives that this rank has issued, by channel, of all engines.
+        unfinished: the latest collective that nobody has waited for, by channel.
+        buffers: the collectives that nobody has waited for, with the buffers that each may still read or write: an engine may
+            be dropped before its collectives end.
+        waiting: the reductions that wait for their inter-replica all-reduce, by channel, in the order in which all ranks began
+            them.
+        streams: for CUDA devices, the streams for gathers and for reductions.
+    """
 
-    @property
-    def meet(self) -> Any:
-        """The group in which the host waits for the ranks that a blocking collective needs."""
-        return self.scalar
+    ranks: list[int]
+    key: str = ""
+    backend: str | None = None
+    timeout: timedelta | None = None
+    broken: str = ""
+    exchanges: int = 0
+    made: dict[str, Any] = field(default_factory=dict)
+    topologies: list[Topology] = field(default_factory=list)
+    issued: dict[str, int] = field(default_factory=dict)
+    unfinished: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[Any, Any] = field(default_factory=dict)
+    waiting: dict[str, deque[Any]] = field(default_factory=dict)
+    streams: dict[torch.device, tuple[Any, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # The finalizer runs when this object is deleted, or at exit.
         weakref.finalize(self, _keep_unfinished, vars(self).copy())
+
+    def new_group(self, name: str, members: Sequence[int], backend: str | None) -> Any:
+        """Make a process group of `members`, numbers of its ranks in :attr:`ranks`. Collective over them only."""
+        ranks = [self.ranks[member] for member in members]
+        alone = bool(self.key) and len(ranks) < dist.get_world_size()
+        with _made_by_its_members(f"{self.key}/{name}/{members[0]}") if alone else contextlib.nullcontext():
+            return dist.new_group(ranks, timeout=self.timeout, backend=backend, use_local_synchronization=alone)
 
     def streams_on(self, device: torch.device) -> tuple[Any, Any]:
         """Return the streams for gathers and for reductions on a GPU.
@@ -135,35 +126,33 @@ class ProcessGroups:
             self.streams[device] = tuple(torch.cuda.Stream(device, priority=-1) for _ in range(2))  # type: ignore[assignment]
         return self.streams[device]
 
-    def give_up(self, rank: int, error: Exception) -> None:
+    def abort(self, rank: int, error: Exception) -> None:
         """Forbid further collectives in these groups, after one was left without its partner, and tell the other ranks."""
         self.broken = str(error)
         if self.key:
             with contextlib.suppress(RuntimeError):  # the store may be gone with its rank
                 store, reason = default_store(), json.dumps([rank, type(error).__name__, str(error)])
-                store.compare_set(f"{self.key}/given_up", "", reason)  # the first reason counts
+                store.compare_set(f"{self.key}/failure", "", reason)  # the first reason counts
                 Messages(store, self.key).announce()
 
-    def given_up(self) -> GivenUp | None:
+    def failure(self) -> Failure | None:
         """Return which rank gave up first, and why; None if no rank has."""
         if self.key:
             with contextlib.suppress(RuntimeError):
-                store, key = default_store(), f"{self.key}/given_up"
+                store, key = default_store(), f"{self.key}/failure"
                 if store.check([key]):
-                    return GivenUp(*json.loads(store.get(key)))
+                    return Failure(*json.loads(store.get(key)))
         return None
 
     def is_usable(self) -> bool:
         """Return True if this rank can use all of the groups: a program may have destroyed groups that it did not make."""
         alive = dist.distributed_c10d._world.pg_map
-        groups = [self.gather, self.reduce, self.scalar, self.control, *self.secondary.values()]
-        groups += [group for parts in self.sub_groups.values() for group in parts.all()]
-        return not self.broken and all(group in alive for group in groups)
+        return not self.broken and all(group in alive for group in self.made.values())
 
     def forget_ended(self) -> None:
         """Drop the buffers of works that have ended without anybody waiting for them."""
-        for work in [work for work in self.written if work.is_completed()]:
-            del self.written[work]
+        for work in [work for work in self.buffers if work.is_completed()]:
+            del self.buffers[work]
 
 
 def _keep_unfinished(groups: dict[str, Any]) -> None:
@@ -235,102 +224,42 @@ def _longer(timeout: float) -> timedelta | None:
     return max(timedelta(seconds=timeout + 60), dist.distributed_c10d.default_pg_timeout)
 
 
-def groups_for(group: Any, single_communicator: bool, timeout: float) -> ProcessGroups:
-    """Return the engines' process groups over the ranks of `group`; make them where there are none to use. Collective."""
+def groups_for(group: Any, single_communicator: bool, timeout: float, settings: str) -> tuple[ProcessGroups, bool]:
+    """Return the engines' process groups over the ranks of `group`, and True if `settings` are equal on all ranks. Collective.
+
+    If a rank can't use the groups of earlier engines any more (it gave up a collective in them, or destroyed them), new ones
+    take their place on all ranks, also where the old ones still work.
+
+    Raises:
+        ConfigError: the ranks differ in `single_communicator`.
+        MissingRankError: a rank has not come within `timeout` seconds.
+    """
     kept = _groups.setdefault(group, {})
     found = kept.get(single_communicator)
+    ranks = dist.get_process_group_ranks(group)
+    if dist.get_backend(group) == "fake":  # no other rank exists
+        if found is None:
+            found = kept[single_communicator] = ProcessGroups(ranks, timeout=_longer(timeout))
+        return found, True
     usable = found is not None and found.is_usable()
-    ranks = dist.get_process_group_ranks(group)
-    key = ""
-    if dist.get_backend(group) != "fake":  # there no other rank exists
-        key = _meet(group, ranks, single_communicator, usable, timeout, "" if found is None else found.key)
-        usable = not key
-    if found is None or not usable:
-        limit = _longer(timeout)
-        part = len(ranks) != dist.get_world_size()
-
-        # Without it a new group would have the default group's backends, which may differ from those of `group`.
-        own = dist.get_backend_config(group) if key else None
-
-        def new(purpose: str, backend: str | None = own) -> Any:
-            with _made_by_its_members(f"{key}/{purpose}") if part and key else contextlib.nullcontext():
-                return dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=part)
-
-        # An NCCL communicator serialises its collectives even on different streams. Gathers and reductions therefore have
-        # one communicator each, unless `single_communicator` is set because two cannot be had. The user's own group is not
-        # used: a gather that is left without its partner must not make that group unusable.
-        gather = new("gather")
-        reduce = gather if single_communicator else new("reduce")
-        # For small messages between hosts. On a GPU a message would wait in the queue behind a gather that may lack its partner.
-        control = new("control", "gloo" if key else own)
-        scalar = new("scalar", "cpu:gloo,cuda:nccl" if backend_of(group, "cuda") == "nccl" else own)
-        found = ProcessGroups(gather, reduce, scalar, control, key, timeout=limit)
+    mine = json.dumps([single_communicator, usable, zlib.crc32(settings.encode())])
+    # Disjoint groups may share a name.
+    key, texts = exchange_texts(ranks, f"torch_shard/shard/{group.group_name}/{ranks[0]}", mine, timeout)
+    single, usable_on, digests = zip(*(json.loads(texts[rank]) for rank in ranks), strict=True)
+    if len(set(single)) > 1:
+        with_one = [rank for rank, one in zip(ranks, single, strict=True) if one]
+        raise ConfigError(
+            f"single_communicator: ranks {with_one} have True and ranks {sorted(set(ranks) - set(with_one))} have False; pass "
+            "the same on all ranks."
+        )
+    if found is None or not all(usable_on):
+        # Without `backend`, new groups would have the default group's backends, which may differ from those of `group`.
+        found = ProcessGroups(ranks, key, dist.get_backend_config(group), _longer(timeout))
         kept[single_communicator] = found
-    return found
+    return found, len(set(digests)) == 1
 
 
-def sub_groups_for(groups: ProcessGroups, group: Any, topology: Topology, single_communicator: bool) -> SubGroups:
-    """Return this rank's process groups under `topology`, and make them at the first call. Collective.
-
-    `groups` belong to `group`. All ranks must already know that they have the same `topology`.
-    """
-    found = groups.sub_groups.get(topology)
-    if found is None:
-        me, number = dist.get_rank(group), len(groups.sub_groups)
-        own = dist.get_backend_config(group) if groups.key else None
-        scalars = "cpu:gloo,cuda:nccl" if backend_of(group, "cuda") == "nccl" else own
-
-        def new(purpose: str, members: tuple[int, ...], backend: str | None = own) -> Any:
-            return _among(groups, group, f"{number}/{purpose}", members, backend)
-
-        shard_group, data_parallel_group = topology.shard_group_of(me), topology.data_parallel_group_of(me)
-        made: dict[str, Any] = {}
-        if topology.size > 1:
-            made["gather"] = new("gather", shard_group)
-            made["reduce"] = made["gather"] if single_communicator else new("reduce", shard_group)
-            made["scalar"] = new("scalar", shard_group, scalars)
-        if topology.is_hybrid:
-            made["replica"] = new("replica", topology.replica_group_of(me))
-        if topology.data_parallel_groups > 1:
-            if topology.replicas > 1:
-                if topology.size == 1:
-                    made["reduce"] = new("reduce", data_parallel_group)
-                made["data_parallel"] = new("data_parallel", data_parallel_group, scalars)
-                made["full_model"] = new("full_model", topology.full_model_group_of(me), scalars)
-            made["tp_replica"] = new("tp_replica", topology.tp_replica_group_of(me))
-        found = groups.sub_groups[topology] = SubGroups(**made)
-    return found
-
-
-def secondary_group_for(groups: ProcessGroups, group: Any, topology: Topology, size: int) -> Any:
-    """Return the process group of the `size` ranks that keep a unit's secondary shards between forward and backward.
-
-    Collective, under the same conditions as :func:`sub_groups_for`.
-    """
-    found = groups.secondary.get((topology, size))
-    if found is None:
-        members = topology.secondary_group_of(dist.get_rank(group), size)
-        own = dist.get_backend_config(group) if groups.key else None
-        found = groups.secondary[topology, size] = _among(
-            groups, group, f"{len(groups.secondary)}/secondary", members, own
-        )
-    return found
-
-
-def _among(groups: ProcessGroups, group: Any, purpose: str, members: tuple[int, ...], backend: str | None) -> Any:
-    """Make a process group of some ranks of `group`. Collective over these ranks only."""
-    ranks = dist.get_process_group_ranks(group)
-    name = f"{groups.key}/{purpose}/{members[0]}"
-    with _made_by_its_members(name) if groups.key else contextlib.nullcontext():
-        return dist.new_group(
-            [ranks[m] for m in members],
-            timeout=groups.timeout,
-            backend=backend,
-            use_local_synchronization=bool(groups.key),
-        )
-
-
-_made: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
+_made_over: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
 
 
 def group_over(ranks: list[int], timeout: float) -> Any:
@@ -344,14 +273,10 @@ def group_over(ranks: list[int], timeout: float) -> Any:
         raise SetupError(f"mesh: rank {dist.get_rank()} is not in it ({ranks}); call shard() on its ranks.")
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
-    found = _made.get(tuple(ranks))
+    found = _made_over.get(tuple(ranks))
     if found is None or found not in dist.distributed_c10d._world.pg_map:
-        # Each rank counts for itself: all of `ranks` come here equally often and in the same order.
-        number = default_store().add(f"torch_shard/made/{ranks}/{dist.get_rank()}", 1)
-        name = f"torch_shard/over/{ranks}/{number}"
-        exchange_texts(ranks, name, "", timeout)
+        name, _ = exchange_texts(ranks, f"torch_shard/over/{ranks}", "", timeout)
         with _made_by_its_members(name):
-            found = _made[tuple(ranks)] = dist.new_group(
-                ranks, timeout=_longer(timeout), use_local_synchronization=True
-            )
+            found = dist.new_group(ranks, timeout=_longer(timeout), use_local_synchronization=True)
+        _made_over[tuple(ranks)] = found
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from .process_group_ops import all_gather_single
 from .watchdog import Watch, blocking
 from .work import Channel
 
-__all__ = ["ScalarComm", "SingleComm", "UnknownStep"]
+__all__ = ["ScalarComm", "UnknownStep"]
 
 
 class UnknownStep(Protocol):
@@ -27,56 +27,38 @@ class UnknownStep(Protocol):
         ...
 
 
-@dataclass(eq=False)
-class SingleComm:
-    """The :class:`ScalarComm` of a group of one rank, which sends nothing."""
-
-    size: int = 1
-    rank: int = 0
-    world_rank: int = 0
-    unknown_step: UnknownStep | None = None  # see ScalarComm
-    bytes_sent: int = 0
-
-    @property
-    def data_parallel(self) -> SingleComm:
-        return self
-
-    def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:
-        return tensor
-
-    def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
-        return tensor.unsqueeze(0)
-
-    def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
-        pass
-
-
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN} if dist.is_available() else {}
 
 
 @dataclass(eq=False)
 class ScalarComm:
-    """The collectives that the user's own code asks for (norms, `full_tensor`).
+    """The blocking collectives that the user's own code asks for (norms, `full_tensor`).
 
-    They block, and run in a process group of their own, so that they cannot pair with a parameter gather or a gradient
-    reduction of another rank.
+    They run in a process group of their own, so that they cannot pair with a parameter gather or a gradient reduction of
+    another rank.
+
+    Attributes:
+        watch: waits for the collectives.
+        channel: the channel over the ranks of the communicator; None if this rank is alone in it, and nothing is sent.
+        over_replicas: the communicator over all replicas; None if this one is.
+        device: the device to which tensors are copied before they are sent (for shards in host memory); None for their own.
+        unknown_step: the step that may be running.
+        bytes_sent: bytes of tensors gathered for the user's code; small messages don't count.
+        size, rank: the number of ranks, and the number of this rank among them.
+        world_rank: the number of this rank among all ranks of the engine, for error messages.
     """
 
-    channel: Channel
     watch: Watch
-    size: int
-    rank: int
-    over_replicas: ScalarComm | None = None  # over all ranks; None where no other ranks have the same shards
-    device: torch.device | None = (
-        None  # the device that tensors are copied to before they are sent (for shards in host memory)
-    )
-    unknown_step: UnknownStep | None = None  # the step that may be running
-    bytes_sent: int = 0  # of tensors gathered for the user's code; small messages don't count
+    channel: Channel | None = None
+    over_replicas: ScalarComm | None = None
+    device: torch.device | None = None
+    unknown_step: UnknownStep | None = None
+    bytes_sent: int = 0
 
-    @property
-    def world_rank(self) -> int:
-        """The number of this rank among all ranks of the engine, for error messages."""
-        return self.watch.rank
+    def __post_init__(self) -> None:
+        self.world_rank = self.watch.rank
+        members = (self.world_rank,) if self.channel is None else self.channel.members
+        self.size, self.rank = len(members), members.index(self.world_rank)
 
     @property
     def data_parallel(self) -> ScalarComm:
@@ -84,26 +66,32 @@ class ScalarComm:
         return self.over_replicas or self
 
     def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:
-        self.watch.host_barrier(what)
-        name, ordered, sent = self.channel.name, self.watch.polls, self._here(tensor)
-        blocking(self.watch, name, what, dist.all_reduce, sent, op=_OPS[op], ordered=ordered)
+        if self.channel is None:
+            return tensor
+        sent = self._on_device(tensor)
+        self._run(what, dist.all_reduce, sent, op=_OPS[op])
         return tensor if sent is tensor else tensor.copy_(sent)
 
-    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.device is None else tensor.to(self.device)
-
     def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
-        sent = self._here(tensor).contiguous()
+        if self.channel is None:
+            return tensor.unsqueeze(0)
+        sent = self._on_device(tensor).contiguous()
         out = sent.new_empty((self.size, *tensor.shape))
-        parts = out.view(-1), sent.view(-1)
-        self.watch.host_barrier(what)
-        blocking(self.watch, self.channel.name, what, all_gather_single, *parts, ordered=self.watch.polls)
+        self._run(what, all_gather_single, out.view(-1), sent.view(-1))
         return out.to(tensor.device)
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
-        sent = self._here(tensor)
-        self.watch.host_barrier(what)
-        name, ordered = self.channel.name, self.watch.polls
-        blocking(self.watch, name, what, dist.broadcast, sent, group_src=source, ordered=ordered)
+        if self.channel is None:
+            return
+        sent = self._on_device(tensor)
+        self._run(what, dist.broadcast, sent, group_src=source)
         if sent is not tensor:
             tensor.copy_(sent)
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.device is None else tensor.to(self.device)
+
+    def _run(self, what: str, function: Any, *args: Any, **kwargs: Any) -> None:
+        assert self.channel is not None
+        self.watch.host_barrier(what)
+        blocking(self.watch, self.channel.name, what, function, *args, ordered=self.watch.polls, **kwargs)

@@ -7,7 +7,7 @@ time a wait. They are recorded on request only.
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from .work import Channel
 
 __all__ = ["GatheredBytes", "Statistics", "StreamWaits", "waits"]
-
-_GATHERS = frozenset(("gather", "secondary gather"))
-_REDUCTIONS = frozenset(("reduce", "reduce shards", "replica", "tensor-parallel replica"))
 
 
 @dataclass(frozen=True)
@@ -113,12 +110,8 @@ def waits(collectives: Collectives) -> tuple[float, float, float]:
     watch = collectives.watch
     if watch.stream_waits is not None:
         watch.stream_waits.collect()
-    gathers = reductions = others = 0.0
+    by_purpose: Counter[str] = Counter()
     for channel in watch.channels.values():
-        if channel.purpose in _GATHERS:
-            gathers += channel.waited
-        elif channel.purpose in _REDUCTIONS:
-            reductions += channel.waited
-        else:
-            others += channel.waited
-    return gathers, reductions, others
+        by_purpose[channel.purpose] += channel.waited  # type: ignore[assignment]
+    gathers, reductions = by_purpose.pop("all-gather", 0.0), by_purpose.pop("reduce", 0.0)
+    return gathers, reductions, sum(by_purpose.values())

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..errors import DivergenceError, MissingRankError, ShardError
 from ..log import ANY_RANK, logger
 from .store_messages import Messages, longest_pause
-from .work import FIRST_TICK, SLOW, TICK, Pending, _bounded_wait, caller_line, default_store
+from .work import FIRST_TICK, SLOW, TICK, Pending, caller_line, default_store, ends_within
 
 if TYPE_CHECKING:
     from .traffic_statistics import StreamWaits
@@ -39,13 +39,13 @@ class Watch:
     takes three more requests, however many ranks there are.
     """
 
-    def __init__(self, rank: int, size: int, ranks: list[int], timeout: float, key: str) -> None:
-        self.rank, self.size, self.ranks, self.timeout, self.key = rank, size, ranks, timeout, key
+    def __init__(self, rank: int, ranks: list[int], timeout: float, key: str) -> None:
+        self.rank, self.size, self.ranks, self.timeout, self.key = rank, len(ranks), ranks, timeout, key
         self.channels: dict[str, Channel] = {}  # by name
         self.first_tick = timedelta(seconds=min(FIRST_TICK, timeout))
-        self._tick = TICK + size / 1000
+        self._tick = TICK + self.size / 1000
         self._posts: Messages | None = None  # what each rank waits in
-        self.polls = False  # NCCL: see _bounded_wait and host_barrier
+        self.polls = False  # NCCL: see ends_within and host_barrier
         self.stream_waits: StreamWaits | None = None  # NCCL: measures how long streams wait, if that was requested
 
     @contextlib.contextmanager
@@ -87,7 +87,7 @@ class Watch:
         """
         work = pending.work
         pending.channel.check()
-        if self.polls and _bounded_wait(work, self.first_tick.total_seconds(), pending, self.rank):
+        if self.polls and ends_within(work, self.first_tick.total_seconds(), pending, self.rank):
             return
         groups = pending.channel.groups
         begin = time.monotonic() - FIRST_TICK
@@ -99,7 +99,7 @@ class Watch:
         posts: dict[int, Any] = {}
         try:
             while True:
-                if _bounded_wait(work, self._tick, pending, self.rank):
+                if ends_within(work, self._tick, pending, self.rank):
                     return
                 new_posts = self._new_posts()
                 posts = posts if new_posts is None else new_posts
@@ -113,7 +113,7 @@ class Watch:
                         + ". The ranks run different operations: every rank must run the same forwards, backwards, "
                         "norms, gathers and saves in the same order (look for code under `if rank == ...`)."
                     )
-                if new_posts is not None and (past := groups.given_up()) is not None:
+                if new_posts is not None and (past := groups.failure()) is not None:
                     kind = MissingRankError if past.kind == MissingRankError.__name__ else DivergenceError
                     raise kind(
                         f"rank {self.rank} waits in {pending.what} at {caller_line()}, and rank {past.rank} won't come: it "
@@ -125,7 +125,7 @@ class Watch:
                     warned = True
                     self._warn(pending, posts)
         except ShardError as error:
-            groups.give_up(self.rank, error)
+            groups.abort(self.rank, error)
             raise
         finally:
             self._withdraw()
@@ -137,7 +137,7 @@ class Watch:
         work that the device has queued before it.
         """
         if self.polls:
-            blocking(self, "meet", what, dist.all_reduce, torch.zeros(1, device="cpu"))
+            blocking(self, "host barrier", what, dist.all_reduce, torch.zeros(1, device="cpu"))
 
     def exchange(self, what: str, value: Any, own: str = "", listen: bool = True) -> list[Any]:
         """Return the `value` of every rank, by rank, to explain an error. Collective.
@@ -179,7 +179,7 @@ class Watch:
             for rank, answer in messages.read().items() if listen else ():
                 answers[rank] = pickle.loads(answer)
         except ShardError as error:
-            groups.give_up(self.rank, error)
+            groups.abort(self.rank, error)
             raise
         except RuntimeError as error:
             raise MissingRankError(
@@ -192,7 +192,7 @@ class Watch:
 
     def _check_answers(self, what: str, missing: list[int], own: str, deadline: float) -> None:
         where = f"rank {self.rank}: {what} at {caller_line()}"
-        past = self.channels["control"].groups.given_up()
+        past = self.channels["control"].groups.failure()
         if past is not None:
             raise DivergenceError(
                 f"{where} met an operation that rank {past.rank} had given up, so the ranks are out of step.{own} Restart "
@@ -237,7 +237,9 @@ class Watch:
             if rank in posts:
                 others.append(f"rank {rank} waits in {posts[rank][2]} at {posts[rank][3]}")
             else:
-                others.append(f"rank {rank} waits in no operation of the engine (it runs other code, or is gone)")
+                others.append(
+                    f"rank {rank} waits in no operation of the engine (it runs other code, say shard(), or is gone)"
+                )
         return "; ".join(others)
 
     def _explain(self, pending: Pending, posts: dict[int, Any]) -> str:

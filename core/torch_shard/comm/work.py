@@ -66,25 +66,38 @@ def caller_line() -> str:
 
 
 class Channel:
-    """A process group that is used for one purpose, by any number of engines."""
+    """A process group that is used for one purpose, by any number of engines.
+
+    Attributes:
+        purpose: "all-gather" for parameters, "reduce" for gradients and broadcasts on the device, "scalar" for what the user's
+            code asks for, "control" for messages between hosts, "host barrier" for the host's wait before a blocking collective.
+        name: the purpose, with a suffix if the channel has not all ranks. Channels with the same name on different ranks have
+            the same members, or no member in common.
+        group: the process group.
+        members: the numbers of its ranks among the engine's, in ascending order, which is the order of the group.
+        waited: the seconds that training has waited for collectives of this channel.
+    """
 
     def __init__(
-        self, purpose: str, groups: ProcessGroups, group: Any, members: Sequence[int], number: int | None = None
+        self,
+        purpose: str,
+        groups: ProcessGroups,
+        members: Sequence[int],
+        suffix: str = "",
+        backend: str | None = None,
+        shares: Channel | None = None,
     ) -> None:
-        """Count the collectives of `group` under a name.
+        """Find the process group of the channel in `groups`, or make it. Collective over `members` if it has to be made.
 
-        Args:
-            purpose: what the group is used for, say "gather".
-            groups: the process groups to which `group` belongs.
-            group: the process group.
-            members: the engine's ranks in `group`.
-            number: a number that tells the groups of one purpose apart. Channels with the same name on different ranks have
-                the same members, or no member in common.
+        `backend` is the backend of a new process group. With `shares` the channel uses the process group of that channel.
         """
-        self.purpose, self.groups = purpose, groups
-        self.name = purpose if number is None else f"{purpose} {number}"
-        self.group, self.members = group, frozenset(members)
-        self.waited = 0.0  # seconds that training has waited for collectives of this channel
+        self.purpose, self.groups, self.members = purpose, groups, tuple(members)
+        self.name = f"{purpose} {suffix}" if suffix else purpose
+        if self.name not in groups.made:
+            new = shares.group if shares is not None else groups.new_group(self.name, self.members, backend)
+            groups.made[self.name] = new
+        self.group: Any = groups.made[self.name]
+        self.waited = 0.0
         groups.issued.setdefault(self.name, 0)
 
     @property
@@ -140,7 +153,7 @@ class Pending:
             return True
         begun = time.perf_counter()
         try:
-            return _bounded_wait(self.work, seconds, self, self.watch.rank)
+            return ends_within(self.work, seconds, self, self.watch.rank)
         finally:
             if self.event is None:  # with an event, training waits on the stream, and StreamWaits counts that
                 self.channel.waited += time.perf_counter() - begun
@@ -169,7 +182,7 @@ class Pending:
                 work.wait()  # NCCL's wait only orders the current stream
             elif self.watch.polls or groups.broken or not _ends(work, self.watch.first_tick):
                 self.watch.wait(self)
-            groups.written.pop(work, None)
+            groups.buffers.pop(work, None)
             if groups.unfinished.get(self.channel.name) is work:
                 del groups.unfinished[self.channel.name]  # it holds tensors
             self.work = None
@@ -188,13 +201,13 @@ def _ends(work: Any, within: timedelta) -> bool:
     return True
 
 
-def _bounded_wait(work: Any, seconds: float, pending: Pending, rank: int) -> bool:
+def ends_within(work: Any, seconds: float, pending: Pending, rank: int) -> bool:
     """Return True when `work` is done, and False if it still runs after `seconds`.
 
     Raises:
         MissingRankError: the collective failed.
     """
-    if pending.watch.polls and pending.channel.name not in ("control", "meet"):
+    if pending.watch.polls and pending.channel.purpose not in ("control", "host barrier"):
         # NCCL's own wait with a limit aborts the communicator when the limit is reached.
         deadline = time.monotonic() + seconds
         while not work.is_completed():

@@ -19,7 +19,6 @@ from ..comm.process_group_ops import reduce_scatter_single
 from ..comm.process_groups import group_timeout
 from ..comm.rendezvous import exchange_texts
 from ..comm.traffic_statistics import Statistics
-from ..comm.work import default_store
 from ..config.precision import for_autocast, precision_of
 from ..config.shard_config import Strategy
 from ..engine import Engine
@@ -61,7 +60,6 @@ __all__ = [
     "classes_named",
     "clip_norm",
     "copy_tensors",
-    "default_store",
     "defer",
     "deferred_of",
     "engine_holding",

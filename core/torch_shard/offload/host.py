@@ -73,7 +73,7 @@ class Host:
         """Tell the other ranks that this rank's step has failed: they may have stepped, and none may go on with this one."""
         channel = self.collectives.reduce_channel
         if channel is not None:
-            channel.groups.give_up(self.collectives.world_rank, error)
+            channel.groups.abort(self.collectives.world_rank, error)
 
     # -- memory ---------------------------------------------------------------------------------------------------
     def open(self) -> None:

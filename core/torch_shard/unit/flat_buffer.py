@@ -140,7 +140,7 @@ class FlatBuffer:
         # The secondary shard: kept between forward and backward, where fewer ranks than all share the unit then.
         self.secondary_shard: torch.Tensor | None = None
         if self.sharded and self.collectives.secondary_channel is not None:
-            self.secondary_shard = torch.empty_like(self.collectives.own_part(self.full))
+            self.secondary_shard = torch.empty_like(self.collectives.secondary_part(self.full))
             self.secondary_shard.untyped_storage().resize_(0)
         self._take_views()
         self.unsharded_params: list[nn.Parameter] = [self._leaf(i) for i in range(n)]
@@ -256,7 +256,7 @@ class FlatBuffer:
         self.secondary_shard.untyped_storage().resize_(
             self.secondary_shard.numel() * self.secondary_shard.element_size()
         )
-        self.secondary_shard.copy_(self.collectives.own_part(self.full))
+        self.secondary_shard.copy_(self.collectives.secondary_part(self.full))
 
     def drop_secondary_shard(self) -> None:
         """Free the secondary shard. Call under `gathering()`, after the reads that were issued there."""
@@ -267,7 +267,7 @@ class FlatBuffer:
         """Start to fill the full buffer, which has memory, from the ranks' secondary shards. Collective."""
         assert self.secondary_shard is not None
         if self.secondary_shard.untyped_storage().nbytes():  # else this rank has kept the full buffer
-            self.collectives.own_part(self.full).copy_(self.secondary_shard)
+            self.collectives.secondary_part(self.full).copy_(self.secondary_shard)
             self.drop_secondary_shard()
         pending = self.collectives.all_gather_secondary(self.full, what)
         return pending if self.code is None else SecondaryGather(self, pending)

@@ -286,7 +286,7 @@ class Unit:
                 pending.wait()
         except BaseException:
             # The backend may still write into the buffers when the other rank comes, so that the unit gets new ones.
-            # `Groups.written` keeps the old ones alive until then.
+            # `ProcessGroups.buffers` keeps the old ones alive until then.
             for flat in self.flats:
                 if flat.gathers:
                     flat.renew()
