@@ -638,7 +638,7 @@ class Engine:
         units = list(self.units)
         close_units(self._runtime, optimizers, self.model)
         self._let_go(units)  # last: a close that is refused must leave the hooks
-        self._runtime.collectives.close()
+        self._runtime.collectives.drop_spares()
         self._staging = None
 
     def _abandon(self) -> None:

@@ -17,19 +17,11 @@ from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard.comm import process_group_ops
 
-METHODS = ("_ALL_GATHER", "_REDUCE_SCATTER", "_ALL_TO_ALL", "_ALL_REDUCE", "_BROADCAST")
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 @ranks(2)
 def test_each_gives_what_the_public_function_gives(dtype: torch.dtype) -> None:
     _compare(dtype)
-
-
-@ranks(2)
-def test_without_the_methods_the_public_functions_are_called() -> None:
-    with mock.patch.multiple(process_group_ops, **dict.fromkeys(METHODS, "")):
-        _compare(torch.float32)
 
 
 @ranks(2)
@@ -41,10 +33,6 @@ def test_the_methods_of_older_torch_take_the_same_arguments() -> None:
     }
     with mock.patch.multiple(process_group_ops, **older):
         _compare(torch.float32)
-
-
-def test_this_torch_has_all_methods() -> None:
-    assert all(getattr(process_group_ops, name) for name in METHODS)
 
 
 @exhaustive

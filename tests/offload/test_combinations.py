@@ -16,7 +16,6 @@ from tests.support.marks import one_at_a_time
 from tests.support.ranks import ranks
 from tests.tensor_parallel import harness as tensor_parallel
 from torch_shard import Precision, Quantized
-from torch_shard.comm import process_group_ops
 
 BF16 = torch.bfloat16
 OPTIMIZERS = ["AdamW", "SGD"]
@@ -145,14 +144,6 @@ def test_strategies(rank, tmp_path, offload, optimizer, strategy, settings):
         return steps(training, accumulate=2, clip=0.5)
 
     alike(train, chosen(offload, tmp_path))
-
-
-@pytest.mark.exhaustive
-@ranks(2)
-def test_collectives_by_torchs_public_functions(rank):
-    names = ("_ALL_GATHER", "_REDUCE_SCATTER", "_ALL_TO_ALL", "_ALL_REDUCE", "_BROADCAST")
-    with mock.patch.multiple(process_group_ops, **dict.fromkeys(names, "")):
-        alike(lambda offload: steps(Training(rank, offload), clip=0.5), "cpu")
 
 
 @pytest.mark.exhaustive

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError, MissingRankError
+from .collectives import Collectives
 from .consensus import agree
 from .heartbeat_barrier import HeartbeatBarrier
 from .ports import Member
@@ -109,58 +108,40 @@ def _at_work(barrier: HeartbeatBarrier | None) -> Iterator[None]:
 
 
 # -- objects ----------------------------------------------------------------------------------------------------------
-# Unpickling is safe here: the objects come from other ranks of the same program.
 
 
 def broadcast(member: Member, value: T, what: str) -> T:
     """Return rank 0's object on every rank. Collective."""
-    c = member.collectives
-    if c.world == 1:
-        return value
-    raw = _packed(value) if c.world_rank == 0 else None
-    size = torch.tensor([0 if raw is None else raw.numel()], dtype=torch.int64, device="cpu")
-    blocking(c.watch, "control", what, dist.broadcast, size, src=c.watch.ranks[0])
-    data = raw if raw is not None else torch.empty(int(size), dtype=torch.uint8, device="cpu")
-    blocking(c.watch, "control", what, dist.broadcast, data, src=c.watch.ranks[0])
-    return value if raw is not None else pickle.loads(data.numpy().tobytes())
+    values = [value]
+    if member.collectives.world > 1:
+        _exchange(member.collectives, what, dist.broadcast_object_list, values)
+    return values[0]
 
 
 def gather(member: Member, value: T, what: str) -> list[T] | None:
     """Return every rank's object, by rank, on rank 0, and None on the other ranks. Collective."""
     c = member.collectives
-    if c.world == 1:
-        return [value]
-    raw = _packed(value)
-    sizes = torch.zeros(c.world, dtype=torch.int64, device="cpu")
-    sizes[c.world_rank] = raw.numel()
-    blocking(c.watch, "control", what, dist.all_reduce, sizes)
-    message = torch.zeros(int(sizes.max()), dtype=torch.uint8, device="cpu")
-    message[: raw.numel()] = raw
-    parts = [torch.empty_like(message) for _ in range(c.world)] if c.world_rank == 0 else None
-    blocking(c.watch, "control", what, dist.gather, message, parts, dst=c.watch.ranks[0])
-    if parts is None:
-        return None
-    return [pickle.loads(p[:n].numpy().tobytes()) for p, n in zip(parts, sizes.tolist(), strict=True)]
+    values: list[Any] | None = [value] * c.world if c.world_rank == 0 else None
+    if c.world > 1:
+        _exchange(c, what, dist.gather_object, value, values)
+    return values
 
 
 def scatter(member: Member, values: list[T] | None, what: str) -> T:
     """Return this rank's object of those that rank 0 passes, one for each rank. Collective."""
-    c = member.collectives
-    if c.world == 1:
-        assert values is not None
-        return values[0]
-    raws = None if values is None else [_packed(value) for value in values]
-    sizes = torch.zeros(c.world, dtype=torch.int64, device="cpu")
-    if raws is not None:
-        sizes = torch.tensor([raw.numel() for raw in raws], dtype=torch.int64, device="cpu")
-    blocking(c.watch, "control", what, dist.broadcast, sizes, src=c.watch.ranks[0])
-    width = int(sizes.max())
-    received = torch.empty(width, dtype=torch.uint8, device="cpu")
-    padded = None if raws is None else [torch.nn.functional.pad(raw, (0, width - raw.numel())) for raw in raws]
-    blocking(c.watch, "control", what, dist.scatter, received, padded, src=c.watch.ranks[0])
-    found: T = pickle.loads(received[: int(sizes[c.world_rank])].numpy().tobytes())
-    return found
+    found: list[Any] = [None] if values is None else values[:1]
+    if member.collectives.world > 1:
+        _exchange(member.collectives, what, dist.scatter_object_list, found, values)
+    return found[0]  # type: ignore[no-any-return]
 
 
-def _packed(value: object) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+def _exchange(c: Collectives, what: str, function: Callable[..., Any], *args: Any) -> None:
+    """Call one of torch's collectives of objects, from or to rank 0, once all ranks have come. Collective."""
+    # torch's function would wait for a missing rank until the process group's timeout, and not name it.
+    blocking(c.watch, "control", what, dist.barrier)
+    try:
+        function(*args, c.watch.ranks[0], group=c.watch.channels["control"].group)
+    except RuntimeError as error:
+        raise MissingRankError(
+            f"rank {c.world_rank}: {what} failed: another rank has probably died; see its log. ({error})"
+        ) from error

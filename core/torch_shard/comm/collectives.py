@@ -301,7 +301,6 @@ class Collectives:
         """
         channel = self.reduce_channel
         assert channel is not None
-        channel.count()
         nbytes = grad.numel() * grad.element_size()
         with self._on(self.reduce_stream):
             begun = None
@@ -310,7 +309,8 @@ class Collectives:
                 begun = torch.cuda.Event()
                 begun.record(self.reduce_stream)
             if self.size == 1:  # replicated parameters
-                return Reduction(self, grad, grad, self._all_reduce(channel, grad, what), begun, streams)
+                return Reduction(self, grad, grad, self.all_reduce(channel, grad, what), begun, streams)
+            channel.count()
             self.bytes_sent += nbytes * (self.size - 1) // self.size
             if self.backend == "gloo":
                 # Gloo's reduce-scatter sends the bytes of an all-reduce; all-to-all and a local sum send half.
@@ -322,7 +322,7 @@ class Collectives:
             # A backward that fails drops its reductions, but the buffers that they still read and write must live.
             channel.groups.buffers[work] = (grad, received)
             pending = self._track(channel, what, work, self.reduce_stream)
-            across = f"{what}, between copies"
+            across = f"{what}, between replicas"
             if self.replica_channel is not None and self.reduce_stream is not None:
                 # The stream orders both collectives, so the host need not wait for the reduce-scatter.
                 pending = self.followed(pending, self.all_reduce_across(received, across))
@@ -331,8 +331,9 @@ class Collectives:
                 reduction.send_across(across)
             return reduction
 
-    def _all_reduce(self, channel: Channel, tensor: torch.Tensor, what: str) -> Pending:
-        """Begin an inter-replica all-reduce, under `reducing()`, in a channel whose collectives the caller counts."""
+    def all_reduce(self, channel: Channel, tensor: torch.Tensor, what: str) -> Pending:
+        """Begin to sum `tensor` over replicas, in place. Collective and asynchronous; call under `reducing()`."""
+        channel.count()
         nbytes, ranks = tensor.numel() * tensor.element_size(), len(channel.members)
         sent = 2 * nbytes * (ranks - 1) // ranks
         self.bytes_sent += sent
@@ -343,14 +344,9 @@ class Collectives:
 
     def all_reduce_across(self, own: torch.Tensor, what: str) -> Pending:
         """Begin to sum this rank's shard, 1-D, with the same shard of the other replicas, in place. Call under `reducing()`."""
+        assert self.replica_channel is not None
         self.send_waiting()
-        return self._all_reduce_across(own, what)
-
-    def _all_reduce_across(self, own: torch.Tensor, what: str) -> Pending:
-        channel = self.replica_channel
-        assert channel is not None
-        channel.count()
-        return self._all_reduce(channel, own, what)
+        return self.all_reduce(self.replica_channel, own, what)
 
     @staticmethod
     def followed(first: Pending, second: Pending) -> Pending:
@@ -427,7 +423,3 @@ class Collectives:
     def maximum(self, message: torch.Tensor, what: str) -> None:
         """Replace the elements of a CPU tensor with their maxima over all ranks, and wait. Collective."""
         blocking(self.watch, "control", what, dist.all_reduce, message, op=dist.ReduceOp.MAX)
-
-    def close(self) -> None:
-        """Release the memory that is kept for later steps."""
-        self.drop_spares()

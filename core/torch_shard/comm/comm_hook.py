@@ -15,7 +15,7 @@ import torch
 from ..errors import ShardError
 from .collectives import Collectives
 from .consensus import agree
-from .gradient_reduction import cast
+from .gradient_reduction import Reduction, cast
 from .work import Pending
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CommHook",
-    "HookedReduction",
+    "hook_name",
 ]
 
 
@@ -37,8 +37,8 @@ class CommHook:
 
     def start(
         self, collectives: Collectives, grad: torch.Tensor, dtype: torch.dtype, narrow: bool = False
-    ) -> HookedReduction:
-        """Call the hook with this rank's own gradients of a unit, and return the reduction.
+    ) -> Reduction:
+        """Call the hook with this rank's own gradients of a unit, and return the reduction, which has ended but for replicas.
 
         Args:
             collectives: the collectives of the engine.
@@ -53,7 +53,7 @@ class CommHook:
                 self.function(self.state, *((grad,) if c.size == 1 else (grad, result)))
                 if result.shape != expected or result.device != c.device:
                     raise ShardError(
-                        f"rank {c.world_rank}: the communication hook {_name(self.function)} left a gradient of shape "
+                        f"rank {c.world_rank}: the communication hook {hook_name(self.function)} left a gradient of shape "
                         f"{tuple(result.shape)} on {result.device}; it must fill the one of shape {expected} that it is given."
                     )
             except Exception as error:
@@ -62,46 +62,23 @@ class CommHook:
                 self.error = self.error or error
                 result = torch.zeros(expected, dtype=grad.dtype, device=grad.device)
             if c.replica_channel is None:
-                return HookedReduction(c, grad, cast(result, dtype, narrow), c.reduced())
-            # The mean of the replicas' means is the mean over all ranks, because all replicas have equally many ranks.
-            result = result.to(grad.dtype) / c.topology.replicas
-            pending = c.all_reduce_across(result, "the mean of the copies' gradients")
-            return HookedReduction(c, grad, result, c.reduced(), pending)
+                result = cast(result, dtype, narrow)
+                assert c.reduce_channel is not None
+                pending = Pending(c.watch, c.reduce_channel, 0, hook_name(self.function), None, c.reduced(), c.device)
+            else:
+                # The mean of the replicas' means is the mean over all ranks, because all replicas have equally many ranks.
+                result = result.to(grad.dtype) / c.topology.replicas
+                pending = c.all_reduce_across(result, "the mean of the replicas' gradients")
+            # The result is `total`, and not given back for reuse: the hook may have kept it.
+            return Reduction(c, grad, result, pending, total=result)
 
     def raise_together(self, member: Member, failed: bool) -> None:
         """Raise the error of this backward, on all ranks, if the hook `failed` on any rank. Collective if `failed`."""
         error, self.error = self.error, None
         if failed:
-            agree(member, f"the communication hook {_name(self.function)}", None, error)
+            agree(member, f"the communication hook {hook_name(self.function)}", None, error)
 
 
-@dataclass(eq=False)
-class HookedReduction:
-    """The counterpart of :class:`~torch_shard.comm.gradient_reduction.Reduction` for a hook that has returned."""
-
-    collectives: Collectives
-    # Hazard: the memory of `grad` returns to the pool of the backward's stream. It must not be reused there before the hook's
-    # collective, which runs on another stream, has read it.
-    grad: torch.Tensor
-    result: torch.Tensor
-    event: Any  # CUDA: recorded after the hook's work
-    pending: Pending | None = None  # the inter-replica all-reduce
-
-    def abandon(self, seconds: float) -> None:
-        """Drop the reduction after a failed backward. A partner may never come, so this waits for `seconds` at most."""
-        if self.pending is not None:
-            self.pending.settle(seconds)
-
-    def finish(self, dtype: torch.dtype, narrow: bool = False) -> torch.Tensor:
-        """Wait, and return this rank's shard in `dtype`. With `narrow`, keep the result's dtype if that is narrower."""
-        if self.event is not None:
-            # Hazard: compute must not read the shard before the hook has written it.
-            torch.cuda.current_stream(self.collectives.device).wait_event(self.event)
-        if self.pending is not None:
-            self.pending.wait()
-        # The hook's tensors are not given back for reuse: the hook may have kept them.
-        return cast(self.result, dtype, narrow)
-
-
-def _name(hook: Any) -> str:
+def hook_name(hook: Any) -> str:
+    """Return the name of a communication hook, for error messages."""
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))

@@ -30,10 +30,7 @@ def agree(member: Member, what: str, key: object = None, error: Exception | None
             raise error
         return
     # Failures are voted on before keys are compared: a rank that failed may not know its key.
-    operations.note(zlib.crc32(what.encode()), what)
-    vote = operations.check(what, torch.tensor([error is not None], dtype=torch.uint8, device="cpu"))
-    assert vote is not None
-    if vote[0]:
+    if any_rank(member, what, error is not None):
         own = None if error is None else (type(error), str(error))
         answers = c.watch.exchange(what, own, listen=error is None)
         if error is not None:

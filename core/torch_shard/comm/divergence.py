@@ -71,9 +71,8 @@ class OperationSequence:
             return payload
         assert self.engine_order is not None
         own = ((self.hash + self.number * 0x9E3779B97F4A7C15) & _MASK).to_bytes(8, "little")
-        head = torch.tensor(list(own) + [255 - b for b in own], dtype=torch.uint8, device="cpu")
         message = torch.zeros(16 + self.engine_order.width, dtype=torch.uint8, device="cpu")
-        message[:16] = head
+        message[:16] = torch.tensor([*own, *(255 - b for b in own)], dtype=torch.uint8, device="cpu")
         size = 0 if payload is None else len(payload)
         if payload is not None:
             message[16 : 16 + size] = payload
@@ -115,23 +114,20 @@ class OperationSequence:
             )
         steps = min(len(h) for h, *_ in everyone)
         first = next((i for i in range(steps) if len({h[i] for h, *_ in everyone}) > 1), steps)
-        places = []
-        loads = uneven = False
-        for rank, (history, at, line, *_) in enumerate(everyone):
-            now = history[first] if first < len(history) else f"nothing more before {at}"
-            loads |= now.startswith(_LOADS)
-            uneven |= now.startswith(_BATCH)
-            places.append(f"rank {rank}: {now} ({line})")
-        # A rank that is not at the start of a forward, say in a save, diverges for another reason than its number of batches.
-        uneven &= {at for _, at, *_ in everyone} == {_FORWARD}
+        now = [history[first] if first < len(history) else f"nothing more before {at}" for history, at, *_ in everyone]
+        places = [
+            f"rank {rank}: {text} ({line})"
+            for rank, (text, (_, _, line, *_)) in enumerate(zip(now, everyone, strict=True))
+        ]
         differ = f"; the first difference is operation {first} of this step: " + "; ".join(places)
-        if loads:
+        if any(text.startswith(LOADS) for text in now):
             raise DivergenceError(
                 f"the ranks did not load alike{differ}. Each rank loads its own shards only, so the parameters are now partly "
                 "old and partly new: load on every rank (model.load_state_dict or engine.load_state_dict, not under `if rank "
                 "== ...`), before anything else."
             )
-        if uneven:
+        # A rank that is not at the start of a forward, say in a save, diverges for another reason than its number of batches.
+        if any(text.startswith(_BATCH) for text in now) and {at for _, at, *_ in everyone} == {_FORWARD}:
             raise DivergenceError(
                 f"the ranks have different numbers of batches{differ}. Parameters are gathered from all ranks, also to evaluate: "
                 "give each rank equally many batches (a DistributedSampler, or drop_last=True, or a limit on the number), or "
@@ -146,4 +142,4 @@ class OperationSequence:
 # Beginnings of noted operations, and the name of a check, which decide the advice in an error.
 _BATCH = "computes with "
 _FORWARD = "the start of a forward"
-_LOADS = "loads a state dict into "
+LOADS = "loads a state dict into "

@@ -37,6 +37,7 @@ class Reduction:
     streams: Sequence[Any] = ()  # CUDA: the streams that wrote to `grad`
     across: str = ""  # the name of the inter-replica all-reduce that is still to be begun; "" if there is none
     total: torch.Tensor | None = None  # this rank's shard of the sum, once it has been computed
+    dtype_across: torch.dtype | None = None  # the dtype of the inter-replica all-reduce; None for that of `grad`
 
     def send_across(self, what: str) -> None:
         """Queue the inter-replica all-reduce of this reduction's sum, to begin once the sum is complete and its turn has come."""
@@ -70,11 +71,9 @@ class Reduction:
         self.pending.wait()
         c.waiting.popleft()
         self.across = ""
-        self.total = self._own_sum(self._dtype_across())
-        self.pending = c._all_reduce_across(self.total, what)
-
-    def _dtype_across(self) -> torch.dtype:
-        return self.grad.dtype
+        self.total = self._own_sum(self.dtype_across or self.grad.dtype)
+        assert c.replica_channel is not None
+        self.pending = c.all_reduce(c.replica_channel, self.total, what)
 
     def _own_sum(self, dtype: torch.dtype, narrow: bool = False) -> torch.Tensor:
         """Return this rank's shard of the complete sum within its replica, and give the buffers back."""

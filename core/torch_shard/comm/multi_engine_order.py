@@ -13,6 +13,7 @@ order differs, a rank may wait in one engine for a collective that another rank 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from typing import Any
 
 _MASK = (1 << 61) - 1
@@ -23,13 +24,12 @@ class EngineOrder:
 
     def __init__(self) -> None:
         self._running: dict[int, int] = {}  # by the id of a runtime, the graph task with which its backward ends
-        self._ended: dict[
-            int, list[Any]
-        ] = {}  # by graph task, the runtimes that wait for others which end with the same task
+        # By graph task, the runtimes that wait for others which end with the same task.
+        self._ended: dict[int, list[Any]] = {}
         self._several = False
         self._issued: dict[str, int] = {}
         self._engines = 0
-        self._copies: dict[int, int] = {}
+        self._copies: Counter[int] = Counter()
         self._engines_here: weakref.WeakSet[Any] = weakref.WeakSet()  # the runtimes of the engines
         self.width = 0  # bytes of the largest engine's message at the end of a backward
 
@@ -48,7 +48,7 @@ class EngineOrder:
         Copying is not collective, so a copy gets its number at its first forward. If ranks run two copies of one model in
         different orders, the copies can't be told apart.
         """
-        self._copies[original] = self._copies.get(original, 0) + 1
+        self._copies[original] += 1
         return original + 1_000_003 * self._copies[original]
 
     def join(self, runtime: Any) -> None:
@@ -100,20 +100,5 @@ class EngineOrder:
     def abandon(self, runtime: Any) -> None:
         """Forget an engine whose backward has failed, or whose backward ended before that of another engine failed."""
         self._running.pop(id(runtime), None)
-        for task, ended in list(self._ended.items()):
-            left = [other for other in ended if other is not runtime]
-            if left:
-                self._ended[task] = left
-            else:
-                del self._ended[task]
-
-
-_engine_orders: weakref.WeakKeyDictionary[Any, EngineOrder] = weakref.WeakKeyDictionary()
-
-
-def engine_order_of(groups: Any) -> EngineOrder:
-    """Return the :class:`EngineOrder` of the engines over `groups`."""
-    found = _engine_orders.get(groups)
-    if found is None:
-        found = _engine_orders[groups] = EngineOrder()
-    return found
+        left = {task: [other for other in ended if other is not runtime] for task, ended in self._ended.items()}
+        self._ended = {task: ended for task, ended in left.items() if ended}

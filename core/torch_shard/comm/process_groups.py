@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from ..errors import ConfigError, SetupError
 from ..layout.rank_topology import Topology
+from .multi_engine_order import EngineOrder
 from .rendezvous import exchange_texts
 from .store_messages import Messages
 from .work import default_store
@@ -88,6 +89,7 @@ class ProcessGroups:
         waiting: the reductions that wait for their inter-replica all-reduce, by channel, in the order in which all ranks began
             them.
         streams: for CUDA devices, the streams for gathers and for reductions.
+        engine_order: the engines over these groups, with the backwards that are running in them.
     """
 
     ranks: list[int]
@@ -103,10 +105,11 @@ class ProcessGroups:
     buffers: dict[Any, Any] = field(default_factory=dict)
     waiting: dict[str, deque[Any]] = field(default_factory=dict)
     streams: dict[torch.device, tuple[Any, Any]] = field(default_factory=dict)
+    engine_order: EngineOrder = field(default_factory=EngineOrder)
 
     def __post_init__(self) -> None:
         # The finalizer runs when this object is deleted, or at exit.
-        weakref.finalize(self, _keep_unfinished, vars(self).copy())
+        weakref.finalize(self, _keep_unfinished, self.unfinished, self.made, self.buffers)
 
     def new_group(self, name: str, members: Sequence[int], backend: str | None) -> Any:
         """Make a process group of `members`, numbers of its ranks in :attr:`ranks`. Collective over them only."""
@@ -155,16 +158,16 @@ class ProcessGroups:
             del self.buffers[work]
 
 
-def _keep_unfinished(groups: dict[str, Any]) -> None:
-    """Keep a group alive as long as the process if a collective in it has been left without its partner.
+def _keep_unfinished(unfinished: dict[str, Any], *others: Any) -> None:
+    """Keep process groups alive as long as the process if a collective in them has been left without its partner.
 
     Gloo can't abort a collective. The group's destructor waits for it, and two ranks that destroy such groups in
     different order would wait for each other until the group's timeout, half an hour by default. When a process ends,
     its partners' collectives end with an error.
     """
-    if any(not work.is_completed() for work in groups["unfinished"].values()):
+    if any(not work.is_completed() for work in unfinished.values()):
         # A list in this module would be emptied at exit, and the destructors would run.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(groups))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object((unfinished, others)))
 
 
 # The groups by the user's group and by `single_communicator`. Communicators cost memory and set-up time, and a program may

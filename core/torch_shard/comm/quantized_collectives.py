@@ -7,6 +7,7 @@ values are decoded when the collective is waited for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from ..layout.flat_layout import FlatLayout, slot_view
 from ..numerics.block_quantizer import BlockQuantizer
 from .collectives import Collectives, join, outside_inference
 from .gradient_reduction import Reduction
-from .work import Pending
 
 __all__ = ["QuantizedGather", "QuantizedGradients", "QuantizedReduction"]
 
@@ -99,20 +99,24 @@ class QuantizedGradients:
             sent, received = (c.take(*buffer) for buffer in self.buffers)
             self._encode(grad, held, sent.view(c.size, -1))
             pending = c.all_to_all(received, sent, c.size * [code.nbytes], c.size * [code.nbytes], what)
-            across = None if c.replica_channel is None else f"{what}, between copies"
+            across = "" if c.replica_channel is None else f"{what}, between replicas"
+            reduction = QuantizedReduction(
+                c, sent, received, pending, begun, streams, dtype_across=self._dtype_across, quantizer=code
+            )
             if c.reduce_stream is None:
                 c.give(grad)
-                reduction = QuantizedReduction(c, None, sent, received, code, pending, self._dtype_across)
-                if across is not None:
+                if across:
                     reduction.send_across(across)
                 return reduction
-            total = torch.empty(code.numel, dtype=dtype if across is None else self._dtype_across, device=grad.device)
-            code.decode_sum(received.view(c.size, -1), total)
-            if across is not None:
-                pending = c.followed(pending, c.all_reduce_across(total, across))
+            # Hazard: the memory of `grad` must not be reused before the stream has encoded it.
+            reduction.own = grad
+            reduction.total = torch.empty(code.numel, dtype=self._dtype_across if across else dtype, device=grad.device)
+            code.decode_sum(received.view(c.size, -1), reduction.total)
+            if across:
+                reduction.pending = c.followed(pending, c.all_reduce_across(reduction.total, across))
             elif pending.event is not None:
                 pending.event.record(c.reduce_stream)  # recorded again, after the sum
-            return QuantizedReduction(c, grad, sent, received, code, pending, self._dtype_across, begun, streams, total)
+            return reduction
 
     def _encode(self, grad: torch.Tensor, held: Sequence[bool], payloads: torch.Tensor) -> None:
         rows = self.collectives.size
@@ -132,34 +136,18 @@ class QuantizedGradients:
             view.copy_(before)
 
 
+@dataclass(eq=False, kw_only=True)
 class QuantizedReduction(Reduction):
-    """A gradient reduction in flight whose payloads are quantized."""
+    """A gradient reduction in flight whose payloads are quantized: ``grad`` and ``received`` are payloads."""
 
-    def __init__(
-        self,
-        c: Collectives,
-        grad: torch.Tensor | None,
-        sent: torch.Tensor,
-        received: torch.Tensor,
-        code: BlockQuantizer,
-        pending: Pending,
-        dtype_across: torch.dtype,
-        begun: Any = None,
-        streams: Sequence[Any] = (),
-        total: torch.Tensor | None = None,
-    ) -> None:
-        """Keep the buffers of a started reduction. `total` is the sum, if a CUDA stream makes it from `grad`."""
-        super().__init__(c, sent, received, pending, begun, streams, total=total)
-        self._own, self._code, self._across = grad, code, dtype_across
-
-    def _dtype_across(self) -> torch.dtype:
-        return self._across
+    quantizer: BlockQuantizer
+    own: torch.Tensor | None = None  # the gradients, where a CUDA stream may still read them
 
     def _own_sum(self, dtype: torch.dtype, narrow: bool = False) -> torch.Tensor:
         c = self.collectives
         with torch.no_grad(), outside_inference():
-            total = torch.empty(self._code.numel, dtype=dtype, device=self.received.device)
-            self._code.decode_sum(self.received.view(c.size, -1), total)
+            total = torch.empty(self.quantizer.numel, dtype=dtype, device=self.received.device)
+            self.quantizer.decode_sum(self.received.view(c.size, -1), total)
         c.give(self.grad)
         c.give(self.received)
         return total

@@ -157,18 +157,16 @@ class Watch:
         """
         channel = self.channels["control"]
         groups = channel.groups
-        answers: list[Any] = [value if rank == self.rank else None for rank in range(self.size)]
         if not groups.key:  # no other rank exists
-            return answers
+            return [value if rank == self.rank else None for rank in range(self.size)]
         groups.exchanges += 1
-        name = f"{groups.key}/said/{groups.exchanges}"
-        missing, pause = [rank for rank in range(self.size) if rank != self.rank], 0.005
-        deadline = time.monotonic() + self.timeout
+        messages = Messages(default_store(), f"{groups.key}/exchange/{groups.exchanges}")
+        pause, deadline = 0.005, time.monotonic() + self.timeout
         self._post(channel, channel.issued + 1, f"the comparison of the ranks in {what}")
         try:
-            messages = Messages(default_store(), name)
             messages.write(self.rank, pickle.dumps(value))
-            while listen and missing:
+            missing = list(range(self.size)) if listen else []
+            while missing:
                 if messages.changed():
                     came = messages.writers()
                     missing = [rank for rank in missing if rank not in came]
@@ -176,8 +174,7 @@ class Watch:
                     self._check_answers(what, missing, own, deadline)
                     time.sleep(pause)
                     pause = min(2 * pause, longest_pause(self.size))
-            for rank, answer in messages.read().items() if listen else ():
-                answers[rank] = pickle.loads(answer)
+            found = messages.read() if listen else {}
         except ShardError as error:
             groups.abort(self.rank, error)
             raise
@@ -188,7 +185,7 @@ class Watch:
             ) from error
         finally:
             self._withdraw()
-        return answers
+        return [pickle.loads(found[rank]) if rank in found else None for rank in range(self.size)]
 
     def _check_answers(self, what: str, missing: list[int], own: str, deadline: float) -> None:
         where = f"rank {self.rank}: {what} at {caller_line()}"

@@ -1,8 +1,8 @@
 """Where each parameter of a unit lies in the unit's flat buffer, and how ranks cut that buffer.
 
-Pure integers: no tensors, no communication. All positions and lengths are in elements, half-open.
+This module has integers only, and nothing in it is collective. Positions and lengths are in elements, and ranges are half-open.
 
-A flat buffer of three parameters on two ranks, ``.`` for padding::
+A flat buffer of two parameters on two ranks, with ``.`` for padding::
 
     flat buffer   |  weight (6 x 4)          |..|  bias (6)  |....|
     rank range    |  rank 0: shard_numel      |  rank 1: shard_numel |
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -40,12 +40,12 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class ParamMeta:
-    """What a layout needs to know of one parameter.
+    """The properties of a parameter that a layout follows from.
 
     Attributes:
-        name: full name, for messages.
-        shape: global shape.
-        stride: strides in elements; dense and without overlap, in any order of dimensions.
+        name: the full name, for error messages.
+        shape: the global shape.
+        stride: the strides in elements: dense and without overlap, in any order of dimensions.
     """
 
     name: str
@@ -54,29 +54,23 @@ class ParamMeta:
 
 
 @dataclass(frozen=True)
-class Slot:
+class Slot(ParamMeta):
     """One parameter's place in the flat buffer.
 
     Attributes:
-        name: full name of the parameter.
-        shape: global shape.
-        stride: strides in elements.
-        offset: first element in the flat buffer, aligned to 16 bytes.
-        numel: number of elements, without padding.
-        order: dimensions from the largest stride to the smallest; memory order is the row-major
+        offset: the first element in the flat buffer, aligned to 16 bytes.
+        numel: the number of elements, without padding.
+        order: the dimensions from the largest stride to the smallest; memory order is the row-major
             order of the shape permuted by it.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
     offset: int
     numel: int
     order: tuple[int, ...]
 
     @property
     def stop(self) -> int:
-        """One past the parameter's last element in the flat buffer."""
+        """The position behind the parameter's last element in the flat buffer."""
         return self.offset + self.numel
 
 
@@ -89,7 +83,7 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Number of elements in the box."""
+        """The number of elements in the box."""
         return math.prod(self.sizes)
 
 
@@ -99,16 +93,14 @@ class FlatLayout:
 
     Attributes:
         slots: the parameters, in the order in which they lie in the buffer.
-        itemsize: bytes per element.
-        world_size: number of ranks that share the buffer.
-        numel: elements in the whole buffer, padding included.
-        shard_numel: elements that each rank holds; ``numel == shard_numel * world_size``.
-        aligned: whether each slot begins at a multiple of 16 bytes; False of a :meth:`view`.
+        itemsize: the bytes of an element.
+        world_size: the number of ranks that share the buffer.
+        numel: the number of elements in the full buffer, padding included.
+        shard_numel: the number of elements that each rank holds; ``numel == shard_numel * world_size``.
+        aligned: True if each slot begins at a multiple of 16 bytes; False for a :meth:`view`.
 
     Raises:
         LayoutError: the numbers contradict each other.
-
-    Not collective.
     """
 
     slots: tuple[Slot, ...]
@@ -117,15 +109,9 @@ class FlatLayout:
     numel: int
     shard_numel: int
     aligned: bool = True
-    _align: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.world_size < 1 or self.itemsize < 1:
-            raise LayoutError(
-                f"a layout needs at least one rank and one byte per element, not {self.world_size} and {self.itemsize}."
-            )
         align = _alignment(self.itemsize)
-        object.__setattr__(self, "_align", align)
         if self.numel != self.shard_numel * self.world_size or self.shard_numel % align:
             raise LayoutError(
                 f"{self.numel} elements do not cut into {self.world_size} aligned shards of {self.shard_numel}."
@@ -134,27 +120,21 @@ class FlatLayout:
         for slot in self.slots:
             if (self.aligned and slot.offset % align) or slot.offset < end:
                 raise LayoutError(f"{slot.name}: offset {slot.offset} is unaligned or taken.")
-            if slot.numel != math.prod(slot.shape):
-                raise LayoutError(f"{slot.name}: {slot.numel} elements do not fill {slot.shape}.")
-            if slot.order != _memory_order(slot):
-                raise LayoutError(f"{slot.name}: order {slot.order} contradicts {slot.stride}.")
             end = slot.stop
         if end > self.numel:
             raise LayoutError(f"{self.numel} elements are too few for parameters ending at {end}.")
 
     @classmethod
     def build(cls, metas: Iterable[ParamMeta], itemsize: int, world_size: int) -> FlatLayout:
-        """Lay parameters end to end and pad so that every rank holds the same number of elements.
+        """Return a layout with the parameters end to end, padded so that every rank holds the same number of elements.
 
         Args:
-            metas: the parameters in order; 0-d and zero-element ones are legal, none at all too.
-            itemsize: bytes per element.
-            world_size: number of ranks.
+            metas: the parameters in order; there may be none, and 0-d and zero-element parameters.
+            itemsize: the bytes of an element.
+            world_size: the number of ranks.
 
         Raises:
-            LayoutError: a parameter's strides overlap or leave gaps; names it.
-
-        Not collective.
+            LayoutError: a parameter's strides overlap or leave gaps.
         """
         if world_size < 1 or itemsize < 1:
             raise LayoutError(
@@ -177,18 +157,16 @@ class FlatLayout:
         """Return a layout of the same shards that places one tensor: a view of parameter `index`, without gaps.
 
         Args:
-            index: which parameter.
-            shape, stride: the view's.
-            start: where in the parameter's memory the view begins, in elements.
+            index: the index of the parameter.
+            shape, stride: the shape and the strides of the view.
+            start: the element of the parameter, in memory order, at which the view begins.
 
         Raises:
             LayoutError: the view's strides overlap or leave gaps.
-
-        Not collective.
         """
         slot = self.slots[index]
         order, numel = _memory_order(ParamMeta(slot.name, shape, stride)), math.prod(shape)
-        # One without elements may begin anywhere.
+        # A view without elements may begin anywhere.
         part = Slot(slot.name, shape, stride, slot.offset + (start if numel else 0), numel, order)
         return replace(self, slots=(part,), aligned=False)
 
@@ -199,10 +177,7 @@ class FlatLayout:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def owned(self, index: int, rank: int) -> tuple[int, int]:
-        """Return which elements of parameter `index`, in memory order, `rank` holds.
-
-        ``(0, 0)`` where it holds none.
-        """
+        """Return the range of elements of parameter `index`, in memory order, that `rank` holds; ``(0, 0)`` if it is empty."""
         slot = self.slots[index]
         start, stop = self.rank_range(rank)
         first = max(start, slot.offset)
@@ -212,7 +187,7 @@ class FlatLayout:
         return first - slot.offset, last - slot.offset
 
     def local_range(self, index: int, rank: int) -> tuple[int, int]:
-        """Return where :meth:`owned` lies within the rank's own shard. ``(0, 0)`` if empty."""
+        """Return the range of :meth:`owned` within the rank's own shard; ``(0, 0)`` if it is empty."""
         first, last = self.owned(index, rank)
         if first == last:
             return 0, 0
@@ -220,13 +195,11 @@ class FlatLayout:
         return first + shift, last + shift
 
     def pieces(self, rank: int) -> tuple[list[int], list[int]]:
-        """Return how a rank's shard splits into its parameters' slices.
+        """Return how a rank's shard splits into its parameters' shards.
 
         Returns:
-            The sizes of consecutive pieces, padding included, in elements, the last one 0; and for each parameter the
-            number of the piece that is its slice: the last one where the rank holds nothing of it.
-
-        Not collective.
+            The sizes of consecutive pieces, padding included, the last of size 0; and for each parameter the index of the
+            piece that is its shard, which is the last piece if the rank holds nothing of the parameter.
         """
         ranges = [self.local_range(i, rank) for i in range(len(self.slots))]
         sizes: list[int] = []
@@ -245,7 +218,7 @@ class FlatLayout:
         return [*sizes, 0], [number.get(i, len(sizes)) for i in range(len(ranges))]
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Return the padding: ranges of the flat buffer that belong to no parameter. Not collective."""
+        """Return the padding: the ranges of the flat buffer that belong to no parameter."""
         found, end = [], 0
         for slot in self.slots:
             if slot.offset > end:
@@ -256,7 +229,7 @@ class FlatLayout:
         return found
 
     def owners(self, index: int) -> range:
-        """Return the ranks that hold a part of parameter `index`; empty for a zero-element one."""
+        """Return the ranks that hold a part of parameter `index`; none if it has no elements."""
         slot = self.slots[index]
         if slot.numel == 0:
             return range(0)
@@ -267,13 +240,11 @@ class FlatLayout:
 
         Returns:
             At most ``2 * ndim - 1`` boxes (one for 0-d) in the parameter's own dimensions. They
-            tile the slice exactly, and one after the other, each read in memory order, they give
-            the slice's elements in order.
+            tile the range exactly, and one after the other, each read in memory order, they give
+            the range's elements in order.
 
         Raises:
-            LayoutError: the slice is not within the parameter.
-
-        Not collective.
+            LayoutError: the range is not within the parameter.
         """
         slot = self.slots[index]
         if not 0 <= start <= stop <= slot.numel:
@@ -304,13 +275,13 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _memory_order(meta: ParamMeta | Slot) -> tuple[int, ...]:
-    """Return the dimensions by descending stride, or raise where memory has gaps or overlaps."""
+def _memory_order(meta: ParamMeta) -> tuple[int, ...]:
+    """Return the dimensions by descending stride; raise a LayoutError if the memory has gaps or overlaps."""
     if len(meta.shape) != len(meta.stride) or any(size < 0 for size in meta.shape):
         raise LayoutError(f"{meta.name}: strides {meta.stride} do not fit shape {meta.shape}.")
     dims = range(len(meta.shape))
-    # At equal strides at most one of the dimensions is longer than 1 (else they overlap, found
-    # below), and it varies fastest; the others do not move.
+    # Of dimensions with equal strides at most one is longer than 1 (else they overlap, which is found
+    # below), and it varies fastest.
     order = tuple(sorted(dims, key=lambda dim: (-meta.stride[dim], meta.shape[dim] > 1, dim)))
     if math.prod(meta.shape) == 0:
         return order
@@ -362,5 +333,5 @@ def _unpermute(box: Box, order: tuple[int, ...]) -> Box:
 
 
 def slot_view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """Return a parameter in its own shape and strides, as a view of a 1-D buffer of its whole layout."""
+    """Return a parameter in its own shape and strides, as a view of a 1-D buffer of the full layout."""
     return flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..comm.comm_hook import CommHook, _name
+from ..comm.comm_hook import CommHook, hook_name
 from ..comm.consensus import agree
 from ..errors import ConfigError, UnitStateError
 
@@ -40,7 +40,7 @@ def register(runtime: Runtime, state: Any, hook: Callable[..., Any]) -> None:
             )
     except Exception as problem:
         error = problem
-    agree(runtime, what, _name(hook), error)
+    agree(runtime, what, hook_name(hook), error)
     runtime.reductions.hook = made = CommHook(state, hook)
     for each in gradients:
         each.reduce_by(made)

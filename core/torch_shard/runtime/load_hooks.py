@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..comm.divergence import _LOADS
+from ..comm.divergence import LOADS
 from .registry import runtime_of
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class NoteLoad:
         operations = runtime_of(self.unit).operations
         # Inside engine.gathered one rank may load for all ranks; the values are sent when it ends.
         if operations is not None and not self.unit.is_summoned:
-            operations.note(zlib.crc32(self.name.encode()), f"{_LOADS}{self.name or 'the root module'!r}")
+            operations.note(zlib.crc32(self.name.encode()), f"{LOADS}{self.name or 'the root module'!r}")
 
 
 def note_loads(unit: Unit, modules: Mapping[str, nn.Module]) -> None:

@@ -23,7 +23,7 @@ from ..unit.gradient_buffer import SEEN, WANTED, GradientBuffer
 from .registry import runtime_of
 
 if TYPE_CHECKING:
-    from ..comm.comm_hook import CommHook, HookedReduction
+    from ..comm.comm_hook import CommHook
     from ..unit.flat_buffer import FlatBuffer
     from ..unit.unit import Unit
     from .ports import StepInBackward
@@ -45,7 +45,7 @@ class ReduceSchedule:
         self.collectives, self._issued = collectives, issued
         self._used: list[Unit] = []
         self._order: list[Unit] = []
-        self._in_flight: list[tuple[GradientBuffer, Reduction | HookedReduction]] = []
+        self._in_flight: list[tuple[GradientBuffer, Reduction]] = []
         self._no_pause = 0
         # Indices of units with a parameter of which no rank had a gradient in the last backward.
         self._incomplete: set[int] = set()
@@ -110,7 +110,7 @@ class ReduceSchedule:
             few = len(self._in_flight) <= limit
             if few and self.collectives.reduce_stream is not None:
                 break  # the peak of GPU memory must not depend on timing
-            if isinstance(oldest, Reduction) and not oldest.done():
+            if not oldest.done():
                 if few or self._no_pause:
                     break
                 oldest.wait_for_own_part()

@@ -24,7 +24,6 @@ from torch import nn
 
 from ..comm.collectives import Collectives
 from ..comm.divergence import OperationSequence
-from ..comm.multi_engine_order import engine_order_of
 from ..comm.traffic_statistics import GatheredBytes
 from ..config.precision import precision_of
 from ..config.shard_config import ShardConfig
@@ -82,7 +81,7 @@ class Runtime:
         self.syncing = True  # the running backward reduces
         self.reductions = ReduceSchedule(collectives, self.note_issued)
         channel = collectives.gather_channel
-        self.engine_order = engine_order_of(channel.groups) if channel is not None else None
+        self.engine_order = channel.groups.engine_order if channel is not None else None
         self.number = 0  # of this engine among those over the same groups; 0 for a copy that has not run yet
         self.original = 0  # the number of the engine that this one is a copy of
         self.checked = False  # deferred gradients were checked before the running backward

@@ -28,7 +28,7 @@ from .flat_views import FlatViews, cut_of
 from .partial_gradients import PartialGradients
 
 if TYPE_CHECKING:
-    from ..comm.comm_hook import CommHook, HookedReduction
+    from ..comm.comm_hook import CommHook
     from ..offload.host_gradients import HostGradients
 
 # What a rank knows of a parameter's gradient at the end of a backward; 0 means that nobody asked for it.
@@ -222,7 +222,7 @@ class GradientBuffer:
         return self.missing == 0
 
     # -- reduction ----------------------------------------------------------------------------------------------
-    def start_reduction(self, what: str) -> Reduction | HookedReduction | None:
+    def start_reduction(self, what: str) -> Reduction | None:
         """Start to reduce the buffer; return None where no other rank has gradients of the same parameters. Collective."""
         grad = self._open()
         self.flat = self._views = None
@@ -257,7 +257,7 @@ class GradientBuffer:
         c.give(grad)
         return sent
 
-    def collect(self, reduction: Reduction | HookedReduction) -> None:
+    def collect(self, reduction: Reduction) -> None:
         """Wait for a reduction and keep its result, this rank's shard, to be published."""
         result, factor = reduction.finish(self.dtypes.grad, self.home is not None), self._rest
         if factor != 1.0 and result.dtype == self.dtypes.grad:
