@@ -12,7 +12,6 @@ from tests.support.logs import captured_log
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard import Offload, engine_of
-from torch_shard.errors import ConfigError
 from torch_shard.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy, fully_shard, translate_settings
 from torch_shard.fsdp import FullyShardedDataParallel as FSDP
 from torch_shard.fsdp.wrap import ModuleWrapPolicy
@@ -121,7 +120,7 @@ def whole(model):
 @pytest.mark.parametrize("outer", [*exhaustive(True), False])
 @ranks(2)
 def test_where_a_part_asks_for_it_all_of_the_model_is_offloaded_and_a_warning_says_so(rank, outer):
-    translate_settings._said.clear()
+    translate_settings.warn_once.cache_clear()
     model = build()
     fully_shard(model.blocks[0], **({} if outer else {"offload_policy": CPUOffloadPolicy()}))
     fully_shard(model, **({"offload_policy": CPUOffloadPolicy()} if outer else {}))
@@ -133,26 +132,10 @@ def test_where_a_part_asks_for_it_all_of_the_model_is_offloaded_and_a_warning_sa
 
 
 @ranks(2)
-def test_a_root_without_parameters_of_its_own_need_not_ask(rank):
-    translate_settings._said.clear()
-    model = build()
-    for child in model.children():
-        for part in child if isinstance(child, torch.nn.ModuleList) else [child]:
-            fully_shard(part, offload_policy=CPUOffloadPolicy())
-    fully_shard(model)
-    with captured_log() as messages:
-        model(batch(rank, 0))
-    assert on_host(engine_of(model)) and not any("offload" in text for text in messages)
-
-
-@ranks(2)
-def test_policies_that_contradict_each_other_are_refused_by_name(rank):
+def test_of_a_model_all_memory_is_page_locked_or_none(rank):
     model = build()
     fully_shard(model.blocks[0], offload_policy=CPUOffloadPolicy())
     fully_shard(model.blocks[1], offload_policy=CPUOffloadPolicy(pin_memory=False))
     fully_shard(model)
-    with pytest.raises(
-        ConfigError, match=r"blocks\.1 is offloaded with pin_memory=False, and blocks\.0 with pin_memory=True"
-    ):
-        model(batch(rank, 0))
-    assert engine_of(model) is None
+    model(batch(rank, 0))
+    assert engine_of(model).config.offload == Offload(pin_memory=False)

@@ -1,5 +1,5 @@
-"""torch's FSDP, both interfaces of it, over :func:`torch_shard.shard`: ``from torch_shard.fsdp import ...`` in place of
-``from torch.distributed.fsdp import ...``."""
+"""torch's two FSDP interfaces over :func:`torch_shard.shard`: import from ``torch_shard.fsdp`` in place of
+``torch.distributed.fsdp``."""
 
 from __future__ import annotations
 
@@ -7,46 +7,19 @@ import torch.distributed.fsdp as _torchs
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from ..optim_state import OptimStateKeyType
+from . import api
 from ._fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
-from .api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from .api import *  # noqa: F403
 from .fully_sharded_data_parallel import FullyShardedDataParallel
 
 __all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
+    *api.__all__,
     "CPUOffloadPolicy",
     "FSDPModule",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
     "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
-    "OptimStateDictConfig",
     "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",

@@ -61,6 +61,7 @@ def fully_shard(
     Raises:
         ConfigError: an argument that can't be kept, by name; a module without a forward, or that was wrapped before.
     """
+    arguments = dict(locals())
     modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
     if not modules:
         raise ConfigError("fully_shard: the list of modules is empty.")
@@ -73,16 +74,7 @@ def fully_shard(
             raise ConfigError(f"fully_shard: a {type(each).__name__} has no forward; call it for each module in it.")
         if deferred_wrap.mark_of(each) is not None:
             raise ConfigError(f"fully_shard: this {type(each).__name__} is wrapped already.")
-    request = of_fully_shard(
-        modules,
-        mesh,
-        reshard_after_forward,
-        shard_placement_fn,
-        mp_policy,
-        offload_policy,
-        None if ignored_params is None else list(ignored_params),
-        dp_mesh_dims,
-    )
+    request = of_fully_shard(modules, arguments)
     for each in modules:
         kind = type(each)
         made = class_over(FSDPModule, kind, f"FSDP{kind.__name__}", {})

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -21,19 +23,14 @@ from .. import state_dict_type as _state_dict_type
 from ..comm.process_groups import default_group
 from ..engine import Engine, engine_of
 from ..errors import ConfigError, ShardPicklingError
-from ..optim_state import OptimStateKeyType
+from ..optim_state import OptimStateKeyType as OptimStateKeyType
 from . import auto_wrap, deferred_wrap
+from .api import *  # noqa: F403  (torch's module has these names, too)
 from .api import (
     BackwardPrefetch,
     CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
     MixedPrecision,
     OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictConfig,
     StateDictSettings,
@@ -43,28 +40,21 @@ from .module_mixin import WrappedModule, class_over
 from .translate_settings import of_fsdp, unused
 from .wrap import CustomPolicy, ModuleWrapPolicy
 
-__all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "CustomPolicy",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "ModuleWrapPolicy",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
-_OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
+
+def _of_wrapped(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return `function`, which checks first that its argument `model` is the outermost wrapped module."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["model"] = _model(bound.arguments["model"], function.__name__)
+        return function(*bound.args, **bound.kwargs)
+
+    return checked
 
 
 class FullyShardedDataParallel(WrappedModule, nn.Module):
@@ -130,26 +120,12 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
         device_mesh: Any = None,
     ) -> None:
         # Not nn.Module.__init__: the __dict__ is the module's, and full.
-        if ignored_modules is not None and not isinstance(ignored_modules, (nn.Module, str)):
-            ignored_modules = list(ignored_modules)
-        if ignored_states is not None and not isinstance(ignored_states, (nn.Module, torch.Tensor, str)):
-            ignored_states = list(ignored_states)  # type: ignore[assignment]
-        arguments: dict[str, Any] = {
-            "process_group": process_group,
-            "sharding_strategy": sharding_strategy,
-            "cpu_offload": cpu_offload,
-            "backward_prefetch": backward_prefetch,
-            "mixed_precision": mixed_precision,
-            "ignored_modules": ignored_modules,
-            "param_init_fn": param_init_fn,
-            "device_id": device_id,
-            "sync_module_states": sync_module_states,
-            "forward_prefetch": forward_prefetch,
-            "limit_all_gathers": limit_all_gathers,
-            "ignored_states": ignored_states,
-            "device_mesh": device_mesh,
-        }
-        request = of_fsdp(has_policy=auto_wrap_policy is not None, **arguments)
+        arguments = dict(locals())
+        for name in ("self", "module", "auto_wrap_policy", "use_orig_params"):
+            del arguments[name]
+        for name in ("ignored_modules", "ignored_states"):  # may be generators, and are read for each wrapped module
+            arguments[name] = None if arguments[name] is None else list(arguments[name])
+        request = of_fsdp(arguments, has_policy=auto_wrap_policy is not None)
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             unused("FullyShardedDataParallel", **{f"wrapping a {type(module).__name__}": "it has no forward"})
         if deferred_wrap.mark_of(module) is not None:
@@ -166,7 +142,7 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
                     f"FullyShardedDataParallel: auto_wrap_policy wraps what is not wrapped yet, but {wrapped[0][0]} is. Leave "
                     "one of the two out."
                 )
-            chosen = auto_wrap.chosen_by(auto_wrap_policy, module, request.ignored, {**arguments})
+            chosen = auto_wrap.chosen_by(auto_wrap_policy, module, request.ignored, arguments)
             auto_wrap.replace(module, {m: FullyShardedDataParallel(m, **own) for m, own in chosen.items()})
         deferred_wrap.leave_mark(module, request)
         if auto_wrap_policy is not None:
@@ -357,90 +333,15 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
                 stack.enter_context(_state_dict_type.state_dict_type(model, *given))
             yield
 
-    # -- optimizer state ------------------------------------------------------------------------------------------
-    @staticmethod
-    def full_optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_input: _OptimInput = None,
-        rank0_only: bool = True,
-        group: Any = None,
-    ) -> dict[str, Any]:
-        """:func:`torch_shard.optim_state.full_optim_state_dict`. Collective."""
-        model = _model(model, "full_optim_state_dict")
-        return _optim_state.full_optim_state_dict(model, optim, optim_input, rank0_only, group)
-
-    @staticmethod
-    def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
-        """:func:`torch_shard.optim_state.sharded_optim_state_dict`. Collective."""
-        return _optim_state.sharded_optim_state_dict(_model(model, "sharded_optim_state_dict"), optim, group)
-
-    @staticmethod
-    def shard_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any],
-        model: nn.Module,
-        optim_input: _OptimInput = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """:func:`torch_shard.optim_state.shard_full_optim_state_dict`. Collective."""
-        model = _model(model, "shard_full_optim_state_dict")
-        return _optim_state.shard_full_optim_state_dict(full_optim_state_dict, model, optim_input, optim)
-
-    @staticmethod
-    def flatten_sharded_optim_state_dict(
-        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
-    ) -> dict[str, Any]:
-        """:func:`torch_shard.optim_state.flatten_sharded_optim_state_dict`. Collective."""
-        model = _model(model, "flatten_sharded_optim_state_dict")
-        return _optim_state.flatten_sharded_optim_state_dict(sharded_optim_state_dict, model, optim)
-
-    @staticmethod
-    def scatter_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any] | None,
-        model: nn.Module,
-        optim_input: _OptimInput = None,
-        optim: torch.optim.Optimizer | None = None,
-        group: Any = None,
-    ) -> dict[str, Any]:
-        """:func:`torch_shard.optim_state.scatter_full_optim_state_dict`. Collective."""
-        model = _model(model, "scatter_full_optim_state_dict")
-        return _optim_state.scatter_full_optim_state_dict(full_optim_state_dict, model, optim_input, optim, group)
-
-    @staticmethod
-    def rekey_optim_state_dict(
-        optim_state_dict: dict[str, Any],
-        optim_state_key_type: Any,
-        model: nn.Module,
-        optim_input: _OptimInput = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """:func:`torch_shard.optim_state.rekey_optim_state_dict`. Not collective."""
-        return _optim_state.rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)
-
-    @staticmethod
-    def optim_state_dict(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any] | None = None,
-        group: Any = None,
-    ) -> dict[str, Any]:
-        """:func:`torch_shard.optim_state.optim_state_dict`. Collective."""
-        return _optim_state.optim_state_dict(_model(model, "optim_state_dict"), optim, optim_state_dict, group)
-
-    @staticmethod
-    def optim_state_dict_to_load(
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any],
-        is_named_optimizer: bool = False,
-        load_directly: bool = False,
-        group: Any = None,
-    ) -> dict[str, Any]:
-        """:func:`torch_shard.optim_state.optim_state_dict_to_load`. Collective."""
-        model = _model(model, "optim_state_dict_to_load")
-        return _optim_state.optim_state_dict_to_load(
-            model, optim, optim_state_dict, is_named_optimizer, load_directly, group
-        )
+    # -- optimizer state: the functions of torch_shard.optim_state ---------------------------------------------
+    full_optim_state_dict = staticmethod(_of_wrapped(_optim_state.full_optim_state_dict))
+    sharded_optim_state_dict = staticmethod(_of_wrapped(_optim_state.sharded_optim_state_dict))
+    shard_full_optim_state_dict = staticmethod(_of_wrapped(_optim_state.shard_full_optim_state_dict))
+    flatten_sharded_optim_state_dict = staticmethod(_of_wrapped(_optim_state.flatten_sharded_optim_state_dict))
+    scatter_full_optim_state_dict = staticmethod(_of_wrapped(_optim_state.scatter_full_optim_state_dict))
+    rekey_optim_state_dict = staticmethod(_optim_state.rekey_optim_state_dict)
+    optim_state_dict = staticmethod(_of_wrapped(_optim_state.optim_state_dict))
+    optim_state_dict_to_load = staticmethod(_of_wrapped(_optim_state.optim_state_dict_to_load))
 
 
 # -- the second object --------------------------------------------------------------------------------------------------
