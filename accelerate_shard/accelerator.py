@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, TypeVar
 
 import accelerate
@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 import torch_shard
 from torch_shard import Engine, ShardConfig
 from torch_shard.errors import ConfigError, ShardError
-from torch_shard.frontend import ByObject, clip_norm, for_autocast, group_timeout, limit_values, precision_of
+from torch_shard.frontend import clip_norm, for_autocast, group_timeout, limit_values, precision_of
 
 from ._private import PREPARED_LISTS, refuse_local_sgd
 from .coordination.uneven_batches import even_batches_set, join
@@ -45,7 +46,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by mixed_precision
 _SIGNATURE = inspect.signature(accelerate.Accelerator.__init__)
 
 # The plugin with which a model was prepared, by the engine's configuration, which deep copies of the model share.
-_plugins: ByObject[ShardPlugin] = ByObject()
+_plugins: MutableMapping[Any, ShardPlugin] = WeakIdKeyDictionary()
 
 
 class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
@@ -181,7 +182,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         if self._autocast_dtype() is not None and self.shard_plugin.precision is None:
             outside_autocast.register(model, precision_of(config.precision), self.device)
         register_hook(self.ddp_handler, engine)
-        _plugins.set(engine.config, self.shard_plugin)
+        _plugins[engine.config] = self.shard_plugin
         methods.install(model)
         return engine
 

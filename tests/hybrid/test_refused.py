@@ -33,7 +33,7 @@ def test_bad_settings_are_refused_by_name(rank):
         ({"strategy": "hybrid_shard", "shard_size": 4, "mesh": mesh}, "shard_size is 4, and in the mesh 2 ranks share"),
         ({"mesh": mesh}, "name the one to shard over"),
         ({"mesh": mesh, "mesh_dims": "tp"}, "has no dimension 'tp', but .'replicate', 'shard'."),
-        ({"mesh": mesh, "mesh_dims": ("replicate", "shard")}, "copies and slices of a hybrid strategy"),
+        ({"mesh": mesh, "mesh_dims": ("replicate", "shard")}, "takes one; name the one to shard over"),
         ({"mesh_dims": "shard"}, "mesh_dims names dimensions of a DeviceMesh"),
         ({"mesh_dims": 3}, "mesh_dims must be the name of a dimension"),
         ({"mesh": flat, "mesh_dims": "shard"}, "no names"),

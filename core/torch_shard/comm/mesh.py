@@ -14,13 +14,16 @@ from torch import nn
 
 from ..config.shard_config import ShardConfig
 from ..errors import ConfigError, SetupError, UnavailableError
-from ..layout.dtensor_placement import planes_of, tensor_mesh
+from ..layout.dtensor_placement import data_parallel_groups_of, ranks_in, tensor_mesh
 from ..layout.rank_topology import Topology
 from ..versions import check_torch
 from .process_groups import backend_of, group_over
 from .rendezvous import exchange_texts
 
 __all__ = ["Mesh", "resolve_mesh"]
+
+Ranks = Sequence[Sequence[int]]
+"""The global ranks of each of several groups."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,91 +52,65 @@ def resolve_mesh(mesh: Any, model: nn.Module, config: ShardConfig) -> Mesh:
             "this build of torch has no torch.distributed, so a model can't be sharded; install torch with distributed "
             "support (the builds for Linux have it)."
         )
+    group: Any = None
     device: torch.device | None = None
-    shard_groups: Sequence[Sequence[int]] | None = None  # the global ranks of each replica, if the mesh tells
+    replicas: Ranks | None = None  # if the mesh tells them
+    parallel_groups: Ranks | None = None  # the data-parallel groups, if there is tensor parallelism
     parallel = tensor_mesh(model)
-    is_mesh = hasattr(mesh, "get_group") and hasattr(mesh, "device_type")
-    if parallel is not None and not is_mesh:
+    if hasattr(mesh, "get_group") and hasattr(mesh, "device_type"):
+        mesh, replicas = _dimensions(mesh, config)
+        device = _checked_device(torch.device(mesh.device_type))
+        own = sorted(ranks_in(mesh))
+        if parallel is not None:
+            parallel_groups = data_parallel_groups_of(mesh, parallel[1], parallel[0])
+        group = (
+            mesh.get_group()
+            if replicas is None and parallel_groups is None
+            else _group_over(parallel_groups or [own], config)
+        )
+    elif parallel is not None:
         raise SetupError(
             f"mesh: parameter {parallel[0]} is a DTensor over {parallel[1]}, so which ranks have the same part of it must be "
             "known; pass the other dimension of its mesh, shard(model, mesh=mesh['dp'])."
         )
-    if mesh is None:
-        group = _default_group()
-    elif is_mesh:
-        mesh, shard_groups = _chosen(mesh, config)
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-        )
-        if parallel is not None:
-            return _with_tensor_parallelism(
-                mesh, shard_groups, planes_of(mesh, parallel[1], parallel[0]), device, config
-            )
-        group = (
-            mesh.get_group()
-            if shard_groups is None
-            else group_over(sorted(rank for ranks_of_one in shard_groups for rank in ranks_of_one), config.timeout)
-        )
-    elif isinstance(mesh, torch.device):
-        group, device = _default_group(), _checked_device(mesh)
-    elif isinstance(mesh, (tuple, list)) and len(mesh) == 2:
-        group, shard_groups = _of_two_groups(mesh, config)
     else:
-        group = _checked_group(mesh)
-    if group is not None and config.mesh_dims is not None and not is_mesh:
-        raise ConfigError("mesh_dims names dimensions of a DeviceMesh; pass one as mesh, or leave mesh_dims out.")
+        if isinstance(mesh, (tuple, list)) and len(mesh) == 2:
+            replicas = _replicas_of_pair(mesh, config)
+            group = _group_over(replicas, config)
+        elif mesh is None or isinstance(mesh, torch.device):
+            group, device = _default_group(), None if mesh is None else _checked_device(mesh)
+        else:
+            group = _checked_group(mesh)
+        own = [0] if group is None else dist.get_process_group_ranks(group)
+        if group is not None and config.mesh_dims is not None:
+            raise ConfigError("mesh_dims names dimensions of a DeviceMesh; pass one as mesh, or leave mesh_dims out.")
     device = device or _device_of(model, group)
-    _check_backend(group, device)
-    ranks = [0] if group is None else dist.get_process_group_ranks(group)
-    topology = _topology(ranks, shard_groups, config)
-    return Mesh(group, device, topology, _again(topology, config))
-
-
-def _with_tensor_parallelism(
-    mesh: Any,
-    shard_groups: Sequence[Sequence[int]] | None,
-    data_parallel_groups: list[list[int]],
-    device: torch.device,
-    config: ShardConfig,
-) -> Mesh:
-    """Return the mesh over all data-parallel groups, each divided as `mesh` divides this rank's group."""
-    group = group_over(
-        sorted(rank for data_parallel_group in data_parallel_groups for rank in data_parallel_group), config.timeout
-    )
-    _check_backend(group, device)
-    own = [int(rank) for rank in mesh.mesh.flatten().tolist()]
-    order = sorted(range(len(own)), key=own.__getitem__)  # as process groups number ranks
-    within = _topology([own[i] for i in order], shard_groups, config)
-    if within.is_hybrid:
-        raise ConfigError(
-            f"strategy: {config.strategy!r} of parameters that are parallelized over another dimension is not supported; shard "
-            "over all data-parallel ranks (strategy='full_shard'), or leave them whole ('no_shard')."
-        )
-    ranks = dist.get_process_group_ranks(group)
-    topology = within.within(
-        [[data_parallel_group[i] for i in order] for data_parallel_group in data_parallel_groups], ranks
-    )
-    return Mesh(group, device, topology, _again(topology, config))
-
-
-def _again(topology: Topology, config: ShardConfig) -> int | None:
-    """Return :attr:`Mesh.secondary_size`."""
-    size = config.reshard_after_forward
-    if topology.world == 1:
-        return None
-    if size is not None and topology.size % size:
-        raise ConfigError(
-            f"reshard_after_forward is {size}, which does not divide the {topology.size} ranks of a copy."
-        )
-    return None if size == topology.size else size
-
-
-def _check_backend(group: Any, device: torch.device) -> None:
     if group is not None and not backend_of(group, device.type):
         raise UnavailableError(
             f"the process group ({dist.get_backend_config(group)}) has no backend for tensors on {device.type}: initialise "
             "it with 'cpu:gloo,cuda:nccl', or move the model to a device that it serves."
         )
+    topology = _topology(own, replicas, config)
+    if parallel_groups is not None:
+        if topology.is_hybrid:
+            raise ConfigError(
+                f"strategy: {config.strategy!r} of parameters that are parallelized over another dimension is not supported; "
+                "shard over all data-parallel ranks (strategy='full_shard'), or leave them unsharded ('no_shard')."
+            )
+        topology = topology.within(parallel_groups, dist.get_process_group_ranks(group))
+    size = None if topology.world == 1 else config.reshard_after_forward
+    if size is not None and topology.size % size:
+        raise ConfigError(
+            f"reshard_after_forward is {size}, which does not divide the {topology.size} ranks of a replica."
+        )
+    return Mesh(group, device, topology, None if size == topology.size else size)
+
+
+# -- the ranks ----------------------------------------------------------------------------------------------------------
+
+
+def _group_over(groups: Ranks, config: ShardConfig) -> Any:
+    return group_over(sorted(rank for ranks in groups for rank in ranks), config.timeout)
 
 
 def _default_group() -> Any:
@@ -160,8 +137,8 @@ def _checked_group(group: Any) -> Any:
     return group
 
 
-def _chosen(mesh: Any, config: ShardConfig) -> tuple[Any, Sequence[Sequence[int]] | None]:
-    """Return the dimensions of a DeviceMesh to shard over, and with two dimensions the global ranks of each replica."""
+def _dimensions(mesh: Any, config: ShardConfig) -> tuple[Any, Ranks | None]:
+    """Return the dimensions of a DeviceMesh to shard over, and with two dimensions the ranks of each replica."""
     names = config.mesh_dims
     if names is not None:
         known = mesh.mesh_dim_names or ()
@@ -173,24 +150,16 @@ def _chosen(mesh: Any, config: ShardConfig) -> tuple[Any, Sequence[Sequence[int]
     if mesh.ndim == 1:
         return mesh, None
     if mesh.ndim == 2 and config.is_hybrid:
-        table = mesh.mesh if names is None or mesh.mesh_dim_names == names else mesh.mesh.T
-        return mesh, [[int(rank) for rank in ranks_of_one] for ranks_of_one in table.tolist()]
-    if mesh.ndim == 2 and names is not None:
-        raise ConfigError(
-            f"mesh_dims names two dimensions, {names}, which are copies and slices of a hybrid strategy; strategy is "
-            f"{config.strategy!r}."
-        )
+        return mesh, (mesh.mesh if names is None or mesh.mesh_dim_names == names else mesh.mesh.T).tolist()
     raise SetupError(
-        f"mesh has {mesh.ndim} dimensions ({mesh.mesh_dim_names}); name the one to shard over, ShardConfig(mesh_dims='name'), "
-        "or pass it, mesh['name']. (Two are for strategy='hybrid_shard': copies, and slices.)"
+        f"mesh has {mesh.ndim} dimensions ({mesh.mesh_dim_names}), and strategy {config.strategy!r} takes one; name the one to "
+        "shard over, ShardConfig(mesh_dims='name'), or pass it, mesh['name']. (The hybrid strategies take two: replicas, and "
+        "shards.)"
     )
 
 
-def _of_two_groups(groups: Sequence[Any], config: ShardConfig) -> tuple[Any, Sequence[Sequence[int]]]:
-    """Resolve FSDP's pair of process groups: the ranks that share a replica, and the ranks that have the same shard.
-
-    Return a process group over all ranks, and the global ranks of each replica.
-    """
+def _replicas_of_pair(groups: Sequence[Any], config: ShardConfig) -> Ranks:
+    """Return the ranks of each replica for FSDP's pair of groups: the ranks of a replica, and those with the same shard."""
     shard, replicate = (_checked_group(group) for group in groups)
     if not config.is_hybrid:
         raise ConfigError(
@@ -200,10 +169,10 @@ def _of_two_groups(groups: Sequence[Any], config: ShardConfig) -> tuple[Any, Seq
     own, others = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
     name = f"torch_shard/pair/{replicate.group_name}/{others}"
     _, texts = exchange_texts(others, name, json.dumps(own), config.timeout)
-    shard_groups = sorted(json.loads(text) for text in texts.values())
-    return group_over(
-        sorted(rank for ranks_of_one in shard_groups for rank in ranks_of_one), config.timeout
-    ), shard_groups
+    return sorted(json.loads(text) for text in texts.values())
+
+
+# -- the device ---------------------------------------------------------------------------------------------------------
 
 
 def _checked_device(device: torch.device) -> torch.device:
@@ -216,53 +185,49 @@ def _checked_device(device: torch.device) -> torch.device:
 
 
 def _device_of(model: nn.Module, group: Any) -> torch.device:
-    kinds = {p.device for p in model.parameters() if p.device.type != "meta"}
-    accelerated = [d for d in kinds if d.type == "cuda"]
-    if accelerated:
-        return accelerated[0]
-    if group is not None and backend_of(group, "cuda") == "nccl" and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    """Return the GPU that holds parameters, or the current GPU if `group` has NCCL, or the CPU."""
+    found = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
+    if found is not None:
+        return found
+    nccl = group is not None and backend_of(group, "cuda") == "nccl" and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
-def _topology(ranks: Sequence[int], shard_groups: Sequence[Sequence[int]] | None, config: ShardConfig) -> Topology:
+# -- the topology -------------------------------------------------------------------------------------------------------
+
+
+def _topology(ranks: Sequence[int], replicas: Ranks | None, config: ShardConfig) -> Topology:
     world = len(ranks)
     if config.strategy == "no_shard":
         return Topology.replicated(world)
-    if not config.is_hybrid:
+    if not config.is_hybrid or world == 1:
         return Topology.sharded(world)
-    if world == 1:
-        return Topology.sharded(1)
-    if shard_groups is not None:
-        found = Topology.of_ranks(shard_groups, ranks)
+    if replicas is not None:
+        found = Topology.of_ranks(replicas, ranks)
         if config.shard_size not in (None, found.size):
             raise ConfigError(
-                f"shard_size is {config.shard_size}, and in the mesh {found.size} ranks share a copy; leave it out."
+                f"shard_size is {config.shard_size}, and in the mesh {found.size} ranks share a replica; leave it out."
             )
         return found
     if config.shard_size is not None:
         if world % config.shard_size:
             raise ConfigError(f"shard_size is {config.shard_size}, which does not divide the {world} ranks.")
         return Topology.hybrid(world, config.shard_size)
-    return _by_node(ranks)
+    return Topology.of_ranks(_nodes(ranks), ranks)
 
 
-def _by_node(ranks: Sequence[int]) -> Topology:
-    """Return a topology with one replica on each node: launchers number the ranks of a node consecutively."""
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or (
-        torch.cuda.device_count() if torch.cuda.is_available() else 0
-    )
-    if not size:
-        raise ConfigError(
-            "shard_size: how many ranks a node has is not known (LOCAL_WORLD_SIZE is not set); pass shard_size=, or a mesh of "
-            "two dimensions (copies, and slices)."
-        )
+def _nodes(ranks: Sequence[int]) -> Ranks:
+    """Return the ranks of each node: launchers number the ranks of a node consecutively."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or gpus
     nodes: dict[int, list[int]] = {}
     for rank in ranks:
-        nodes.setdefault(rank // size, []).append(rank)
-    if len({len(node) for node in nodes.values()}) != 1:
-        raise ConfigError(
-            f"shard_size: with {size} ranks to a node, the ranks {list(ranks)} are not as many on each; pass shard_size=, or a "
-            "mesh of two dimensions (copies, and slices)."
-        )
-    return Topology.of_ranks(list(nodes.values()), ranks)
+        nodes.setdefault(rank // max(1, size), []).append(rank)
+    if size and len({len(node) for node in nodes.values()}) == 1:
+        return list(nodes.values())
+    why = (
+        f"with {size} ranks to a node, the ranks {list(ranks)} are not as many on each"
+        if size
+        else "how many ranks a node has is not known (LOCAL_WORLD_SIZE is not set)"
+    )
+    raise ConfigError(f"shard_size: {why}; pass shard_size=, or a mesh of two dimensions (replicas, and shards).")

@@ -40,12 +40,10 @@ from ..state import model_state as full_state
 from ..state import optimizer_state as named_state
 from ..state.model_state import WithMetadata
 from ..state.optimizer_state import OTHER as OTHER_STATE
-from ..utils.weak_id_map import ByObject
 from .clipping import clip_norm, engines_over, limit_values
 
 __all__ = [
     "OTHER_STATE",
-    "ByObject",
     "Deferred",
     "Statistics",
     "Strategy",

@@ -1,16 +1,16 @@
-"""All that is known of torch's DTensor: parameters that tensor parallelism (``parallelize_module``) has distributed.
+"""How tensor parallelism (``parallelize_module``) has distributed a parameter, which is a DTensor then.
 
 ::
 
-    user's parameter   ShardTensor of the DTensor's global shape, in the same object      between steps
-    flat buffer        this rank's local tensors                                          sharded over the plane
-    leaf               a DTensor over a view of the gathered buffer                       what modules compute with
+    user's parameter      ShardTensor of the DTensor's global shape, in the same object   between steps
+    flat buffer           this rank's local tensors                                       sharded over a data-parallel group
+    unsharded parameter   a DTensor over a view of the gathered buffer                    what modules compute with
 
-Sharding goes on top: it cuts the local tensors, so that only ranks which have the same parts share them (a *plane*; see
+Sharding cuts the local tensors, so that only ranks which have the same parts share them (a data-parallel group, see
 :mod:`.rank_topology`). Computation is DTensor's own.
 
-Private names of torch that this rests on: DTensor's constructor, its slots ``_local_tensor`` and ``_spec``, and
-``DeviceMesh._get_root_mesh``. Tested on torch 2.13.
+This module uses private names of torch: DTensor's constructor, its slots ``_local_tensor`` and ``_spec``, and
+``DeviceMesh._get_root_mesh``.
 """
 
 from __future__ import annotations
@@ -23,36 +23,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import SetupError, ShardError, UnavailableError
+from ..errors import SetupError, ShardError
 from .tensor_part import TensorPart, dense_stride, part_of_rank
 
 __all__ = [
     "Placed",
+    "data_parallel_groups_of",
     "is_dtensor",
     "is_whole",
     "local_of",
     "made_like",
     "part_given",
     "placed_of",
-    "planes_of",
+    "ranks_in",
     "replicated_like",
     "tensor_mesh",
 ]
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether it is one, without importing what takes a second to import."""
+    """Return True for a DTensor, without importing its module, which would take a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, shared memory; any other tensor itself."""
+    """Return this rank's part of a DTensor, in the same memory, and any other tensor itself."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def is_whole(tensor: Any) -> bool:
-    """Whether each rank of a DTensor's mesh has all of it; of any other tensor True."""
+    """Return True if each rank of the DTensor's mesh has the full tensor, and for any other tensor."""
     return not is_dtensor(tensor) or (
         tensor._local_tensor.shape == tensor.shape
         and all(
@@ -70,9 +71,9 @@ class Placed:
     """How DTensor has distributed a parameter.
 
     Attributes:
-        mesh, placements: the DTensor's.
-        shape, stride: of the whole.
-        part: this rank's; None where every rank has all of it.
+        mesh, placements: the mesh and the placements of the DTensor.
+        shape, stride: the shape and the strides of the full tensor.
+        part: this rank's part; None if every rank has the full tensor.
     """
 
     mesh: Any
@@ -84,16 +85,16 @@ class Placed:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Shape of what this rank has."""
+        """The shape of this rank's part."""
         return self.shape if self.part is None else self.part.sizes
 
     @property
     def own_stride(self) -> tuple[int, ...]:
-        """Strides of it in a flat buffer."""
+        """The strides of this rank's part in a flat buffer."""
         return dense_stride(self.sizes, self.stride)
 
     def over(self, local: torch.Tensor, cls: Any = None) -> Any:
-        """A DTensor over the memory of `local`, without a gradient; of `cls`, a subclass, if it is given."""
+        """Return a DTensor over the memory of `local`, without a gradient; it is of the subclass `cls`, if that is given."""
         from torch.distributed.tensor import DTensor
 
         spec = self._specs.get(local.dtype)
@@ -104,36 +105,36 @@ class Placed:
         return DTensor.__new__(cls or DTensor, local, spec, requires_grad=False)
 
     def local_grad(self, grad: torch.Tensor, name: str) -> torch.Tensor:
-        """This rank's part of a gradient that autograd has made. Communicates within the tensor-parallel group where the gradient
-        is distributed otherwise than the parameter (a partial sum, under sequence parallelism)."""
+        """Return this rank's part of a gradient that autograd has made.
+
+        Collective over the tensor-parallel group if the gradient is distributed in another way than the parameter (a partial sum,
+        under sequence parallelism).
+        """
         if not is_dtensor(grad):
             raise ShardError(
                 f"{name} is a DTensor and received a gradient that is a plain tensor of shape {tuple(grad.shape)}; its modules "
                 "must compute with it as torch.distributed.tensor.parallel's do."
             )
-        if grad.requires_grad:  # which is refused; a redistribution would become part of that graph
+        if grad.requires_grad:  # the caller refuses it; a redistribution would become part of its graph
             return grad
         found: Any = grad
         if tuple(found.placements) != self.placements:
             found = found.redistribute(self.mesh, self.placements)
         local: Any = found.to_local()
-        # What a collective of DTensor's has returned may still be on its way.
+        # A collective of DTensor's may still run.
         return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
 
-    def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole plain tensor; a view."""
+    def cut(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a full plain tensor, as a view."""
         part = self.part
-        for dim, size in enumerate(self.sizes):
-            if part is not None and size != whole.shape[dim]:
-                whole = whole.narrow(dim, part.offsets[dim], size)
-        return whole
+        return full if part is None else full.narrow(part.dim, part.offsets[part.dim], part.sizes[part.dim])
 
 
 def placed_of(param: torch.Tensor, name: str) -> Placed | None:
-    """How `param` is distributed; None for a plain one.
+    """Return how `param` is distributed; None for a plain parameter.
 
     Raises:
-        SetupError: in a way that can't be sharded on top.
+        SetupError: the parameter is distributed in a way that can't be sharded on top.
     """
     if not is_dtensor(param):
         return None
@@ -149,7 +150,7 @@ def placed_of(param: torch.Tensor, name: str) -> Placed | None:
     # _StridedShard, too, calls itself a shard.
     if type(placement).__name__ == "Shard":
         if mesh.size() > 1:
-            part = part_of_rank(shape, stride, placement.dim % len(shape), mesh.get_local_rank(), tuple(_ranks(mesh)))
+            part = part_of_rank(shape, stride, placement.dim % len(shape), mesh.get_local_rank(), tuple(ranks_in(mesh)))
     elif not placement.is_replicate():
         raise SetupError(
             f"parameter {name} is a DTensor with placement {placement}; parameters with Shard and Replicate can be sharded. "
@@ -168,17 +169,16 @@ def placed_of(param: torch.Tensor, name: str) -> Placed | None:
 
 
 def tensor_mesh(model: nn.Module) -> tuple[str, Any] | None:
-    """The name of the first parameter that is distributed over several ranks, and its mesh; None without any.
+    """Return the name of the first parameter that is distributed over several ranks, and its mesh; None if there is none.
 
     Raises:
-        SetupError: some parameters are on another mesh than others.
+        SetupError: the parameters are distributed over different meshes.
     """
     first: tuple[str, Any] | None = None
     for name, param in model.named_parameters():
         mesh = param.device_mesh if is_dtensor(param) else None  # type: ignore[attr-defined]
-        if (
-            mesh is None or mesh.ndim > 1 or mesh.size() == 1
-        ):  # more dimensions are refused for a parameter that is not ignored
+        # A mesh of more dimensions is an error later, unless the parameter is ignored.
+        if mesh is None or mesh.ndim > 1 or mesh.size() == 1:
             continue
         if first is None:
             first = name, mesh
@@ -190,26 +190,21 @@ def tensor_mesh(model: nn.Module) -> tuple[str, Any] | None:
     return first
 
 
-def planes_of(mesh: Any, tensor_parallel: Any, name: str) -> list[list[int]]:
-    """The global ranks that share the parameters: of each rank of a tensor-parallel group those in its place of `mesh`.
+def data_parallel_groups_of(mesh: Any, tensor_parallel: Any, name: str) -> list[list[int]]:
+    """Return the global ranks of the data-parallel groups: for each rank of a tensor-parallel group, those beside it in `mesh`.
 
     Args:
         mesh: a DeviceMesh, the dimensions over which parameters are sharded.
-        tensor_parallel: that of the DTensors, of one dimension.
-        name: of a parameter there, for messages.
+        tensor_parallel: the mesh of the DTensors, of one dimension.
+        name: the name of a parameter there, for error messages.
 
     Returns:
-        For each rank of the tensor-parallel group a list in the order of ``mesh.mesh.flatten()``.
+        The ranks of each group, all in the order in which `mesh` has this rank's own group in ascending order.
 
     Raises:
-        SetupError: the two are not different dimensions of one mesh.
+        SetupError: the two meshes are not different dimensions of one mesh.
     """
-    own, others = _ranks(mesh), _ranks(tensor_parallel)
-    if not hasattr(mesh, "_get_root_mesh"):
-        raise UnavailableError(
-            f"parameter {name} is a DTensor, and this version of torch does not say which mesh {mesh} is a part of; sharding on "
-            "top of tensor parallelism was made for torch 2.13."
-        )
+    own, others = sorted(ranks_in(mesh)), ranks_in(tensor_parallel)
     root = mesh._get_root_mesh().mesh
     at = dict(zip(root.flatten().tolist(), itertools.product(*map(range, root.shape)), strict=True))
     here = int(mesh.get_rank())
@@ -223,14 +218,13 @@ def planes_of(mesh: Any, tensor_parallel: Any, name: str) -> list[list[int]]:
         moved = [dim for dim in range(root.dim()) if len({at[rank][dim] for rank in others}) > 1]
 
         def beside(a: int, b: int) -> int:
-            place = tuple(at[b if dim in moved else a][dim] for dim in range(root.dim()))
-            return int(root[place])
+            return int(root[tuple(at[b if dim in moved else a][dim] for dim in range(root.dim()))])
 
-        planes = [[beside(a, b) for a in own] for b in others]
-        everyone = [rank for plane in planes for rank in plane]
-        fits = [beside(here, b) for b in others] == others and own in planes
-        if fits and len(set(everyone)) == len(everyone):
-            return planes
+        groups = [[beside(a, b) for a in own] for b in others]
+        different = {rank for group in groups for rank in group}
+        fits = [beside(here, b) for b in others] == others and own in groups
+        if fits and len(different) == len(own) * len(others):
+            return groups
     raise SetupError(
         f"parameter {name} is a DTensor over ranks {others}, which is no dimension of the mesh that ranks {own} are one of, "
         f"{mesh._get_root_mesh()}. Make one mesh for both, init_device_mesh(device, (2, 4), mesh_dim_names=('dp', 'tp')); "
@@ -238,25 +232,26 @@ def planes_of(mesh: Any, tensor_parallel: Any, name: str) -> list[list[int]]:
     )
 
 
-def _ranks(mesh: Any) -> list[int]:
+def ranks_in(mesh: Any) -> list[int]:
+    """Return the global ranks of a DeviceMesh, in its order."""
     return [int(rank) for rank in mesh.mesh.flatten().tolist()]
 
 
-def part_given(whole: Any, part: TensorPart | None, name: str) -> torch.Tensor:
-    """This rank's part of a DTensor that is distributed as a parameter with this `part` is, shared memory. Not collective.
+def part_given(full: Any, part: TensorPart | None, name: str) -> torch.Tensor:
+    """Return this rank's part, in the same memory, of a DTensor that is distributed as a parameter with this `part` is.
 
     Raises:
-        ShardError: it is distributed in another way. On all ranks, also on those whose parts are the same in both ways.
+        ShardError: the DTensor is distributed in another way. All ranks raise, also those whose parts are the same both ways.
     """
     try:
-        given = placed_of(whole, name) if part is not None else None
+        given = placed_of(full, name) if part is not None else None
     except SetupError:
         given = None
-    if is_whole(whole) if part is None else given is not None and _cut(given.part) == _cut(part):
-        return local_of(whole)
+    if is_whole(full) if part is None else given is not None and _cut(given.part) == _cut(part):
+        return local_of(full)
     raise ShardError(
-        f"{name} was given a DTensor with placements {tuple(whole.placements)} over {whole.device_mesh}, and is distributed in "
-        "another way itself; give it the whole tensor (full_tensor())."
+        f"{name} was given a DTensor with placements {tuple(full.placements)} over {full.device_mesh}, and is distributed in "
+        "another way itself; give it the full tensor (full_tensor())."
     )
 
 
@@ -264,18 +259,17 @@ def _cut(part: TensorPart | None) -> object:
     return None if part is None else (part.dim, part.ranks, part.offsets, part.sizes)
 
 
-def replicated_like(param: Any, whole: torch.Tensor) -> torch.Tensor:
-    """A DTensor of a whole plain tensor, its memory shared, of which every rank of the DTensor `param`'s mesh has all. Not
-    collective."""
+def replicated_like(param: Any, full: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor in the memory of a full plain tensor, replicated over the mesh of the DTensor `param`."""
     from torch.distributed.tensor import DTensor, Replicate
 
-    return DTensor.from_local(whole, param.device_mesh, [Replicate()] * param.device_mesh.ndim, run_check=False)
+    return DTensor.from_local(full, param.device_mesh, [Replicate()] * param.device_mesh.ndim, run_check=False)
 
 
-def made_like(param: Any, whole: torch.Tensor) -> torch.Tensor:
-    """A DTensor of a whole plain tensor, distributed as the DTensor `param`, in new memory. Not collective."""
+def made_like(param: Any, full: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor with the values of a full plain tensor, distributed as the DTensor `param`, in new memory."""
     placed = placed_of(param, "")
     assert placed is not None
-    own = torch.empty_strided(placed.sizes, placed.own_stride, dtype=whole.dtype, device=local_of(param).device)
-    own.copy_(placed.cut(whole))
+    own = torch.empty_strided(placed.sizes, placed.own_stride, dtype=full.dtype, device=local_of(param).device)
+    own.copy_(placed.cut(full))
     return placed.over(own)  # type: ignore[no-any-return]

@@ -11,14 +11,14 @@ import sys
 import types
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ConfigError, ShardError
-from ..utils.weak_id_map import ByObject
 from .checks import (
     check_class,
     check_units,
@@ -58,8 +58,8 @@ class StepWatch:
         self._runtime = weakref.ref(runtime)
         runtime.steps = weakref.ref(self)
         OPEN.add(runtime)
-        self._works: ByObject[Work] = ByObject()
-        self._hooks: ByObject[tuple[Any, Any, Any]] = ByObject()
+        self._works: MutableMapping[Any, Work] = WeakIdKeyDictionary()
+        self._hooks: MutableMapping[Any, tuple[Any, Any, Any]] = WeakIdKeyDictionary()
         self._unknown = UnknownSteps()
         self._kinds: dict[type, type] = {}  # classes of proxies
         self._handle = torch_optimizer.register_optimizer_step_pre_hook(_weakly(self.find))
@@ -93,7 +93,7 @@ class StepWatch:
                 optimizer.register_step_post_hook(_weakly(self.after)),
                 optimizer.register_load_state_dict_post_hook(_weakly(self.loaded)),
             )
-            self._hooks.set(optimizer, handles)
+            self._hooks[optimizer] = handles
         # torch has no public way to say where in the order a hook comes (torch 2.11 to 2.13).
         optimizer._optimizer_step_pre_hooks.move_to_end(handles[0].id)
         optimizer._optimizer_step_post_hooks.move_to_end(handles[1].id, last=False)
@@ -178,7 +178,7 @@ class StepWatch:
         for runtime in runtimes:
             watch = runtime.steps() if runtime.steps is not None else None
             if watch is not None and watch._works.get(optimizer) is not work:
-                watch._works.set(optimizer, work)  # which forgets when any of the engines is closed
+                watch._works[optimizer] = work  # which forgets when any of the engines is closed
         if isinstance(work, HostStep):
             work.call(function.__wrapped__ if getattr(function, "hooked", False) else function)
         other, session = proxy_of(optimizer, work, self._kinds)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..utils.weak_id_map import ByObject
+from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = ["Item", "OwnerMaps", "assign", "choose", "loads_of", "work_of"]
 
@@ -136,18 +136,14 @@ class OwnerMaps:
     """
 
     def __init__(self) -> None:
-        self._maps: ByObject[dict[str, int]] = ByObject()
+        self._maps: MutableMapping[Any, dict[str, int]] = WeakIdKeyDictionary()
 
     def __contains__(self, optimizer: Any) -> bool:
-        return self._maps.get(optimizer) is not None
+        return optimizer in self._maps
 
     def of(self, optimizer: Any) -> dict[str, int]:
         """Return the owners of `optimizer`, a dict that the caller may fill."""
-        found = self._maps.get(optimizer)
-        if found is None:
-            found = {}
-            self._maps.set(optimizer, found)
-        return found
+        return self._maps.setdefault(optimizer, {})
 
     def optimizers(self) -> list[Any]:
         """Return the optimizers that are alive and have owners."""
