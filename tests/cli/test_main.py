@@ -56,7 +56,7 @@ def test_a_reader_that_goes_away_is_no_error(made):
 @pytest.mark.exhaustive
 def test_ctrl_c_leaves_nothing_and_exits_130(made, tmp_path):
     code = (
-        "import sys, time, torch_shard.checkpoint.tools.to_single_file as s\n"
+        "import sys, time, torch_shard.checkpoint.format.torch_file as s\n"
         "from torch_shard.cli import main\n"
         "write = s.TorchFileWriter.write\n"
         "def slow(self, slot, tensor):\n"

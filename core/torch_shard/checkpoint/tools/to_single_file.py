@@ -1,21 +1,17 @@
-"""A checkpoint as one file: of torch.save, or of safetensors. One tensor is in memory at a time."""
+"""A checkpoint as one file of torch.save, or as safetensors. One tensor is in memory at a time."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...errors import ConfigError
-from ..format.atomic_directory import Saving, commit, discard, sync
-from ..format.safetensors import SafetensorsWriter
-from ..format.torch_file import TorchFileWriter
-from ..full.save import keep_others, refuse_to_lose
+from ..full.output import safetensors_output, torch_output
 from ..sharded.entry_tree import Stored
 from .classify import Parts
 from .open_any import Opened
@@ -34,16 +30,6 @@ def refuse_to_replace(target: Path, overwrite: bool) -> None:
     """
     if os.path.lexists(target) and not overwrite:
         raise ConfigError(f"{target} exists. Give another path, or --overwrite to replace it.")
-
-
-@contextlib.contextmanager
-def _beside(target: Path) -> Iterator[Saving]:
-    """Make a hidden directory beside the target, for what is not complete yet; leave nothing there."""
-    saving = Saving.begin(target, secrets.token_hex(8), refuse=lambda target: None)
-    try:
-        yield saving
-    finally:
-        saving.close(remove=True)
 
 
 def write_torch(
@@ -68,18 +54,13 @@ def write_torch(
         CheckpointError: an entry is damaged, or can't be unpickled without running code.
         OSError: the disk is full, for instance; nothing is left then.
     """
-    if target.is_dir():
-        raise ConfigError(f"{target} is a directory, and a torch checkpoint is a file. Give another path.")
     slots = Slots()
     structure = torch_structure(parts, slots, opened.module_versions, model_only=model_only, dtype=dtype)
-    with _beside(target) as saving:
-        path = saving.path / target.name
-        with TorchFileWriter(path, structure) as file:
-            for slot, stored in slots.of:
-                file.write(slot, stored.read().to(slot.dtype))
-                progress(stored.nbytes)
-        os.replace(path, target)
-        sync(target.parent)
+    with torch_output(target, secrets.token_hex(8), structure) as output:
+        for slot, stored in slots.of:
+            output.write(slot, stored.read().to(slot.dtype))
+            progress(stored.nbytes)
+        output.commit()
 
 
 def write_safetensors(
@@ -107,24 +88,13 @@ def write_safetensors(
         UnavailableError: the safetensors library is not installed.
         OSError: the disk is full, for instance; nothing is left then.
     """
-    single = target.name if target.suffix == ".safetensors" else None
-    refuse_to_lose(target, single is not None)
     tensors, tied, left_out = _tensors(parts, dtype)
-    with _beside(target) as saving:
-        entries = {name: (stored.shape, kept) for name, (stored, kept) in tensors.items()}
-        writer = SafetensorsWriter(saving.path, entries, tied=tied, max_shard_size=max_shard_size, single=single)
+    entries = {name: (stored.shape, kept) for name, (stored, kept) in tensors.items()}
+    with safetensors_output(target, secrets.token_hex(8), entries, tied, max_shard_size) as output:
         for name, (stored, kept) in tensors.items():
-            writer.write(name, stored.read().to(kept))
+            output.write(name, stored.read().to(kept))
             progress(stored.nbytes)
-        writer.finish()
-        if single is not None:
-            os.replace(saving.path / single, target)
-            sync(target.parent)
-        else:
-            if target.is_dir():
-                keep_others(target, saving.path)
-            commit(saving, target)
-            discard(target, saving.nonce)
+        output.commit()
     return left_out
 
 
