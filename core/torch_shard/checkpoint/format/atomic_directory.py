@@ -322,12 +322,13 @@ def _is_dead(path: Path, unsure: bool) -> bool:
     return True
 
 
-def find(target: Path) -> Path:
-    """Return where the checkpoint of this name is: at the target, or where a save that died between two renames left it.
+def find(path: str | os.PathLike[str]) -> Path:
+    """Return where the checkpoint of this name is: at the path, or where a save that died between two renames left it.
 
     Raises:
         CheckpointError: there is none.
     """
+    target = Path(os.path.abspath(os.fspath(path)))
     if os.path.lexists(target):
         return target
     for path, match in _hidden(target.parent):

@@ -27,7 +27,6 @@ from ..format.torch_file import first_line, not_trusted
 
 __all__ = ["FullFile", "is_full", "kind_of", "open_full"]
 
-_SUFFIX = ".safetensors"
 _ENDS = 64 << 10  # bytes at both ends of a file that tell it from another one
 
 
@@ -67,11 +66,8 @@ class FullFile:
 def is_full(path: str | os.PathLike[str]) -> bool:
     """Return True if a path leads to a full checkpoint and not to a sharded one: to any file, or to a folder with safetensors."""
     try:
-        found = find(Path(os.path.abspath(os.fspath(path))))
-        if not found.is_dir():
-            return found.is_file()
-        sharded = any((found / name).exists() for name in (MANIFEST, METADATA))
-        return not sharded and any((found / name).exists() for name in (SINGLE, INDEX))
+        found = find(path)
+        return found.is_file() or kind_of(found) == "safetensors"
     except (OSError, CheckpointError):  # whoever opens it says why
         return False
 
@@ -88,13 +84,14 @@ def open_full(path: str | os.PathLike[str]) -> FullFile:
             objects whose unpickling could run code.
         UnavailableError: it is in safetensors, and the library is not installed.
     """
-    found = find(Path(os.path.abspath(os.fspath(path))))
+    found = find(path)
     if found.is_dir():
-        if (found / SINGLE).is_file():
-            return _open_safetensors(found / SINGLE)
-        if (found / INDEX).is_file():
-            return _open_index(found / INDEX)
-        raise CheckpointError(f"{found} holds neither {SINGLE} nor {INDEX}.")
+        name = next((name for name in (SINGLE, INDEX) if (found / name).is_file()), None)
+        if name is None:
+            raise CheckpointError(
+                f"{found} holds no checkpoint: it has neither {MANIFEST} nor {METADATA} nor {SINGLE} nor {INDEX}."
+            )
+        found /= name
     if not found.is_file():
         raise CheckpointError(f"there is no checkpoint at {found}.")
     if found.name.endswith(INDEX):
@@ -103,8 +100,17 @@ def open_full(path: str | os.PathLike[str]) -> FullFile:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return ``"torch"`` or ``"safetensors"`` by name and first bytes of a full checkpoint; None for any other file."""
-    if path.is_dir() or path.name.endswith(INDEX) or path.suffix == _SUFFIX:
+    """Return what is at a path, by names and first bytes: ``"sharded"``, ``"torch"``, ``"safetensors"``, or None for anything
+    else.
+
+    Raises:
+        OSError: nothing is there, or it can't be read.
+    """
+    if path.is_dir():
+        if any((path / name).exists() for name in (MANIFEST, METADATA)):
+            return "sharded"
+        return "safetensors" if any((path / name).exists() for name in (SINGLE, INDEX)) else None
+    if path.name.endswith(INDEX) or path.suffix == ".safetensors":
         return "safetensors"
     with open(path, "rb") as file:
         first = file.read(9)

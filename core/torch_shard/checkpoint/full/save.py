@@ -86,7 +86,11 @@ def save_full(
 
         for part in saved.streams:
             part.send(put, what, memory)
-        each(runtime, what, lambda: [output.commit() for output in outputs], nonce=f"{nonce}/finish")
+        each(runtime, what, outputs[0].commit if first else _nothing, nonce=f"{nonce}/finish")
+
+
+def _nothing() -> None:
+    """Do nothing, as the other ranks do while rank 0 completes the files."""
 
 
 def _format_of(path: Path, format: str | None, look: bool) -> str:

@@ -57,7 +57,7 @@ class Checkpoint:
         Raises:
             CheckpointError: there is none, it is damaged, or a newer version wrote it.
         """
-        folder = find(Path(os.path.abspath(os.fsdecode(path))))
+        folder = find(os.fsdecode(path))
         if not folder.is_dir():
             raise CheckpointError(
                 f"{folder} is a file, and engine.load reads directories that engine.save or DCP wrote."

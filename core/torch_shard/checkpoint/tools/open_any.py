@@ -19,8 +19,8 @@ import torch
 from ...errors import CheckpointError
 from ..format.atomic_directory import find
 from ..format.dcp_metadata import METADATA
-from ..format.manifest import MANIFEST, Manifest
-from ..full.open_files import is_full, open_full
+from ..format.manifest import Manifest
+from ..full.open_files import kind_of, open_full
 from ..sharded.checkpoint_dir import Checkpoint
 from ..sharded.entries import MODEL
 from ..sharded.entry_tree import Stored, StoredObject, tree_of
@@ -68,14 +68,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
         CheckpointError: there is none, it is damaged, or needs a newer version.
         OSError: it can't be read.
     """
-    target = find(Path(os.path.abspath(os.fspath(path))))
-    if target.is_dir() and any((target / name).exists() for name in (MANIFEST, METADATA)):
-        return _sharded(Checkpoint.open(target, sizes=False))
-    if target.is_dir() and not is_full(target):
-        raise CheckpointError(
-            f"{target} holds no checkpoint: it has neither {MANIFEST} nor {METADATA} nor model.safetensors."
-        )
-    return _full(target)
+    target = find(path)
+    return _sharded(Checkpoint.open(target, sizes=False)) if kind_of(target) == "sharded" else _full(target)
 
 
 # -- directories of torch.distributed.checkpoint ----------------------------------------------------------------------

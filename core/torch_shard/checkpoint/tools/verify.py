@@ -1,4 +1,4 @@
-"""Whether a checkpoint is complete and undamaged. Not collective.
+"""Finding out if a checkpoint is complete and undamaged. Not collective.
 
 This package's own format is verified deeply: every byte has a checksum, and manifest, metadata and files have to agree. Of
 others' formats every entry is read, as loading it would be, and the CRC-32 of zip archives is compared: ``torch.save`` writes
@@ -16,9 +16,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from ...errors import CheckpointError
@@ -27,11 +26,12 @@ from ..format.chunks import covers
 from ..format.dcp_metadata import METADATA
 from ..format.fileio import some
 from ..format.manifest import MANIFEST, FileRecord, Manifest, read_manifest
-from ..full.open_files import is_full, kind_of, open_full
+from ..full.open_files import kind_of, open_full
 from ..sharded.checkpoint_dir import Checkpoint
 from ..sharded.entries import MODEL, MODELS
+from ..sharded.entry_tree import leaves, tree_of
 from ..sharded.reader import CheckedFile
-from .open_any import LIGHTNING_META, open_checkpoint, refuse_compressed
+from .open_any import LIGHTNING_META, refuse_compressed
 
 __all__ = ["Problem", "size_to_verify", "verify"]
 
@@ -58,11 +58,9 @@ class Problem:
 
 def size_to_verify(path: str | os.PathLike[str]) -> int:
     """Return about how many bytes :func:`verify` will report as progress."""
-    return sum(file.stat().st_size for file in _files(find(Path(os.path.abspath(os.fspath(path))))))
-
-
-def _files(target: Path) -> list[Path]:
-    return [file for file in target.iterdir() if file.is_file()] if target.is_dir() else [target]
+    target = find(path)
+    files = [file for file in target.iterdir() if file.is_file()] if target.is_dir() else [target]
+    return sum(file.stat().st_size for file in files)
 
 
 def verify(path: str | os.PathLike[str], progress: Callable[[int], object] = lambda nbytes: None) -> list[Problem]:
@@ -79,43 +77,25 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int], object] = lam
         CheckpointError: there is no checkpoint at all, or a newer version's.
         OSError: it can't be read.
     """
-    target = find(Path(os.path.abspath(os.fspath(path))))
-    if target.is_dir() and any((target / name).exists() for name in (MANIFEST, METADATA)):
-        return list(_sharded(target, progress))
-    if not is_full(target) or kind_of(target) is None:
-        open_checkpoint(target)  # says why it is none
-    return list(_full(target, progress))
-
-
-def _sharded(folder: Path, progress: Callable[[int], object]) -> Iterator[Problem]:
+    target = find(path)
+    if kind_of(target) != "sharded":
+        return list(_full(target, progress))
+    found: list[Problem] = []
     try:
-        manifest = read_manifest(folder)
+        manifest = read_manifest(target)
+        for name, record in manifest.files.items() if manifest is not None else ():
+            found += _checksums(target, name, record, progress)
+        checkpoint = Checkpoint.open(target, sizes=False)
     except CheckpointError as error:
         if "Upgrade" in str(error):
             raise
-        yield Problem(MANIFEST, (), str(error))
-        return
-    damaged: set[str] = set()
+        return found or [Problem("", (), str(error))]
     if manifest is not None:
-        for name, record in manifest.files.items():
-            for problem in _checksums(folder, name, record, progress):
-                damaged.add(name)
-                yield problem
-    try:
-        checkpoint = Checkpoint.open(folder, sizes=False)
-    except (CheckpointError, KeyError) as error:
-        if METADATA not in damaged:
-            yield Problem(METADATA, (), str(error))
-        return
-    if manifest is not None:
-        yield from _complete(checkpoint)
-        yield from _as_the_manifest_says(checkpoint, manifest)
-        return
-    broken = list(_complete(checkpoint))
-    yield from broken
-    yield from _entries_of_dcp(checkpoint, {name for problem in broken for name in problem.entries}, progress)
-    if (folder / LIGHTNING_META).is_file():
-        yield from _full(folder / LIGHTNING_META, progress)
+        return [*found, *_as_the_manifest_says(checkpoint, manifest)]
+    found += _entries_of_dcp(checkpoint, progress)
+    if (target / LIGHTNING_META).is_file():
+        found += _full(target / LIGHTNING_META, progress)
+    return found
 
 
 # -- this package's ---------------------------------------------------------------------------------------------------
@@ -151,21 +131,24 @@ def _checksums(folder: Path, name: str, record: FileRecord, progress: Callable[[
 
 
 def _as_the_manifest_says(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[Problem]:
-    """Verify that metadata and manifest name the same entries at the same places, with every parameter among them."""
-    metadata = checkpoint.metadata
-    items = {
-        (name, item.name, item.offsets): (item.start, item.length)
-        for name, record in manifest.files.items()
+    """Verify that metadata and manifest have the same entries at the same places, and each element of a tensor once."""
+    known, storage = checkpoint.metadata.state_dict_metadata, checkpoint.metadata.storage_data
+    said = {
+        (file, item.name, item.offsets, item.start, item.length)
+        for file, record in manifest.files.items()
         for item in record.items
     }
-    for index, info in metadata.storage_data.items():
-        is_object = checkpoint.tensor(index.fqn) is None
-        offsets = None if is_object or index.offset is None else tuple(index.offset)
-        if items.pop((info.relative_path, index.fqn, offsets), None) != (info.offset, info.length):
-            yield Problem(info.relative_path, (index.fqn,), f"{MANIFEST} and {METADATA} disagree about {index.fqn}")
-    for name, entry, _ in items:
-        yield Problem(name, (entry,), f"it holds {entry}, which {METADATA} does not know")
-    known = metadata.state_dict_metadata
+    there = {
+        (info.relative_path, index.fqn, _offsets(known.get(index.fqn), index), info.offset, info.length)
+        for index, info in storage.items()
+    }
+    for file, name, *_ in sorted(said ^ there, key=str):
+        yield Problem(file, (name,), f"{MANIFEST} and {METADATA} disagree about {name}")
+    for name, found in known.items():
+        if isinstance(found, TensorStorageMetadata):
+            lost = any(MetadataIndex(name, chunk.offsets) not in storage for chunk in found.chunks)
+            if lost or not covers(found.size, found.chunks):
+                yield Problem("", (name,), f"the parts of {name} do not make up its shape {list(found.size)}")
     for row in manifest.parameters:
         prefix, _, rest = row["name"].partition(".")
         full = f"{MODEL}.{row['name']}"
@@ -177,59 +160,32 @@ def _as_the_manifest_says(checkpoint: Checkpoint, manifest: Manifest) -> Iterato
             yield Problem("", (full,), f"parameter {row['name']} has another shape or dtype than {MANIFEST} says")
 
 
-# -- any sharded one --------------------------------------------------------------------------------------------------
+def _offsets(found: Any, index: MetadataIndex) -> tuple[int, ...] | None:
+    is_tensor = isinstance(found, TensorStorageMetadata)
+    return tuple(index.offset) if is_tensor and index.offset is not None else None
 
 
-def _complete(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Verify that each element of each tensor is in exactly one chunk, and each chunk in a file that is long enough."""
-    storage = checkpoint.metadata.storage_data
-    sizes: dict[str, int] = {}
-    for name, found in checkpoint.metadata.state_dict_metadata.items():
-        chunks = found.chunks if isinstance(found, TensorStorageMetadata) else []
-        if isinstance(found, TensorStorageMetadata) and not covers(found.size, chunks):
-            yield Problem("", (name,), f"the parts of {name} do not make up its shape {list(found.size)}")
-        indices = [MetadataIndex(name, chunk.offsets) for chunk in chunks] or [MetadataIndex(name)]
-        for index in indices:
-            info = storage.get(index)
-            if info is None:
-                at = "" if index.offset is None else f" at {list(index.offset)}"
-                yield Problem("", (name,), f"no file has the part of {name}{at}")
-                continue
-            file = info.relative_path
-            if file not in sizes:
-                try:
-                    sizes[file] = os.stat(checkpoint.folder / file).st_size
-                except OSError:
-                    sizes[file] = -1
-            if checkpoint.manifest is None and info.offset + info.length > sizes[file]:
-                what = "is missing" if sizes[file] < 0 else f"has only {sizes[file]} bytes"
-                yield Problem(file, (name,), f"it {what}, so that {name} is lost")
+# -- others' sharded ones ---------------------------------------------------------------------------------------------
 
 
-def _entries_of_dcp(checkpoint: Checkpoint, skip: set[str], progress: Callable[[int], object]) -> Iterator[Problem]:
+def _entries_of_dcp(checkpoint: Checkpoint, progress: Callable[[int], object]) -> Iterator[Problem]:
     """Read entries of torch's own writer: archives with checksums, which torch does not compare when it loads."""
+    places: dict[str, list[Any]] = {}
     for index, info in checkpoint.metadata.storage_data.items():
-        if index.fqn in skip:
-            continue
-        with open(checkpoint.folder / info.relative_path, "rb") as raw:
-            raw.seek(info.offset)
-            entry = io.BytesIO(raw.read(info.length))
-        progress(info.length)
-        # Others may have been transformed (compressed, say): only reading them, below, shows.
-        problem = None if getattr(info, "transform_descriptors", None) else _archive_problem(entry)
-        if problem is not None:
-            yield Problem(info.relative_path, (index.fqn,), f"{index.fqn} is damaged: {problem}")
-            skip.add(index.fqn)
-    for name in checkpoint.metadata.state_dict_metadata.keys() - skip:
-        found = checkpoint.tensor(name)
+        places.setdefault(index.fqn, []).append(info)
+    for _, leaf in leaves(tree_of(checkpoint)):
         try:
-            if found is None:
-                checkpoint.read({}, [name])
-            else:
-                checkpoint.read({name: torch.empty(found.size, dtype=found.properties.dtype)}, ())
+            for info in places.get(leaf.name, ()):
+                with open(checkpoint.folder / info.relative_path, "rb") as file:
+                    file.seek(info.offset)
+                    entry = io.BytesIO(file.read(info.length))
+                progress(info.length)
+                if not getattr(info, "transform_descriptors", None):  # else it is compressed, say, and no archive
+                    _verify_archive(entry)
+            leaf.read()
         except Exception as error:
             if not _refused_class(error):
-                yield Problem("", (name,), _damage(error))
+                yield Problem(", ".join(leaf.files), (leaf.name,), f"{leaf.name} is damaged or lost: {_damage(error)}")
 
 
 def _refused_class(error: BaseException) -> bool:
@@ -245,25 +201,18 @@ def _damage(error: Exception) -> str:
         OSError: it is the disk's own error, so that nothing is known of the data.
     """
     # A damaged archive may lead to a place that is none.
-    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL, errno.ENOENT):
         raise error
     return str(error) or type(error).__name__
 
 
-def _archive_problem(file: IO[bytes], progress: Callable[[int], object] = lambda nbytes: None) -> str | None:
-    """Return what is wrong with an archive of torch.save, the first damaged member; None where all is well."""
-    if file.read(2) != b"PK":
-        return "it is no archive of torch.save"
-    file.seek(0)
-    try:
-        with zipfile.ZipFile(file) as archive:
-            for info in archive.infolist():
-                with archive.open(info) as member:
-                    while data := member.read(_BLOCK):
-                        progress(len(data))
-    except Exception as error:  # damage leads zipfile to errors of a dozen classes
-        return _damage(error)
-    return None
+def _verify_archive(file: IO[bytes], progress: Callable[[int], object] = lambda nbytes: None) -> None:
+    """Read an archive of torch.save. The first damaged member is an error, of whatever class damage leads zipfile to."""
+    with zipfile.ZipFile(file) as archive:
+        for info in archive.infolist():
+            with archive.open(info) as member:
+                while data := member.read(_BLOCK):
+                    progress(len(data))
 
 
 # -- files of one process ---------------------------------------------------------------------------------------------
@@ -271,16 +220,21 @@ def _archive_problem(file: IO[bytes], progress: Callable[[int], object] = lambda
 
 def _full(path: Path, progress: Callable[[int], object]) -> Iterator[Problem]:
     """Verify a torch file, or safetensors, of which headers, sizes and the index are all that can be compared."""
-    if kind_of(path) == "torch":
+    kind = kind_of(path)
+    if kind == "torch":
         refuse_compressed(path)
-        with open(path, "rb") as file:
-            problem = _archive_problem(file, progress)
-        if problem is not None:
-            yield Problem(path.name, (), f"it is damaged or was cut off at {path.stat().st_size} bytes: {problem}")
+        try:
+            with open(path, "rb") as file:
+                _verify_archive(file, progress)
+        except Exception as error:
+            text = f"it is damaged or was cut off at {path.stat().st_size} bytes: {_damage(error)}"
+            yield Problem(path.name, (), text)
             return
     try:
         found = open_full(path)
     except CheckpointError as error:
+        if kind is None:
+            raise
         if not _refused_class(error):
             yield Problem("", (), str(error))
         return
