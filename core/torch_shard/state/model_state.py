@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +21,8 @@ from ..runtime.runtime import Runtime
 from ..shard_tensor.spec import ShardSpec, same_cut
 from ..shard_tensor.tensor import ShardTensor
 from ..unit.flat_buffer import FlatBuffer
-from ..unit.unit import Unit
-from ..unshard.full_values import gathered_values
+from ..unit.full_values import full_flat
+from ..utils.tensor_memory import memory_key
 
 # -- the model --------------------------------------------------------------------------------------------------------
 
@@ -85,48 +87,81 @@ def make_whole(
         refuse_inside(runtime, what)
     except Exception as problem:  # the other ranks must hear of it
         error = error or problem
-    keys = [key for key in found if key.startswith(prefix)]
-    sharded = {k: found[k] for k in keys if isinstance(found[k], ShardTensor)}
-    agree(runtime, what, list(sharded), error)
+    mine = {key: value for key, value in found.items() if key.startswith(prefix)}
+    agree(runtime, what, [key for key, value in mine.items() if isinstance(value, ShardTensor)], error)
     wanted = not rank0_only or runtime.collectives.world_rank == 0
-    places: dict[int, tuple[Unit, FlatBuffer]] = {
-        id(flat.layout): (unit, flat) for unit in runtime.units for flat in unit.flats
-    }
-    by_unit: dict[int, list[tuple[str, FlatBuffer]]] = {}
-    rest: list[str] = []
-    for key, value in sharded.items():
-        place = places.get(id(value._spec.layout))
-        if place is not None and not place[1].split and is_parameter(value, place[1]):
-            by_unit.setdefault(place[0].index, []).append((key, place[1]))
-        else:
-            rest.append(key)  # tensor parallelism cuts it, too; or a hook of the module has made something else of it
-    copies: dict[tuple[int, int], torch.Tensor] = {}
-    for unit in runtime.units:
-        entries = by_unit.get(unit.index)
-        if not entries:
-            continue
-        with gathered_values(runtime, unit) as wholes:
-            for key, flat in entries if wanted else ():
-                index = sharded[key]._spec.index
-                same = (id(flat), index)
-                if same not in copies:
-                    copies[same] = copied(flat.view(wholes[unit.flats.index(flat)], index), offload_to_cpu)
-                found[key] = copies[same]
-    tied: dict[tuple[int, int], torch.Tensor] = {}
-    for key in rest:
-        value = sharded[key]
-        same = (id(value._spec), value._local.data_ptr()) if value._unit_ref is not None else (id(value), 0)
-        if same not in tied:
-            whole = value.full_tensor()
-            tied[same] = (whole.cpu() if offload_to_cpu else whole) if wanted else whole[:0]
-        found[key] = tied[same]
-    if not wanted:
-        for key in keys:
-            del found[key]
-        return
-    for key in keys:
-        if isinstance(found[key], torch.Tensor) and key not in sharded:
-            found[key] = copied(found[key], offload_to_cpu)
+    for gathered in full_values(runtime, entries_of(runtime, mine), what):
+        for entry, value in gathered if wanted else ():
+            found.update(dict.fromkeys(entry.names, copied(value, offload_to_cpu)))
+    for key in () if wanted else mine:
+        del found[key]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a state dict.
+
+    Attributes:
+        names: of the tensor; tied weights have several.
+        value: the tensor.
+        flat: the flat buffer with which it is gathered; None for a value that is not a parameter's, or that tensor parallelism
+            cuts, too.
+    """
+
+    names: list[str]
+    value: Any
+    flat: FlatBuffer | None
+
+
+def entries_of(runtime: Runtime, found: Mapping[str, Any]) -> list[Entry]:
+    """Return the tensors of a state dict in the order in which all ranks gather them. Not collective."""
+    flats = {id(flat.layout): flat for unit in runtime.units for flat in unit.flats}
+    entries: dict[Any, Entry] = {}
+    for name, value in found.items():
+        if isinstance(value, torch.Tensor):
+            flat = flats.get(id(value._spec.layout)) if isinstance(value, ShardTensor) else None
+            if flat is not None and (flat.split or not is_parameter(value, flat)):
+                flat = None
+            key = _memory(value) if flat is None else (id(flat), value._spec.index)  # type: ignore[attr-defined]
+            entries.setdefault(key, Entry([], value, flat)).names.append(name)
+    order = {id(flat): number for number, flat in enumerate(flats.values())}
+    last = len(order)
+    return sorted(
+        entries.values(),
+        key=lambda e: last + (not isinstance(e.value, ShardTensor)) if e.flat is None else order[id(e.flat)],
+    )
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    """Return a key that is equal for tensors that are the same values in the same memory."""
+    if isinstance(tensor, ShardTensor) and tensor._unit_ref is not None:
+        return id(tensor._spec), tensor._local.data_ptr(), tensor._local.dtype
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return memory_key(tensor) if is_plain and tensor.numel() else id(tensor)
+
+
+def full_values(
+    runtime: Runtime, entries: Sequence[Entry], what: str, memory: torch.Tensor | None = None
+) -> Iterator[list[tuple[Entry, torch.Tensor]]]:
+    """Yield entries with their full values, a flat buffer's at a time. Collective.
+
+    Args:
+        runtime: of the sharded model.
+        entries: those of :func:`entries_of`.
+        what: for messages.
+        memory: uint8, on the engine's device, in which values are gathered one after the other, so that they last until the
+            next are asked for; None for new memory.
+    """
+    for flat, group in itertools.groupby(entries, lambda entry: entry.flat):
+        if flat is not None:
+            full = full_flat(flat, what, memory)
+            yield [(entry, flat.view(full, entry.value._spec.index)) for entry in group]
+    alone = [entry for entry in entries if entry.flat is None]
+    for entry in alone:
+        if isinstance(entry.value, ShardTensor):
+            yield [(entry, entry.value.full_tensor())]
+    # Ranks need not agree on these, so that they come together.
+    yield [(entry, entry.value) for entry in alone if not isinstance(entry.value, ShardTensor)]
 
 
 def refuse_inside(runtime: Runtime, what: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..shard_tensor.tensor import ShardTensor
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.full_values import full_tensors_from
 from ..utils.patterns import without_wrappers
-from .model_state import copied, describe, misplaced
+from .model_state import describe, misplaced
 
 
 def names_of(
@@ -107,26 +107,18 @@ def optim_state_dict(
     cut = sharded_entries(runtime, numbers, taken["state"])
     agree(runtime, what, (len(numbers), cut.key), error)
     wanted = not rank0_only or runtime.collectives.world_rank == 0
-    # In the order of the parameters, and with what other ranks own.
-    known = matrix_state.collect(runtime, taken["state"], len(numbers), wanted, what)
-    state: dict[Any, Any] = {
-        names[id(numbers[n])] if is_number(n, numbers) else n: dict(entries) if isinstance(entries, dict) else entries
-        for n, entries in known.items()
-    }
-    for flat, entry, slices in cut.jobs:
-        whole = full_tensors_from(flat, slices, what)
-        if wanted:
-            for i, value in enumerate(whole):
-                if value is not None:
-                    state[names[id(flat.params[i])]][entry] = copied(value, to_cpu=True)
-    for number, entry, value in cut.rest:
-        state[names[id(numbers[number])]][entry] = value.full_tensor().cpu()
-    for number, entry, container in cut.nested:
-        state[names[id(numbers[number])]][entry] = matrix_state.mapped(container, _whole)
+    elsewhere = matrix_state.descriptions(runtime, taken["state"], len(numbers), what)
+    # A snapshot: the next step changes what is not sharded.
+    found = {n: matrix_state.copied(entries, "cpu") for n, entries in taken["state"].items()} if wanted else {}
+    for gathered in full_values(runtime, cut, elsewhere, taken["state"], wanted, what):
+        for number, kind, value in gathered if wanted else ():
+            if kind is None:
+                found[number] = value
+            else:
+                found[number][kind] = matrix_state.copied(value, "cpu")
     if not wanted:
         return {}
-    # A snapshot: the next step changes what is whole here.
-    state = {name: matrix_state.copied(entries, "cpu") for name, entries in state.items()}
+    state = {names[id(numbers[n])] if is_number(n, numbers) else n: found[n] for n in in_order(found, numbers)}
     groups = []
     for group, live in zip(taken["param_groups"], optimizer.param_groups, strict=True):
         groups.append({**group, "params": [names[id(p)] for p in live["params"]]})
@@ -147,12 +139,14 @@ class ShardedEntries:
         rest: number, kind and value of what is cut in another way than its parameter, or by tensor parallelism, too; and of
             DTensors, from steps before sharding.
         nested: number, kind and value of containers with such tensors.
+        numbers: of the parameters of each flat in ``jobs``, by the flat's id and in its order.
         key: equal on ranks that gather the same.
     """
 
     jobs: tuple[tuple[FlatBuffer, str, tuple[torch.Tensor | None, ...]], ...]
     rest: tuple[tuple[int, str, Any], ...]
     nested: tuple[tuple[int, str, Any], ...]
+    numbers: dict[int, list[int]]
     key: object
 
 
@@ -185,18 +179,58 @@ def sharded_entries(runtime: Runtime, params: list[Any], state: Mapping[Any, Any
             ):
                 nested.append((number, key, value))
     order = {id(flat): n for n, flat in enumerate(flats.values())}
+    number_of = {id(p): number for number, p in enumerate(params)}
     chosen = sorted(jobs, key=lambda j: (order[j[0]], j[1], j[2]))
     return ShardedEntries(
         tuple((flats[j[0]], j[1], tuple(jobs[j].get(i) for i in range(len(flats[j[0]].params)))) for j in chosen),
         tuple(rest),
         tuple(nested),
+        {j[0]: [number_of.get(id(p), -1) for p in flats[j[0]].params] for j in chosen},
         [(order[j[0]], j[1], j[2], sorted(jobs[j])) for j in chosen]
         + [(n, k, str(v.placements) if is_dtensor(v) else "") for n, k, v in (*rest, *nested)],
     )
 
 
-def _whole(tensor: Any) -> Any:
-    return tensor.full_tensor().cpu() if isinstance(tensor, ShardTensor) or is_dtensor(tensor) else tensor
+def full_values(
+    runtime: Runtime,
+    cut: ShardedEntries,
+    elsewhere: Mapping[int, tuple[int, Any]],
+    state: Mapping[Any, Any],
+    wanted: bool,
+    what: str,
+    memory: torch.Tensor | None = None,
+) -> Iterator[list[tuple[int, Any, Any]]]:
+    """Yield number, kind and full value of state that is sharded, or that another rank has alone, piece by piece. Collective.
+
+    Args:
+        runtime: of the engine.
+        cut: what is sharded.
+        elsewhere: what other ranks have alone, as :func:`~..optim.matrix.state.descriptions` finds it. All entries of such a
+            parameter come together, and their kind is None.
+        state: by number.
+        wanted: this rank needs the values that other ranks have alone.
+        what: for messages.
+        memory: as for :func:`.model_state.full_values`.
+    """
+    for flat, kind, shards in cut.jobs:
+        full = full_tensors_from(flat, shards, what, memory)
+        numbers = cut.numbers[id(flat)]
+        yield [(numbers[i], kind, value) for i, value in enumerate(full) if value is not None]
+    for number, kind, value in (*cut.rest, *cut.nested):
+        yield [(number, kind, matrix_state.mapped(value, _full))]
+    for number, (source, description) in elsewhere.items():
+        entries = matrix_state.sent(runtime, state, number, source, description, wanted, what)
+        yield [(number, None, entries)] if wanted else []
+
+
+def _full(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, ShardTensor) or is_dtensor(tensor) else tensor
+
+
+def in_order(state: Iterable[Any], numbers: list[Any]) -> list[Any]:
+    """Return the keys of state by number: parameters' in ascending order, and then those of no parameter."""
+    keys = list(state)
+    return sorted(key for key in keys if is_number(key, numbers)) + [k for k in keys if not is_number(k, numbers)]
 
 
 def is_number(key: Any, numbers: list[Any]) -> bool:

@@ -22,7 +22,7 @@ from torch import nn
 
 from ...errors import CheckpointError, ConfigError
 from ...layout.flat_layout import contiguous_stride
-from ..full.tied_weights import memory_key
+from ...utils.tensor_memory import memory_key
 from .fileio import naming
 from .mmap_buffer import blocks_of, row_major
 from .tensor_entry import ALIGNMENT

@@ -21,11 +21,11 @@ from ...numerics.stochastic_rounding import state_dtype
 from ...optim.matrix import state as matrix_state
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state, optimizer_state
+from ...utils.tensor_memory import memory_key
 from ..misfits import check_dtype, refuse_misfits, wrong_dtype
 from ..sharded.entries import EXTRA, MODEL, OPTIMIZER, Optimizers
 from ..sharded.entry_tree import unwrapped
 from .open_files import FullFile, open_full
-from .tied_weights import memory_key
 
 __all__ = ["FullLoad", "by_name", "load_full"]
 

@@ -161,9 +161,10 @@ class _Contents:
 
     def safetensors_output(self, target: Path, nonce: str, limit: int) -> contextlib.AbstractContextManager[Output]:
         """Return the output for safetensors files of at most `limit` bytes. On rank 0."""
-        order = self.model.order
-        kept = chosen_names(self.module, [self.model.names(slot) for slot in order])
-        self.keys = {id(slot): name for slot, name in zip(order, kept, strict=True)}
-        entries = {name: (slot.shape, slot.dtype) for slot, name in zip(order, kept, strict=True)}
-        tied = {n: name for slot, name in zip(order, kept, strict=True) for n in self.model.names(slot) if n != name}
+        kept = chosen_names(self.module, [names for _, names in self.model.slots])
+        entries: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        tied: dict[str, str] = {}
+        for name, (slot, names) in zip(kept, self.model.slots, strict=True):
+            self.keys[id(slot)], entries[name] = name, (slot.shape, slot.dtype)
+            tied.update((other, name) for other in names if other != name)
         return safetensors_output(target, nonce, entries, tied, limit)

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...errors import CheckpointError
+from ...optim.engines_of_optimizer import params_of
 from ...optim.matrix import state as matrix_state
 from ...runtime.runtime import Runtime
 from ...shard_tensor.tensor import ShardTensor
 from ...shard_tensor.wrapper_subclasses import is_wrapper
 from ...state import model_state, optimizer_state
-from ...unit.flat_buffer import FlatBuffer
-from ...unit.full_values import full_flat, full_tensors_from
 from ..format.mmap_buffer import copied
 from ..format.torch_file import Slot
-from .tied_weights import memory_key
 
 __all__ = ["ModelStream", "OptimizerStream", "Put"]
 
@@ -38,8 +36,8 @@ class ModelStream:
     Attributes:
         structure: the state dict with a :class:`~..format.torch_file.Slot` for each tensor, and with torch's ``_metadata``.
             Names of one tied parameter share a slot.
-        names: of each slot, in the order of the state dict.
-        order: the slots as they come.
+        slots: the slots with their names, in the order in which their values come.
+        key: equal on ranks that gather the same.
     """
 
     def __init__(self, model: nn.Module, runtime: Runtime, dtype: torch.dtype | None) -> None:
@@ -49,60 +47,23 @@ class ModelStream:
             model, runtime: sharded, and not inside a forward.
             dtype: what floating-point entries become; None leaves them.
         """
-        self.runtime, self.dtype = runtime, dtype
-        self.found = model_state.own_state_dict(model, runtime)
-        self.structure: dict[str, Any] = collections.OrderedDict()
-        if hasattr(self.found, "_metadata"):
-            self.structure._metadata = self.found._metadata  # type: ignore[attr-defined]
-        self._slots: dict[Any, Slot] = {}
-        self._named: dict[int, list[str]] = {}
-        self._flats: dict[int, list[tuple[int, Slot]]] = {}
-        self._rest: list[tuple[Slot, ShardTensor]] = []
-        self._plain: list[tuple[Slot, torch.Tensor]] = []
-        flats = {id(flat.layout): flat for unit in runtime.units for flat in unit.flats}
-        for name, value in self.found.items():
-            if not isinstance(value, torch.Tensor):
-                self.structure[name] = value
-                continue
-            slot = self.structure[name] = self._slot_of(value, flats)
-            self._named.setdefault(id(slot), []).append(name)
-
-    def _slot_of(self, value: Any, flats: dict[int, FlatBuffer]) -> Slot:
-        """Return a tensor's slot; notes where its values will come from."""
-        flat = _flat_of(value, flats)
-        key = _memory(value) if flat is None else (id(flat), value._spec.index)
-        if key in self._slots:
-            return self._slots[key]
-        slot = self._slots[key] = Slot(value.shape, self._dtype_of(value))
-        if flat is not None:
-            self._flats.setdefault(id(flat), []).append((value._spec.index, slot))
-        elif isinstance(value, ShardTensor):
-            self._rest.append((slot, value))
-        else:
-            self._plain.append((slot, value))
-        return slot
-
-    def _dtype_of(self, value: torch.Tensor) -> torch.dtype:
-        dtype = value._local.dtype if isinstance(value, ShardTensor) else value.dtype
-        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
-
-    @property
-    def order(self) -> list[Slot]:
-        flats = [flat for unit in self.runtime.units for flat in unit.flats]
-        cut = [slot for flat in flats for _, slot in self._flats.get(id(flat), ())]
-        return cut + [slot for slot, _ in (*self._rest, *self._plain)]
-
-    def names(self, slot: Slot) -> list[str]:
-        return self._named[id(slot)]
-
-    @property
-    def key(self) -> object:
-        """Equal on ranks that gather the same."""
-        return [name for name, value in self.found.items() if isinstance(value, ShardTensor)]
+        self.runtime = runtime
+        found = model_state.own_state_dict(model, runtime)
+        self.key = [name for name, value in found.items() if isinstance(value, ShardTensor)]
+        self._entries = model_state.entries_of(runtime, found)
+        self.slots: list[tuple[Slot, list[str]]] = []
+        self.structure: dict[str, Any] = collections.OrderedDict(found)
+        if hasattr(found, "_metadata"):
+            self.structure._metadata = found._metadata  # type: ignore[attr-defined]
+        for entry in self._entries:
+            converts = dtype is not None and entry.value.dtype.is_floating_point
+            slot = Slot(entry.value.shape, dtype if converts else entry.value.dtype)  # type: ignore[arg-type]
+            self.slots.append((slot, entry.names))
+            self.structure.update(dict.fromkeys(entry.names, slot))
 
     @property
     def nbytes(self) -> int:
-        """Of the largest buffer that is gathered."""
+        """Return the bytes of the largest buffer that is gathered."""
         flats = [flat for unit in self.runtime.units for flat in unit.flats]
         return max((flat.layout.numel * flat.shard.dtype.itemsize for flat in flats), default=0)
 
@@ -111,30 +72,14 @@ class ModelStream:
 
         Buffers, and parameters that are not sharded, are rank 0's. `memory` is what values are gathered in, one after the other.
         """
-        for unit in self.runtime.units:
-            for flat in unit.flats:
-                entries = self._flats.get(id(flat))
-                if entries:
-                    full = full_flat(flat, what, memory)
-                    put(functools.partial(self._of_flat, flat, full, entries))
-        for slot, value in self._rest:
-            put(functools.partial(self._one, slot, value.full_tensor()))
-        # Ranks need not agree on these, so that they are one step.
-        put(lambda: ((slot, self._converted(value)) for slot, value in self._plain))
+        for gathered in model_state.full_values(self.runtime, self._entries, what, memory):
+            put(functools.partial(self._converted, gathered))
 
-    def _one(self, slot: Slot, full: torch.Tensor) -> Iterator[tuple[Slot, torch.Tensor]]:
-        yield slot, self._converted(full)
-
-    def _of_flat(
-        self, flat: FlatBuffer, full: torch.Tensor, entries: list[tuple[int, Slot]]
-    ) -> Iterator[tuple[Slot, torch.Tensor]]:
-        for index, slot in entries:
-            yield slot, self._converted(flat.view(full, index))
-
-    def _converted(self, value: torch.Tensor) -> torch.Tensor:
-        value = value.detach()
-        dtype = self._dtype_of(value)
-        return value if value.dtype == dtype else copied(value, dtype)
+    def _converted(self, gathered: list[tuple[model_state.Entry, torch.Tensor]]) -> Iterable[tuple[Slot, torch.Tensor]]:
+        for entry, value in gathered:
+            slot = self.structure[entry.names[0]]
+            value = value.detach()
+            yield slot, value if value.dtype == slot.dtype else copied(value, slot.dtype)
 
 
 class OptimizerStream:
@@ -154,67 +99,56 @@ class OptimizerStream:
         """
         self.runtime = runtime
         optimizer_state.names_of(runtime, optimizer, model)
-        self.params = [p for group in optimizer.param_groups for p in group["params"]]  # torch counts like this
+        self.params = params_of(optimizer)
         self.taken = optimizer.state_dict()
         _refuse_wrappers(runtime, optimizer, self.taken["state"])
         self._cut = optimizer_state.sharded_entries(runtime, self.params, self.taken["state"])
         self.key = (len(self.params), self._cut.key)
         self.structure: dict[str, Any] = {}
-        self._slots: dict[tuple[int, str], Slot] = {}
+        self._slots: dict[tuple[int, Any], list[Slot]] = {}
 
     def describe(self, what: str) -> None:
         """Find out what other ranks own, and make the structure. Collective."""
         given = self.taken["state"]
         self._elsewhere = matrix_state.descriptions(self.runtime, given, len(self.params), what)
         state = {number: dict(own) if isinstance(own, dict) else own for number, own in given.items()}
-        self._numbers = {id(p): number for number, p in enumerate(self.params)}
-        for flat, entry, shards in self._cut.jobs:
-            for i, own in enumerate(shards):
+        for flat, kind, shards in self._cut.jobs:
+            for number, slot, own in zip(self._cut.numbers[id(flat)], flat.layout.slots, shards, strict=True):
                 if own is not None:
-                    number = self._numbers[id(flat.params[i])]
-                    self._place(state, number, entry, torch.Size(flat.layout.slots[i].shape), own.dtype)
-        for number, entry, value in self._cut.rest:
-            self._place(state, number, entry, value.shape, value.dtype)
-        self._owned: dict[int, list[Slot]] = {}
+                    state[number][kind] = self._slotted(number, kind, own.new_empty(slot.shape, device="meta"))
+        for number, kind, value in (*self._cut.rest, *self._cut.nested):
+            state[number][kind] = self._slotted(number, kind, value)
         for number, (_, description) in self._elsewhere.items():
-            slots = self._owned[number] = []
+            state[number] = self._slotted(number, None, description)
+        ordered = {key: state[key] for key in optimizer_state.in_order(state, self.params)}
+        self.structure = {"state": ordered, "param_groups": self.taken["param_groups"]}
 
-            def proxy(found: matrix_state.Sent, slots: list[Slot] = slots) -> Slot:
-                slots.append(Slot(torch.Size(found.shape), found.dtype))
-                return slots[-1]
+    def _slotted(self, number: int, kind: Any, value: Any) -> Any:
+        """Return a value with slots for its sharded tensors, or for all tensors of a description."""
+        slots = self._slots[number, kind] = []
 
-            state[number] = matrix_state.mapped(description, proxy)
-        numbers = sorted(number for number in state if optimizer_state.is_number(number, self.params))
-        others = [key for key in state if not optimizer_state.is_number(key, self.params)]
-        self.structure = {
-            "state": {key: state[key] for key in (*numbers, *others)},
-            "param_groups": self.taken["param_groups"],
-        }
+        def slot(tensor: Any) -> Slot:
+            slots.append(Slot(torch.Size(tensor.shape), tensor.dtype))
+            return slots[-1]
 
-    def _place(self, state: dict[Any, Any], number: int, entry: str, shape: torch.Size, dtype: torch.dtype) -> None:
-        state[number][entry] = self._slots[number, entry] = Slot(shape, dtype)
+        return matrix_state.mapped(value, slot)
 
     @property
     def nbytes(self) -> int:
-        """Of the largest buffer that is gathered."""
-        sizes = [flat.layout.numel * _dtype_of(shards).itemsize for flat, _, shards in self._cut.jobs]
-        return max(sizes, default=0)
+        """Return the bytes of the largest buffer that is gathered."""
+        dtypes = [(flat, next(own.dtype for own in shards if own is not None)) for flat, _, shards in self._cut.jobs]
+        return max((flat.layout.numel * dtype.itemsize for flat, dtype in dtypes), default=0)
 
     def send(self, put: Put, what: str, memory: torch.Tensor) -> None:
         """Gather and hand on what is sharded, or another rank has alone. Collective; `memory` as for the model."""
-        for flat, entry, shards in self._cut.jobs:
-            full = full_tensors_from(flat, shards, what, memory)
-            numbers = [self._numbers[id(flat.params[i])] for i, value in enumerate(full) if value is not None]
-            slots = [self._slots[number, entry] for number in numbers]
-            put(functools.partial(zip, slots, [value for value in full if value is not None]))
-        for number, entry, value in self._cut.rest:
-            put(functools.partial(zip, [self._slots[number, entry]], [value.full_tensor()]))
-        wanted = self.runtime.collectives.world_rank == 0
-        for number, (source, description) in self._elsewhere.items():
-            given = self.taken["state"]
-            entries = matrix_state.sent(self.runtime, given, number, source, description, wanted, what)
-            put(functools.partial(zip, self._owned[number], matrix_state.tensors_of(entries)))
-            del entries
+        state, wanted = self.taken["state"], self.runtime.collectives.world_rank == 0
+        values = optimizer_state.full_values(self.runtime, self._cut, self._elsewhere, state, wanted, what, memory)
+        for gathered in values:
+            put(functools.partial(self._pairs, gathered))
+
+    def _pairs(self, gathered: list[tuple[int, Any, Any]]) -> Iterable[tuple[Slot, torch.Tensor]]:
+        for number, kind, value in gathered:
+            yield from zip(self._slots[number, kind], matrix_state.tensors_of(value), strict=True)
 
 
 def _refuse_wrappers(runtime: Runtime, optimizer: Any, state: Any) -> None:
@@ -231,22 +165,3 @@ def _refuse_wrappers(runtime: Runtime, optimizer: Any, state: Any) -> None:
                     f"is a {type(value).__name__}, which is made of several tensors; one file can't be written of such state "
                     "piece by piece. Write a folder, engine.save, or gather it: engine.optim_state_dict."
                 )
-
-
-def _dtype_of(shards: Iterable[torch.Tensor | None]) -> torch.dtype:
-    return next(own.dtype for own in shards if own is not None)
-
-
-def _flat_of(value: Any, flats: dict[int, FlatBuffer]) -> FlatBuffer | None:
-    """Return where a parameter is; None for what a hook of the module has made of one, and what tensor parallelism cuts, too."""
-    flat = flats.get(id(value._spec.layout)) if isinstance(value, ShardTensor) else None
-    return flat if flat is not None and not flat.split and model_state.is_parameter(value, flat) else None
-
-
-def _memory(tensor: torch.Tensor) -> Any:
-    """Return a key that is equal for tensors that are the same values in the same memory."""
-    if isinstance(tensor, ShardTensor) and tensor._unit_ref is not None:
-        return id(tensor._spec), tensor._local.data_ptr(), tensor._local.dtype
-    if isinstance(tensor, ShardTensor) or not tensor.numel() or tensor.layout != torch.strided:
-        return id(tensor)
-    return memory_key(tensor)

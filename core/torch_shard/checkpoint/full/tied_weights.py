@@ -1,21 +1,13 @@
-"""Tied weights: which tensors are one, and where a format has one name for each, which one is kept."""
+"""Tied weights, in a format that has one name for each tensor: which name is kept."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-import torch
 from torch import nn
 
-__all__ = ["chosen_names", "memory_key"]
-
-
-def memory_key(tensor: torch.Tensor) -> Hashable:
-    """Return a key that is equal for dense tensors that are the same values in the same memory, as long as both live."""
-    # A view by conj() or imag may have the memory, shape and strides of its base, and other values.
-    kind = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
-    return tensor.data_ptr(), tensor.device, tuple(tensor.shape), tensor.stride(), kind
+__all__ = ["chosen_names"]
 
 
 def chosen_names(model: nn.Module, groups: Iterable[Sequence[str]]) -> list[str]:

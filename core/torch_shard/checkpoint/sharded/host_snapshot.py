@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from ..full.tied_weights import memory_key
+from ...utils.tensor_memory import memory_key
 
 __all__ = ["Staging"]
 

@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ...utils.tensor_memory import memory_key
 from ..format.checksum import SMALLEST, block_sum
 from ..format.dcp_metadata import METADATA, StorageInfo
 from ..format.fileio import naming
 from ..format.manifest import MANIFEST, FileRecord, Item, Manifest
 from ..format.mmap_buffer import blocks_of, row_major
 from ..format.tensor_entry import ALIGNMENT, surroundings
-from ..full.tied_weights import memory_key
 
 __all__ = ["Deferred", "Resolves", "write_file", "write_manifest", "write_metadata"]
 

@@ -174,18 +174,21 @@ def _entries_of_dcp(checkpoint: Checkpoint, progress: Callable[[int], object]) -
     for index, info in checkpoint.metadata.storage_data.items():
         places.setdefault(index.fqn, []).append(info)
     for _, leaf in leaves(tree_of(checkpoint)):
+        where = ""
         try:
             for info in places.get(leaf.name, ()):
+                where = info.relative_path
                 with open(checkpoint.folder / info.relative_path, "rb") as file:
                     file.seek(info.offset)
                     entry = io.BytesIO(file.read(info.length))
                 progress(info.length)
                 if not getattr(info, "transform_descriptors", None):  # else it is compressed, say, and no archive
                     _verify_archive(entry)
+            where = ", ".join(leaf.files)
             leaf.read()
         except Exception as error:
             if not _refused_class(error):
-                yield Problem(", ".join(leaf.files), (leaf.name,), f"{leaf.name} is damaged or lost: {_damage(error)}")
+                yield Problem(where, (leaf.name,), f"{leaf.name} is damaged or lost: {_damage(error)}")
 
 
 def _refused_class(error: BaseException) -> bool:
