@@ -44,16 +44,6 @@ def test_the_same_for_people(made, cli):
     )
 
 
-def test_the_table_fits_the_terminal(made, cli, monkeypatch):
-    for columns in (80, 90, 120):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        table = cli("inspect", made / "ours").split("\n\n")[1]
-        assert max(map(len, table.splitlines())) <= columns
-        assert "…" in table or columns > 90
-    monkeypatch.delenv("COLUMNS")
-    assert "…" not in cli("inspect", made / "ours")
-
-
 @pytest.mark.parametrize(
     ("kind", "form", "optimizers", "extra"),
     [

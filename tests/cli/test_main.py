@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.run_python import run_python
 from torch_shard.cli import main
-from torch_shard.cli.output import fitted, plain, size
+from torch_shard.cli.output import plain, size
 
 
 @pytest.mark.exhaustive
@@ -117,4 +117,3 @@ def test_sizes(nbytes, text):
 
 def test_what_json_does_not_have_is_text():
     assert plain({1: float("nan"), "x": (float("inf"), b"1")}) == {"1": "nan", "x": ["inf", "b'1'"]}
-    assert fitted("model.layers.10.attention.weight", 16) == "model…ion.weight" and fitted("x", 5) == "x"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,90 +16,60 @@ from ..checkpoint.sharded.entry_tree import Stored, leaves
 from ..checkpoint.tools.classify import Parts, parts_of
 from ..checkpoint.tools.open_any import Opened, open_checkpoint
 from ..checkpoint.tools.to_sharded import write_sharded
-from ..checkpoint.tools.to_single_file import refuse_to_replace, write_safetensors, write_torch
+from ..checkpoint.tools.to_single_file import write_safetensors, write_torch
 from ..errors import CheckpointError, ConfigError
-from .output import note, print_json, progress, size
+from .output import print_json, progress, size
 
-__all__ = ["DTYPES", "add_consolidate", "add_convert"]
+__all__ = ["add_to"]
 
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+_DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
 
 
-def add_consolidate(commands: Any) -> None:
-    """Add the command to a parser's."""
-    parser = commands.add_parser(
+def add_to(commands: Any) -> None:
+    """Add both commands to a parser's."""
+    consolidate = commands.add_parser(
         "consolidate",
         help="make one file of a sharded checkpoint",
         description="Make one file of a sharded checkpoint, one tensor at a time. A torch file holds the state dict alone where "
         'there is nothing else, or {"model", "optimizer", "extra"}, the optimizer as optimizer.state_dict() has it; of a '
         "Lightning checkpoint it is one that a Trainer loads. safetensors holds the model.",
     )
-    parser.add_argument("checkpoint", metavar="CKPT")
-    parser.add_argument("output", metavar="OUT", help="a file, or for safetensors a directory")
-    parser.add_argument(
-        "--format",
-        choices=("torch", "safetensors"),
-        help="default: safetensors if OUT ends in .safetensors or is a directory, else torch",
-    )
-    _add_options(parser)
-    parser.set_defaults(run=run_consolidate)
-
-
-def add_convert(commands: Any) -> None:
-    """Add the command to a parser's."""
-    parser = commands.add_parser(
+    convert = commands.add_parser(
         "convert",
         help="write a checkpoint in another format",
         description="Write a checkpoint of any format in another one, one tensor at a time. engine.load reads the sharded one.",
     )
-    parser.add_argument("checkpoint", metavar="SRC")
-    parser.add_argument("output", metavar="DST")
-    parser.add_argument("--to", choices=("sharded", "torch", "safetensors"), required=True, dest="format")
-    _add_options(parser)
-    parser.set_defaults(run=run)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dtype", choices=tuple(DTYPES), metavar="DTYPE", help=f"of the model's floats: {', '.join(DTYPES)}"
+    for parser, names in ((consolidate, ("CKPT", "OUT")), (convert, ("SRC", "DST"))):
+        parser.add_argument("checkpoint", metavar=names[0])
+        parser.add_argument("output", metavar=names[1], help="a file, or a directory for sharded and safetensors")
+        parser.add_argument(
+            "--dtype", choices=tuple(_DTYPES), metavar="DTYPE", help=f"of the model's floats: {', '.join(_DTYPES)}"
+        )
+        parser.add_argument("--model-only", action="store_true", help="leave optimizers and everything else out")
+        parser.add_argument(
+            "--max-shard-size",
+            default="5GB",
+            metavar="SIZE",
+            help="of one safetensors file in a directory, such as 5GB or 512MiB (default: 5GB)",
+        )
+        parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+        parser.set_defaults(run=run)
+    consolidate.add_argument(
+        "--format",
+        choices=("torch", "safetensors"),
+        help="default: safetensors if OUT ends in .safetensors or is a directory, else torch",
     )
-    parser.add_argument("--model-only", action="store_true", help="leave optimizers and everything else out")
-    parser.add_argument(
-        "--max-shard-size",
-        default="5GB",
-        metavar="SIZE",
-        help="of one safetensors file in a directory, such as 5GB or 512MiB (default: 5GB)",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
-
-
-def run_consolidate(arguments: argparse.Namespace) -> int:
-    """Choose the format, and write."""
-    if arguments.format is None:
-        output = arguments.output
-        folder = output.endswith(os.sep) or os.path.isdir(output)
-        arguments.format = "safetensors" if folder or output.endswith(".safetensors") else "torch"
-    return run(arguments)
+    convert.add_argument("--to", choices=("sharded", "torch", "safetensors"), required=True, dest="format")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the checkpoint, and print what was written."""
     target = Path(os.path.abspath(arguments.output))
-    try:
-        limit = size_of(arguments.max_shard_size, "--max-shard-size")
-    except OverflowError as error:
-        raise ConfigError(
-            f"--max-shard-size {arguments.max_shard_size[:20]}... is too large; give one such as 5GB."
-        ) from error
+    if arguments.format is None:
+        in_folder = arguments.output.endswith((os.sep, ".safetensors")) or target.is_dir()
+        arguments.format = "safetensors" if in_folder else "torch"
+    limit = size_of(arguments.max_shard_size, "--max-shard-size")
     _refuse(target, arguments)
     opened = open_checkpoint(arguments.checkpoint)
     model_only = arguments.model_only or arguments.format == "safetensors"
@@ -110,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{opened.path} has no model that is known by its place: {', '.join(map(str, opened.tree))}."
         )
     left_out = _left_out(opened, parts) if model_only and not arguments.model_only else []
-    dtype = DTYPES.get(arguments.dtype)
+    dtype = _DTYPES.get(arguments.dtype)
     stored = list(_distinct(parts))
     with progress(sum(own.nbytes for own in stored), arguments.format) as advance:
         if arguments.format == "torch":
@@ -138,18 +109,20 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(f"wrote {target}: {len(stored)} tensors, {size(found['bytes'])}")
     if left_out:
-        note(f"not in the output, since safetensors holds named tensors only: {', '.join(left_out)}")
+        text = f"not in the output, since safetensors holds named tensors only: {', '.join(left_out)}"
+        print(f"torch-shard: {text}", file=sys.stderr)
     return 0
 
 
 def _refuse(target: Path, arguments: argparse.Namespace) -> None:
+    """Raise where something is at the target that was not meant to be replaced."""
     if not target.name:
         raise ConfigError(f"{arguments.output!r} is no place for a checkpoint; give a file or directory of its own.")
-    if arguments.format == "safetensors" and target.is_dir():
-        for name in (SINGLE, INDEX):  # a directory may hold other files, such as a config
-            refuse_to_replace(target / name, arguments.overwrite)
-    else:
-        refuse_to_replace(target, arguments.overwrite)
+    # A directory of safetensors may hold other files, such as a configuration.
+    names = (SINGLE, INDEX) if arguments.format == "safetensors" and target.is_dir() else ("",)
+    there = next((target / name for name in names if os.path.lexists(target / name)), None)
+    if there is not None and not arguments.overwrite:
+        raise ConfigError(f"{there} exists. Give another path, or --overwrite to replace it.")
 
 
 def _distinct(parts: Parts) -> Iterator[Stored]:

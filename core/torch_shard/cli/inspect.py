@@ -194,19 +194,16 @@ _SHOWN = ("lr", "weight_decay", "betas", "momentum", "eps")
 
 
 def _table(found: dict[str, Any]) -> str:
+    of_units = found["units"] is not None
+    with_state = of_units or any(row["optimizer_state"] for row in found["parameters"])
+    heads = ["name", "shape", "dtype", "bytes", *(["kind", "unit"] * of_units), *(["optimizer state"] * with_state)]
     rows = []
-    with_state = any(row["optimizer_state"] for row in found["parameters"])
     for row in found["parameters"]:
         cells = [row["name"], "x".join(map(str, row["shape"])) or "scalar", row["dtype"], size(row["bytes"])]
-        if found["units"] is not None:
-            cells += [row["kind"] or "", _unit(row["unit"])]
-        if with_state or found["units"] is not None:
-            cells.append(f"= {row['tied_to']}" if row["tied_to"] else ", ".join(row["optimizer_state"]))
-        rows.append(cells)
-    heads = ["name", "shape", "dtype", "bytes"]
-    heads += ["kind", "unit"] if found["units"] is not None else []
-    heads += ["optimizer state"] if with_state or found["units"] is not None else []
-    return table(heads, rows, right=(3,), least={"name": 20, "optimizer state": 8, "unit": 6})
+        cells += [row["kind"] or "", _unit(row["unit"])] * of_units
+        state = f"= {row['tied_to']}" if row["tied_to"] else ", ".join(row["optimizer_state"])
+        rows.append(cells + [state] * with_state)
+    return table(heads, rows, right=(3,))
 
 
 def _unit(name: str | None) -> str:

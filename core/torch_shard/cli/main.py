@@ -43,10 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code; see ``torch-shard --help``.
     """
     arguments = None
-    for stream in (
-        sys.stdout,
-        sys.stderr,
-    ):  # names in a checkpoint may have characters that a terminal's encoding has not
+    for stream in (sys.stdout, sys.stderr):  # a terminal's encoding may lack characters of names in a checkpoint
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -98,11 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     version = f"torch-shard-engine {__version__} (torch {torch.__version__})"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (inspect, verify):
+    for module in (inspect, verify, convert, diff):
         module.add_to(commands)
-    convert.add_consolidate(commands)
-    convert.add_convert(commands)
-    diff.add_to(commands)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

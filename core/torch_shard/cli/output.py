@@ -1,19 +1,16 @@
-"""What the commands share: JSON, tables that fit the terminal, sizes, and a progress bar."""
+"""What the commands share: JSON, tables, sizes, and a progress bar."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-__all__ = ["dtype_name", "fitted", "note", "plain", "print_json", "progress", "short", "size", "table", "width"]
+__all__ = ["dtype_name", "plain", "print_json", "progress", "short", "size", "table"]
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -36,23 +33,11 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def note(text: str) -> None:
-    """Say something beside the result."""
-    print(f"torch-shard: {text}", file=sys.stderr)
-
-
 @contextlib.contextmanager
 def progress(total: int, what: str) -> Iterator[Callable[[int], object]]:
     """Show a bar of bytes on standard error, where that is a terminal; give what is called with bytes that are done."""
-    with tqdm(
-        total=total,
-        desc=what,
-        unit="B",
-        unit_scale=True,
-        leave=False,
-        file=sys.stderr,
-        disable=not sys.stderr.isatty(),
-    ) as bar:
+    # With disable=None it shows on a terminal only.
+    with tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False, disable=None) as bar:
         yield bar.update
 
 
@@ -75,42 +60,17 @@ def short(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def width() -> int | None:
-    """Return the columns of the terminal; None where the output goes elsewhere, so that nothing need be cut."""
-    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
-        return None
-    return shutil.get_terminal_size().columns
-
-
-def fitted(text: str, limit: int) -> str:
-    """Return text of at most `limit` characters: the middle gives way, since names differ at their ends."""
-    if len(text) <= limit:
-        return text
-    head = max(0, limit - 1) // 3
-    return f"{text[:head]}…{text[len(text) - (limit - 1 - head) :]}"
-
-
-def table(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = (), least: Mapping[str, int] = {}
-) -> str:
-    """Return rows in columns, as wide as the terminal at most.
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Return rows in columns.
 
     Args:
         heads: of the columns.
         rows: of text.
         right: numbers of the columns that are aligned to the right.
-        least: columns that may be shortened, in this order, and to how much.
     """
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    limit = width()
-    for head, smallest in least.items() if limit is not None else ():
-        if head in heads:
-            column = heads.index(head)
-            excess = sum(widths) + 2 * (len(widths) - 1) - (limit or 0)
-            widths[column] = max(min(smallest, widths[column]), widths[column] - max(0, excess))
     lines = []
     for row in (heads, *rows):
-        cells = [fitted(cell, widths[i]) for i, cell in enumerate(row)]
-        padded = [c.rjust(widths[i]) if i in right else c.ljust(widths[i]) for i, c in enumerate(cells)]
+        padded = [c.rjust(widths[i]) if i in right else c.ljust(widths[i]) for i, c in enumerate(row)]
         lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)

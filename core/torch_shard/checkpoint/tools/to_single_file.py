@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -17,19 +16,9 @@ from .classify import Parts
 from .open_any import Opened
 from .torch_layout import Slots, torch_structure
 
-__all__ = ["refuse_to_replace", "write_safetensors", "write_torch"]
+__all__ = ["write_safetensors", "write_torch"]
 
 Progress = Callable[[int], object]
-
-
-def refuse_to_replace(target: Path, overwrite: bool) -> None:
-    """Raise where something is at the target that was not meant to be replaced.
-
-    Raises:
-        ConfigError: names it.
-    """
-    if os.path.lexists(target) and not overwrite:
-        raise ConfigError(f"{target} exists. Give another path, or --overwrite to replace it.")
 
 
 def write_torch(
