@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import signal
+import zipfile
 from typing import Any
 
 import pytest
@@ -300,6 +301,13 @@ def test_files_that_are_not_loaded(rank, tmp_path):
         os.truncate(tmp_path / "cut.pt", 2000)
         (tmp_path / "text.pt").write_text("hello")
         torch.save([1], tmp_path / "list.pt")
+        torch.save(state, tmp_path / "plain.pt")
+        with (
+            zipfile.ZipFile(tmp_path / "plain.pt") as old,
+            zipfile.ZipFile(tmp_path / "packed.pt", "w", compression=zipfile.ZIP_DEFLATED) as new,
+        ):
+            for member in old.infolist():
+                new.writestr(member.filename, old.read(member))
     dist.barrier()
     for file, message in (
         ("bomb.pt", r"bomb\.pt was refused.*Own.*add_safe_globals"),
@@ -307,6 +315,7 @@ def test_files_that_are_not_loaded(rank, tmp_path):
         ("cut.pt", r"cut\.pt is damaged or was cut off at 2000 bytes"),
         ("text.pt", r"text\.pt is a file, and neither"),
         ("list.pt", r"list\.pt holds list, and no state dict"),
+        ("packed.pt", r"packed\.pt is an archive with compressed members"),
         ("none.pt", r"no checkpoint at .*none\.pt"),
     ):
         with pytest.raises(CheckpointError, match=message):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, StateDictError
+from ..state.model_state import misfit_lines
 
 __all__ = ["check_dtype", "refuse_misfits", "wrong_dtype"]
 
@@ -32,8 +33,7 @@ def wrong_dtype(name: str, saved: torch.dtype, live: Any, asked: torch.dtype | N
 
 def refuse_misfits(path: Path, missing: Sequence[str], unexpected: Sequence[str], problems: Sequence[str]) -> None:
     """Raise where anything does not fit, with all of it."""
-    named = (("missing", missing), ("unexpected", unexpected))
-    lines = [*(f"{what}: {', '.join(names)}" for what, names in named if names), *problems]
+    lines = misfit_lines(missing, unexpected, problems)
     if lines:
         raise StateDictError(
             f"{path} does not fit, and nothing was loaded. It must be a checkpoint of this model and these optimizers.\n  "

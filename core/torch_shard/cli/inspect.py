@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..checkpoint.sharded.entry_tree import SavedOptimizer, Stored, leaves
-from ..checkpoint.tools.classify import LIGHTNING, Parts, parts_of, resolved
+from ..checkpoint.tools.classify import LIGHTNING, Parts, parts_of
 from ..checkpoint.tools.open_any import Opened, open_checkpoint
-from ..errors import CheckpointError
 from .output import dtype_name, print_json, short, size, table
 
 __all__ = ["add_to"]
@@ -69,7 +68,7 @@ def description(opened: Opened, parts: Parts) -> dict[str, Any]:
         "bytes_of_files": sum(opened.files.values()),
         "parameters": rows,
         "units": list(manifest.units) if manifest else None,
-        "optimizers": {name: _optimizer(parts, own) for name, own in parts.optimizers.items()},
+        "optimizers": {name: _optimizer(own) for name, own in parts.optimizers.items()},
         "extra": _extra(parts.extra),
         "other": {str(key): _nbytes(value) for key, value in parts.other.items()},
         "files": opened.files,
@@ -79,7 +78,9 @@ def description(opened: Opened, parts: Parts) -> dict[str, Any]:
 
 def _rows(opened: Opened, parts: Parts) -> Iterator[dict[str, Any]]:
     manifest = opened.manifest
-    trainable = {row["name"]: row["trainable"] for row in manifest.parameters} if manifest else {}
+    # A converted checkpoint need not know which of its tensors are parameters.
+    words = {True: "parameter", False: "frozen", None: None}
+    kinds = {row["name"]: words[row["trainable"]] for row in manifest.parameters} if manifest else {}
     unit_of = {name: unit["name"] for unit in manifest.units for name in unit["parameters"]} if manifest else {}
     seen: dict[Any, str] = {}
     models = {"": parts.model, **{f"{name}.": model for name, model in parts.models.items()}}
@@ -92,7 +93,7 @@ def _rows(opened: Opened, parts: Parts) -> Iterator[dict[str, Any]]:
                 first = seen.setdefault(leaf.place, name)
                 yield {
                     "name": name,
-                    "kind": None if manifest is None else "tied" if first != name else _kind(trainable, name),
+                    "kind": None if manifest is None else "tied" if first != name else kinds.get(name, "buffer"),
                     "shape": list(leaf.shape),
                     "dtype": dtype_name(leaf.dtype),
                     "elements": leaf.shape.numel(),
@@ -104,35 +105,21 @@ def _rows(opened: Opened, parts: Parts) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _kind(trainable: dict[str, bool | None], name: str) -> str | None:
-    if name not in trainable:
-        return "buffer"
-    # A converted checkpoint need not know which of its tensors are parameters.
-    return {True: "parameter", False: "frozen", None: None}[trainable[name]]
-
-
 def _state_keys(parts: Parts, name: str) -> list[str]:
     return [str(key) for own in parts.optimizers.values() for key in own.state.get(name, {})]
 
 
-def _optimizer(parts: Parts, own: SavedOptimizer) -> dict[str, Any]:
+def _optimizer(own: SavedOptimizer) -> dict[str, Any]:
     groups = []
     for group in own.groups:
-        try:
-            settings = resolved(group)
-        except CheckpointError as error:
-            parts.refused.append(str(error))
-            continue
-        listed = settings.pop("params", [])
-        values = {k: v.read() if isinstance(v, Stored) else v for k, v in settings.items()}
-        groups.append({"parameters": listed, "settings": values})
+        settings = {k: v.read() if isinstance(v, Stored) else v for k, v in group.items() if k != "params"}
+        groups.append({"parameters": group.get("params", []), "settings": settings})
     return {
         "by": "number" if own.numbered else "name",
         "parameters_with_state": len(own.state),
         "state": sorted({str(key) for entries in own.state.values() for key in entries}),
         "bytes": _nbytes(own.state),
         "groups": groups,
-        "settings_by_parameter": bool(own.of_parameter),
     }
 
 
@@ -166,8 +153,7 @@ def _header(found: dict[str, Any]) -> Iterator[str]:
         what = (
             f"{own['parameters_with_state']} parameters, {', '.join(own['state']) or 'no state'}, {size(own['bytes'])}"
         )
-        count = len(own["groups"])
-        groups = "settings by parameter" if own["settings_by_parameter"] else f"{count} group{'s' * (count != 1)}"
+        groups = f"{len(own['groups'])} group{'s' * (len(own['groups']) != 1)}"
         rows.append((f"optimizer {name}".strip(), f"{what}, {groups}"))
         for number, group in enumerate(own["groups"]):
             settings = ", ".join(f"{k}={short(v, 20)}" for k, v in group["settings"].items() if k in _SHOWN)

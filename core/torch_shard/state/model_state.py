@@ -265,15 +265,17 @@ def _fits(specs: Mapping[str, ShardSpec], value: ShardTensor) -> bool:
     return own is not None and same_cut(value._spec, own)
 
 
+def misfit_lines(missing: Sequence[str], unexpected: Sequence[str], problems: Sequence[str]) -> list[str]:
+    """Return what does not fit as the lines of an error."""
+    named = (("missing", missing), ("unexpected", unexpected))
+    return [*(f"{what}: {', '.join(names)}" for what, names in named if names), *problems]
+
+
 def describe(
     runtime: Runtime, what: str, missing: list[str], unexpected: list[str], problems: list[str], hint: str = ""
 ) -> StateDictError | None:
-    lines = []
-    if missing:
-        lines.append(f"missing: {', '.join(missing)}")
-    if unexpected:
-        lines.append(f"unexpected: {', '.join(unexpected)}")
-    lines += problems
+    """Return the error for what of a state dict does not fit, with a hint for missing and unexpected names; None for nothing."""
+    lines = misfit_lines(missing, unexpected, problems)
     if not lines:
         return None
     hint = hint if missing or unexpected else ""

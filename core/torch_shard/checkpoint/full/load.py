@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,10 @@ import torch
 from ...comm.collective_steps import broadcast, each
 from ...errors import CheckpointError, ConfigError, StateDictError
 from ...numerics.stochastic_rounding import state_dtype
+from ...optim.engines_of_optimizer import params_of
 from ...optim.matrix import state as matrix_state
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state, optimizer_state
-from ...utils.tensor_memory import memory_key
 from ..misfits import check_dtype, refuse_misfits, wrong_dtype
 from ..sharded.entries import EXTRA, MODEL, OPTIMIZER, Optimizers
 from ..sharded.entry_tree import unwrapped
@@ -93,7 +93,7 @@ def _matches(values: Mapping[Any, Any], known: set[str]) -> int:
 
 
 class FullLoad:
-    """One load, on one rank."""
+    """The loading of a full checkpoint, on one rank; :func:`load_full` calls the methods in their order."""
 
     def __init__(
         self, engine: Any, file: FullFile, optimizers: Optimizers, dtype: torch.dtype | None, strict: bool = True
@@ -103,33 +103,28 @@ class FullLoad:
         self.live = model_state.own_state_dict(engine.model, engine._runtime)
         self.parts = parts_of(file, list(self.live))
         self.model = self._model_values()
-        self.optimizers: list[Any] = []
-        self.states: list[Any] = []
+        self.optimizers: list[tuple[Any, dict[int, str], dict[str, Any]]] = []  # with names, and the state by name
         self.problems: list[str] = []
         for where, held in optimizers.entries:
             for number, own in enumerate(held):
-                self.optimizers.append(own)
-                label = ".".join(where) if len(held) == 1 else f"{'.'.join(where)}[{number}]"
                 given = self._state_of(where, number, held)
-                names = optimizer_state.names_of(self.runtime, own, self.root)
-                self.states.append(None if given is None else by_name(own, names, given))
                 if given is None:
+                    label = ".".join(where) if len(held) == 1 else f"{'.'.join(where)}[{number}]"
                     self.problems.append(f"missing: {label} (the file has no such optimizer state)")
+                    continue
+                names = optimizer_state.names_of(self.runtime, own, self.root)
+                self.optimizers.append((own, names, by_name(own, names, given)))
 
-    # -- the model ------------------------------------------------------------------------------------------------
     def _model_values(self) -> Any:
-        given = self.parts.model
-        called = _bare_names(map(str, given), self.live)
-        values: dict[str, Any] = {called[str(name)]: value for name, value in given.items()}
-        if self.file.kind == "safetensors":
-            _add_tied(self.file, self.live, values, _place)
+        tied = [entry.names for entry in model_state.entries_of(self.runtime, self.live)]
+        values = _renamed(self.file, self.parts.model, self.live, tied)
         result = model_state.WithMetadata(
             {
                 name: value if isinstance(value, torch.Tensor) else self._own_memory(value, name)
                 for name, value in values.items()
             }
         )
-        metadata = getattr(given, "_metadata", None)
+        metadata = getattr(self.parts.model, "_metadata", None)
         if metadata is not None:
             result._metadata = metadata
         return result
@@ -138,18 +133,12 @@ class FullLoad:
         """Return nested values with tensors in memory of their own instead of the file's."""
         try:
             return copy.deepcopy(value)
-        except Exception as error:  # a class of its own, which was allowed
+        except Exception as error:  # raised by a class of the user's, which was allowed
             raise CheckpointError(
                 f"{self.file.path}: {name} can't be copied out of the file, and nothing was loaded: {type(error).__name__}: "
                 f"{error}. Its class must allow copy.deepcopy."
             ) from error
 
-    def _wrong_dtypes(self) -> list[str]:
-        tensors = {name: value for name, value in self.model.items() if isinstance(value, torch.Tensor)}
-        found = (wrong_dtype(n, value.dtype, self.live.get(n), self.dtype, "file") for n, value in tensors.items())
-        return [text for texts in found for text in texts]
-
-    # -- optimizers -----------------------------------------------------------------------------------------------
     def _state_of(self, where: tuple[str, ...], number: int, held: Sequence[Any]) -> Mapping[str, Any] | None:
         """Return what was saved for an optimizer."""
         saved = self.parts.optimizer
@@ -161,32 +150,29 @@ class FullLoad:
             saved = _share(saved, number, [len(own.param_groups) for own in held])
         return saved if isinstance(saved, Mapping) and {"state", "param_groups"} <= set(saved) else None
 
-    # -- comparing ------------------------------------------------------------------------------------------------
     def compare(self) -> None:
         """Raise for everything that does not fit."""
-        proxies = model_state.WithMetadata({name: _on_meta(value) for name, value in self.model.items()})
+        tensors = {name: value for name, value in self.model.items() if isinstance(value, torch.Tensor)}
+        proxies = model_state.WithMetadata(self.model)
+        proxies.update({name: torch.empty_like(value, device="meta") for name, value in tensors.items()})
         if hasattr(self.model, "_metadata"):
             proxies._metadata = self.model._metadata
         missing, unexpected, problems = model_state.rehearse(self.root, proxies)
         if not self.strict:
             missing, unexpected = [], []
-        problems += self._wrong_dtypes()
-        for own, state in zip(self.optimizers, self.states, strict=True):
-            if state is None:
-                continue
-            names = optimizer_state.names_of(self.runtime, own, self.root)
+        for name, value in tensors.items():
+            problems += wrong_dtype(name, value.dtype, self.live.get(name), self.dtype, "file")
+        for own, names, state in self.optimizers:
             lists = optimizer_state.misfits(self.runtime, own, names, state)
             for into, found in zip((missing, unexpected, problems), lists, strict=True):
                 into += [f"{OPTIMIZER}: {text}" for text in found]
         refuse_misfits(self.file.path, missing, unexpected, problems + self.problems)
 
-    # -- loading --------------------------------------------------------------------------------------------------
     def read_optimizers(self) -> None:
         """Copy this rank's shards of optimizer state, which fit: into what the optimizer has, or into new memory."""
         self.extra = self._own_memory(self.parts.extra, EXTRA)  # may fail, so before anything is changed
         self.found: list[dict[str, Any]] = []
-        for own, state in zip(self.optimizers, self.states, strict=True):
-            names = optimizer_state.names_of(self.runtime, own, self.root)
+        for own, names, state in self.optimizers:
             # Gives parameters owners, the same on all ranks; that is no change to what is trained.
             elsewhere = matrix_state.elsewhere(self.runtime, own, names, state["state"])
             self.found.append(optimizer_state.by_number(own, names, state, elsewhere, in_place=True))
@@ -195,7 +181,7 @@ class FullLoad:
 
     def _convert(self, optimizer: Any, names: Mapping[int, str], state: dict[Any, dict[str, Any]]) -> None:
         """Give state that had its parameter's dtype in the file the one that the parameter has here. Changes `state`."""
-        for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        for number, p in enumerate(params_of(optimizer)):
             saved = self.model.get(names[id(p)])
             if not isinstance(saved, torch.Tensor) or saved.dtype == p.dtype:
                 continue
@@ -214,8 +200,8 @@ class FullLoad:
             ) from error
 
     def apply(self) -> Any:
-        """Load the optimizers; what was saved as extra."""
-        for own, state in zip(self.optimizers, self.found, strict=True):
+        """Load the optimizers, and return what was saved as extra."""
+        for (own, _, _), state in zip(self.optimizers, self.found, strict=True):
             try:
                 own.load_state_dict(state)
             except Exception as error:  # the optimizer's own, or the user's hooks of it
@@ -293,44 +279,28 @@ def named_values(path: str | os.PathLike[str], live: Mapping[str, Any]) -> tuple
         CheckpointError: see :func:`open_full`; or it holds no state dict.
     """
     file = open_full(path)
-    given = parts_of(file, list(live)).model
+    tied: dict[int, list[str]] = {}
+    for name, value in live.items():
+        tied.setdefault(id(value), []).append(name)
+    return file, _renamed(file, parts_of(file, list(live)).model, live, tied.values())
+
+
+def _renamed(
+    file: FullFile, given: Mapping[Any, Any], live: Mapping[str, Any], tied: Iterable[Sequence[str]]
+) -> dict[str, Any]:
+    """Return a file's state dict by the live model's names, where `tied` lists the names of each of its tensors."""
     called = _bare_names(map(str, given), live)
     values = {called[str(name)]: value for name, value in given.items()}
-    if file.kind == "safetensors":
-        _add_tied(file, live, values, id)
-    return file, values
-
-
-def _add_tied(file: FullFile, live: Mapping[str, Any], values: dict[str, Any], place: Callable[[Any], Any]) -> None:
-    """Add names that are not stored, since safetensors files have one for each piece of memory.
-
-    `place` is equal for live entries that are tied.
-    """
-    present: dict[Any, str] = {}
-    for name, value in live.items():
-        if name in values:
-            present.setdefault(place(value), name)
-    for name, value in live.items():
-        kept = present.get(place(value))
-        if name not in values and kept is not None:
-            values[name] = values[kept]
-    for name, kept in file.tied.items():  # not tied here, but it was where it was saved
-        if name in live and name not in values and kept in values:
-            values[name] = values[kept]
-
-
-def _place(value: Any) -> Any:
-    """Return a key that is equal for entries of a live state dict that are tied."""
-    if isinstance(value, ShardTensor):
-        return id(value._spec.layout), value._spec.index
-    if isinstance(value, torch.Tensor) and value.numel() and value.layout == torch.strided:
-        return memory_key(value)
-    return id(value)
+    if file.kind == "safetensors":  # which has one name for each piece of memory
+        for names in tied:
+            kept = next((name for name in names if name in values), None)
+            for name in names if kept is not None else ():
+                values.setdefault(name, values[kept])
+        for name, kept in file.tied.items():  # not tied here, but it was where it was saved
+            if name in live and kept in values:
+                values.setdefault(name, values[kept])
+    return values
 
 
 def _converted(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return ShardTensor(value._local.to(dtype), value._spec) if isinstance(value, ShardTensor) else value.to(dtype)
-
-
-def _on_meta(value: Any) -> Any:
-    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value

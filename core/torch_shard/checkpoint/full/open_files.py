@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import zipfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -145,7 +146,22 @@ def _open_torch(path: Path) -> FullFile:
     return FullFile(path, "torch", _loaded(path), (path,))
 
 
+def _refuse_compressed(path: Path) -> None:
+    """Raise for a torch file that was packed again: values are mapped from the file, where they lie as they are."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            packed = [member.filename for member in archive.infolist() if member.compress_type != zipfile.ZIP_STORED]
+    except Exception:  # whatever the damage leads zipfile to; torch says it
+        return
+    if packed:
+        raise CheckpointError(
+            f"{path} is an archive with compressed members ({packed[0]}), as torch does not write it. Re-save it with "
+            f"torch.save(torch.load({str(path)!r}, weights_only=True), 'plain.pt')."
+        )
+
+
 def _loaded(path: Path) -> Any:
+    _refuse_compressed(path)
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:

@@ -148,11 +148,13 @@ def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
 
 
 def mapped(tree: Any, values: Callable[[Any], Any] | Mapping[str, Any]) -> Any:
-    """Return nested dicts and lists with other leaves: what a function makes of them, or values by name."""
+    """Return nested dicts, lists and tuples with other leaves: what a function makes of them, or values by name."""
     if isinstance(tree, dict):
         return {key: mapped(value, values) for key, value in tree.items()}
     if isinstance(tree, list):
         return [mapped(value, values) for value in tree]
+    if type(tree) is tuple:
+        return tuple(mapped(value, values) for value in tree)
     if tree is None:  # a place of a list that nothing was saved for
         return None
     return values[tree.name] if isinstance(values, Mapping) else values(tree)

@@ -25,6 +25,7 @@ from ..sharded.entry_tree import (
     StoredObject,
     is_optimizer,
     leaves,
+    mapped,
     optimizer_of,
 )
 from ..sharded.extra_shards import joined
@@ -74,6 +75,10 @@ class Parts:
     model_key: str | None = None
     optimizer_key: str | None = None
     refused: list[str] = field(default_factory=list)
+
+    def names(self) -> list[str]:
+        """Return the names of the models' entries, as optimizer state has them."""
+        return [*map(str, self.model), *(f"{name}.{key}" for name, model in self.models.items() for key in model)]
 
 
 def parts_of(opened: Opened, model_only: bool = False) -> Parts:
@@ -143,13 +148,7 @@ def resolved(value: Any) -> Any:
     Raises:
         CheckpointError: one is damaged, or can't be unpickled without running code.
     """
-    if isinstance(value, StoredObject):
-        return value.read()
-    if isinstance(value, dict):
-        return {key: resolved(own) for key, own in value.items()}
-    if isinstance(value, list):
-        return [resolved(own) for own in value]
-    return value
+    return mapped(value, lambda leaf: leaf.read() if isinstance(leaf, StoredObject) else leaf)
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
@@ -179,9 +178,7 @@ def _optimizers(parts: Parts, tree: dict[Any, Any]) -> Iterator[tuple[str, dict[
 
 
 def _optimizer(parts: Parts, tree: dict[Any, Any]) -> SavedOptimizer:
-    names = set(map(str, parts.model))
-    names.update(f"{m}.{name}" for m, model in parts.models.items() for name in model)
-    found = optimizer_of(tree, names, functools.partial(_read, parts))
+    found = optimizer_of(tree, set(parts.names()), functools.partial(_read, parts))
     numbered = found.numbered
     strangers = {name: found.state.pop(name) for name in list(found.state) if numbered and not name.isdecimal()}
     others = {**found.unknown, **strangers}
@@ -189,7 +186,23 @@ def _optimizer(parts: Parts, tree: dict[Any, Any]) -> SavedOptimizer:
     if others and found.other is None:
         found.other = tuple((0, name, _read(parts, value)) for name, value in others.items())
     found.groups = [_read(parts, group) or {} for group in found.groups]
+    if found.groups:
+        found.of_parameter = {}
+    else:
+        found.groups = _groups_of(found, parts)
     return found
+
+
+def _groups_of(optimizer: SavedOptimizer, parts: Parts) -> list[dict[str, Any]]:
+    """Return groups for settings that are kept by parameter: those of equal settings, in the order of the models."""
+    order = {name: i for i, name in enumerate(parts.names())}
+    groups: dict[str, dict[str, Any]] = {}
+    for name in sorted(optimizer.of_parameter, key=lambda name: order.get(name, len(order))):
+        read = _read(parts, optimizer.of_parameter[name]) or {}
+        settings = {key: value.read() if isinstance(value, Stored) else value for key, value in read.items()}
+        group = groups.setdefault(repr(sorted(settings.items())), {**settings, "params": []})
+        group["params"].append(name)
+    return list(groups.values())
 
 
 def merged(parts: Parts) -> SavedOptimizer:
@@ -201,7 +214,7 @@ def merged(parts: Parts) -> SavedOptimizer:
     found = SavedOptimizer()
     other: list[tuple[int, Any, Any]] = []
     for position, own in enumerate(parts.optimizers.values()):
-        groups = [{**group, "params": list(resolved(group.get("params") or ()))} for group in own.groups]
+        groups = [{**group, "params": list(group.get("params") or ())} for group in own.groups]
         if own.numbered:
             # Numbers begin at 0 in each.
             listed = [int(p) for group in found.groups for p in group["params"] if isinstance(p, int)]
@@ -210,7 +223,7 @@ def merged(parts: Parts) -> SavedOptimizer:
             state = {str(int(name) + first): entries for name, entries in own.state.items()}
         else:
             state = own.state
-        twice = next((name for table in (state, own.of_parameter) for name in table if name in found.state), None)
+        twice = next((name for name in state if name in found.state), None)
         if twice is not None:
             raise CheckpointError(
                 f"{twice} has state in two optimizers of a list, and a sharded checkpoint has them by parameter. Save the "
@@ -218,7 +231,6 @@ def merged(parts: Parts) -> SavedOptimizer:
             )
         found.groups += groups
         found.state.update(state)
-        found.of_parameter.update(own.of_parameter)
         other += [(position, key, value) for _, key, value in own.other or ()]
     found.other = tuple(other) or None
     return found
@@ -260,9 +272,6 @@ def named_entries(parts: Parts) -> dict[tuple[Any, ...], Any]:
                 found.update(_walk(value, (*base, "state", parameter, _at(key))))
         for number, group in enumerate(optimizer.groups):
             found.update({(*base, "param_groups", str(number), key): value for key, value in group.items()})
-        for parameter, entries in optimizer.of_parameter.items():
-            for key, value in entries.items():
-                found.update(_walk(value, (*base, "param_groups", parameter, _at(key))))
         if optimizer.other is not None:
             place_of_other = (*base, OTHER)
             found[place_of_other] = optimizer.other
@@ -298,8 +307,7 @@ def without_wrappers(parts: Parts) -> None:
             parts.model = {name[cut:]: value for name, value in parts.model.items()}
             for own in parts.optimizers.values():
                 own.state = {name.removeprefix(wrapper): value for name, value in own.state.items()}
-                own.of_parameter = {name.removeprefix(wrapper): value for name, value in own.of_parameter.items()}
                 for group in own.groups:
-                    listed = resolved(group.get("params", []))
+                    listed = group.get("params", [])
                     group["params"] = [p.removeprefix(wrapper) if isinstance(p, str) else p for p in listed]
             return

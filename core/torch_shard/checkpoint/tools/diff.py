@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..sharded.entry_tree import SavedOptimizer, Stored, StoredObject
-from .classify import Parts, merged, named_entries, resolved, title, without_wrappers
-from .torch_layout import known_names, numbered
+from .classify import Parts, merged, named_entries, title, without_wrappers
+from .torch_layout import numbered
 
 __all__ = ["Difference", "aligned", "compare", "differing"]
 
@@ -55,24 +55,11 @@ def aligned(a: Parts, b: Parts) -> tuple[dict[tuple[Any, ...], Any], dict[tuple[
             parts.optimizers, parts.listed = {"": merged(parts)}, False
     for name in a.optimizers.keys() & b.optimizers.keys():
         one, two = a.optimizers[name], b.optimizers[name]
-        if _form(one) != _form(two):
-            names = _positions(one, a) or _positions(two, b)
-            a.optimizers[name] = _renamed(numbered(one, known_names(a)), names)
-            b.optimizers[name] = _renamed(numbered(two, known_names(b)), names)
+        if one.numbered != two.numbered:
+            given = two if one.numbered else one
+            names = [str(p) for group in given.groups for p in group.get("params", ())]
+            a.optimizers[name], b.optimizers[name] = _renamed(numbered(one), names), _renamed(numbered(two), names)
     return named_entries(a), named_entries(b)
-
-
-def _form(optimizer: SavedOptimizer) -> tuple[bool, bool]:
-    return optimizer.numbered, bool(optimizer.of_parameter and not optimizer.groups)
-
-
-def _positions(optimizer: SavedOptimizer, parts: Parts) -> list[str]:
-    if optimizer.numbered:
-        return []
-    if optimizer.groups:
-        return [str(p) for group in resolved(optimizer.groups) for p in group.get("params", ())]
-    order = {name: i for i, name in enumerate(known_names(parts))}
-    return sorted(optimizer.of_parameter, key=lambda name: order.get(name, len(order)))
 
 
 def _renamed(state: dict[str, Any], names: list[str]) -> SavedOptimizer:

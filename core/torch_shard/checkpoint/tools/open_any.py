@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from ..sharded.checkpoint_dir import Checkpoint
 from ..sharded.entries import MODEL
 from ..sharded.entry_tree import Stored, StoredObject, tree_of
 
-__all__ = ["LIGHTNING_META", "Opened", "open_checkpoint", "refuse_compressed"]
+__all__ = ["LIGHTNING_META", "Opened", "open_checkpoint"]
 
 LIGHTNING_META = "meta.pt"
 """Beside DCP's files, Lightning's own: what is neither model nor optimizer."""
@@ -104,7 +103,6 @@ def sizes_of(folder: Path) -> dict[str, int]:
 
 
 def _full(path: Path) -> Opened:
-    refuse_compressed(path)
     found = open_full(path)
     versions = getattr(_model_of(found.values), "_metadata", None) or {}
     tree = _Leaves(path, lambda name: found.file_of(name).name).of(found.values)
@@ -121,28 +119,6 @@ def _full(path: Path) -> Opened:
         {name: {"version": own["version"]} for name, own in versions.items() if isinstance(own.get("version"), int)},
         path.stat().st_mtime,
     )
-
-
-def refuse_compressed(path: Path) -> None:
-    """Raise for a torch file that was packed again: values are mapped from the file, where they lie as they are.
-
-    Raises:
-        CheckpointError: names it and the remedy.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive, open(path, "rb") as raw:
-            packed = next((m for m in archive.infolist() if m.compress_type != zipfile.ZIP_STORED), None)
-            if packed is not None:
-                raw.seek(packed.header_offset + 8)
-                if raw.read(2) != packed.compress_type.to_bytes(2, "little"):
-                    return  # the two places that say it disagree, which is damage
-    except Exception:  # no archive, or a damaged one, which is said where it is read
-        return
-    if packed is not None:
-        raise CheckpointError(
-            f"{path} is an archive with compressed members ({packed.filename}), as torch does not write it. Re-save it with "
-            f"torch.save(torch.load({str(path)!r}, weights_only=True), 'plain.pt')."
-        )
 
 
 def _model_of(values: Any) -> Any:

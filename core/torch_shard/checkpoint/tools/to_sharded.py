@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,11 @@ from ..format.atomic_directory import Saving, commit, discard
 from ..format.dcp_metadata import METADATA
 from ..format.manifest import SAVE_ID, FileRecord, Manifest
 from ..sharded.entries import EXTRA, MODEL, MODELS, OPTIMIZER
-from ..sharded.entry_tree import SavedOptimizer, Stored
+from ..sharded.entry_tree import SavedOptimizer, Stored, leaves, mapped
 from ..sharded.save_plan import SavePlanner, decide
 from ..sharded.writer import Deferred, write_file, write_manifest, write_metadata
 from .classify import Parts, merged, resolved
 from .open_any import Opened
-from .torch_layout import known_names
 
 __all__ = ["write_sharded"]
 
@@ -119,7 +118,9 @@ class _Contents:
             found[OPTIMIZER] = optimizers.get("", optimizers)
         extra, other = resolved(parts.extra), resolved(parts.other)
         # engine.load returns `extra`, so what is no tensor belongs there; tensors are not read into memory all at once.
-        small = {key: value for key, value in other.items() if not any(_stored(value))}
+        small = {
+            key: value for key, value in other.items() if not any(isinstance(leaf, Stored) for _, leaf in leaves(value))
+        }
         for key, value in other.items():
             if key in small:
                 continue
@@ -149,7 +150,7 @@ class _Contents:
 
     def optimizer(self, own: SavedOptimizer) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        if own.of_parameter and not own.groups:  # in torch's flattened form, which says nothing of groups
+        if own.of_parameter:  # in torch's flattened form, which says nothing of groups
             for kind, table in (("state", own.state), ("param_groups", own.of_parameter)):
                 for name, entries in table.items():
                     found.update({f"{kind}.{name}.{key}": self.fill(value) for key, value in entries.items()})
@@ -172,26 +173,9 @@ def _given_names(own: SavedOptimizer, groups: list[dict[str, Any]]) -> dict[str,
     return {str(p): name for g in groups for p, name in zip(g["params"], g.get("param_names", ()), strict=True)}
 
 
-def _stored(tree: Any) -> Iterator[Stored]:
-    if isinstance(tree, Stored):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _stored(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _stored(value)
-
-
 def _read(tree: Any) -> Any:
     """Return nested values with their tensors in memory."""
-    if isinstance(tree, Stored):
-        return tree.read().clone()
-    if isinstance(tree, dict):
-        return {key: _read(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_read(value) for value in tree]
-    return tuple(map(_read, tree)) if type(tree) is tuple else tree
+    return mapped(tree, lambda leaf: leaf.read().clone() if isinstance(leaf, Stored) else leaf)
 
 
 def _manifest(
@@ -201,7 +185,7 @@ def _manifest(
     known = None if old is None else {row["name"]: row for row in old.parameters}
     models = {**parts.model, **{f"{m}.{name}": v for m, own in parts.models.items() for name, v in own.items()}}
     table = []
-    for name in known_names(parts):
+    for name in parts.names():
         value = models[name]
         if not isinstance(value, Stored) or known is not None and name not in known:
             continue

@@ -7,7 +7,7 @@ Lightning's to what a Trainer on one device writes; a model alone to its state d
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ import torch
 from ...errors import CheckpointError
 from ..format.torch_file import Slot
 from ..sharded.entries import EXTRA, MODEL, MODELS, OPTIMIZER
-from ..sharded.entry_tree import SavedOptimizer, Stored
+from ..sharded.entry_tree import SavedOptimizer, Stored, mapped
 from .classify import Parts, resolved
 
-__all__ = ["Slots", "known_names", "numbered", "torch_structure"]
+__all__ = ["Slots", "numbered", "torch_structure"]
 
 
 class Slots:
@@ -34,20 +34,18 @@ class Slots:
 
     def fill(self, tree: Any, dtype: torch.dtype | None = None) -> Any:
         """Return the same values with slots for tensors, floating-point ones of `dtype` if one is given."""
-        if isinstance(tree, Stored):
-            kept = dtype if dtype is not None and tree.dtype.is_floating_point else tree.dtype
-            slot = self._known.get((tree.place, kept))
-            if slot is None:
-                slot = self._known[tree.place, kept] = Slot(tree.shape, kept)
-                self.of.append((slot, tree))
-            return slot
-        if isinstance(tree, dict):
-            return {key: self.fill(value, dtype) for key, value in tree.items()}
-        if isinstance(tree, list):
-            return [self.fill(value, dtype) for value in tree]
-        if type(tree) is tuple:
-            return tuple(self.fill(value, dtype) for value in tree)
-        return tree
+
+        def slot(leaf: Any) -> Any:
+            if not isinstance(leaf, Stored):
+                return leaf
+            kept = dtype if dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
+            found = self._known.get((leaf.place, kept))
+            if found is None:
+                found = self._known[leaf.place, kept] = Slot(leaf.shape, kept)
+                self.of.append((found, leaf))
+            return found
+
+        return mapped(tree, slot)
 
 
 def torch_structure(
@@ -70,7 +68,7 @@ def torch_structure(
     alone = not (parts.optimizers or parts.extra is not None or parts.other)
     if model_only or alone:
         return {MODEL: model, MODELS: models} if models else model
-    optimizers = {name: slots.fill(numbered(own, known_names(parts))) for name, own in parts.optimizers.items()}
+    optimizers = {name: slots.fill(numbered(own)) for name, own in parts.optimizers.items()}
     if parts.lightning:
         rest = slots.fill(resolved(parts.extra))
         return {**rest, "state_dict": model, **({"optimizer_states": list(optimizers.values())} if optimizers else {})}
@@ -108,27 +106,16 @@ def _state_dict(
     return found
 
 
-def known_names(parts: Parts) -> list[str]:
-    """Return the names of the models' entries, as optimizer state has them."""
-    return [*parts.model, *(f"{name}.{key}" for name, model in parts.models.items() for key in model)]
-
-
-def numbered(optimizer: SavedOptimizer, names: Iterable[str]) -> dict[str, Any]:
-    """Return an optimizer's state as ``optimizer.state_dict()`` has it: a parameter's number is its position in the groups.
-
-    Args:
-        optimizer: of a checkpoint.
-        names: of the model, in order: where settings are kept by parameter, groups are those of equal settings.
-    """
-    groups = [resolved(group) for group in optimizer.groups] or _regrouped(optimizer, list(names))
+def numbered(optimizer: SavedOptimizer) -> dict[str, Any]:
+    """Return an optimizer's state as ``optimizer.state_dict()`` has it: a parameter's number is its position in the groups."""
     state: dict[Any, Any] = {}
-    made = []
+    groups = []
     numbers: dict[str, int] = {}
-    for group in groups:
+    for group in optimizer.groups:
         listed = [str(p) for p in group.get("params", ())]
         for name in listed:
             numbers.setdefault(name, int(name) if optimizer.numbered else len(numbers))
-        made.append({**group, "params": [numbers[name] for name in listed]})
+        groups.append({**group, "params": [numbers[name] for name in listed]})
     for name, own in optimizer.state.items():
         state[numbers.get(name, int(name) if optimizer.numbered else name)] = resolved(own)
     ordered = {key: state[key] for key in sorted(state, key=lambda key: (isinstance(key, str), key))}
@@ -139,19 +126,4 @@ def numbered(optimizer: SavedOptimizer, names: Iterable[str]) -> dict[str, Any]:
                 "hold. Save them by name, optimizer={name: optimizer}, or pass --model-only."
             )
         ordered[key] = value
-    return {"state": ordered, "param_groups": made}
-
-
-def _regrouped(optimizer: SavedOptimizer, names: list[str]) -> list[dict[str, Any]]:
-    order = {name: i for i, name in enumerate(names)}
-    groups: dict[str, dict[str, Any]] = {}
-    for name in sorted(optimizer.of_parameter, key=lambda name: order.get(name, len(order))):
-        settings = {key: _scalar(value) for key, value in resolved(optimizer.of_parameter[name]).items()}
-        group = groups.setdefault(repr(sorted(settings.items())), {**settings, "params": []})
-        group["params"].append(name)
-    return list(groups.values())
-
-
-def _scalar(value: Any) -> Any:
-    """Return a setting as a value: a learning rate may be a tensor; equal ones are one setting."""
-    return value.read() if isinstance(value, Stored) else value
+    return {"state": ordered, "param_groups": groups}

@@ -31,7 +31,7 @@ from ..sharded.checkpoint_dir import Checkpoint
 from ..sharded.entries import MODEL, MODELS
 from ..sharded.entry_tree import leaves, tree_of
 from ..sharded.reader import CheckedFile
-from .open_any import LIGHTNING_META, refuse_compressed
+from .open_any import LIGHTNING_META
 
 __all__ = ["Problem", "size_to_verify", "verify"]
 
@@ -225,7 +225,6 @@ def _full(path: Path, progress: Callable[[int], object]) -> Iterator[Problem]:
     """Verify a torch file, or safetensors, of which headers, sizes and the index are all that can be compared."""
     kind = kind_of(path)
     if kind == "torch":
-        refuse_compressed(path)
         try:
             with open(path, "rb") as file:
                 _verify_archive(file, progress)
@@ -236,7 +235,7 @@ def _full(path: Path, progress: Callable[[int], object]) -> Iterator[Problem]:
     try:
         found = open_full(path)
     except CheckpointError as error:
-        if kind is None:
+        if kind is None or "compressed members" in str(error):
             raise
         if not _refused_class(error):
             yield Problem("", (), str(error))
