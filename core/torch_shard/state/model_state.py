@@ -118,12 +118,14 @@ def entries_of(runtime: Runtime, found: Mapping[str, Any]) -> list[Entry]:
     flats = {id(flat.layout): flat for unit in runtime.units for flat in unit.flats}
     entries: dict[Any, Entry] = {}
     for name, value in found.items():
-        if isinstance(value, torch.Tensor):
-            flat = flats.get(id(value._spec.layout)) if isinstance(value, ShardTensor) else None
-            if flat is not None and (flat.split or not is_parameter(value, flat)):
-                flat = None
-            key = _memory(value) if flat is None else (id(flat), value._spec.index)  # type: ignore[attr-defined]
-            entries.setdefault(key, Entry([], value, flat)).names.append(name)
+        if not isinstance(value, torch.Tensor):
+            continue
+        flat, key = None, _memory(value)
+        if isinstance(value, ShardTensor):
+            own = flats.get(id(value._spec.layout))
+            if own is not None and not own.split and is_parameter(value, own):
+                flat, key = own, (id(own), value._spec.index)
+        entries.setdefault(key, Entry([], value, flat)).names.append(name)
     order = {id(flat): number for number, flat in enumerate(flats.values())}
     last = len(order)
     return sorted(

@@ -293,9 +293,9 @@ def _renamed(
     values = {called[str(name)]: value for name, value in given.items()}
     if file.kind == "safetensors":  # which has one name for each piece of memory
         for names in tied:
-            kept = next((name for name in names if name in values), None)
-            for name in names if kept is not None else ():
-                values.setdefault(name, values[kept])
+            present = [name for name in names if name in values]
+            for name in names if present else ():
+                values.setdefault(name, values[present[0]])
         for name, kept in file.tied.items():  # not tied here, but it was where it was saved
             if name in live and kept in values:
                 values.setdefault(name, values[kept])

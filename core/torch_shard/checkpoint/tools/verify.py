@@ -153,10 +153,10 @@ def _as_the_manifest_says(checkpoint: Checkpoint, manifest: Manifest) -> Iterato
         prefix, _, rest = row["name"].partition(".")
         full = f"{MODEL}.{row['name']}"
         full = full if full in known else f"{MODELS}.{prefix}.{rest}"
-        found = known.get(full)
-        if not isinstance(found, TensorStorageMetadata):
+        param = known.get(full)
+        if not isinstance(param, TensorStorageMetadata):
             yield Problem("", (full,), f"parameter {row['name']} is missing")
-        elif (list(found.size), str(found.properties.dtype)) != (row["shape"], f"torch.{row['dtype']}"):
+        elif (list(param.size), str(param.properties.dtype)) != (row["shape"], f"torch.{row['dtype']}"):
             yield Problem("", (full,), f"parameter {row['name']} has another shape or dtype than {MANIFEST} says")
 
 
