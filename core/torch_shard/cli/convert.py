@@ -14,7 +14,7 @@ import torch
 from ..checkpoint.format.safetensors import INDEX, SINGLE, size_of
 from ..checkpoint.sharded.entry_tree import Stored, leaves
 from ..checkpoint.tools.classify import Parts, parts_of
-from ..checkpoint.tools.open_any import Opened, open_checkpoint
+from ..checkpoint.tools.open_any import open_checkpoint
 from ..checkpoint.tools.to_sharded import write_sharded
 from ..checkpoint.tools.to_single_file import write_safetensors, write_torch
 from ..errors import CheckpointError, ConfigError
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CheckpointError(
             f"{opened.path} has no model that is known by its place: {', '.join(map(str, opened.tree))}."
         )
-    left_out = _left_out(opened, parts) if model_only and not arguments.model_only else []
+    left_out = [] if arguments.model_only else parts.left_out
     dtype = _DTYPES.get(arguments.dtype)
     stored = list(_distinct(parts))
     with progress(sum(own.nbytes for own in stored), arguments.format) as advance:
@@ -133,10 +133,3 @@ def _distinct(parts: Parts) -> Iterator[Stored]:
         if isinstance(leaf, Stored) and leaf.place not in seen:
             seen.add(leaf.place)
             yield leaf
-
-
-def _left_out(opened: Opened, parts: Parts) -> list[str]:
-    """Return what a checkpoint has beside its models."""
-    kept = {id(leaf) for _, leaf in leaves([parts.model, parts.models])}
-    names = (str(path[0]) for path, leaf in leaves(opened.tree) if id(leaf) not in kept)
-    return list(dict.fromkeys(names))

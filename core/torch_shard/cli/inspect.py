@@ -113,7 +113,7 @@ def _optimizer(own: SavedOptimizer) -> dict[str, Any]:
     groups = []
     for group in own.groups:
         settings = {k: v.read() if isinstance(v, Stored) else v for k, v in group.items() if k != "params"}
-        groups.append({"parameters": group.get("params", []), "settings": settings})
+        groups.append({"parameters": group.get("params") or [], "settings": settings})
     return {
         "by": "number" if own.numbered else "name",
         "parameters_with_state": len(own.state),

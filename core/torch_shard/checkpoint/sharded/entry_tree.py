@@ -310,25 +310,22 @@ def optimizer_at(tree: dict[Any, Any], path: tuple[str, ...], names: Container[s
     """
     places = (_below(tree, own) for own in (_OPTIMIZERS if path == (OPTIMIZER,) else (path,)))
     found = next(filter(is_optimizer, places), None)
-    return None if found is None else optimizer_of(found, names, lambda value: value)
+    return None if found is None else optimizer_of(found, names)
 
 
-def optimizer_of(tree: dict[Any, Any], names: Container[str], read: Callable[[Any], Any]) -> SavedOptimizer:
+def optimizer_of(tree: dict[Any, Any], names: Container[str]) -> SavedOptimizer:
     """Sort an optimizer's state dict.
 
     Args:
         tree: the part of a checkpoint that is one.
         names: of parameters.
-        read: makes of a leaf what may have been saved as one object: groups, or a parameter's state.
     """
     found = SavedOptimizer(other=tree.get(OTHER))
     by_number: dict[str, dict[Any, Any]] = {}
     for key, value in tree.items():
         kind, _, rest = str(key).partition(".")
-        value = read(value) if isinstance(value, StoredObject) and kind != OTHER else value
         if key == "state" and isinstance(value, dict):
             for name, own in value.items():
-                own = read(own) if isinstance(own, StoredObject) else own
                 parameter, path = split_name(str(name), names)
                 if isinstance(own, dict):
                     found.state[str(name)] = own
@@ -339,8 +336,7 @@ def optimizer_of(tree: dict[Any, Any], names: Container[str], read: Callable[[An
         elif key == "param_groups" and isinstance(value, dict):
             found.of_parameter = {str(name): own for name, own in value.items() if isinstance(own, dict)}
         elif key == "param_groups":
-            groups = [read(group) if isinstance(group, StoredObject) else group for group in value or ()]
-            found.groups = [{str(k): v for k, v in group.items()} for group in groups if isinstance(group, dict)]
+            found.groups = [{str(k): v for k, v in group.items()} for group in value or () if isinstance(group, dict)]
         elif rest and kind in ("state", "param_groups"):
             number, _, setting = rest.partition(".")
             if kind == "param_groups" and number.isdecimal() and number not in names:

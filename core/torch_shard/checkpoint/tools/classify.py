@@ -7,7 +7,6 @@ live model, whose names decide; here there is none.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -37,7 +36,6 @@ __all__ = [
     "merged",
     "named_entries",
     "parts_of",
-    "resolved",
     "title",
     "without_wrappers",
 ]
@@ -54,7 +52,7 @@ class Parts:
     """A checkpoint's contents. Tensors are :class:`~..sharded.entry_tree.Stored`.
 
     Attributes:
-        model: the state dict; values that are no tensors may be :class:`~..sharded.entry_tree.StoredObject` or nested.
+        model: the state dict; values that are no tensors may be nested.
         models: further ones by name.
         optimizers: by name, "" for the only one.
         extra: what ``engine.save`` was given, or the rest of a Lightning checkpoint. None where there is none.
@@ -62,7 +60,8 @@ class Parts:
         lightning: whether it is one of Lightning's.
         listed: whether the optimizers were a list, so that their names are positions in it.
         model_key, optimizer_key: by which they were in the checkpoint; None for entries at the top.
-        refused: why a part can't be read.
+        refused: for each object that can't be read, the reason.
+        left_out: names at the top of what is beside the models, where nothing else was read.
     """
 
     model: dict[str, Any] = field(default_factory=dict)
@@ -75,6 +74,7 @@ class Parts:
     model_key: str | None = None
     optimizer_key: str | None = None
     refused: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
     def names(self) -> list[str]:
         """Return the names of the models' entries, as optimizer state has them."""
@@ -82,43 +82,54 @@ class Parts:
 
 
 def parts_of(opened: Opened, model_only: bool = False) -> Parts:
-    """Sort a checkpoint's entries. With `model_only` nothing but the models is read or returned.
+    """Sort a checkpoint's entries, and read its objects. With `model_only` nothing but the models is read or returned.
 
-    What can't be read is left out, and said in ``refused``.
+    None takes the place of an object that can't be read; ``refused`` says why.
     """
     parts = Parts()
     tree: dict[Any, Any] = dict(opened.tree)
-    meta = tree.pop(LIGHTNING_META, None)
-    if meta is not None and not model_only:
-        found = _read(parts, meta)
-        for key, value in found.items() if isinstance(found, Mapping) else ():
-            tree.setdefault(key, value)
+    if not model_only and LIGHTNING_META in tree:
+        found = _read(parts, tree.pop(LIGHTNING_META))
+        tree = {**found, **tree} if isinstance(found, Mapping) else tree
     app = tree.get("app")
     if isinstance(app, dict) and isinstance(app.get("model"), dict):  # of torch's own recipe for DCP
         tree = {**{key: value for key, value in tree.items() if key != "app"}, **app}
     key = parts.model_key = _model_key(tree)
     if key is not None:
-        parts.model = tree.pop(key)
-    for name, model in tree.pop(MODELS, {}).items() if isinstance(tree.get(MODELS), dict) else ():
-        parts.models[name] = model
-    raw = [] if model_only else list(_optimizers(parts, tree))
-    if key is None:
-        for name in [name for name, value in tree.items() if isinstance(value, Stored) or _is_extra_state(name)]:
-            parts.model[name] = tree.pop(name)
-    for optimizer, value in raw:
-        parts.optimizers[optimizer] = _optimizer(parts, value)
+        parts.model = _read(parts, tree.pop(key))
+    else:
+        at_top = [name for name, value in tree.items() if isinstance(value, Stored) or _is_extra_state(name)]
+        parts.model = _read(parts, {name: tree.pop(name) for name in at_top})
+    if isinstance(tree.get(MODELS), dict):
+        parts.models = _read(parts, tree.pop(MODELS))
     if model_only:
+        parts.left_out = list(map(str, tree))
         return parts
+    tree = _read(parts, tree)
+    parts.optimizers = {name: _optimizer(parts, own) for name, own in _optimizers(parts, tree)}
     if LIGHTNING in tree:
         parts.lightning, parts.extra = True, tree
         return parts
     if EXTRA in tree:
         sliced = tree.pop(SLICED, {})
         by_number = {number: value for number, own in sliced.items() for value in own.values()}
-        parts.extra = joined(_read(parts, tree.pop(EXTRA)), by_number)
+        parts.extra = joined(tree.pop(EXTRA), by_number)
         parts.lightning = isinstance(parts.extra, Mapping) and LIGHTNING in parts.extra
     parts.other = tree
     return parts
+
+
+def _read(parts: Parts, tree: Any) -> Any:
+    """Return nested values with their objects read; tensors stay :class:`~..sharded.entry_tree.Stored`."""
+
+    def read(leaf: Any) -> Any:
+        try:
+            return leaf.read() if isinstance(leaf, StoredObject) else leaf
+        except CheckpointError as error:  # it is damaged, or can't be unpickled without running code
+            parts.refused.append(str(error))
+            return None
+
+    return mapped(tree, read)
 
 
 def _model_key(tree: Mapping[Any, Any]) -> str | None:
@@ -133,24 +144,6 @@ def _is_extra_state(name: Any) -> bool:
     return isinstance(name, str) and name.endswith("_extra_state")
 
 
-def _read(parts: Parts, value: Any) -> Any:
-    """Return objects in nested values as they are; None for those that can't be read."""
-    try:
-        return resolved(value)
-    except CheckpointError as error:
-        parts.refused.append(str(error))
-        return None
-
-
-def resolved(value: Any) -> Any:
-    """Return nested values with their objects read; tensors stay :class:`~..sharded.entry_tree.Stored`.
-
-    Raises:
-        CheckpointError: one is damaged, or can't be unpickled without running code.
-    """
-    return mapped(value, lambda leaf: leaf.read() if isinstance(leaf, StoredObject) else leaf)
-
-
 # -- optimizers -------------------------------------------------------------------------------------------------------
 
 
@@ -159,7 +152,7 @@ def _optimizers(parts: Parts, tree: dict[Any, Any]) -> Iterator[tuple[str, dict[
     for key in _OPTIMIZERS:
         if key not in tree:
             continue
-        value = tree[key] if not isinstance(tree[key], StoredObject) else _read(parts, tree[key])
+        value = tree[key]
         found: dict[Any, Any] = {"": value}
         if not is_optimizer(value):
             found = dict(enumerate(value)) if isinstance(value, list) else value if isinstance(value, dict) else {}
@@ -178,14 +171,11 @@ def _optimizers(parts: Parts, tree: dict[Any, Any]) -> Iterator[tuple[str, dict[
 
 
 def _optimizer(parts: Parts, tree: dict[Any, Any]) -> SavedOptimizer:
-    found = optimizer_of(tree, set(parts.names()), functools.partial(_read, parts))
+    found = optimizer_of(tree, set(parts.names()))
     numbered = found.numbered
     strangers = {name: found.state.pop(name) for name in list(found.state) if numbered and not name.isdecimal()}
-    others = {**found.unknown, **strangers}
-    found.other = None if found.other is None else _read(parts, found.other)
-    if others and found.other is None:
-        found.other = tuple((0, name, _read(parts, value)) for name, value in others.items())
-    found.groups = [_read(parts, group) or {} for group in found.groups]
+    if found.other is None:
+        found.other = tuple((0, name, value) for name, value in {**found.unknown, **strangers}.items()) or None
     if found.groups:
         found.of_parameter = {}
     else:
@@ -198,8 +188,8 @@ def _groups_of(optimizer: SavedOptimizer, parts: Parts) -> list[dict[str, Any]]:
     order = {name: i for i, name in enumerate(parts.names())}
     groups: dict[str, dict[str, Any]] = {}
     for name in sorted(optimizer.of_parameter, key=lambda name: order.get(name, len(order))):
-        read = _read(parts, optimizer.of_parameter[name]) or {}
-        settings = {key: value.read() if isinstance(value, Stored) else value for key, value in read.items()}
+        given = optimizer.of_parameter[name]
+        settings = {key: value.read() if isinstance(value, Stored) else value for key, value in given.items()}
         group = groups.setdefault(repr(sorted(settings.items())), {**settings, "params": []})
         group["params"].append(name)
     return list(groups.values())
@@ -287,8 +277,6 @@ def _at(key: Any) -> Any:
 
 
 def _walk(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if isinstance(tree, StoredObject):  # in other formats it is no single object
-        tree = tree.read()
     if isinstance(tree, Mapping) and tree:
         for key, value in tree.items():
             yield from _walk(value, (*path, _at(key)))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..sharded.entry_tree import SavedOptimizer, Stored, StoredObject
+from ..sharded.entry_tree import SavedOptimizer, Stored
 from .classify import Parts, merged, named_entries, title, without_wrappers
 from .torch_layout import numbered
 
@@ -95,7 +95,7 @@ def compare(
         if path not in b:
             yield Difference(name, "only in A", a=_summary(one))
             continue
-        one, two = _loaded(one), _loaded(b[path])
+        two = b[path]
         if isinstance(one, (Stored, torch.Tensor)) and isinstance(two, (Stored, torch.Tensor)):
             for found in _tensors(name, one, two, rtol, atol):
                 if dtypes or found.kind != "dtype" or found.elements:
@@ -112,11 +112,7 @@ def compare(
 def _summary(value: Any) -> Any:
     if isinstance(value, (Stored, torch.Tensor)):
         return {"shape": list(value.shape), "dtype": value.dtype}
-    return "object" if isinstance(value, StoredObject) else value
-
-
-def _loaded(value: Any) -> Any:
-    return value.read() if isinstance(value, StoredObject) else value
+    return value
 
 
 def _memory(value: Any) -> Any:
@@ -169,7 +165,7 @@ def differing(x: torch.Tensor, y: torch.Tensor, rtol: float = 0.0, atol: float =
 
 def _equal(one: Any, two: Any) -> bool:
     """Return True if two objects are the same: of one type (a list and a tuple are one), and floats to the bit."""
-    one, two = _memory(_loaded(one)), _memory(_loaded(two))
+    one, two = _memory(one), _memory(two)
     if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
         return one.dtype == two.dtype and one.shape == two.shape and differing(one, two)[0] == 0
     if isinstance(one, torch.Tensor) or isinstance(two, torch.Tensor):

@@ -19,7 +19,7 @@ from ..sharded.entries import EXTRA, MODEL, MODELS, OPTIMIZER
 from ..sharded.entry_tree import SavedOptimizer, Stored, leaves, mapped
 from ..sharded.save_plan import SavePlanner, decide
 from ..sharded.writer import Deferred, write_file, write_manifest, write_metadata
-from .classify import Parts, merged, resolved
+from .classify import Parts, merged
 from .open_any import Opened
 
 __all__ = ["write_sharded"]
@@ -116,7 +116,7 @@ class _Contents:
         elif parts.optimizers:
             optimizers = {name: self.optimizer(own) for name, own in parts.optimizers.items()}
             found[OPTIMIZER] = optimizers.get("", optimizers)
-        extra, other = resolved(parts.extra), resolved(parts.other)
+        extra, other = parts.extra, parts.other
         # engine.load returns `extra`, so what is no tensor belongs there; tensors are not read into memory all at once.
         small = {
             key: value for key, value in other.items() if not any(isinstance(leaf, Stored) for _, leaf in leaves(value))
@@ -146,7 +146,7 @@ class _Contents:
             return {key: self.fill(value, dtype) for key, value in tree.items()}
         if isinstance(tree, list):
             return [self.fill(value, dtype) for value in tree]
-        return _read(resolved(tree))  # other keys have no names in a checkpoint: one object with its tensors
+        return _read(tree)  # other keys have no names in a checkpoint: one object with its tensors
 
     def optimizer(self, own: SavedOptimizer) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from ...errors import CheckpointError
 from ..format.torch_file import Slot
 from ..sharded.entries import EXTRA, MODEL, MODELS, OPTIMIZER
 from ..sharded.entry_tree import SavedOptimizer, Stored, mapped
-from .classify import Parts, resolved
+from .classify import Parts
 
 __all__ = ["Slots", "numbered", "torch_structure"]
 
@@ -70,7 +70,7 @@ def torch_structure(
         return {MODEL: model, MODELS: models} if models else model
     optimizers = {name: slots.fill(numbered(own)) for name, own in parts.optimizers.items()}
     if parts.lightning:
-        rest = slots.fill(resolved(parts.extra))
+        rest = slots.fill(parts.extra)
         return {**rest, "state_dict": model, **({"optimizer_states": list(optimizers.values())} if optimizers else {})}
     found: dict[Any, Any] = {}
     if model:
@@ -82,7 +82,7 @@ def torch_structure(
         found[_free(OPTIMIZER, parts.optimizer_key or "optimizer_state_dict", parts)] = together
     if parts.extra is not None:
         found[EXTRA] = slots.fill(parts.extra)
-    return {**found, **{key: slots.fill(resolved(value)) for key, value in parts.other.items()}}
+    return {**found, **{key: slots.fill(value) for key, value in parts.other.items()}}
 
 
 def _free(key: str, given: str, parts: Parts) -> str:
@@ -100,7 +100,7 @@ def _free(key: str, given: str, parts: Parts) -> str:
 def _state_dict(
     model: Mapping[str, Any], slots: Slots, versions: Mapping[str, Any], dtype: torch.dtype | None
 ) -> dict[str, Any]:
-    found = collections.OrderedDict((name, slots.fill(resolved(value), dtype)) for name, value in model.items())
+    found = collections.OrderedDict((name, slots.fill(value, dtype)) for name, value in model.items())
     if versions:
         found._metadata = collections.OrderedDict(versions)  # type: ignore[attr-defined]
     return found
@@ -117,7 +117,7 @@ def numbered(optimizer: SavedOptimizer) -> dict[str, Any]:
             numbers.setdefault(name, int(name) if optimizer.numbered else len(numbers))
         groups.append({**group, "params": [numbers[name] for name in listed]})
     for name, own in optimizer.state.items():
-        state[numbers.get(name, int(name) if optimizer.numbered else name)] = resolved(own)
+        state[numbers.get(name, int(name) if optimizer.numbered else name)] = own
     ordered = {key: state[key] for key in sorted(state, key=lambda key: (isinstance(key, str), key))}
     for position, key, value in optimizer.other or ():
         if key in ordered:
