@@ -82,14 +82,16 @@ def run(arguments: argparse.Namespace) -> int:
         )
     left_out = [] if arguments.model_only else parts.left_out
     dtype = _DTYPES.get(arguments.dtype)
+    if dtype is not None:
+        parts.convert(dtype)
     stored = list(_distinct(parts))
     with progress(sum(own.nbytes for own in stored), arguments.format) as advance:
         if arguments.format == "torch":
-            write_torch(opened, parts, target, model_only=model_only, dtype=dtype, progress=advance)
+            write_torch(opened, parts, target, advance)
         elif arguments.format == "safetensors":
-            left_out += write_safetensors(parts, target, dtype=dtype, max_shard_size=limit, progress=advance)
+            left_out += write_safetensors(parts, target, max_shard_size=limit, progress=advance)
         else:
-            write_sharded(opened, parts, target, dtype=dtype, progress=advance)
+            write_sharded(opened, parts, target, progress=advance)
     files = sorted(target.iterdir()) if target.is_dir() else [target]
     if arguments.format == "safetensors":  # beside which a directory may hold others
         files = [file for file in files if file.suffix == ".safetensors" or file.name == INDEX]

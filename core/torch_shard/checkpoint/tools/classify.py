@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -79,6 +79,16 @@ class Parts:
     def names(self) -> list[str]:
         """Return the names of the models' entries, as optimizer state has them."""
         return [*map(str, self.model), *(f"{name}.{key}" for name, model in self.models.items() for key in model)]
+
+    def convert(self, dtype: torch.dtype) -> None:
+        """Give the floating-point entries of the models another dtype, to which they are converted when they are read."""
+
+        def converted(leaf: Any) -> Any:
+            if not isinstance(leaf, Stored) or not leaf.dtype.is_floating_point:
+                return leaf
+            return replace(leaf, dtype=dtype, place=(leaf.place, dtype), read=lambda: leaf.read().to(dtype))
+
+        self.model, self.models = mapped(self.model, converted), mapped(self.models, converted)
 
 
 def parts_of(opened: Opened, model_only: bool = False) -> Parts:

@@ -16,7 +16,7 @@ from ..format.atomic_directory import Saving, commit, discard
 from ..format.dcp_metadata import METADATA
 from ..format.manifest import SAVE_ID, FileRecord, Manifest
 from ..sharded.entries import EXTRA, MODEL, MODELS, OPTIMIZER
-from ..sharded.entry_tree import SavedOptimizer, Stored, leaves, mapped
+from ..sharded.entry_tree import SavedOptimizer, Stored, leaves, mapped, on_meta
 from ..sharded.save_plan import SavePlanner, decide
 from ..sharded.writer import Deferred, write_file, write_manifest, write_metadata
 from .classify import Parts, merged
@@ -30,7 +30,6 @@ def write_sharded(
     parts: Parts,
     target: Path,
     *,
-    dtype: torch.dtype | None = None,
     progress: Callable[[int], object] = lambda nbytes: None,
 ) -> None:
     """Write a checkpoint that ``engine.load`` reads, of one rank. Not collective.
@@ -39,7 +38,6 @@ def write_sharded(
         opened: the checkpoint.
         parts: of it, those that are to be written.
         target: a directory; a checkpoint that is there is replaced once the new one is complete.
-        dtype: of the models' floating-point entries; None keeps theirs.
         progress: is told of bytes as they are written.
 
     Raises:
@@ -51,7 +49,7 @@ def write_sharded(
     done = False
     try:
         planner = _Planner(progress)
-        planner.set_up_planner(_Contents(planner).of(parts, dtype), is_coordinator=True)
+        planner.set_up_planner(_Contents(planner).of(parts), is_coordinator=True)
         (plan,), metadata = decide(planner, [planner.create_local_plan()])
         plan = planner.finish_plan(plan)
         planner.check(plan)
@@ -59,7 +57,7 @@ def write_sharded(
         record, results = write_file(saving.path, plan, planner)
         files = {str(plan.storage_data): record} if record is not None else {}
         files[METADATA] = write_metadata(saving.path, metadata, [results], save_id)
-        write_manifest(saving.path, _manifest(opened, parts, save_id, files, dtype))
+        write_manifest(saving.path, _manifest(opened, parts, save_id, files))
         commit(saving, target)
         done = True
         discard(target, nonce)
@@ -73,32 +71,32 @@ class _Planner(SavePlanner):
     def __init__(self, progress: Callable[[int], object]) -> None:
         super().__init__()
         self.progress = progress
-        self.stored: dict[int, tuple[Stored, torch.dtype]] = {}  # by id of its proxy
+        self.stored: dict[int, Stored] = {}  # by id of its proxy
 
-    def proxy(self, stored: Stored, dtype: torch.dtype) -> torch.Tensor:
-        made = torch.empty(stored.shape, dtype=dtype, device="meta")
-        self.stored[id(made)] = stored, dtype
+    def proxy(self, stored: Stored) -> torch.Tensor:
+        made = on_meta(stored)
+        self.stored[id(made)] = stored
         return made
 
     def check(self, plan: SavePlan) -> None:
         """Raise where a tensor is not in the plan: a proxy within an object would be written as nothing."""
         planned = {id(self.state_dict[item.index.fqn]) for item in plan.items}
-        lost = [stored.name for number, (stored, _) in self.stored.items() if number not in planned]
+        lost = [stored.name for number, stored in self.stored.items() if number not in planned]
         if lost:
             raise CheckpointError(f"{lost[0]} has no place in a sharded checkpoint ({len(lost)} tensors in all).")
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        stored, dtype = self.stored.get(id(self.state_dict[write_item.index.fqn]), (None, None))
+        stored = self.stored.get(id(self.state_dict[write_item.index.fqn]))
         if stored is None:
             return super().resolve_data(write_item)
 
         def read() -> torch.Tensor:
-            value = stored.read().to(dtype)
+            value = stored.read()
             self.progress(stored.nbytes)
             return value
 
         # Places in the other checkpoint say which tensors are tied.
-        return Deferred((stored.place, dtype), read)
+        return Deferred(stored.place, read)
 
 
 class _Contents:
@@ -107,10 +105,10 @@ class _Contents:
     def __init__(self, planner: _Planner) -> None:
         self.planner = planner
 
-    def of(self, parts: Parts, dtype: torch.dtype | None) -> dict[str, Any]:
-        found: dict[str, Any] = {MODEL: self.fill(parts.model, dtype)} if parts.model else {}
+    def of(self, parts: Parts) -> dict[str, Any]:
+        found: dict[str, Any] = {MODEL: self.fill(parts.model)} if parts.model else {}
         if parts.models:
-            found[MODELS] = {name: self.fill(model, dtype) for name, model in parts.models.items()}
+            found[MODELS] = {name: self.fill(model) for name, model in parts.models.items()}
         if parts.listed and not parts.lightning:  # as engine.save writes a list; Lightning's are by number
             found[OPTIMIZER] = self.optimizer(merged(parts))
         elif parts.optimizers:
@@ -118,11 +116,10 @@ class _Contents:
             found[OPTIMIZER] = optimizers.get("", optimizers)
         extra, other = parts.extra, parts.other
         # engine.load returns `extra`, so what is no tensor belongs there; tensors are not read into memory all at once.
-        small = {
-            key: value for key, value in other.items() if not any(isinstance(leaf, Stored) for _, leaf in leaves(value))
-        }
+        small = {}
         for key, value in other.items():
-            if key in small:
+            if not any(isinstance(leaf, Stored) for _, leaf in leaves(value)):
+                small[key] = value
                 continue
             if str(key) in found or str(key) == EXTRA:
                 raise CheckpointError(
@@ -138,14 +135,13 @@ class _Contents:
             found[EXTRA] = _read(extra)
         return found
 
-    def fill(self, tree: Any, dtype: torch.dtype | None = None) -> Any:
+    def fill(self, tree: Any) -> Any:
         if isinstance(tree, Stored):
-            kept = dtype if dtype is not None and tree.dtype.is_floating_point else tree.dtype
-            return self.planner.proxy(tree, kept)
+            return self.planner.proxy(tree)
         if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
-            return {key: self.fill(value, dtype) for key, value in tree.items()}
+            return {key: self.fill(value) for key, value in tree.items()}
         if isinstance(tree, list):
-            return [self.fill(value, dtype) for value in tree]
+            return [self.fill(value) for value in tree]
         return _read(tree)  # other keys have no names in a checkpoint: one object with its tensors
 
     def optimizer(self, own: SavedOptimizer) -> dict[str, Any]:
@@ -178,23 +174,19 @@ def _read(tree: Any) -> Any:
     return mapped(tree, lambda leaf: leaf.read().clone() if isinstance(leaf, Stored) else leaf)
 
 
-def _manifest(
-    opened: Opened, parts: Parts, save_id: str, files: dict[str, FileRecord], dtype: torch.dtype | None
-) -> Manifest:
+def _manifest(opened: Opened, parts: Parts, save_id: str, files: dict[str, FileRecord]) -> Manifest:
     old = opened.manifest
     known = None if old is None else {row["name"]: row for row in old.parameters}
     models = {**parts.model, **{f"{m}.{name}": v for m, own in parts.models.items() for name, v in own.items()}}
     table = []
-    for name in parts.names():
-        value = models[name]
+    for name, value in models.items():
         if not isinstance(value, Stored) or known is not None and name not in known:
             continue
-        kept = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
         table.append(
             {
                 "name": name,
                 "shape": list(value.shape),
-                "dtype": str(kept).removeprefix("torch."),
+                "dtype": str(value.dtype).removeprefix("torch."),
                 # Unknown where the other checkpoint does not tell parameters from buffers.
                 "trainable": None if known is None else known[name]["trainable"],
             }

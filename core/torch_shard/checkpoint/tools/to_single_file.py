@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...errors import ConfigError
 from ..full.output import safetensors_output, torch_output
 from ..sharded.entry_tree import Stored
@@ -25,9 +23,6 @@ def write_torch(
     opened: Opened,
     parts: Parts,
     target: Path,
-    *,
-    model_only: bool = False,
-    dtype: torch.dtype | None = None,
     progress: Progress = lambda nbytes: None,
 ) -> None:
     """Write a file that ``torch.load(weights_only=True)`` reads; see :mod:`.torch_layout` for what is in it.
@@ -35,8 +30,6 @@ def write_torch(
     Args:
         opened, parts: the checkpoint.
         target: of the file, which appears when it is complete.
-        model_only: the state dict alone.
-        dtype: of the models' floating-point entries; None keeps theirs.
         progress: is told of bytes as they are read.
 
     Raises:
@@ -44,10 +37,10 @@ def write_torch(
         OSError: the disk is full, for instance; nothing is left then.
     """
     slots = Slots()
-    structure = torch_structure(parts, slots, opened.module_versions, model_only=model_only, dtype=dtype)
+    structure = torch_structure(parts, slots, opened.module_versions)
     with torch_output(target, secrets.token_hex(8), structure) as output:
         for slot, stored in slots.of:
-            output.write(slot, stored.read().to(slot.dtype))
+            output.write(slot, stored.read())
             progress(stored.nbytes)
         output.commit()
 
@@ -56,7 +49,6 @@ def write_safetensors(
     parts: Parts,
     target: Path,
     *,
-    dtype: torch.dtype | None = None,
     max_shard_size: int = 5 * 10**9,
     progress: Progress = lambda nbytes: None,
 ) -> list[str]:
@@ -65,7 +57,6 @@ def write_safetensors(
     Args:
         parts: of the checkpoint.
         target: one file if it ends in ``.safetensors``, else a directory for ``model.safetensors``, or several and their index.
-        dtype: of floating-point entries; None keeps theirs.
         max_shard_size: bytes in one file of a directory; one file is in memory at a time.
         progress: is told of bytes as they are read.
 
@@ -77,21 +68,19 @@ def write_safetensors(
         UnavailableError: the safetensors library is not installed.
         OSError: the disk is full, for instance; nothing is left then.
     """
-    tensors, tied, left_out = _tensors(parts, dtype)
-    entries = {name: (stored.shape, kept) for name, (stored, kept) in tensors.items()}
+    tensors, tied, left_out = _tensors(parts)
+    entries = {name: (stored.shape, stored.dtype) for name, stored in tensors.items()}
     with safetensors_output(target, secrets.token_hex(8), entries, tied, max_shard_size) as output:
-        for name, (stored, kept) in tensors.items():
-            output.write(name, stored.read().to(kept))
+        for name, stored in tensors.items():
+            output.write(name, stored.read())
             progress(stored.nbytes)
         output.commit()
     return left_out
 
 
-def _tensors(
-    parts: Parts, dtype: torch.dtype | None
-) -> tuple[dict[str, tuple[Stored, torch.dtype]], dict[str, str], list[str]]:
+def _tensors(parts: Parts) -> tuple[dict[str, Stored], dict[str, str], list[str]]:
     """Return what is stored under which name, the further names of tied tensors, and what is no tensor."""
-    found: dict[str, tuple[Stored, torch.dtype]] = {}
+    found: dict[str, Stored] = {}
     names: dict[Any, str] = {}
     tied: dict[str, str] = {}
     places: dict[str, str] = {}
@@ -109,9 +98,8 @@ def _tensors(
             if not isinstance(value, Stored):
                 left_out.append(name)
                 continue
-            kept = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
             if names.setdefault(value.place, name) == name:
-                found[name] = value, kept
+                found[name] = value
             else:
                 tied[name] = names[value.place]
     return found, tied, left_out

@@ -10,8 +10,6 @@ import collections
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from ...errors import CheckpointError
 from ..format.torch_file import Slot
 from ..sharded.entries import EXTRA, MODEL, MODELS, OPTIMIZER
@@ -30,43 +28,33 @@ class Slots:
 
     def __init__(self) -> None:
         self.of: list[tuple[Slot, Stored]] = []
-        self._known: dict[tuple[Any, torch.dtype], Slot] = {}
+        self._known: dict[Any, Slot] = {}
 
-    def fill(self, tree: Any, dtype: torch.dtype | None = None) -> Any:
-        """Return the same values with slots for tensors, floating-point ones of `dtype` if one is given."""
+    def fill(self, tree: Any) -> Any:
+        """Return the same values with slots for tensors."""
 
         def slot(leaf: Any) -> Any:
             if not isinstance(leaf, Stored):
                 return leaf
-            kept = dtype if dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
-            found = self._known.get((leaf.place, kept))
-            if found is None:
-                found = self._known[leaf.place, kept] = Slot(leaf.shape, kept)
-                self.of.append((found, leaf))
-            return found
+            if leaf.place not in self._known:
+                self._known[leaf.place] = Slot(leaf.shape, leaf.dtype)
+                self.of.append((self._known[leaf.place], leaf))
+            return self._known[leaf.place]
 
         return mapped(tree, slot)
 
 
-def torch_structure(
-    parts: Parts, slots: Slots, versions: Mapping[str, Any], *, model_only: bool, dtype: torch.dtype | None
-) -> Any:
+def torch_structure(parts: Parts, slots: Slots, versions: Mapping[str, Any]) -> Any:
     """Return the structure of a torch file.
 
     Args:
         parts: of the checkpoint.
         slots: takes the tensors.
         versions: of the model's modules, for ``load_state_dict``.
-        model_only: the state dict alone.
-        dtype: of the models' floating-point entries; None keeps theirs.
-
-    Raises:
-        CheckpointError: an object is damaged, or can't be unpickled without running code.
     """
-    model = _state_dict(parts.model, slots, versions, dtype)
-    models = {name: _state_dict(own, slots, {}, dtype) for name, own in parts.models.items()}
-    alone = not (parts.optimizers or parts.extra is not None or parts.other)
-    if model_only or alone:
+    model = _state_dict(parts.model, slots, versions)
+    models = {name: _state_dict(own, slots, {}) for name, own in parts.models.items()}
+    if not (parts.optimizers or parts.extra is not None or parts.other):
         return {MODEL: model, MODELS: models} if models else model
     optimizers = {name: slots.fill(numbered(own)) for name, own in parts.optimizers.items()}
     if parts.lightning:
@@ -97,10 +85,8 @@ def _free(key: str, given: str, parts: Parts) -> str:
     return given
 
 
-def _state_dict(
-    model: Mapping[str, Any], slots: Slots, versions: Mapping[str, Any], dtype: torch.dtype | None
-) -> dict[str, Any]:
-    found = collections.OrderedDict((name, slots.fill(value, dtype)) for name, value in model.items())
+def _state_dict(model: Mapping[str, Any], slots: Slots, versions: Mapping[str, Any]) -> dict[str, Any]:
+    found = collections.OrderedDict((name, slots.fill(value)) for name, value in model.items())
     if versions:
         found._metadata = collections.OrderedDict(versions)  # type: ignore[attr-defined]
     return found
