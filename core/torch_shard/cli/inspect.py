@@ -29,17 +29,20 @@ def add_to(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print it."""
+    """Print what a checkpoint says of itself."""
     opened = open_checkpoint(arguments.checkpoint)
     found = description(opened, parts_of(opened))
     if arguments.json:
         print_json(found)
         return 0
-    for line in _header(found):
-        print(line)
-    for kind, lines in (("units", _units(found)), ("files", _files(found))):
-        if getattr(arguments, kind):
-            print(f"\n{lines}")
+    rows = [(head, text) for head, text in _header(found) if text]
+    wide = max(len(head) for head, _ in rows)
+    for head, text in rows:
+        print(f"{head.ljust(wide)}  {text}")
+    if arguments.units:
+        print(f"\n{_units(found)}")
+    if arguments.files:
+        print(f"\n{table(['file', 'bytes'], [[name, f'{count:,}'] for name, count in found['files'].items()])}")
     print(f"\n{_table(found)}")
     return 0
 
@@ -55,21 +58,17 @@ def description(opened: Opened, parts: Parts) -> dict[str, Any]:
     return {
         "path": str(opened.path),
         "format": opened.format,
-        "format_version": manifest.version if manifest else None,
+        "format_version": getattr(manifest, "version", None),
         "saved_at": opened.saved_at,
-        "torch": manifest.torch if manifest else None,
-        "torch_shard": manifest.torch_shard if manifest else None,
+        **{name: getattr(manifest, name, None) for name in ("torch", "torch_shard", "world_size", "strategy", "units")},
         "lightning": parts.extra.get(LIGHTNING) if parts.lightning else None,
-        "world_size": manifest.world_size if manifest else None,
-        "strategy": manifest.strategy if manifest else None,
         "tensors": len(distinct),
         "elements": sum(row["elements"] for row in distinct),
         "bytes": sum(row["bytes"] for row in distinct),
         "bytes_of_files": sum(opened.files.values()),
         "parameters": rows,
-        "units": list(manifest.units) if manifest else None,
         "optimizers": {name: _optimizer(own) for name, own in parts.optimizers.items()},
-        "extra": _extra(parts.extra),
+        "extra": sorted(map(str, parts.extra)) if isinstance(parts.extra, dict) else parts.extra and short(parts.extra),
         "other": {str(key): _nbytes(value) for key, value in parts.other.items()},
         "files": opened.files,
         "not_read": parts.refused,
@@ -100,13 +99,11 @@ def _rows(opened: Opened, parts: Parts) -> Iterator[dict[str, Any]]:
                     "bytes": leaf.nbytes,
                     "unit": unit_of.get(name),
                     "tied_to": None if first == name else first,
-                    "optimizer_state": _state_keys(parts, name),
+                    "optimizer_state": [
+                        str(key) for own in parts.optimizers.values() for key in own.state.get(name, {})
+                    ],
                     "files": list(leaf.files),
                 }
-
-
-def _state_keys(parts: Parts, name: str) -> list[str]:
-    return [str(key) for own in parts.optimizers.values() for key in own.state.get(name, {})]
 
 
 def _optimizer(own: SavedOptimizer) -> dict[str, Any]:
@@ -123,51 +120,11 @@ def _optimizer(own: SavedOptimizer) -> dict[str, Any]:
     }
 
 
-def _extra(value: Any) -> list[str] | str | None:
-    """Return the keys of what was saved beside the models, or else itself in short."""
-    if isinstance(value, dict):
-        return sorted(map(str, value))
-    return None if value is None else short(value)
-
-
 def _nbytes(tree: Any) -> int:
     return sum(leaf.nbytes for _, leaf in leaves(tree) if isinstance(leaf, Stored))
 
 
 # -- for people -------------------------------------------------------------------------------------------------------
-
-
-def _header(found: dict[str, Any]) -> Iterator[str]:
-    saved = datetime.datetime.fromtimestamp(found["saved_at"]).astimezone()
-    version = f", version {found['format_version']}" if found["format_version"] else ""
-    rows = [("checkpoint", found["path"]), ("format", f"{_FORMATS[found['format']]}{version}")]
-    rows.append(("saved", saved.strftime("%Y-%m-%d %H:%M:%S %z")))
-    if found["torch"]:
-        rows.append(("by", f"torch {found['torch']}, torch-shard-engine {found['torch_shard']}"))
-    if found["lightning"]:
-        rows.append(("Lightning", str(found["lightning"])))
-    if found["world_size"]:
-        rows.append(("ranks", f"{found['world_size']}, {found['strategy']}, {len(found['units'])} units"))
-    rows.append(("model", f"{found['tensors']} tensors, {found['elements']:,} elements, {size(found['bytes'])}"))
-    for name, own in found["optimizers"].items():
-        what = (
-            f"{own['parameters_with_state']} parameters, {', '.join(own['state']) or 'no state'}, {size(own['bytes'])}"
-        )
-        groups = f"{len(own['groups'])} group{'s' * (len(own['groups']) != 1)}"
-        rows.append((f"optimizer {name}".strip(), f"{what}, {groups}"))
-        for number, group in enumerate(own["groups"]):
-            settings = ", ".join(f"{k}={short(v, 20)}" for k, v in group["settings"].items() if k in _SHOWN)
-            rows.append(("", f"group {number}: {len(group['parameters'])} parameters, {settings}"))
-    if found["extra"] is not None:
-        keys = found["extra"]
-        rows.append(("extra", keys if isinstance(keys, str) else ", ".join(keys) or "empty"))
-    if found["other"]:
-        rows.append(("beside them", ", ".join(found["other"])))
-    rows.append(("files", f"{len(found['files'])}, {size(found['bytes_of_files'])}"))
-    for text in found["not_read"]:
-        rows.append(("not read", text))
-    wide = max(len(head) for head, _ in rows)
-    yield from (f"{head.ljust(wide)}  {text}" for head, text in rows)
 
 
 _FORMATS = {
@@ -179,17 +136,39 @@ _FORMATS = {
 _SHOWN = ("lr", "weight_decay", "betas", "momentum", "eps")
 
 
+def _header(found: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
+    """Yield the lines above the table, without text where there is nothing to say."""
+    version = f", version {found['format_version']}" if found["format_version"] else ""
+    saved = datetime.datetime.fromtimestamp(found["saved_at"]).astimezone()
+    yield "checkpoint", found["path"]
+    yield "format", f"{_FORMATS[found['format']]}{version}"
+    yield "saved", saved.strftime("%Y-%m-%d %H:%M:%S %z")
+    yield "by", found["torch"] and f"torch {found['torch']}, torch-shard-engine {found['torch_shard']}"
+    yield "Lightning", found["lightning"]
+    ranks = found["world_size"]
+    yield "ranks", ranks and f"{ranks}, {found['strategy']}, {len(found['units'])} units"
+    yield "model", f"{found['tensors']} tensors, {found['elements']:,} elements, {size(found['bytes'])}"
+    for name, own in found["optimizers"].items():
+        what = f"{own['parameters_with_state']} parameters, {', '.join(own['state']) or 'no state'}"
+        groups = f"{len(own['groups'])} group{'s' * (len(own['groups']) != 1)}"
+        yield f"optimizer {name}".strip(), f"{what}, {size(own['bytes'])}, {groups}"
+        for number, group in enumerate(own["groups"]):
+            settings = ", ".join(f"{k}={short(v, 20)}" for k, v in group["settings"].items() if k in _SHOWN)
+            yield "", f"group {number}: {len(group['parameters'])} parameters, {settings}"
+    extra = found["extra"]
+    yield "extra", (", ".join(extra) or "empty") if isinstance(extra, list) else extra
+    yield "beside them", ", ".join(found["other"])
+    yield "files", f"{len(found['files'])}, {size(found['bytes_of_files'])}"
+    yield from (("not read", text) for text in found["not_read"])
+
+
 def _table(found: dict[str, Any]) -> str:
-    of_units = found["units"] is not None
-    with_state = of_units or any(row["optimizer_state"] for row in found["parameters"])
-    heads = ["name", "shape", "dtype", "bytes", *(["kind", "unit"] * of_units), *(["optimizer state"] * with_state)]
     rows = []
     for row in found["parameters"]:
-        cells = [row["name"], "x".join(map(str, row["shape"])) or "scalar", row["dtype"], size(row["bytes"])]
-        cells += [row["kind"] or "", _unit(row["unit"])] * of_units
-        state = f"= {row['tied_to']}" if row["tied_to"] else ", ".join(row["optimizer_state"])
-        rows.append(cells + [state] * with_state)
-    return table(heads, rows, right=(3,))
+        shape, state = "x".join(map(str, row["shape"])) or "scalar", ", ".join(row["optimizer_state"])
+        cells = [row["name"], shape, row["dtype"], size(row["bytes"]), row["kind"] or "", _unit(row["unit"])]
+        rows.append([*cells, f"= {row['tied_to']}" if row["tied_to"] else state])
+    return table(["name", "shape", "dtype", "bytes", "kind", "unit", "optimizer state"], rows)
 
 
 def _unit(name: str | None) -> str:
@@ -203,8 +182,4 @@ def _units(found: dict[str, Any]) -> str:
         own = [sizes[name] for name in unit["parameters"] if name in sizes]
         elements, nbytes = sum(row["elements"] for row in own), sum(row["bytes"] for row in own)
         rows.append([_unit(unit["name"]), str(len(unit["parameters"])), f"{elements:,}", size(nbytes)])
-    return table(["unit", "parameters", "elements", "bytes"], rows, right=(1, 2, 3))
-
-
-def _files(found: dict[str, Any]) -> str:
-    return table(["file", "bytes"], [[name, f"{count:,}"] for name, count in found["files"].items()], right=(1,))
+    return table(["unit", "parameters", "elements", "bytes"], rows)

@@ -60,17 +60,14 @@ def short(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Return rows in columns.
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of text under the heads of their columns. Columns without any text are left out, numbers are to the right."""
+    columns = [column for column in zip(heads, *rows, strict=True) if not rows or any(column[1:])]
+    padded = []
+    for head, *cells in columns:
+        wide = max(map(len, (head, *cells)))
+        padded.append([c.rjust(wide) if head in _NUMBERS else c.ljust(wide) for c in (head, *cells)])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
 
-    Args:
-        heads: of the columns.
-        rows: of text.
-        right: numbers of the columns that are aligned to the right.
-    """
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    lines = []
-    for row in (heads, *rows):
-        padded = [c.rjust(widths[i]) if i in right else c.ljust(widths[i]) for i, c in enumerate(row)]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)
+
+_NUMBERS = ("parameters", "elements", "bytes")

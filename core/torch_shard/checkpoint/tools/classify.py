@@ -239,19 +239,9 @@ def merged(parts: Parts) -> SavedOptimizer:
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-class _At(tuple[str, Any]):
-    """A place in a path that is no string key: equal for keys of one type only, since 1, True and "1" are three keys."""
-
-    def __new__(cls, kind: str, key: Any) -> _At:
-        return super().__new__(cls, (kind, key))
-
-    def __str__(self) -> str:
-        return str(self[1])
-
-
 def title(path: Iterable[Any]) -> str:
     """Return a path of :func:`named_entries` for people."""
-    return ".".join(map(str, path))
+    return ".".join(str(key[1]) if isinstance(key, tuple) else key for key in path)
 
 
 def named_entries(parts: Parts) -> dict[tuple[Any, ...], Any]:
@@ -283,7 +273,8 @@ def named_entries(parts: Parts) -> dict[tuple[Any, ...], Any]:
 
 
 def _at(key: Any) -> Any:
-    return key if isinstance(key, str) else _At(type(key).__name__, key)
+    """Return what stands for a key in a path, equal for keys of one type only: 1, True and "1" are three keys."""
+    return key if isinstance(key, str) else (type(key), key)
 
 
 def _walk(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -292,7 +283,7 @@ def _walk(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], A
             yield from _walk(value, (*path, _at(key)))
     elif isinstance(tree, (list, tuple)) and tree and not isinstance(tree, torch.Size):
         for i, value in enumerate(tree):
-            yield from _walk(value, (*path, _At("place", i)))
+            yield from _walk(value, (*path, ("place", i)))
     else:
         yield path, tree
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..format.mmap_buffer import bytes_of, row_major
 from ..sharded.entry_tree import SavedOptimizer, Stored
 from .classify import Parts, merged, named_entries, title, without_wrappers
 from .torch_layout import numbered
@@ -100,7 +100,7 @@ def compare(
             for found in _tensors(name, one, two, rtol, atol):
                 if dtypes or found.kind != "dtype" or found.elements:
                     yield found
-        elif not _equal(one, two):
+        elif _canonical(one) != _canonical(two):
             yield Difference(name, "object", a=one, b=two)
         if isinstance(one, Stored):
             progress(one.nbytes)
@@ -163,24 +163,14 @@ def differing(x: torch.Tensor, y: torch.Tensor, rtol: float = 0.0, atol: float =
     return count, largest
 
 
-def _equal(one: Any, two: Any) -> bool:
-    """Return True if two objects are the same: of one type (a list and a tuple are one), and floats to the bit."""
-    one, two = _memory(one), _memory(two)
-    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
-        return one.dtype == two.dtype and one.shape == two.shape and differing(one, two)[0] == 0
-    if isinstance(one, torch.Tensor) or isinstance(two, torch.Tensor):
-        return False
-    if isinstance(one, dict) and isinstance(two, dict):
-        types = {key: type(key) for key in two}
-        return one.keys() == two.keys() and all(
-            type(key) is types[key] and _equal(value, two[key]) for key, value in one.items()
-        )
-    if isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)):
-        return len(one) == len(two) and all(_equal(p, q) for p, q in zip(one, two, strict=True))
-    if type(one) is not type(two):
-        return False
-    if isinstance(one, float):
-        return one != one and two != two or one == two and math.copysign(1, one) == math.copysign(1, two)
-    if isinstance(one, complex):
-        return _equal(one.real, two.real) and _equal(one.imag, two.imag)
-    return bool(one == two) or bool(one != one and two != two)  # NaN equals itself
+def _canonical(value: Any) -> Any:
+    """Return what is equal for objects that are the same: of one type (a list and a tuple are one), and floats to the bit."""
+    value = _memory(value)
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, bytes(bytes_of(row_major(value)))
+    if isinstance(value, dict):
+        return {(type(key), key): _canonical(own) for key, own in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_canonical(own) for own in value]
+    # The texts of floats tell -0.0 from 0.0, and are equal for NaN.
+    return type(value), repr(value) if isinstance(value, (float, complex)) or value != value else value
