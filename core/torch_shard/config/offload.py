@@ -36,9 +36,9 @@ class Offload:
         optimizer: step in host memory, where the optimizer's state is then. ``False`` is for naming what is not offloaded; with
             `params` it is refused, since the step works where the parameters are.
         pin_memory: page-locked memory, without which copies hold up compute. ``False`` where the system does not give as much.
-        nvme: a directory, on a local disk: optimizer state is kept there, in a file of each rank that has no name, read ahead of
-            each unit's update and written behind it, so that no more than four units' state is in memory. The system frees the
-            space when the process ends, however it ends. Linux only.
+        nvme: a directory, on a local disk: optimizer state is kept there, in files without names, read ahead of each unit's
+            update and written behind it, so that no more than four units' state is in memory. The system frees the space when
+            the process ends, however it ends. Linux only.
         nvme_params: keep the parameters that the optimizer steps on there, too; what crosses to the device stays in memory.
 
     Raises:
