@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import torch
@@ -44,9 +45,6 @@ class Node:
         self.own: list[int] = []  # numbers of the parameters first registered directly here
         self.numbers: list[int] = []  # the same for the whole subtree
         self.nbytes = 0  # of the whole subtree
-
-    def __repr__(self) -> str:
-        return f"Node({self.name or '(root)'}: {type(self.module).__name__})"
 
     def walk(self) -> Iterator[Node]:
         """This node and all below it, parents first, in registration order."""
@@ -134,13 +132,13 @@ class ModuleTree:
         def within(found: tuple[bool, bool], node: Node) -> tuple[bool, bool]:
             return found[0] or node.module in kept, found[1] or node.module in exact
 
-        withins = self._ways(self.root.walk(), (False, False), within)
+        known: dict[Node, list[tuple[bool, bool]]] = {}
         for number, param in enumerate(self.params):
             if is_lazy(param):
                 raise SetupError(
                     f"Parameter {names[number][0]!r} has no shape yet (a lazy module): run one forward before sharding."
                 )
-            ways = _in_order(withins, self._owners[number])
+            ways = [(n, way) for n in self._owners[number] for way in self._ways(n, (False, False), within, known)]
             inside = [is_kept for _, (is_kept, _) in ways]
             if any(inside) and not all(inside) and precision.param_dtype is not None and precision.cast_inputs:
                 here, there = (ways[inside.index(value)][0].name for value in (True, False))
@@ -185,41 +183,26 @@ class ModuleTree:
         return node
 
     def _ways(
-        self, ends: Iterable[Node], begin: _Found, step: Callable[[_Found, Node], _Found | None]
-    ) -> dict[Node, list[tuple[int, _Found]]]:
-        """Return what `step` makes of the modules on the ways of registrations from the root to each node above `ends`.
+        self, node: Node, begin: _Found, step: Callable[[_Found, Node], _Found | None], known: dict[Node, list[_Found]]
+    ) -> list[_Found]:
+        """Return what `step` finds on the ways of registrations from the root to `node`, each result once.
 
-        There may be more ways than can be counted, so ways on which `step` has found the same are one from there on: this takes
-        as many steps as there are registrations, times the different things that `step` finds.
+        A module that is registered in many places may have more ways than can be counted. So ways with equal results at a
+        module are one from there on.
 
         Args:
-            ends: the last nodes of the ways.
-            begin: what is found before the root.
-            step: from what was found up to a node, and that node, to what is found with it; None: that way is of no interest.
-
-        Returns:
-            For each node what is found, each once, with a number that grows in the order of the first ways.
+            node: the end of the ways.
+            begin: the result before the root.
+            step: returns the result at a node from the result above it; None if that way is of no interest.
+            known: the results of earlier calls with the same `begin` and `step`.
         """
-        above: dict[Node, None] = dict.fromkeys(ends)
-        pending = list(above)
-        while pending:
-            for holder in self._holders.get(pending.pop(), ()):
-                if holder not in above:
-                    above[holder] = None
-                    pending.append(holder)
-        found: dict[Node, list[tuple[int, _Found]]] = {}
-        seen: set[tuple[Node, _Found]] = set()
-        ways = [(self.root, begin)]
-        while ways:
-            node, before = ways.pop()
-            now = step(before, node)
-            if now is None or (node, now) in seen:
-                continue
-            found.setdefault(node, []).append((len(seen), now))
-            seen.add((node, now))
-            children = [self._node[id(child)] for child in node.module._modules.values() if child is not None]
-            ways.extend((child, now) for child in reversed(children) if child in above)
-        return found
+        if node not in known:
+            known[node] = []
+            above = [self._ways(holder, begin, step, known) for holder in self._holders.get(node, ())]
+            before = [begin] if node is self.root else itertools.chain(*above)
+            results = dict.fromkeys(step(result, node) for result in before)
+            known[node] = [result for result in results if result is not None]
+        return known[node]
 
     def _sum_up(self) -> None:
         for node in reversed(list(self.root.walk())):
@@ -278,11 +261,11 @@ class ModuleTree:
         def called(before: tuple[Node, bool], node: Node) -> tuple[Node, bool] | None:
             return None if node in nodes else _called(before, node)
 
-        numbers = list(numbers)
-        ends = dict.fromkeys(node for number in numbers for node in self._owners[number])
-        callers = self._ways(ends, (self.root, False), called)
+        known: dict[Node, list[tuple[Node, bool]]] = {}
         for number in numbers:
-            found.update(dict.fromkeys(caller.name for _, (caller, _) in _in_order(callers, self._owners[number])))
+            for owner in self._owners[number]:
+                ways = self._ways(owner, (self.root, False), called, known)
+                found.update(dict.fromkeys(caller.name for caller, _ in ways))
         return tuple(found)
 
 
@@ -293,12 +276,6 @@ def _called(before: tuple[Node, bool], node: Node) -> tuple[Node, bool]:
     if node.is_atom:
         return node, True
     return (node, False) if node.has_forward else before
-
-
-def _in_order(ways: Mapping[Node, list[tuple[int, _Found]]], ends: Iterable[Node]) -> list[tuple[Node, _Found]]:
-    """What :meth:`ModuleTree._ways` has found for `ends`, in the order of the first ways."""
-    all_ways = [(place, node, found) for node in ends for place, found in ways.get(node, ())]
-    return [(node, found) for _, node, found in sorted(all_ways, key=lambda way: way[0])]
 
 
 def _placed(param: torch.Tensor) -> tuple[str, int]:
