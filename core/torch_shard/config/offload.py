@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError
+from .checks import check_bools
 
 __all__ = ["BEHIND", "IN_FLIGHT", "PAGED", "STAGED", "Offload", "offload_of"]
 
@@ -52,9 +53,7 @@ class Offload:
     nvme_params: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("params", "optimizer", "pin_memory", "nvme_params"):
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(f"offload.{field} must be True or False, not {getattr(self, field)!r}.")
+        check_bools(self, "params", "optimizer", "pin_memory", "nvme_params", prefix="offload.")
         if not self.optimizer:
             why = "the step works where the parameters are" if self.params else "nothing is left to offload"
             raise ConfigError(f"offload.optimizer: False with params={self.params}: {why}. Set it to True.")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from ..config.param_dtypes import Dtypes
 from ..errors import ConfigError, UnavailableError
 from ..log import logger
 from ..numerics.dtypes import FLOATS
-from ..utils.patterns import check_pattern, every_name, matches
+from .checks import check_bools, checked_modules, modules_named
 
 if TYPE_CHECKING:
     from .shard_config import ShardConfig
@@ -32,9 +32,7 @@ __all__ = [
     "NONE",
     "NORMS",
     "Precision",
-    "checked_modules",
     "for_autocast",
-    "modules_named",
     "norms_in",
     "precision_of",
 ]
@@ -128,9 +126,7 @@ class Precision:
                 raise ConfigError(f"precision.{field} must be one of {known} or None, not {value!r}.")
         if not isinstance(self.cast_inputs, bool) and self.cast_inputs != "root":
             raise ConfigError(f"precision.cast_inputs must be True, False or 'root', not {self.cast_inputs!r}.")
-        for field in ("keep_low_precision_grads", "stochastic_rounding"):
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(f"precision.{field} must be True or False, not {getattr(self, field)!r}.")
+        check_bools(self, "keep_low_precision_grads", "stochastic_rounding", prefix="precision.")
         object.__setattr__(self, "keep", checked_modules("precision.keep", self.keep))
 
     def kept_modules(self, model: nn.Module) -> set[nn.Module]:
@@ -195,37 +191,6 @@ class Precision:
                 raise UnavailableError(
                     f"precision.{field}: {name} has no bfloat16; use torch.float16 with a GradScaler."
                 )
-
-
-def checked_modules(field: str, value: Any) -> tuple[Any, ...]:
-    """The classes and patterns of names that a setting has for modules."""
-    if isinstance(value, (str, type, nn.Module, Mapping)) or not isinstance(value, Iterable):
-        raise ConfigError(f"{field} must be a sequence of module classes and patterns of names, not {value!r}.")
-    entries = tuple(value)
-    for index, entry in enumerate(entries):
-        if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
-            raise ConfigError(f"{field}[{index}] must be a module class or a pattern of names, not {entry!r}.")
-        if isinstance(entry, str):
-            check_pattern(f"{field}[{index}]", entry)
-    return entries
-
-
-def modules_named(field: str, entries: Iterable[Any], model: nn.Module) -> set[nn.Module]:
-    """The modules of `model` that these classes and patterns name, without their children.
-
-    Raises:
-        ConfigError: a pattern is the name of none.
-    """
-    found: set[nn.Module] = set()
-    for index, entry in enumerate(entries):
-        if isinstance(entry, type):
-            own = {m for m in model.modules() if isinstance(m, entry)}
-        else:
-            own = {m for name, m in every_name(model) if matches(name, entry)}
-            if not own:
-                raise ConfigError(f"{field}[{index}]: {entry!r} is the name of no module.")
-        found |= own
-    return found
 
 
 NONE = Precision()

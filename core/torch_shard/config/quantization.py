@@ -19,7 +19,7 @@ from ..config.param_dtypes import Dtypes
 from ..errors import ConfigError, UnavailableError
 from ..numerics.block_quantizer import BlockQuantizer
 from ..numerics.dtypes import FLOATS
-from .precision import checked_modules, modules_named
+from .checks import check_bools, check_int, checked_modules, modules_named
 
 __all__ = ["Quantized"]
 
@@ -69,12 +69,9 @@ class Quantized:
                 raise ConfigError(f"quantized.{field} must be {' or '.join(map(repr, known))} or None, not {value!r}.")
         if self.parameters is None and self.gradients is None:
             raise ConfigError("quantized.parameters and quantized.gradients are both None; set one, or quantized=None.")
-        for field, least in (("block", _LEAST_BLOCK), ("min_size", 0)):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"quantized.{field} must be an integer of at least {least}, not {value!r}.")
-        if not isinstance(self.error_feedback, bool):
-            raise ConfigError(f"quantized.error_feedback must be True or False, not {self.error_feedback!r}.")
+        check_int("quantized.block", self.block, least=_LEAST_BLOCK)
+        check_int("quantized.min_size", self.min_size, least=0)
+        check_bools(self, "error_feedback", prefix="quantized.")
         object.__setattr__(self, "keep", checked_modules("quantized.keep", self.keep))
 
     def kept_modules(self, model: nn.Module) -> set[nn.Module]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..utils.patterns import check_pattern
+from .checks import check_bools, check_int, checked_modules
 from .offload import Offload, offload_of
 from .precision import Precision, precision_of
 from .quantization import Quantized
@@ -109,23 +110,21 @@ class ShardConfig:
         if self.strategy not in get_args(Strategy):
             choices = ", ".join(map(repr, get_args(Strategy)))
             raise ConfigError(f"strategy must be one of {choices}, not {self.strategy!r}.")
-        _check_int("unit_bytes", self.unit_bytes, least=1)
-        _check_int("prefetch", self.prefetch, least=0)
+        check_int("unit_bytes", self.unit_bytes, least=1)
+        check_int("prefetch", self.prefetch, least=0)
         if self.shard_size is not None:
-            _check_int("shard_size", self.shard_size, least=1)
+            check_int("shard_size", self.shard_size, least=1)
             if not self.is_hybrid:
                 raise ConfigError(f"shard_size is for the hybrid strategies; strategy is {self.strategy!r}.")
         if self.reshard_after_forward is not None:
-            _check_int("reshard_after_forward", self.reshard_after_forward, least=2)
+            check_int("reshard_after_forward", self.reshard_after_forward, least=2)
             if not self.reshards:
                 raise ConfigError(
                     "reshard_after_forward is for strategies that release parameters between forward and backward, full_shard "
                     f"and hybrid_shard; strategy is {self.strategy!r}."
                 )
         object.__setattr__(self, "mesh_dims", _checked_dims(self.mesh_dims))
-        for field in ("sync_module_states", "broadcast_buffers", "debug", "single_communicator"):
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(f"{field} must be True or False, not {getattr(self, field)!r}.")
+        check_bools(self, "sync_module_states", "broadcast_buffers", "debug", "single_communicator")
         self._check_timeout()
         if self.init_fn is not None and not callable(self.init_fn):
             raise ConfigError(
@@ -137,14 +136,21 @@ class ShardConfig:
             raise ConfigError(
                 f"precision must be a torch_shard.Precision, a torch.dtype or None, not {self.precision!r}."
             )
-        self._check_quantized()
+        if self.quantized is not None and not isinstance(self.quantized, Quantized):
+            raise ConfigError(f"quantized must be a torch_shard.Quantized or None, not {self.quantized!r}.")
+        if self.quantized is not None and self.strategy == "no_shard":
+            raise ConfigError(
+                "quantized: strategy 'no_shard' gathers nothing, and all-reduces gradients, which would round each sum once "
+                "more; leave quantized out, or shard: 'shard_optim' sends as much."
+            )
         object.__setattr__(self, "offload", offload_of(self.offload))
         # Frozen also in depth: a list that the caller edits later must not change the plan.
         object.__setattr__(self, "units", _checked_units(self.units))
         object.__setattr__(self, "ignore", _checked_ignore(self.ignore))
 
     def _check_timeout(self) -> None:
-        if not _is_number(self.timeout) or not math.isfinite(self.timeout) or self.timeout <= 0:
+        seconds = self.timeout if isinstance(self.timeout, (int, float)) else math.nan
+        if isinstance(self.timeout, bool) or not 0 < seconds < math.inf:
             raise ConfigError(f"timeout must be a positive, finite number of seconds, not {self.timeout!r}.")
 
     @property
@@ -156,29 +162,6 @@ class ShardConfig:
     def reshards(self) -> bool:
         """Whether units are released between forward and backward."""
         return self.strategy in ("full_shard", "hybrid_shard")
-
-    def _check_quantized(self) -> None:
-        quantized = self.quantized
-        if quantized is None:
-            return
-        if not isinstance(quantized, Quantized):
-            raise ConfigError(f"quantized must be a torch_shard.Quantized or None, not {quantized!r}.")
-        if self.strategy == "no_shard":
-            field, why = "gradients", "all-reduces them, which would round each sum once more"
-            if quantized.parameters is not None:
-                field, why = "parameters", "gathers none"
-            raise ConfigError(
-                f"quantized.{field}: strategy 'no_shard' {why}. Leave `quantized` out, or shard: 'shard_optim' sends as much."
-            )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _check_int(field: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{field} must be an integer of at least {least}, not {value!r}.")
 
 
 def _checked_dims(names: Any) -> tuple[str, ...] | None:
@@ -216,17 +199,11 @@ def _checked_units(units: Any) -> Units:
     entries = _entries("units", units, wanted)
     if not entries:
         raise ConfigError("units must not be empty; None plans automatically.")
-    groups = [entry for entry in entries if not isinstance(entry, (str, type))]
-    if groups:
-        if len(groups) != len(entries):
-            raise ConfigError("units must not mix groups of names with classes and patterns.")
-        return tuple(_checked_group(index, group) for index, group in enumerate(groups))
-    for index, entry in enumerate(entries):
-        if isinstance(entry, type) and not issubclass(entry, nn.Module):
-            raise ConfigError(f"units[{index}] must be a module class, not {entry.__name__}.")
-        if isinstance(entry, str):
-            check_pattern(f"units[{index}]", entry)
-    return entries
+    if all(isinstance(entry, (str, type)) for entry in entries):
+        return checked_modules("units", entries)
+    if any(isinstance(entry, (str, type)) for entry in entries):
+        raise ConfigError("units must not mix groups of names with classes and patterns.")
+    return tuple(_checked_group(index, group) for index, group in enumerate(entries))
 
 
 def _checked_group(index: int, group: Any) -> tuple[str, ...]:
