@@ -132,7 +132,7 @@ def agree(c: Collectives, model: nn.Module, plan: Plan | None, config: ShardConf
         return
     # Parameters come in the model's own order first: what the plan makes of a difference may show at another place.
     lines = dict.fromkeys(plan.lines() if plan is not None else [], "it")
-    everyone = c.watch.exchange(SETUP, [settings, _parameters(model), _selections(model, config), lines])
+    everyone = c.watch.exchange(SETUP, [settings, _parameters(model), lines])
     for section in zip(*everyone, strict=True):
         for what in dict.fromkeys(what for said in section for what in said):
             first, *others = (said.get(what, "nothing") for said in section)
@@ -195,33 +195,14 @@ def _parameters(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _selections(model: nn.Module, config: ShardConfig) -> dict[str, str]:
-    return {field: _shown(getattr(config, field), model) for field in ("units", "ignore")}
-
-
 def _difference(what: str, first: str, rank: int, other: str) -> Exception:
     """Return the error for ranks 0 and `rank`, of which one has `first` and the other `other`."""
-    said = f"{what} differs between the ranks: on rank 0 {first}; on rank {rank} {other}"
-    if what in (*_EQUAL, _COPIES, "units", "ignore"):
-        return ConfigError(f"{said}. Pass equal settings to shard() on every rank.")
-    if what == _FILES:
-        return SetupError(f"{said}. Build the model in the same way, from equal files, on every rank.")
-    if what == _DEVICE:
-        return SetupError(f"{said}. Move the model to the same kind of device on every rank before shard().")
+    text = f"{what} differs between the ranks: on rank 0 {first}; on rank {rank} {other}"
+    if what in (*_EQUAL, _COPIES):
+        return ConfigError(f"{text}. Pass equal settings to shard() on every rank.")
+    if what in (_FILES, _DEVICE):
+        return SetupError(f"{text}. Build the model from equal files, and on the same kind of device, on every rank.")
     return SetupError(
         f"the ranks hold different models; the first difference is {what}: rank 0 has {first}; rank {rank} has {other}. Build "
         "the same model on every rank."
     )
-
-
-def _shown(setting: Any, model: nn.Module) -> str:
-    """Return `units` or `ignore` in words that are equal on ranks with equal settings: no addresses, no values."""
-    if setting is None or isinstance(setting, str):
-        return repr(setting)
-    if isinstance(setting, (tuple, list)):
-        return "[" + ", ".join(_shown(entry, model) for entry in setting) + "]"
-    if isinstance(setting, nn.Module):
-        return next((f"module {n!r}" for n, m in model.named_modules() if m is setting), "a module of another model")
-    if isinstance(setting, nn.Parameter):
-        return next((f"parameter {n!r}" for n, p in model.named_parameters() if p is setting), "an unknown parameter")
-    return str(getattr(setting, "__qualname__", type(setting).__qualname__))

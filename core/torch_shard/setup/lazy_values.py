@@ -18,10 +18,7 @@ from torch import nn
 from ..errors import CheckpointError, SetupError
 from ..shard_tensor.spec import shard_of_full
 from ..shard_tensor.tensor import ShardTensor
-from .lazy_param import Deferred, attributes_of, defer, deferred_of, forget, has_lost_values, is_altered
-
-__all__ = ["Deferred", "Filler", "defer", "deferred_of"]
-
+from .lazy_param import Deferred, attributes_of, deferred_of, forget, has_lost_values, is_altered
 
 # -- what set-up asks -----------------------------------------------------------------------------------------------
 
@@ -68,12 +65,11 @@ class Filler:
         self._waiting: list[tuple[nn.Parameter, torch.dtype, Deferred]] = []
         self._told: dict[Callable[[], None], None] = {}
 
-    def note(self, param: nn.Parameter) -> bool:
-        """Return True if `param`, which is about to be sharded, waits for values, which :meth:`fill` will read."""
+    def note(self, param: nn.Parameter) -> None:
+        """Note `param`, which is about to be sharded, for :meth:`fill`, if it waits for values."""
         values = deferred_of(param)
         if values is not None:
             self._waiting.append((param, param.dtype, values))
-        return values is not None
 
     def fill(self) -> None:
         """Copy this rank's slices to the parameters that were noted since the last call, which are sharded by now.

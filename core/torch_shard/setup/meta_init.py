@@ -54,7 +54,8 @@ class Materialiser:
                     _mark(param._local[:1])
             before, done = random_state(self.collectives.device), set(self.done)
             try:
-                self._run(modules)
+                for module in modules:
+                    self.run_one(module)
                 return
             except NeedsGatherError as error:
                 if distributed is not None:
@@ -98,14 +99,11 @@ class Materialiser:
         unit.summon()
         unit.install()
         try:
-            self._run(modules)
+            for module in modules:
+                self.run_one(module)
         finally:
             unit.uninstall()
             unit.dismiss()
-
-    def _run(self, modules: list[nn.Module]) -> None:
-        for module in modules:
-            self.run_one(module)
 
     def run_one(self, module: nn.Module) -> None:
         """Initialise what `module` holds directly, once all of it has memory. Parameters that have values keep them."""
