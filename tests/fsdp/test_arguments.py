@@ -50,7 +50,6 @@ def test_arguments_without_a_meaning_are_named_once(rank):
         ({"mixed_precision": torch.bfloat16}, "mixed_precision must be"),
         ({"ignored_modules": [1]}, "ignored_modules must hold Module"),
         ({"ignored_modules": [], "ignored_states": []}, "pass one of them"),
-        ({"auto_wrap_policy": 3}, "auto_wrap_policy must be"),
     ],
 )
 def test_an_argument_that_cannot_be_kept_is_refused_before_anything_changes(arguments, said):

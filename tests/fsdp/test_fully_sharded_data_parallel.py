@@ -135,7 +135,7 @@ def test_what_is_sharded_already_is_not_wrapped_again(rank):
     used = FSDP(build())
     used(batch(rank, 0))
     for inner in (used, FSDP(build(), auto_wrap_policy=BLOCKS)):
-        with pytest.raises(ConfigError, match="0 inside is sharded already"):
+        with pytest.raises(ConfigError, match=r"0\..* is a parameter of a model that is sharded already"):
             FSDP(nn.Sequential(inner))
     with pytest.raises(ConfigError, match="wrapped already"):
         FSDP(used.module)

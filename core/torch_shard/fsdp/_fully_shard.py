@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterable
@@ -84,18 +85,13 @@ def fully_shard(
 
 
 class UnshardHandle:
-    """What :meth:`FSDPModule.unshard` returns with `async_op`."""
+    """The result of :meth:`FSDPModule.unshard` with `async_op`."""
+
+    _module: nn.Module | None = None
 
     def wait(self) -> None:
-        """Have the module hold its whole parameters when this returns. Collective, where it is a handle of ``unshard``."""
-
-
-class _Handle(UnshardHandle):
-    def __init__(self, module: nn.Module) -> None:
-        self.module: nn.Module | None = module
-
-    def wait(self) -> None:
-        module, self.module = self.module, None
+        """Have the module hold its full parameters when this returns. Collective."""
+        module, self._module = self._module, None
         if module is not None:
             _open(module)
 
@@ -135,7 +131,8 @@ class FSDPModule(WrappedModule):
         Returns:
             A handle with `async_op`, else None.
         """
-        handle = _Handle(cast(nn.Module, self))
+        handle = UnshardHandle()
+        handle._module = cast(nn.Module, self)
         if async_op:
             unused("FSDPModule.unshard", **{"async_op=True": f"wait() gathers; {_AUTOMATIC}"})
             return handle
@@ -207,8 +204,7 @@ class FSDPModule(WrappedModule):
             raise ConfigError(f"set_reshard_after_forward: it must be True or False, not {reshard_after_forward!r}.")
         if deferred_wrap.is_pending(cast(nn.Module, self)):
             for mark in self._marks(recurse):
-                mark.request = copy.copy(mark.request)
-                object.__setattr__(mark.request, "reshard", reshard_after_forward)
+                mark.request = dataclasses.replace(mark.request, reshard=reshard_after_forward)
         else:
             unused(
                 "FSDPModule", set_reshard_after_forward="the model is sharded already; call it before the first forward"

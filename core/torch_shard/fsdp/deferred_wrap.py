@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -23,25 +24,9 @@ from ..errors import ConfigError, SetupError, ShardError
 from ..runtime.forward_hooks import uncompiled
 from ..runtime.mixed_precision_hooks import CastOutputs
 from ..shard_tensor.tensor import ShardTensor
-from ..unit.unit import Unit
 from ..unshard.gathered import units_of
 from . import dcp_patch
 from .translate_settings import Request, config_of, unused
-
-__all__ = [
-    "Mark",
-    "engine_around",
-    "is_closed",
-    "is_pending",
-    "leave_mark",
-    "mark_of",
-    "marks_in",
-    "nested_name",
-    "own_params",
-    "own_units",
-    "root_of",
-    "roots_in",
-]
 
 _KEY = "_torch_shard_fsdp"
 
@@ -70,17 +55,11 @@ class Mark:
         outer = self.outer() if self.outer is not None else None
         other.outer = weakref.ref(memo[id(outer)]) if outer is not None and id(outer) in memo else None
         ignored = tuple(copy.deepcopy(entry, memo) for entry in self.request.ignored)
-        other.request = _with(self.request, ignored)
+        other.request = dataclasses.replace(self.request, ignored=ignored)
         other.opened = None
         if other.outer is None and engine_of(module) is None:
             _pending.add(other.module())  # type: ignore[arg-type]
         return other
-
-
-def _with(request: Request, ignored: tuple[Any, ...]) -> Request:
-    other = copy.copy(request)  # not deep: process groups and functions are shared
-    object.__setattr__(other, "ignored", ignored)
-    return other
 
 
 def mark_of(module: nn.Module) -> Mark | None:
@@ -96,24 +75,17 @@ def leave_mark(module: nn.Module, request: Request) -> Mark:
         ConfigError: something inside is sharded already, or the module is a part of a model that is; it is inside several wrapped
             modules, none of them around the others.
     """
-    inside = marks_in(module)
-    for name, part in inside:
-        if engine_of(part) is not None:
-            raise ConfigError(
-                f"{request.api}: {name or 'the module'} inside is sharded already, so nothing can be wrapped around it any more. "
-                "Wrap the outer module before the first forward, and give auto_wrap_policy to the outermost one only."
-            )
     for name, p in module.named_parameters():
         if isinstance(p, ShardTensor) and p._unit_ref is not None:
             raise ConfigError(
                 f"{request.api}: {name} is a parameter of a model that is sharded already. Wrap all modules before the first "
-                "forward."
+                "forward, and give auto_wrap_policy to the outermost one only."
             )
     around = _around(module, request)
     mark = Mark(module, request)
     # In __dict__, past nn.Module's __setattr__: it is neither a submodule nor in the state dict.
     module.__dict__[_KEY] = mark
-    for _, part in inside:
+    for _, part in marks_in(module):
         nested = mark_of(part)
         if nested is not None and (nested.outer is None or nested.outer() is around):
             nested.outer = weakref.ref(module)
@@ -204,11 +176,6 @@ def own_params(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if id(p) not in inner]
 
 
-def own_units(engine: Engine, module: nn.Module) -> list[Unit]:
-    """The units of :func:`own_params`."""
-    return units_of(engine._runtime, own_params(module))
-
-
 # -- sharding -----------------------------------------------------------------------------------------------------------
 
 
@@ -243,10 +210,9 @@ def _shard(root: nn.Module) -> Engine:
     request = mark.request
     _register_wrappers(root)
     inside = [(name, part, nested) for name, part in marks_in(root) if (nested := mark_of(part)) is not None]
-    _check(root, request, inside)
+    _refuse_own_grads(root, mark)
     settings, outputs = config_of(root, request, {name: (part, nested.request) for name, part, nested in inside})
-    everywhere = [mark, *(nested for *_, nested in inside)]
-    settings["prefetch"] = max([settings["prefetch"], *(m.prefetch for m in everywhere)])
+    settings["prefetch"] = max(settings["prefetch"], mark.prefetch, *(nested.prefetch for *_, nested in inside))
     handles = [root.get_submodule(n).register_forward_hook(CastOutputs(dtype)) for n, dtype in outputs.items()]
     device = request.device
     try:
@@ -291,19 +257,12 @@ def _on(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if device is None or device.type != "cuda" else torch.cuda.device(device)
 
 
-def _check(root: nn.Module, request: Request, inside: list[tuple[str, nn.Module, Mark]]) -> None:
-    for name, part, _ in inside:
-        if engine_of(part) is not None:
-            raise ConfigError(
-                f"{request.api}: {name} was sharded by itself, because it was used before the module around it was wrapped. Wrap "
-                "all modules first."
-            )
-    mark = mark_of(root)
+def _refuse_own_grads(root: nn.Module, mark: Mark) -> None:
     grads = [name for name, p in root.named_parameters() if p.grad is not None and _is_not_zero(p.grad)]
-    if mark is not None and not mark.had_grads and grads:
+    if not mark.had_grads and grads:
         raise SetupError(
-            f"{request.api}: {grads[0]} got a gradient between the call that wrapped the model and its first forward; it is this "
-            "rank's alone. Compute through the wrapped module, or clear gradients before its first forward."
+            f"{mark.request.api}: {grads[0]} got a gradient between the call that wrapped the model and its first forward; it is "
+            "this rank's alone. Compute through the wrapped module, or clear gradients before its first forward."
         )
 
 
@@ -402,7 +361,7 @@ def divide_by(engine: Engine, module: nn.Module, divisor: float) -> None:
     Raises:
         ShardError: gradients wait for their reduction, divided already, or a hook reduces them.
     """
-    gradients = [flat.gradients for unit in own_units(engine, module) for flat in unit.flats]
+    gradients = [flat.gradients for unit in units_of(engine._runtime, own_params(module)) for flat in unit.flats]
     if any(g.hook is not None for g in gradients):
         raise ConfigError("set_gradient_divide_factor: a communication hook is registered, and divides by itself.")
     if any(g.flat is not None for g in gradients):

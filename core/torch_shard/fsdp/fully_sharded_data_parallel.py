@@ -33,7 +33,6 @@ from .api import (
     OptimStateDictConfig,
     ShardingStrategy,
     StateDictConfig,
-    StateDictSettings,
     StateDictType,
 )
 from .module_mixin import WrappedModule, class_over
@@ -55,6 +54,17 @@ def _of_wrapped(function: Callable[_P, _R]) -> Callable[_P, _R]:
         return function(*bound.args, **bound.kwargs)
 
     return checked
+
+
+def _for_models(function: Callable[..., _R]) -> Callable[..., _R]:
+    """Return `function`, called for all wrapped models in a module; its result is that for the first one."""
+
+    @functools.wraps(function)
+    def for_models(module: nn.Module, *args: Any, **kwargs: Any) -> _R:
+        results = [function(model, *args, **kwargs) for model in _models(module, function.__name__)]
+        return results[0]
+
+    return for_models
 
 
 class FullyShardedDataParallel(WrappedModule, nn.Module):
@@ -295,28 +305,9 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
                 stack.enter_context(engine.gathered(target, **options))
             yield
 
-    # -- state dicts --------------------------------------------------------------------------------------------
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings:
-        """What ``state_dict()`` of the wrapped models in `module` gives; see
-        :func:`torch_shard.state_dict_type.set_state_dict_type`. It is ``FULL_STATE_DICT`` from the beginning.
-
-        Raises:
-            ConfigError: nothing in `module` is wrapped, it is a part of a wrapped model, or a configuration is of another form.
-        """
-        given = (state_dict_type, state_dict_config, optim_state_dict_config)
-        before = [_state_dict_type.set_state_dict_type(m, *given) for m in _models(module, "set_state_dict_type")]
-        return before[0]
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """What is set. Raises as :meth:`set_state_dict_type`."""
-        return _state_dict_type.get_state_dict_type(_models(module, "get_state_dict_type")[0])
+    # -- state dicts: the functions of torch_shard.state_dict_type, for the wrapped models in a module ----------
+    set_state_dict_type = staticmethod(_for_models(_state_dict_type.set_state_dict_type))
+    get_state_dict_type = staticmethod(_for_models(_state_dict_type.get_state_dict_type))
 
     @staticmethod
     @contextlib.contextmanager
@@ -326,7 +317,7 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """:meth:`set_state_dict_type` for a block."""
+        """Do what :meth:`set_state_dict_type` does for a block."""
         given = (state_dict_type, state_dict_config, optim_state_dict_config)
         with contextlib.ExitStack() as stack:
             for model in _models(module, "state_dict_type"):
