@@ -379,7 +379,7 @@ def _engine(model: nn.Module, what: str, group: Any) -> Engine:
             f"{what}: the model is not sharded; use the optimizer's own state_dict() and load_state_dict()."
         )
     if group is not None:
-        ranks = list(engine._runtime.collectives.watch.ranks)
+        ranks = list(engine._runtime.collectives.watchdog.ranks)
         if ranks_of(group) != ranks:
             raise ConfigError(
                 f"rank {engine.rank}: {what}: group has ranks {ranks_of(group)}, the model is sharded over "

@@ -116,7 +116,7 @@ def test_a_comparison_whose_partner_does_not_come_ends_and_tells_its_own_side(ra
     operations = engine._runtime.operations
     operations.note(1, "does something")
     if rank == 1:  # as if it had been interrupted between the message and the comparison
-        operations.collectives.watch.exchange = lambda *_: pytest.skip("interrupted")
+        operations.collectives.watchdog.exchange = lambda *_: pytest.skip("interrupted")
         operations.note(2, "does something else")
     begin = time.monotonic()
     with pytest.raises(
@@ -131,7 +131,7 @@ def dies_in_comparison(rank, world_size):
     operations = engine._runtime.operations
     operations.note(rank, f"rank {rank}'s own way")
     if rank == 1:
-        operations.collectives.watch.exchange = lambda *_: os._exit(1)
+        operations.collectives.watchdog.exchange = lambda *_: os._exit(1)
     begin = time.monotonic()
     try:
         operations.check("a check")

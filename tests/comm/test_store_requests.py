@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from torch_shard.comm.process_groups import ProcessGroups
 from torch_shard.comm.rendezvous import exchange_texts
-from torch_shard.comm.watchdog import Watch
+from torch_shard.comm.watchdog import Watchdog
 from torch_shard.comm.work import Channel, Pending
 from torch_shard.errors import DivergenceError, MissingRankError
 
@@ -83,7 +83,7 @@ def on_ranks(size: int, function: Any) -> tuple[list[Any], CountingStore]:
 def waits(size: int, rank: int, name: str = "reduce", timeout: float = 6.0) -> None:
     """What a rank does whose partners don't all come to a collective in the channel `name`."""
     groups = ProcessGroups(list(range(size)), "groups", made={"reduce": None, "all-gather": None})
-    watch = Watch(rank, groups.ranks, timeout, groups.key)
+    watch = Watchdog(rank, groups.ranks, timeout, groups.key)
     for purpose in groups.made:
         watch.channels[purpose] = Channel(purpose, groups, range(size))
     channel = watch.channels[name]

@@ -9,7 +9,7 @@ from torch import nn
 import torch_shard
 from tests.compat.harness import Block, Pair, batch
 from tests.support.ranks import ranks
-from torch_shard.comm.watchdog import Watch
+from torch_shard.comm.watchdog import Watchdog
 from torch_shard.comm.work import Pending
 from torch_shard.errors import ShardError
 
@@ -155,7 +155,7 @@ def test_a_blocking_collective_after_a_meeting_gives_the_same_norm(rank, world_s
     engine = torch_shard.shard(model, unit_bytes=300)
     model(torch.randn(4, 5)).sum().backward()
     expected = engine.clip_grad_norm_(1e9)
-    engine._runtime.collectives.watch.polls = True
+    engine._runtime.collectives.watchdog.on_streams = True
     assert torch.equal(engine.clip_grad_norm_(1e9), expected)
     model(torch.randn(4, 5)).sum().backward()
 
@@ -166,7 +166,7 @@ def test_a_rank_that_alone_meets_for_a_norm_is_an_error_that_names_it(rank, worl
     model = nn.Sequential(nn.Linear(5, WIDTH), Block(WIDTH))
     engine = torch_shard.shard(model, timeout=2.0)
     model(torch.randn(4, 5)).sum().backward()
-    engine._runtime.collectives.watch.polls = True
+    engine._runtime.collectives.watchdog.on_streams = True
     if rank == 0:
         with pytest.raises(ShardError, match="rank 0 waited 2 s in clip_grad_norm_"):
             engine.clip_grad_norm_(1.0)
@@ -188,8 +188,8 @@ class _EndsAsTheTimeIsUp:
 
 
 def _wait(work: _EndsAsTheTimeIsUp) -> None:
-    channel = torch_shard.shard(nn.Linear(3, 3))._runtime.collectives.watch.channels["control"]
-    Pending(Watch(0, [0, 1], 5.0, "a test"), channel, 1, "a gather", work).wait()
+    channel = torch_shard.shard(nn.Linear(3, 3))._runtime.collectives.watchdog.channels["control"]
+    Pending(Watchdog(0, [0, 1], 5.0, "a test"), channel, 1, "a gather", work).wait()
     assert work.waits == 3
 
 

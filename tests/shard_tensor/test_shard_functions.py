@@ -9,7 +9,7 @@ from torch import nn
 from tests.support.shard_cases import NEEDS_WHOLE, REDUCTIONS, UNARY
 from tests.support.shard_helpers import sharded
 from torch_shard.comm.small_collectives import ScalarComm
-from torch_shard.comm.watchdog import Watch
+from torch_shard.comm.watchdog import Watchdog
 from torch_shard.errors import NeedsGatherError
 from torch_shard.shard_tensor.tensor import ShardTensor
 
@@ -48,7 +48,7 @@ def unit():
 
 @pytest.fixture
 def p(unit):
-    param = nn.Parameter(sharded({"w": unit.leaf.detach()}, 0, 1, ScalarComm(Watch(0, [0], 30.0, "")))["w"])
+    param = nn.Parameter(sharded({"w": unit.leaf.detach()}, 0, 1, ScalarComm(Watchdog(0, [0], 30.0, "")))["w"])
     param._shard_state.unit_ref = weakref.ref(unit)
     return param
 

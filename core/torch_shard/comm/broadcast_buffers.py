@@ -65,15 +65,15 @@ def broadcast(
         return
     # The ranks of a replica reduce together; where each rank has a replica, those of its data-parallel group do.
     divided = within_data_parallel and c.topology.data_parallel_groups > 1
-    channel = c.reduce_channel if divided and c.reduce_channel is not None else c.watch.channels["reduce"]
+    channel = c.reduce_channel if divided and c.reduce_channel is not None else c.watchdog.channels["reduce"]
     first = min(channel.members)
     if not met:
-        c.watch.host_barrier(what)
+        c.watchdog.host_barrier(what)
     with torch.no_grad():
         for group, flat in coalesced:
             # Sent as bytes, because backends don't know every dtype that a model may hold.
             raw = flat.view(torch.uint8) if flat.dtype is not torch.bool else flat.to(torch.uint8)
-            c.broadcast(raw, first, what, channel, ordered=c.watch.polls)
+            c.broadcast(raw, first, what, channel, ordered=c.watchdog.on_streams)
             if flat.dtype is torch.bool:
                 flat.copy_(raw)
             if flat.data_ptr() == group[0].data_ptr():  # received in place

@@ -13,7 +13,7 @@ from ..errors import CheckpointError, MissingRankError
 from .collectives import Collectives
 from .consensus import agree
 from .heartbeat_barrier import HeartbeatBarrier
-from .ports import Member
+from .ports import ModelPort
 from .watchdog import blocking
 from .work import default_store
 
@@ -22,11 +22,11 @@ __all__ = ["broadcast", "each", "gather", "heartbeat_barrier", "scatter", "uncol
 T = TypeVar("T")
 
 
-def each(member: Member, what: str, function: Callable[[], T], nonce: str = "", key: object = None) -> T:
+def each(port: ModelPort, what: str, function: Callable[[], T], nonce: str = "", key: object = None) -> T:
     """Run `function` on every rank; all of them return, or all raise. Collective.
 
     Args:
-        member: the sharded model whose ranks take part.
+        port: the sharded model whose ranks take part.
         what: the name of the operation, for error messages.
         function: this rank's work, without collectives. With a `nonce` it may take any time: a working rank sends a heartbeat
             through the store, and counts as missing only after ``ShardConfig.timeout`` seconds without one.
@@ -39,8 +39,8 @@ def each(member: Member, what: str, function: Callable[[], T], nonce: str = "", 
     """
     error: Exception | None = None
     result: Any = None
-    barrier = heartbeat_barrier(member, nonce)
-    operations = member.operations
+    barrier = heartbeat_barrier(port, nonce)
+    operations = port.operations
     own: Any = None
     try:
         with _at_work(barrier), operations.unnoted() if operations is not None else contextlib.nullcontext():
@@ -48,13 +48,13 @@ def each(member: Member, what: str, function: Callable[[], T], nonce: str = "", 
         own = key(result) if callable(key) else key
     except OSError as problem:
         error = CheckpointError(
-            f"rank {member.collectives.world_rank}: {what}: {problem}. Nothing in training was changed."
+            f"rank {port.collectives.world_rank}: {what}: {problem}. Nothing in training was changed."
         )
         error.__cause__ = problem
     except Exception as problem:
         error = problem
     try:
-        agree(member, what, own, error)
+        agree(port, what, own, error)
     finally:
         if barrier is not None:  # every rank has read the messages of all others
             barrier.forget()
@@ -77,18 +77,18 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def heartbeat_barrier(member: Member, nonce: str, own_connection: bool = False) -> HeartbeatBarrier | None:
-    """Return a barrier of the member's ranks; None if there is no other rank, or no `nonce`.
+def heartbeat_barrier(port: ModelPort, nonce: str, own_connection: bool = False) -> HeartbeatBarrier | None:
+    """Return a barrier of the model's ranks; None if there is no other rank, or no `nonce`.
 
     With `own_connection` the barrier has a connection of its own to the store, so that it doesn't wait while this process
     waits for another key of the store.
     """
-    c = member.collectives
-    if c.world == 1 or not nonce or "control" not in c.watch.channels:
+    c = port.collectives
+    if c.world == 1 or not nonce or "control" not in c.watchdog.channels:
         return None
-    key = f"{c.watch.channels['control'].groups.key}/checkpoint/{nonce}"
+    key = f"{c.watchdog.channels['control'].groups.key}/checkpoint/{nonce}"
     store = default_store()
-    return HeartbeatBarrier(store.clone() if own_connection else store, key, c.world_rank, c.world, c.watch.timeout)
+    return HeartbeatBarrier(store.clone() if own_connection else store, key, c.world_rank, c.world, c.watchdog.timeout)
 
 
 @contextlib.contextmanager
@@ -110,37 +110,37 @@ def _at_work(barrier: HeartbeatBarrier | None) -> Iterator[None]:
 # -- objects ----------------------------------------------------------------------------------------------------------
 
 
-def broadcast(member: Member, value: T, what: str) -> T:
+def broadcast(port: ModelPort, value: T, what: str) -> T:
     """Return rank 0's object on every rank. Collective."""
     values = [value]
-    if member.collectives.world > 1:
-        _exchange(member.collectives, what, dist.broadcast_object_list, values)
+    if port.collectives.world > 1:
+        _exchange(port.collectives, what, dist.broadcast_object_list, values)
     return values[0]
 
 
-def gather(member: Member, value: T, what: str) -> list[T] | None:
+def gather(port: ModelPort, value: T, what: str) -> list[T] | None:
     """Return every rank's object, by rank, on rank 0, and None on the other ranks. Collective."""
-    c = member.collectives
+    c = port.collectives
     values: list[Any] | None = [value] * c.world if c.world_rank == 0 else None
     if c.world > 1:
         _exchange(c, what, dist.gather_object, value, values)
     return values
 
 
-def scatter(member: Member, values: list[T] | None, what: str) -> T:
+def scatter(port: ModelPort, values: list[T] | None, what: str) -> T:
     """Return this rank's object of those that rank 0 passes, one for each rank. Collective."""
     found: list[Any] = [None] if values is None else values[:1]
-    if member.collectives.world > 1:
-        _exchange(member.collectives, what, dist.scatter_object_list, found, values)
+    if port.collectives.world > 1:
+        _exchange(port.collectives, what, dist.scatter_object_list, found, values)
     return found[0]  # type: ignore[no-any-return]
 
 
 def _exchange(c: Collectives, what: str, function: Callable[..., Any], *args: Any) -> None:
     """Call one of torch's collectives of objects, from or to rank 0, once all ranks have come. Collective."""
     # torch's function would wait for a missing rank until the process group's timeout, and not name it.
-    blocking(c.watch, "control", what, dist.barrier)
+    blocking(c.watchdog, "control", what, dist.barrier)
     try:
-        function(*args, c.watch.ranks[0], group=c.watch.channels["control"].group)
+        function(*args, c.watchdog.ranks[0], group=c.watchdog.channels["control"].group)
     except RuntimeError as error:
         raise MissingRankError(
             f"rank {c.world_rank}: {what} failed: another rank has probably died; see its log. ({error})"

@@ -19,7 +19,7 @@ from ..versions import counts_references
 from . import process_group_ops
 from .gradient_reduction import Reduction
 from .small_collectives import ScalarComm
-from .watchdog import Watch, blocking
+from .watchdog import Watchdog, blocking
 from .work import Channel, Pending
 
 
@@ -82,7 +82,7 @@ class Collectives:
 
     Attributes:
         scalar: the blocking collectives over the ranks that share a replica.
-        everyone: the blocking collectives over all ranks.
+        all_ranks: the blocking collectives over all ranks.
         data_parallel: the blocking collectives over the ranks whose gradients are averaged (the data-parallel group).
         full_model: the blocking collectives over the ranks that together have one replica of every tensor-parallel part.
         gather_channel: over the ranks that share a replica. The channels are None for one rank alone.
@@ -102,10 +102,10 @@ class Collectives:
     """
 
     device: torch.device
-    watch: Watch
+    watchdog: Watchdog
     topology: Topology
     scalar: ScalarComm
-    everyone: ScalarComm
+    all_ranks: ScalarComm
     data_parallel: ScalarComm
     full_model: ScalarComm
     gather_channel: Channel | None = None
@@ -123,7 +123,7 @@ class Collectives:
     _expected: Counter[Any] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.world, self.world_rank = self.topology.world, self.watch.rank
+        self.world, self.world_rank = self.topology.world, self.watchdog.rank
         self.size, self.data_parallel_size = self.topology.size, self.topology.data_parallel_size
         self.rank = self.topology.shard_group_of(self.world_rank).index(self.world_rank)
         self.counts_references = counts_references()
@@ -144,7 +144,7 @@ class Collectives:
     @property
     def all_bytes_sent(self) -> int:
         """The bytes that this rank has sent, including what was gathered for the user's own code."""
-        comms = {id(comm): comm for comm in (self.scalar, self.everyone, self.data_parallel, self.full_model)}
+        comms = {id(comm): comm for comm in (self.scalar, self.all_ranks, self.data_parallel, self.full_model)}
         return self.bytes_sent + sum(comm.bytes_sent for comm in comms.values())
 
     # -- streams ------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class Collectives:
             work.wait()  # orders the side stream behind NCCL's own; does not block the host
             event = torch.cuda.Event()
             event.record(stream)
-        return Pending(self.watch, channel, channel.issued, what, work, event, self.device)
+        return Pending(self.watchdog, channel, channel.issued, what, work, event, self.device)
 
     # -- parameters ---------------------------------------------------------------------------------------------
     def payload(self, shard: torch.Tensor) -> torch.Tensor:
@@ -233,7 +233,7 @@ class Collectives:
         ranks = len(channel.members)
         self.bytes_sent += (ranks - 1) * (full.numel() // ranks) * full.element_size()
         if not full.numel():  # nothing but zero-element parameters
-            return Pending(self.watch, channel, channel.issued, what, None)
+            return Pending(self.watchdog, channel, channel.issued, what, None)
         if self._sends_bytes and ranks <= _BROADCASTS:
             slots = slots or full.view(torch.uint8).view(ranks, -1).unbind(0)
             own = slots[channel.members.index(self.world_rank)]
@@ -380,7 +380,7 @@ class Collectives:
         self.bytes_sent += sum(sent_sizes) - sent_sizes[self.rank]
         if self.backend == "fake":  # no other rank exists: zeros stand for the parts of the others
             received.zero_()
-            return Pending(self.watch, channel, channel.issued, what, None)
+            return Pending(self.watchdog, channel, channel.issued, what, None)
         with self._on(self.reduce_stream):
             work = dist.all_to_all_single(
                 received, sent, received_sizes, sent_sizes, group=channel.group, async_op=True
@@ -396,9 +396,10 @@ class Collectives:
 
         By default the channel has all ranks of the engine. `ordered` has the meaning that :class:`.work.Pending` gives it.
         """
-        everyone = self.watch.channels["reduce"]
-        channel = everyone if channel is None else channel
-        blocking(self.watch, channel.name, what, dist.broadcast, tensor, src=self.watch.ranks[source], ordered=ordered)
+        channel = self.watchdog.channels["reduce"] if channel is None else channel
+        blocking(
+            self.watchdog, channel.name, what, dist.broadcast, tensor, src=self.watchdog.ranks[source], ordered=ordered
+        )
         if self.world_rank == source:
             sent = tensor.numel() * tensor.element_size() * (len(channel.members) - 1)
             self.bytes_sent += sent
@@ -411,15 +412,15 @@ class Collectives:
         The engine's rank `source` passes `parts`, one for each rank in the order of the ranks; the others pass None.
         """
         given = None if parts is None else list(parts)
-        blocking(self.watch, "reduce", what, dist.scatter, into, given, src=self.watch.ranks[source])
+        blocking(self.watchdog, "reduce", what, dist.scatter, into, given, src=self.watchdog.ranks[source])
         if self.world_rank == source:
             self.bytes_sent += into.numel() * into.element_size() * (self.world - 1)
 
     # -- messages: CPU tensors, which do not count as bytes sent --------------------------------------------------
     def broadcast_message(self, message: torch.Tensor, source: int, what: str) -> None:
         """Overwrite a CPU tensor on every rank with that of the engine's rank `source`, and wait. Collective."""
-        blocking(self.watch, "control", what, dist.broadcast, message, src=self.watch.ranks[source])
+        blocking(self.watchdog, "control", what, dist.broadcast, message, src=self.watchdog.ranks[source])
 
     def maximum(self, message: torch.Tensor, what: str) -> None:
         """Replace the elements of a CPU tensor with their maxima over all ranks, and wait. Collective."""
-        blocking(self.watch, "control", what, dist.all_reduce, message, op=dist.ReduceOp.MAX)
+        blocking(self.watchdog, "control", what, dist.all_reduce, message, op=dist.ReduceOp.MAX)

@@ -19,7 +19,7 @@ from .gradient_reduction import Reduction, cast
 from .work import Pending
 
 if TYPE_CHECKING:
-    from .ports import Member
+    from .ports import ModelPort
 
 __all__ = [
     "CommHook",
@@ -64,7 +64,9 @@ class CommHook:
             if c.replica_channel is None:
                 result = cast(result, dtype, narrow)
                 assert c.reduce_channel is not None
-                pending = Pending(c.watch, c.reduce_channel, 0, hook_name(self.function), None, c.reduced(), c.device)
+                pending = Pending(
+                    c.watchdog, c.reduce_channel, 0, hook_name(self.function), None, c.reduced(), c.device
+                )
             else:
                 # The mean of the replicas' means is the mean over all ranks, because all replicas have equally many ranks.
                 result = result.to(grad.dtype) / c.topology.replicas
@@ -72,11 +74,11 @@ class CommHook:
             # The result is `total`, and not given back for reuse: the hook may have kept it.
             return Reduction(c, grad, result, pending, total=result)
 
-    def raise_together(self, member: Member, failed: bool) -> None:
+    def raise_together(self, port: ModelPort, failed: bool) -> None:
         """Raise the error of this backward, on all ranks, if the hook `failed` on any rank. Collective if `failed`."""
         error, self.error = self.error, None
         if failed:
-            agree(member, f"the communication hook {hook_name(self.function)}", None, error)
+            agree(port, f"the communication hook {hook_name(self.function)}", None, error)
 
 
 def hook_name(hook: Any) -> str:

@@ -14,7 +14,7 @@ from ..log import logger
 from .collectives import Collectives
 from .process_groups import backend_of, groups_for
 from .small_collectives import ScalarComm
-from .watchdog import Watch
+from .watchdog import Watchdog
 from .work import Channel
 
 __all__ = ["connect"]
@@ -43,15 +43,15 @@ def connect(
         secondary_size: the number of ranks among which a unit is sharded between forward and backward (secondary shards), if any.
     """
     if group is None or dist.get_world_size(group) == 1:
-        watch = Watch(0, [0], timeout, "")
-        alone = ScalarComm(watch)
-        return Collectives(device, watch, topology, alone, alone, alone, alone)
+        watchdog = Watchdog(0, [0], timeout, "")
+        alone = ScalarComm(watchdog)
+        return Collectives(device, watchdog, topology, alone, alone, alone, alone)
     groups, agreed = groups_for(group, single_communicator, timeout, f"{topology} {secondary_size}")
     groups.forget_ended()
     rank = dist.get_rank(group)
-    watch = Watch(rank, groups.ranks, timeout, groups.key)
+    watchdog = Watchdog(rank, groups.ranks, timeout, groups.key)
     backend = backend_of(group, device.type)
-    watch.polls = backend == "nccl"
+    watchdog.on_streams = backend == "nccl"
     logger.debug("collectives over ranks %s, backend %s", groups.ranks, backend)
     scalars = "cpu:gloo,cuda:nccl" if backend_of(group, "cuda") == "nccl" else groups.backend
 
@@ -63,21 +63,23 @@ def connect(
         backend: Any = groups.backend,
     ) -> Channel:
         made = Channel(purpose, groups, members, suffix, backend, shares)
-        watch.channels[made.name] = made
+        watchdog.channels[made.name] = made
         return made
 
     # An NCCL communicator serialises its collectives even on different streams. Gathers and reductions therefore have one
     # communicator each, unless `single_communicator` is set because two cannot be had. The user's own group is not used: a
     # gather that is left without its partner must not make that group unusable.
-    everyone = range(topology.world)
-    gather = channel("all-gather", everyone)
-    reduce = channel("reduce", everyone, shares=gather if single_communicator else None)
+    all_ranks = range(topology.world)
+    gather = channel("all-gather", all_ranks)
+    reduce = channel("reduce", all_ranks, shares=gather if single_communicator else None)
     # For small messages between hosts. On a GPU a message would wait in the queue behind a gather that may lack its partner.
-    channel("control", everyone, backend="gloo" if groups.key else None)
-    over_all = ScalarComm(watch, channel("scalar", everyone, backend=scalars), device=device if watch.polls else None)
-    channel("host barrier", everyone, shares=over_all.channel)
-    c = Collectives(device, watch, topology, over_all, over_all, over_all, over_all, gather, reduce, backend=backend)
-    if watch.polls:
+    channel("control", all_ranks, backend="gloo" if groups.key else None)
+    over_all = ScalarComm(
+        watchdog, channel("scalar", all_ranks, backend=scalars), device=device if watchdog.on_streams else None
+    )
+    channel("host barrier", all_ranks, shares=over_all.channel)
+    c = Collectives(device, watchdog, topology, over_all, over_all, over_all, over_all, gather, reduce, backend=backend)
+    if watchdog.on_streams:
         c.gather_stream, c.reduce_stream = groups.streams_on(device)
     if not agreed:  # making groups under different topologies would deadlock
         return c
@@ -88,11 +90,11 @@ def connect(
 
     def comm(role: str, members: Sequence[int], over_replicas: ScalarComm | None = None) -> ScalarComm:
         if len(members) == 1:
-            return ScalarComm(watch)
+            return ScalarComm(watchdog)
         if len(members) == topology.world:
             return over_all
         among = channel("scalar", members, f"{number} {role}", backend=scalars)
-        return ScalarComm(watch, among, over_replicas, over_all.device)
+        return ScalarComm(watchdog, among, over_replicas, over_all.device)
 
     shard_group, data_parallel_group = topology.shard_group_of(rank), topology.data_parallel_group_of(rank)
     c.data_parallel = comm("data parallel", data_parallel_group)

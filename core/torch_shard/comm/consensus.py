@@ -7,14 +7,14 @@ import zlib
 import torch
 
 from ..errors import ShardError
-from .ports import Member
+from .ports import ModelPort
 
 
-def agree(member: Member, what: str, key: object = None, error: Exception | None = None) -> None:
+def agree(port: ModelPort, what: str, key: object = None, error: Exception | None = None) -> None:
     """Raise on all ranks if a rank has failed, or if `key` differs between ranks. Collective.
 
     Args:
-        member: the sharded model whose ranks vote.
+        port: the sharded model whose ranks vote.
         what: the name of the operation, for error messages.
         key: an object whose repr must be equal on all ranks.
         error: the error with which the operation failed on this rank.
@@ -24,15 +24,15 @@ def agree(member: Member, what: str, key: object = None, error: Exception | None
             text (a :class:`ShardError` if the class is not one of the engine's).
         DivergenceError: another rank runs another operation, or the same operation with another `key`.
     """
-    c, operations = member.collectives, member.operations
+    c, operations = port.collectives, port.operations
     if c.world == 1 or operations is None:
         if error is not None:
             raise error
         return
     # Failures are voted on before keys are compared: a rank that failed may not know its key.
-    if any_rank(member, what, error is not None):
+    if any_rank(port, what, error is not None):
         own = None if error is None else (type(error), str(error))
-        answers = c.watch.exchange(what, own, listen=error is None)
+        answers = c.watchdog.exchange(what, own, listen=error is None)
         if error is not None:
             raise error
         rank, (kind, text) = next((r, a) for r, a in enumerate(answers) if a is not None)
@@ -42,14 +42,14 @@ def agree(member: Member, what: str, key: object = None, error: Exception | None
         operations.check(what)
 
 
-def any_rank(member: Member, what: str, value: bool) -> bool:
+def any_rank(port: ModelPort, what: str, value: bool) -> bool:
     """Return True if `value` is true on any rank. Collective.
 
     Raises:
         DivergenceError: another rank runs another operation.
     """
-    operations = member.operations
-    if member.collectives.world == 1 or operations is None:
+    operations = port.operations
+    if port.collectives.world == 1 or operations is None:
         return value
     operations.note(zlib.crc32(what.encode()), what)
     vote = operations.check(what, torch.tensor([value], dtype=torch.uint8, device="cpu"))

@@ -76,7 +76,7 @@ class OperationSequence:
         size = 0 if payload is None else len(payload)
         if payload is not None:
             message[16 : 16 + size] = payload
-        blocking(c.watch, "control", what, dist.all_reduce, message, op=dist.ReduceOp.MAX)
+        blocking(c.watchdog, "control", what, dist.all_reduce, message, op=dist.ReduceOp.MAX)
         h = message[:16].tolist()
         if any(a + b != 255 for a, b in zip(h[:8], h[8:], strict=True)):
             self._explain(what)
@@ -86,38 +86,38 @@ class OperationSequence:
 
     def _explain(self, what: str) -> None:
         self.on_difference()
-        watch = self.collectives.watch
-        issued = {name: ch.issued for name, ch in watch.channels.items() if ch.purpose in ("all-gather", "reduce")}
+        watchdog = self.collectives.watchdog
+        issued = {name: ch.issued for name, ch in watchdog.channels.items() if ch.purpose in ("all-gather", "reduce")}
         mine: tuple[list[str], str, str, int, dict[str, int]] = (self.history, what, caller_line(), self.number, issued)
         before = ", ".join(self.history[-_RECENT:]) or "nothing"
         own = f" Before it this rank had noted, since the last step: {before}."
         try:
-            everyone: list[Any] = watch.exchange(what, mine, own)
+            answers: list[Any] = watchdog.exchange(what, mine, own)
         finally:
             self.hash, self.history = 0, []
         try:
-            self._raise(everyone)
+            self._raise(answers)
         except DivergenceError as error:
             # Some ranks have begun gathers or reductions that others have not (a backward failed on one rank). The next
             # collectives would pair with those and give wrong numbers.
-            if any(counts != issued for *_, counts in everyone):
-                watch.channels["control"].groups.abort(watch.rank, error)
+            if any(counts != issued for *_, counts in answers):
+                watchdog.channels["control"].groups.abort(watchdog.rank, error)
             raise
 
     @staticmethod
-    def _raise(everyone: list[Any]) -> NoReturn:
-        if len({number for *_, number, _ in everyone}) > 1:
-            places = [f"rank {r} is in {at} of model {n} ({line})" for r, (_, at, line, n, _) in enumerate(everyone)]
+    def _raise(answers: list[Any]) -> NoReturn:
+        if len({number for *_, number, _ in answers}) > 1:
+            places = [f"rank {r} is in {at} of model {n} ({line})" for r, (_, at, line, n, _) in enumerate(answers)]
             raise DivergenceError(
                 f"the ranks ran different models, numbered in the order of shard(): {'; '.join(places)}. Every rank must run the "
                 "forwards, backwards and saves of several sharded models in the same order (iterate over a list, not a set)."
             )
-        steps = min(len(h) for h, *_ in everyone)
-        first = next((i for i in range(steps) if len({h[i] for h, *_ in everyone}) > 1), steps)
-        now = [history[first] if first < len(history) else f"nothing more before {at}" for history, at, *_ in everyone]
+        steps = min(len(h) for h, *_ in answers)
+        first = next((i for i in range(steps) if len({h[i] for h, *_ in answers}) > 1), steps)
+        now = [history[first] if first < len(history) else f"nothing more before {at}" for history, at, *_ in answers]
         places = [
             f"rank {rank}: {text} ({line})"
-            for rank, (text, (_, _, line, *_)) in enumerate(zip(now, everyone, strict=True))
+            for rank, (text, (_, _, line, *_)) in enumerate(zip(now, answers, strict=True))
         ]
         differ = f"; the first difference is operation {first} of this step: " + "; ".join(places)
         if any(text.startswith(LOADS) for text in now):
@@ -127,7 +127,7 @@ class OperationSequence:
                 "== ...`), before anything else."
             )
         # A rank that is not at the start of a forward, say in a save, diverges for another reason than its number of batches.
-        if any(text.startswith(_BATCH) for text in now) and {at for _, at, *_ in everyone} == {_FORWARD}:
+        if any(text.startswith(_BATCH) for text in now) and {at for _, at, *_ in answers} == {_FORWARD}:
             raise DivergenceError(
                 f"the ranks have different numbers of batches{differ}. Parameters are gathered from all ranks, also to evaluate: "
                 "give each rank equally many batches (a DistributedSampler, or drop_last=True, or a limit on the number), or "

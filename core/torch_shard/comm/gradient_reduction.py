@@ -46,9 +46,9 @@ class Reduction:
 
     def done(self) -> bool:
         """Return True if the reduction is complete; begin queued inter-replica all-reduces whose turn has come."""
-        return self.settle(0.0)
+        return self.wait_at_most(0.0)
 
-    def settle(self, seconds: float) -> bool:
+    def wait_at_most(self, seconds: float) -> bool:
         """Wait for about `seconds` at most; return False if the reduction is still running."""
         while self.across:
             first = self.collectives.waiting[0]
@@ -58,7 +58,7 @@ class Reduction:
         return self._ended(seconds)
 
     def _ended(self, seconds: float) -> bool:
-        return self.pending.done() or (seconds > 0.0 and self.pending.settle(seconds))
+        return self.pending.done() or (seconds > 0.0 and self.pending.wait_at_most(seconds))
 
     def go_across(self) -> None:
         """Wait for the sum within this rank's replica, and begin the inter-replica all-reduce.
@@ -94,7 +94,7 @@ class Reduction:
     def abandon(self, seconds: float) -> None:
         """Drop the reduction after a failed backward. A partner may never come, so this waits for about `seconds` at most."""
         try:
-            self.settle(seconds)
+            self.wait_at_most(seconds)
         finally:
             if self.across:  # the ranks of other replicas may have begun the all-reduce
                 c = self.collectives
@@ -106,7 +106,7 @@ class Reduction:
         """Wait on the host until this rank's device has come to the reduction. The rest of the time is spent on the partners."""
         if self.begun is None:
             return
-        deadline = time.monotonic() + self.collectives.watch.timeout
+        deadline = time.monotonic() + self.collectives.watchdog.timeout
         while not self.begun.query() and time.monotonic() < deadline:
             time.sleep(POLL)
 

@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from .collectives import Collectives
     from .divergence import OperationSequence
 
-__all__ = ["Member"]
+__all__ = ["ModelPort"]
 
 
-class Member(Protocol):
+class ModelPort(Protocol):
     """A sharded model on one rank: its collectives, and the sequence of operations that its ranks compare."""
 
     @property

@@ -83,7 +83,7 @@ class ProcessGroups:
         made: the process groups, by the name of their channel.
         topologies: the topologies of the engines so far, in the same order on all ranks.
         issued: the number of collectives that this rank has issued, by channel, of all engines.
-        unfinished: the latest collective that nobody has waited for, by channel.
+        in_flight: the latest collective that nobody has waited for, by channel.
         buffers: the collectives that nobody has waited for, with the buffers that each may still read or write: an engine may
             be dropped before its collectives end.
         waiting: the reductions that wait for their inter-replica all-reduce, by channel, in the order in which all ranks began
@@ -101,7 +101,7 @@ class ProcessGroups:
     made: dict[str, Any] = field(default_factory=dict)
     topologies: list[Topology] = field(default_factory=list)
     issued: dict[str, int] = field(default_factory=dict)
-    unfinished: dict[str, Any] = field(default_factory=dict)
+    in_flight: dict[str, Any] = field(default_factory=dict)
     buffers: dict[Any, Any] = field(default_factory=dict)
     waiting: dict[str, deque[Any]] = field(default_factory=dict)
     streams: dict[torch.device, tuple[Any, Any]] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class ProcessGroups:
 
     def __post_init__(self) -> None:
         # The finalizer runs when this object is deleted, or at exit.
-        weakref.finalize(self, _keep_unfinished, self.unfinished, self.made, self.buffers)
+        weakref.finalize(self, _keep_unfinished, self.in_flight, self.made, self.buffers)
 
     def new_group(self, name: str, members: Sequence[int], backend: str | None) -> Any:
         """Make a process group of `members`, numbers of its ranks in :attr:`ranks`. Collective over them only."""
@@ -158,16 +158,16 @@ class ProcessGroups:
             del self.buffers[work]
 
 
-def _keep_unfinished(unfinished: dict[str, Any], *others: Any) -> None:
+def _keep_unfinished(in_flight: dict[str, Any], *others: Any) -> None:
     """Keep process groups alive as long as the process if a collective in them has been left without its partner.
 
     Gloo can't abort a collective. The group's destructor waits for it, and two ranks that destroy such groups in
     different order would wait for each other until the group's timeout, half an hour by default. When a process ends,
     its partners' collectives end with an error.
     """
-    if any(not work.is_completed() for work in unfinished.values()):
+    if any(not work.is_completed() for work in in_flight.values()):
         # A list in this module would be emptied at exit, and the destructors would run.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object((unfinished, others)))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object((in_flight, others)))
 
 
 # The groups by the user's group and by `single_communicator`. Communicators cost memory and set-up time, and a program may

@@ -43,9 +43,9 @@ class QuantizedGather:
             self._code.decode(self._payloads, self._full.view(len(self._payloads), -1))
         self._payloads = None
 
-    def settle(self, seconds: float) -> bool:
+    def wait_at_most(self, seconds: float) -> bool:
         """Wait for at most `seconds`; return False if the collective is still running."""
-        return self._pending.settle(seconds)
+        return self._pending.wait_at_most(seconds)
 
     def wait(self) -> None:
         """Return when the gathered values may be read by the current stream."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .process_group_ops import all_gather_single
-from .watchdog import Watch, blocking
+from .watchdog import Watchdog, blocking
 from .work import Channel
 
 __all__ = ["ScalarComm", "UnknownStep"]
@@ -38,7 +38,7 @@ class ScalarComm:
     another rank.
 
     Attributes:
-        watch: waits for the collectives.
+        watchdog: waits for the collectives.
         channel: the channel over the ranks of the communicator; None if this rank is alone in it, and nothing is sent.
         over_replicas: the communicator over all replicas; None if this one is.
         device: the device to which tensors are copied before they are sent (for shards in host memory); None for their own.
@@ -48,7 +48,7 @@ class ScalarComm:
         world_rank: the number of this rank among all ranks of the engine, for error messages.
     """
 
-    watch: Watch
+    watchdog: Watchdog
     channel: Channel | None = None
     over_replicas: ScalarComm | None = None
     device: torch.device | None = None
@@ -56,7 +56,7 @@ class ScalarComm:
     bytes_sent: int = 0
 
     def __post_init__(self) -> None:
-        self.world_rank = self.watch.rank
+        self.world_rank = self.watchdog.rank
         members = (self.world_rank,) if self.channel is None else self.channel.members
         self.size, self.rank = len(members), members.index(self.world_rank)
 
@@ -66,6 +66,7 @@ class ScalarComm:
         return self.over_replicas or self
 
     def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:
+        """Reduce `tensor` in place with `op`, one of ``"sum"``, ``"max"``, ``"min"``, and return it. Collective."""
         if self.channel is None:
             return tensor
         sent = self._on_device(tensor)
@@ -73,6 +74,7 @@ class ScalarComm:
         return tensor if sent is tensor else tensor.copy_(sent)
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """Return the ranks' tensors stacked, shape ``[size, *tensor.shape]``. Collective."""
         if self.channel is None:
             return tensor.unsqueeze(0)
         sent = self._on_device(tensor).contiguous()
@@ -81,6 +83,7 @@ class ScalarComm:
         return out.to(tensor.device)
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
+        """Overwrite `tensor` with that of rank `source`, a number among the communicator's ranks. Collective."""
         if self.channel is None:
             return
         sent = self._on_device(tensor)
@@ -93,5 +96,5 @@ class ScalarComm:
 
     def _run(self, what: str, function: Any, *args: Any, **kwargs: Any) -> None:
         assert self.channel is not None
-        self.watch.host_barrier(what)
-        blocking(self.watch, self.channel.name, what, function, *args, ordered=self.watch.polls, **kwargs)
+        self.watchdog.host_barrier(what)
+        blocking(self.watchdog, self.channel.name, what, function, *args, ordered=self.watchdog.on_streams, **kwargs)

@@ -107,11 +107,11 @@ class StreamWaits:
 
 def waits(collectives: Collectives) -> tuple[float, float, float]:
     """Return the seconds waited for gathers, for reductions and for all other collectives."""
-    watch = collectives.watch
-    if watch.stream_waits is not None:
-        watch.stream_waits.collect()
+    watchdog = collectives.watchdog
+    if watchdog.stream_waits is not None:
+        watchdog.stream_waits.collect()
     by_purpose: Counter[str] = Counter()
-    for channel in watch.channels.values():
+    for channel in watchdog.channels.values():
         by_purpose[channel.purpose] += channel.waited  # type: ignore[assignment]
     gathers, reductions = by_purpose.pop("all-gather", 0.0), by_purpose.pop("reduce", 0.0)
     return gathers, reductions, sum(by_purpose.values())

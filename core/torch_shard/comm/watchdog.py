@@ -1,6 +1,6 @@
 """Waits for collectives with a timeout, and errors that say what each rank waits in.
 
-Every blocking wait of the engine goes through :class:`Watch`. A rank whose partner does not come therefore raises an error
+Every blocking wait of the engine goes through :class:`Watchdog`. A rank whose partner does not come therefore raises an error
 that says what each rank waits in, instead of hanging until the timeout of the process group.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .work import Channel
 
 
-class Watch:
+class Watchdog:
     """Waits for collectives with a timeout, and explains a wait that does not end.
 
     A rank that has waited for a second posts in the store which collective it waits in, and how many collectives of each
@@ -45,11 +45,11 @@ class Watch:
         self.first_tick = timedelta(seconds=min(FIRST_TICK, timeout))
         self._tick = TICK + self.size / 1000
         self._posts: Messages | None = None  # what each rank waits in
-        self.polls = False  # NCCL: see ends_within and host_barrier
+        self.on_streams = False  # NCCL: see ends_within and host_barrier
         self.stream_waits: StreamWaits | None = None  # NCCL: measures how long streams wait, if that was requested
 
     @contextlib.contextmanager
-    def patient(self, seconds: float) -> Iterator[None]:
+    def timeout_at_least(self, seconds: float) -> Iterator[None]:
         """Raise the timeout to at least `seconds` inside this context, for calls by which the user waits. Not collective."""
         before = self.timeout
         self.timeout = max(before, seconds)
@@ -87,7 +87,7 @@ class Watch:
         """
         work = pending.work
         pending.channel.check()
-        if self.polls and ends_within(work, self.first_tick.total_seconds(), pending, self.rank):
+        if self.on_streams and ends_within(work, self.first_tick.total_seconds(), pending, self.rank):
             return
         groups = pending.channel.groups
         begin = time.monotonic() - FIRST_TICK
@@ -136,7 +136,7 @@ class Watch:
         The streams alone can then wait for the collective itself. If the host waited for its end, it would wait for all
         work that the device has queued before it.
         """
-        if self.polls:
+        if self.on_streams:
             blocking(self, "host barrier", what, dist.all_reduce, torch.zeros(1, device="cpu"))
 
     def exchange(self, what: str, value: Any, own: str = "", listen: bool = True) -> list[Any]:
@@ -253,13 +253,13 @@ def _named(ranks: list[int]) -> str:
 
 
 def blocking(
-    watch: Watch, name: str, what: str, function: Any, *args: Any, ordered: bool = False, **kwargs: Any
+    watchdog: Watchdog, name: str, what: str, function: Any, *args: Any, ordered: bool = False, **kwargs: Any
 ) -> None:
-    """Run a collective of torch.distributed in the channel `name`, and wait for it with the watch's timeout. Collective.
+    """Run a collective of torch.distributed in the channel `name`, and wait for it with the watchdog's timeout. Collective.
 
     `ordered` has the meaning that :class:`Pending` gives it.
     """
-    channel = watch.channels[name]
+    channel = watchdog.channels[name]
     number = channel.count()
     work = function(*args, group=channel.group, async_op=True, **kwargs)
-    Pending(watch, channel, number, what, work, ordered=ordered).wait()
+    Pending(watchdog, channel, number, what, work, ordered=ordered).wait()

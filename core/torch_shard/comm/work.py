@@ -16,7 +16,7 @@ from ..errors import DivergenceError, MissingRankError
 
 if TYPE_CHECKING:
     from .process_groups import ProcessGroups
-    from .watchdog import Watch
+    from .watchdog import Watchdog
 
 
 # Seconds that a rank waits before it posts in the store what it waits in.
@@ -130,7 +130,7 @@ class Channel:
 class Pending:
     """A collective in flight. ``wait`` returns when its result may be read by the current stream."""
 
-    watch: Watch
+    watchdog: Watchdog
     channel: Channel
     number: int
     what: str
@@ -141,19 +141,19 @@ class Pending:
 
     def __post_init__(self) -> None:
         if self.work is not None and self.event is None:
-            self.channel.groups.unfinished[self.channel.name] = self.work
+            self.channel.groups.in_flight[self.channel.name] = self.work
 
     def done(self) -> bool:
         """Return True if the collective has ended."""
         return self.work is None or bool(self.work.is_completed())
 
-    def settle(self, seconds: float) -> bool:
+    def wait_at_most(self, seconds: float) -> bool:
         """Wait for at most `seconds`; return False if the collective is still running."""
         if self.done():
             return True
         begun = time.perf_counter()
         try:
-            return ends_within(self.work, seconds, self, self.watch.rank)
+            return ends_within(self.work, seconds, self, self.watchdog.rank)
         finally:
             if self.event is None:  # with an event, training waits on the stream, and StreamWaits counts that
                 self.channel.waited += time.perf_counter() - begun
@@ -166,7 +166,7 @@ class Pending:
                 self._wait()
                 self.channel.waited += time.perf_counter() - begun
             return
-        streams = self.watch.stream_waits
+        streams = self.watchdog.stream_waits
         if streams is None:
             self._wait()
         else:
@@ -180,11 +180,11 @@ class Pending:
             groups = self.channel.groups
             if self.ordered or self.event is not None or (groups.broken and work.is_completed()):
                 work.wait()  # NCCL's wait only orders the current stream
-            elif self.watch.polls or groups.broken or not _ends(work, self.watch.first_tick):
-                self.watch.wait(self)
+            elif self.watchdog.on_streams or groups.broken or not _ends(work, self.watchdog.first_tick):
+                self.watchdog.wait(self)
             groups.buffers.pop(work, None)
-            if groups.unfinished.get(self.channel.name) is work:
-                del groups.unfinished[self.channel.name]  # it holds tensors
+            if groups.in_flight.get(self.channel.name) is work:
+                del groups.in_flight[self.channel.name]  # it holds tensors
             self.work = None
         if self.event is not None:
             # Hazard: the compute stream must not read the buffer before the side stream has filled it.
@@ -207,7 +207,7 @@ def ends_within(work: Any, seconds: float, pending: Pending, rank: int) -> bool:
     Raises:
         MissingRankError: the collective failed.
     """
-    if pending.watch.polls and pending.channel.purpose not in ("control", "host barrier"):
+    if pending.watchdog.on_streams and pending.channel.purpose not in ("control", "host barrier"):
         # NCCL's own wait with a limit aborts the communicator when the limit is reached.
         deadline = time.monotonic() + seconds
         while not work.is_completed():

@@ -255,7 +255,7 @@ def members(comm: Any, c: Collectives) -> tuple[Any, list[int] | None]:
     has its own gradients, equal but for rounding; the first plane's count, since all ranks must scale by one factor."""
     if c.topology.data_parallel_groups == 1 or comm is c.full_model:
         return comm, None
-    return c.everyone, list(c.topology.shard_groups[0])
+    return c.all_ranks, list(c.topology.shard_groups[0])
 
 
 def _of_rank_0(runtime: Runtime, value: torch.Tensor) -> torch.Tensor:
@@ -263,7 +263,7 @@ def _of_rank_0(runtime: Runtime, value: torch.Tensor) -> torch.Tensor:
     c = runtime.collectives
     if c.world == 1:
         return value
-    return c.everyone.all_gather(value, "clip_grad_norm_")[0]
+    return c.all_ranks.all_gather(value, "clip_grad_norm_")[0]
 
 
 def local_norm(

@@ -4,10 +4,10 @@ A row of values becomes one *payload* of bytes::
 
     [ scale of block 0 | scale of block 1 | ... | code 0 | code 1 | ... | padding to 16 bytes ]
 
-A block's scale is its largest absolute value by the largest code, a value's code is value / scale, rounded to nearest, and
-code * scale the decoded value. A block with a NaN or an infinity has a scale that is one, and comes out without any finite
-value: at the receiver what is not finite shows, as it would have unquantized. Blocks whose scale is below the smallest normal
-number come out as zeros.
+A block's scale is its largest absolute value, divided by the largest code. A value's code is value / scale, rounded to nearest,
+and the decoded value is code * scale. If a block has a NaN or an infinity, so is its scale, and no decoded value is finite: the
+receiver sees that, as it would have without quantization. Blocks whose scale is below the smallest normal number are decoded as
+zeros.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ __all__ = ["BlockQuantizer"]
 
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
-# Elements that are worked on at a time: on a CPU so many that intermediate values stay in a core's cache; on a GPU few passes
-# over much, with a bound for their memory.
+# The number of elements that are worked on at a time. On a CPU it is so small that intermediate values stay in a core's cache;
+# on a GPU it is large, for few passes, and only limits their memory.
 _PIECE = {"cpu": 1 << 18}
 _PIECE_ELSEWHERE = 1 << 24
 
 
 @dataclass(frozen=True)
 class BlockQuantizer:
-    """How a row of `numel` values travels.
+    """Encodes rows of `numel` values to payloads, and decodes them.
 
     Attributes:
-        dtype: of the codes, int8 or float8_e4m3fn.
-        numel: values in a row. The last block may be shorter.
-        block: values that share a scale.
-        wide: dtype of the scales, and of all arithmetic: float32 or float64.
+        dtype: the dtype of the codes, int8 or float8_e4m3fn.
+        numel: the number of values in a row. The last block may be shorter than the others.
+        block: the number of values that share a scale.
+        wide: the dtype of the scales and of all arithmetic, float32 or float64.
     """
 
     dtype: torch.dtype
@@ -47,22 +47,22 @@ class BlockQuantizer:
 
     @property
     def blocks(self) -> int:
-        """Scales of a row."""
+        """The number of scales in a row."""
         return -(-self.numel // self.block)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a payload."""
+        """The bytes of a payload."""
         return -(-(self.blocks * self.wide.itemsize + self.numel) // ALIGNMENT) * ALIGNMENT
 
     def encode(self, values: torch.Tensor, payloads: torch.Tensor, residual: torch.Tensor | None = None) -> None:
-        """Fill payloads.
+        """Encode rows of values.
 
         Args:
-            values: (rows, `numel`), of any floating-point dtype.
-            payloads: (rows, `nbytes`), uint8; written.
-            residual: (rows, `numel`): added to `values` first, and then what the codes have lost of the sum; 0 in blocks with
-                a value that is not finite.
+            values: shape (rows, `numel`), of any floating-point dtype.
+            payloads: shape (rows, `nbytes`), uint8; overwritten.
+            residual: shape (rows, `numel`). It is added to `values`, and then overwritten with what the codes have lost of the
+                sum, or with 0 in blocks that have a value which is not finite.
         """
         scales, codes = self._parts(payloads)
         for start, stop, width in self._pieces(values):
@@ -71,7 +71,7 @@ class BlockQuantizer:
                 part = part + residual[:, start:stop]
             part = part.unflatten(1, (-1, width))
             scale = part.abs().amax(dim=2, keepdim=True).div_(_LARGEST[self.dtype])
-            # Else the quotient could be infinite, and the code anything.
+            # With a smaller scale the quotient could be infinite, and the code undefined.
             scale.masked_fill_(scale < torch.finfo(self.wide).tiny, 0.0)
             code = part / scale.masked_fill(scale == 0.0, 1.0)
             if not self.dtype.is_floating_point:
@@ -84,14 +84,14 @@ class BlockQuantizer:
                 residual[:, start:stop].copy_(code.nan_to_num_(0.0, 0.0, 0.0).flatten(1))
 
     def decode(self, payloads: torch.Tensor, into: torch.Tensor) -> None:
-        """Fill `into` (rows, `numel`; any floating-point dtype, to which values are rounded once) from as many payloads."""
+        """Fill `into`, shape (rows, `numel`), from as many payloads. Values are rounded to its dtype once."""
         scales, codes = self._parts(payloads)
         for start, stop, width in self._pieces(into):
             scale = self._scale(scales, start, stop, width)
             into[:, start:stop].unflatten(1, (-1, width)).copy_(self._decoded(codes[:, start:stop], scale))
 
     def decode_sum(self, payloads: torch.Tensor, into: torch.Tensor) -> None:
-        """Fill `into` (`numel`) with the sum of the rows that the payloads hold, in their order, rounded to its dtype once."""
+        """Fill `into`, of `numel` elements, with the sum of the payloads' rows, added in order and rounded to its dtype once."""
         scales, codes = self._parts(payloads)
         for start, stop, width in self._pieces(codes):
             scale = self._scale(scales, start, stop, width)
@@ -106,7 +106,7 @@ class BlockQuantizer:
         return payloads[:, :end].view(self.wide), codes.view(self.dtype)
 
     def _pieces(self, rows: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-        """Parts of a row to work on: begin, end, and the size of their blocks."""
+        """Yield the begin and the end of each part of a row to work on, and the size of its blocks."""
         most = _PIECE.get(rows.device.type, _PIECE_ELSEWHERE) // max(1, rows.shape[0])
         step = max(self.block, most // self.block * self.block)
         whole = self.numel // self.block * self.block

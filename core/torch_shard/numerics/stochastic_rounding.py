@@ -1,12 +1,12 @@
-"""Stochastic rounding: steps of parameters that are stored in bf16.
+"""Stochastic rounding, for the optimizer's step on parameters that are stored in bf16.
 
-bf16 has 8 bits of precision, so an update below about 1/500 of a value is lost when the result is rounded to nearest. Rounded up
-or down at random, with probabilities in proportion to the distances, the result is right on average, and small updates add up
-without a copy of the parameters in fp32 ("Revisiting BFloat16 Training", Zamirai et al., arXiv 2010.06192).
+bf16 has 8 bits of precision, so an update below about 1/500 of a value is lost when the result is rounded to nearest. If the
+result is rounded up or down at random, with probabilities in proportion to the distances, it is right on average, and small
+updates add up without a copy of the parameters in fp32 ("Revisiting BFloat16 Training", Zamirai et al., arXiv 2010.06192).
 
-The random numbers are a function of the seed, the unit, the count of its steps, and the element's place in the unit's flat
-buffer; no generator is involved, the user's least of all. So they do not depend on how a step is divided into tensors, nor on
-the number of ranks; ranks that hold different slices draw different ones, and replicas of a slice draw the same.
+The random numbers are a function of the seed, the unit, the count of its steps, and the element's position in the unit's flat
+buffer. They use no generator, so that the user's random numbers stay the same. They do not depend on how a step is divided into
+tensors, nor on the number of ranks. Ranks with different shards draw different numbers, and replicas of a shard draw the same.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import torch
 __all__ = ["EXACT", "Rounding", "is_loading", "noise", "round_to", "state_dtype", "widen"]
 
 EXACT = torch.float32
-"""What a step computes in."""
+"""The dtype in which a step computes."""
 
 _LARGEST = torch.finfo(torch.bfloat16).max
-_WORD = 4  # elements that share a hash of 64 bits
-_CHUNK = {"cpu": 1 << 16}  # elements worked on at once; on the CPU temporaries then stay in its cache
+_WORD = 4  # the number of elements that share a hash of 64 bits
+_CHUNK = {"cpu": 1 << 16}  # the number of elements worked on at once; on a CPU temporary values stay in its cache
 _CHUNK_ELSEWHERE = 1 << 22
 
 
 def _signed(value: int) -> int:
-    """The 64-bit integer with these bits that torch takes."""
+    """Return the signed 64-bit integer with the bits of `value`, because torch has no other ones."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
@@ -43,24 +43,24 @@ _LAST = 31
 
 
 class Rounding:
-    """Of one flat buffer."""
+    """The random numbers for the steps of one flat buffer."""
 
     __slots__ = ("_key", "_place", "_seed", "count")
 
     def __init__(self, seed: int, place: tuple[int, int]) -> None:
-        """`place`: the unit's number, and the flat buffer's in it."""
+        """Begin with the first step. `place` is the number of the unit, and the number of the flat buffer in it."""
         self._seed, self._place = seed, place
         self.count = -1
         self.begin()
 
     def begin(self) -> None:
-        """A step begins: from here on the random numbers are others."""
+        """Begin the next step, which has other random numbers."""
         self.count += 1
         text = repr((self._seed, self._place, self.count)).encode()
         self._key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
     def at(self, start: int) -> tuple[int, int]:
-        """The key, and an element's place: see :func:`noise`."""
+        """Return the key of this step, and `start`, an element's position in the flat buffer, for :func:`noise`."""
         return self._key, start
 
     def copy(self) -> Rounding:
@@ -71,13 +71,13 @@ class Rounding:
 
 
 def noise(parts: Sequence[tuple[tuple[int, int], int]], device: torch.device) -> torch.Tensor:
-    """Random numbers for runs of elements, one after the other.
+    """Return random numbers for ranges of elements, one range after the other.
 
     Args:
-        parts: of each run, the key and the first element's place (:meth:`Rounding.at`), and how many elements there are.
+        parts: for each range, the :meth:`Rounding.at` of the first element, and the number of elements.
 
     Returns:
-        1-D, int16, uniform over all 65536 values, and a function of key and place alone.
+        A 1-D tensor of int16, uniform over all 65536 values, which is a function of the keys and the positions alone.
     """
     starts, counts, cuts = [], [], []
     position = 0
@@ -98,7 +98,7 @@ def noise(parts: Sequence[tuple[tuple[int, int], int]], device: torch.device) ->
         words ^= _shifted(words, shift)
         words *= factor
     words ^= _shifted(words, _LAST)
-    # On a big-endian machine the four numbers of a word would change places, no more.
+    # On a big-endian machine the four numbers of a word would only change places.
     found = words.view(torch.int16)
     own = found.split_with_sizes(cuts)[1::3]
     return own[0] if len(own) == 1 else torch.cat(own)
@@ -111,13 +111,13 @@ def _shifted(words: torch.Tensor, by: int) -> torch.Tensor:
 def round_to(values: Sequence[torch.Tensor], exact: torch.Tensor, places: Sequence[tuple[int, int]]) -> None:
     """Write `exact` to `values`, rounded stochastically.
 
-    A value that bf16 has is kept, and any other becomes one of its two neighbours; the mean of that is the value itself. Beyond
-    the largest finite value, where there is no neighbour on one side, it is rounded to nearest, and so are infinities and NaN.
+    A value that bf16 has is kept. Any other value becomes one of its two neighbours, which on average give the value itself. A
+    value beyond the largest finite one has only one neighbour, so it is rounded to nearest, as infinities and NaN are.
 
     Args:
-        values: 1-D, bf16.
-        exact: 1-D, fp32, as long as `values` together.
-        places: :meth:`Rounding.at` of the first element of each.
+        values: 1-D tensors of bf16.
+        exact: a 1-D tensor of fp32 with as many elements as `values` together.
+        places: for each of `values`, the :meth:`Rounding.at` of its first element.
     """
     if len(values) > 1:
         lengths = [v.numel() for v in values]
@@ -132,15 +132,20 @@ def round_to(values: Sequence[torch.Tensor], exact: torch.Tensor, places: Sequen
 
 
 def _rounded(exact: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """In fp32. The lower 16 bits of a float are its distance from the neighbour nearer to zero, in 65536ths of the way to the
-    other one: 16 random bits are added, and what has not been carried is cut off."""
+    """Return the rounded values in fp32.
+
+    The lower 16 bits of a float are its distance from the neighbour nearer to zero, in 65536ths of the way to the other one. So
+    16 random bits are added, and the lower 16 bits of the sum are cut off.
+    """
     bits = torch.add(exact.view(torch.int32), random).add_(1 << 15).bitwise_and_(-(1 << 16))
     return torch.where(exact.abs() <= _LARGEST, bits.view(EXACT), exact)
 
 
 def widen(entries: Any, wrap: Any) -> None:
-    """Optimizer state of one parameter, from a step that was made in bf16: into fp32, which is exact. `wrap(value, local)`
-    makes a sharded tensor like `value` over `local`."""
+    """Widen the optimizer state of one parameter, from a step that was made in bf16, to fp32, which is exact.
+
+    `wrap(value, local)` makes a sharded tensor like `value` over `local`.
+    """
     for key, value in entries.items() if isinstance(entries, dict) else ():
         if not isinstance(value, torch.Tensor) or value.dtype not in (torch.bfloat16, torch.float16):
             continue
@@ -149,7 +154,7 @@ def widen(entries: Any, wrap: Any) -> None:
 
 
 def state_dtype(param: Any) -> torch.dtype:
-    """Of optimizer state that has its parameter's dtype in plain torch."""
+    """Return the dtype of optimizer state that has its parameter's dtype in plain torch."""
     ref = getattr(param, "_unit_ref", None)
     unit = ref() if ref is not None else None
     rounds = unit is not None and unit.rounding and unit.find(param)[0].rounding is not None
@@ -160,6 +165,8 @@ _LOADS: Any = torch.optim.Optimizer._process_value_according_to_param_policy.__c
 
 
 def is_loading() -> bool:
-    """Whether a parameter's ``dtype`` is read by ``Optimizer.load_state_dict``, which converts state to it and would round it.
-    To be called from :func:`.shard_tensor.torch_function.computed_in`."""
+    """Return True if ``Optimizer.load_state_dict`` reads a parameter's ``dtype``: it converts state to it, and would round it.
+
+    Only :func:`.shard_tensor.torch_function.computed_in` may call this, because the reader is found by the number of frames.
+    """
     return sys._getframe(3).f_code is _LOADS

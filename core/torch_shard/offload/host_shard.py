@@ -20,7 +20,7 @@ class Crossing:
     def __init__(self, event: Any, device: torch.device) -> None:
         self._event, self._device = event, device
 
-    def settle(self, seconds: float) -> bool:
+    def wait_at_most(self, seconds: float) -> bool:
         """Return True: a copy always ends."""
         return True
 

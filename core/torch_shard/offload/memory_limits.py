@@ -100,7 +100,7 @@ def check(needed: int, c: Collectives) -> None:
     logger.debug("host memory: %s needed, available %s", formatted(needed), [formatted(limit.room) for limit in known])
     text = json.dumps([needed, socket.gethostname(), known[:32]]).encode().ljust(_MESSAGE)
     own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    ranks = [_Rank(*json.loads(bytes(row.tolist()))) for row in c.everyone.all_gather(own, "the set-up of offload")]
+    ranks = [_Rank(*json.loads(bytes(row.tolist()))) for row in c.all_ranks.all_gather(own, "the set-up of offload")]
     if short := list(_shortages(ranks)):
         raise HostMemoryError(f"{'; '.join(short)}. {_REMEDY}")
 

@@ -24,13 +24,13 @@ def meet(runtime: Runtime, seconds: float, what: str) -> None:
         MissingRankError: another rank did not come in that time.
     """
     if _is_between_operations(runtime):
-        with runtime.collectives.watch.patient(seconds):
+        with runtime.collectives.watchdog.timeout_at_least(seconds):
             agree(runtime, what)
 
 
 def _is_between_operations(runtime: Runtime) -> bool:
     """Return True if the ranks are in step, and this rank is in no forward or backward."""
-    control = runtime.collectives.watch.channels.get("control")
+    control = runtime.collectives.watchdog.channels.get("control")
     return (
         control is not None
         and not control.groups.broken

@@ -114,7 +114,7 @@ class ReduceSchedule:
                 if few or self._no_pause:
                     break
                 oldest.wait_for_own_part()
-                if not oldest.settle(PAUSE):
+                if not oldest.wait_at_most(PAUSE):
                     self._no_pause = _NO_PAUSE_FOR
                     break
             self._collect_oldest()
@@ -237,7 +237,7 @@ class ReduceSchedule:
         # Ranks that are out of step already send nothing more.
         replicas = c.replica_channel is not None and not c.replica_channel.groups.broken
         deadline = time.monotonic() + min(
-            _WAIT_WITHIN_REPLICA if replicas else PAUSE * len(self._in_flight), c.watch.timeout
+            _WAIT_WITHIN_REPLICA if replicas else PAUSE * len(self._in_flight), c.watchdog.timeout
         )
         for _, reduction in self._in_flight:
             left = max(0.0, deadline - time.monotonic())

@@ -464,7 +464,7 @@ class Runtime:
                 flat.gradients.forget()
             if unit.state is not State.SHARDED and unit.gathers and not unit.running and not unit.is_summoned:
                 with contextlib.suppress(ShardError):
-                    if all(p.settle(PAUSE) for p in unit.pending):
+                    if all(p.wait_at_most(PAUSE) for p in unit.pending):
                         self.schedule.reshard(unit)
                 if unit.state is State.GATHERING:
                     # The unshard may never end. The memory stays allocated, since the collective may still write to it.

@@ -29,11 +29,11 @@ def statistics(runtime: Runtime) -> Statistics:
 
 def time_waiting(runtime: Runtime, enabled: bool) -> None:
     """Start or stop to time the waits of GPU streams; do nothing on other devices. Not collective."""
-    watch, device = runtime.collectives.watch, runtime.collectives.device
+    watchdog, device = runtime.collectives.watchdog, runtime.collectives.device
     if not enabled or device.type != "cuda":
-        watch.stream_waits = None
-    elif watch.stream_waits is None:
-        watch.stream_waits = StreamWaits(device)
+        watchdog.stream_waits = None
+    elif watchdog.stream_waits is None:
+        watchdog.stream_waits = StreamWaits(device)
 
 
 def parameter_bytes(runtime: Runtime) -> int:

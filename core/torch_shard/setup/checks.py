@@ -132,7 +132,7 @@ def agree(c: Collectives, model: nn.Module, plan: Plan | None, config: ShardConf
         return
     # Parameters come in the model's own order first: what the plan makes of a difference may show at another place.
     lines = dict.fromkeys(plan.lines() if plan is not None else [], "it")
-    everyone = c.watch.exchange(SETUP, [settings, _parameters(model), lines])
+    everyone = c.watchdog.exchange(SETUP, [settings, _parameters(model), lines])
     for section in zip(*everyone, strict=True):
         for what in dict.fromkeys(what for said in section for what in said):
             first, *others = (said.get(what, "nothing") for said in section)
@@ -153,7 +153,7 @@ def _compare(c: Collectives, error: Exception | None, digest: int) -> bool:
     answer = vector.tolist()
     if answer[16]:
         said = None if error is None else f"{type(error).__name__}: {error}"
-        everyone = c.watch.exchange(SETUP, said, listen=error is None)
+        everyone = c.watchdog.exchange(SETUP, said, listen=error is None)
         if error is not None:
             raise error
         told = "; ".join(f"rank {r}: {e}" for r, e in enumerate(everyone) if e is not None)

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..comm.small_collectives import ScalarComm
 from ..errors import DivergenceError
 from ..layout.flat_layout import FlatLayout, ParamMeta
 from ..layout.tensor_part import TensorPart, dense_stride
 from ..utils.pytree import tensors_in
-from .spec import ScalarComm, ShardSpec, boxes_in, gather_error
+from .spec import ShardSpec, boxes_in, gather_error
 from .unsharded_param import memory_of
 from .views import stands_alone
 

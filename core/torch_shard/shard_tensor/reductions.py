@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .spec import ScalarComm, ShardSpec, gather_error, same_cut, shard_of_full
+from ..comm.small_collectives import ScalarComm
+from .spec import ShardSpec, gather_error, same_cut, shard_of_full
 
 if TYPE_CHECKING:
     from .tensor import ShardTensor

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from ..comm.small_collectives import ScalarComm
 from ..errors import NeedsGatherError
 from ..layout.dtensor_placement import part_given
 from ..layout.flat_layout import Box, FlatLayout
 from ..layout.tensor_part import TensorPart
 
 __all__ = [
-    "ScalarComm",
     "ShardSpec",
     "boxes_in",
     "broadcast_shard",
@@ -24,36 +24,6 @@ __all__ = [
     "shard_of_full",
     "shard_of_part",
 ]
-
-
-class ScalarComm(Protocol):
-    """Small blocking collectives over the ranks that share a parameter. ``what`` is for messages."""
-
-    size: int
-    rank: int
-    bytes_sent: int  # counts tensors that were gathered for the user
-
-    @property
-    def world_rank(self) -> int:
-        """This rank among all ranks of the engine, for messages."""
-        ...
-
-    @property
-    def data_parallel(self) -> ScalarComm:
-        """The collectives over all ranks that train together, of which several may have the same shard."""
-        ...
-
-    def all_reduce(self, tensor: torch.Tensor, op: str, what: str) -> torch.Tensor:
-        """Reduce in place with `op`, one of ``"sum"``, ``"max"``, ``"min"``. Call on all ranks."""
-        ...
-
-    def all_gather(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
-        """Return the ranks' tensors stacked, shape ``[size, *tensor.shape]``. Call on all ranks."""
-        ...
-
-    def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
-        """Overwrite `tensor` with that of rank `source`, of those that share the parameter. Call on all ranks."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

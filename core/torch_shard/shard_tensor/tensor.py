@@ -22,14 +22,14 @@ from ..offload.pending_writes import pending_writes_of
 from . import attributes, dispatch, torch_function
 from .full_tensor import full_tensors
 from .function_sets import DEVICE, DTYPE, GETTERS
-from .spec import ScalarComm, ShardSpec, boxes_in, broadcast_shard, same_cut, shard_of_full
+from .spec import ShardSpec, boxes_in, broadcast_shard, same_cut, shard_of_full
 from .state import STATE, ShardState
 from .unsharded_param import own_grad, set_own_grad
 
 if TYPE_CHECKING:
     from .ports import UnitPort
 
-__all__ = ["ScalarComm", "ShardSpec", "ShardTensor", "broadcast_shard", "same_cut", "shard_of_full"]
+__all__ = ["ShardSpec", "ShardTensor", "broadcast_shard", "same_cut", "shard_of_full"]
 
 
 class ShardTensor(torch.Tensor):

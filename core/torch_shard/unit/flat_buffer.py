@@ -456,9 +456,9 @@ class SecondaryGather:
     def __init__(self, flat: FlatBuffer, pending: Pending) -> None:
         self._flat, self._pending = flat, pending
 
-    def settle(self, seconds: float) -> bool:
+    def wait_at_most(self, seconds: float) -> bool:
         """Wait for at most `seconds`; return False if the all-gather is still running."""
-        return self._pending.settle(seconds)
+        return self._pending.wait_at_most(seconds)
 
     def wait(self) -> None:
         """Wait until the current stream may read the gathered values."""
@@ -483,7 +483,7 @@ class _Average:
         c, spec = flat.collectives, flat.params[self.index]._spec
         # A plain gradient of a parameter that tensor parallelism cuts comes from a computation that each of all ranks has
         # made for itself.
-        among = c.everyone if flat.split and not is_dtensor(grad) else c.data_parallel
+        among = c.all_ranks if flat.split and not is_dtensor(grad) else c.data_parallel
         total = grad.detach().clone() if not is_dtensor(grad) else flat.part_of(grad.detach(), self.index).clone()
         if among.size > 1:
             among.all_reduce(total, "sum", f"the gradient of {spec.name}, used past its unit")

@@ -116,9 +116,9 @@ def unify_replicas(flat: FlatBuffer, what: str, own: torch.Tensor | None = None)
         broadcast_coalesced(c, [own], what, within_data_parallel=flat.split)
     elif channel is not None:
         c.send_waiting()
-        c.watch.host_barrier(what)
+        c.watchdog.host_barrier(what)
         if own.numel():
-            c.broadcast(_bytes(own), min(channel.members), what, channel, ordered=c.watch.polls)
+            c.broadcast(_bytes(own), min(channel.members), what, channel, ordered=c.watchdog.on_streams)
     if own is not held:
         held.copy_(own)
 

@@ -1,4 +1,4 @@
-"""The tensors inside whatever a forward returned."""
+"""The tensors inside nested containers and objects, such as the outputs of a forward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DEPTH = 8
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in nested tuples, lists, dicts, sets, dataclasses and plain objects, each once."""
+    """Return every tensor in nested tuples, lists, dicts, sets, dataclasses and plain objects, each once."""
     if type(value) is torch.Tensor:
         return [value]
     found: dict[int, torch.Tensor] = {}
@@ -23,7 +23,10 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def may_hold_tensors(value: Any) -> bool:
-    """False for an empty container, or a flat one of numbers and strings, such as a shape: quick to say."""
+    """Return False if `value` is empty, or a flat list or tuple of numbers and strings, such as a shape.
+
+    This takes less time than :func:`tensors_in`.
+    """
     if isinstance(value, (list, tuple)):
         return any(type(item) not in _ATOM_TYPES for item in value)
     return isinstance(value, torch.Tensor) or bool(value)
@@ -36,26 +39,24 @@ def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int], depth: 
     if isinstance(value, _ATOMS) or depth == 0 or id(value) in seen or isinstance(value, (torch.nn.Module, type)):
         return
     seen.add(id(value))
-    children: Any
+    children: list[Any] = []
     if isinstance(value, dict):
-        children = value.values()
+        children += value.values()
     elif isinstance(value, (list, tuple, set, frozenset)):
-        children = value
-    elif dataclasses.is_dataclass(value):
-        children = [getattr(value, f.name, None) for f in dataclasses.fields(value)]
-    elif hasattr(value, "__dict__"):
-        children = list(vars(value).values())
-    else:
-        return
+        children += value
+    elif dataclasses.is_dataclass(value):  # which may have slots
+        children += [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        children += getattr(value, "__dict__", {}).values()
     for child in children:
         _collect(child, found, seen, depth - 1)
-    if isinstance(value, dict) and hasattr(value, "__dict__"):
-        _collect(list(vars(value).values()), found, seen, depth - 1)
 
 
 def own_memory(value: Any, tensors: list[torch.Tensor], storages: set[int]) -> tuple[Any, list[torch.Tensor]]:
-    """`value` and its `tensors`, with copies in place of those that lie in one of `storages` (addresses), which will be
-    released. The copies carry gradients back. Containers are copied where something in them changes."""
+    """Return `value` and its `tensors`, with copies of those whose storage, which will be released, is in `storages`.
+
+    The copies carry gradients back. Containers in which something changes are copied, too.
+    """
     copies = {id(t): t.clone() for t in tensors if _storage(t) in storages}
     if not copies:
         return value, tensors
@@ -64,20 +65,15 @@ def own_memory(value: Any, tensors: list[torch.Tensor], storages: set[int]) -> t
 
 
 def replace(value: Any, copies: dict[int, torch.Tensor]) -> Any:
-    """`value` with other tensors in the place of some, by their ``id``. Containers are copied where something in them changes."""
+    """Return `value` with the tensors `copies` in place of those with these ``id``; containers that change are copied."""
     return _replace(value, copies, _DEPTH)
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    """Return the address of the tensor's storage, or 0 if it has none of its own."""
     local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-    return local.untyped_storage()._cdata if type(local).__torch_dispatch__ is _plain and _strided(local) else 0
-
-
-def _strided(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided
-
-
-_plain = torch.Tensor.__torch_dispatch__
+    plain = type(local).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and local.layout is torch.strided
+    return local.untyped_storage()._cdata if plain else 0
 
 
 def _replace(value: Any, copies: dict[int, torch.Tensor], depth: int) -> Any:

@@ -45,7 +45,7 @@ def test_the_engines_own_groups_wait_longer_than_the_engine():
     with accelerator() as acc:
         engine = engine_of(acc.prepare(net()))
         assert engine.config.timeout == 4000
-        for channel in engine._runtime.collectives.watch.channels.values():
+        for channel in engine._runtime.collectives.watchdog.channels.values():
             group = channel.group
             assert group._get_backend(CPU).options._timeout == timedelta(seconds=4060)
 
@@ -95,7 +95,7 @@ def test_a_main_process_that_works_alone_is_waited_for_with_a_warning(rank):
 def test_wait_for_everyone_waits_for_longer_than_a_short_timeout(rank):
     with accelerator() as acc:
         model = acc.prepare(net())
-        engine_of(model)._runtime.collectives.watch.timeout = 1.0  # set-up may take longer
+        engine_of(model)._runtime.collectives.watchdog.timeout = 1.0  # set-up may take longer
         if acc.is_main_process:
             time.sleep(2.5)
         acc.wait_for_everyone()
@@ -106,7 +106,7 @@ def test_wait_for_everyone_waits_for_longer_than_a_short_timeout(rank):
 def test_after_wait_for_everyone_the_engines_own_timeout_counts_again(rank):
     with accelerator() as acc:
         model = acc.prepare(net())
-        engine_of(model)._runtime.collectives.watch.timeout = 1.0  # set-up may take longer
+        engine_of(model)._runtime.collectives.watchdog.timeout = 1.0  # set-up may take longer
         acc.wait_for_everyone()
         if rank == 0:
             time.sleep(2)

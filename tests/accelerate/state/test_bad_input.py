@@ -68,7 +68,7 @@ def test_a_save_on_the_main_process_only_is_reported_in_time_and_leaves_the_chec
         acc.save_state(folder)
         before = listed(folder)
         dist.barrier()
-        engine_of(model)._runtime.collectives.watch.timeout = 1.0  # set-up may take longer
+        engine_of(model)._runtime.collectives.watchdog.timeout = 1.0  # set-up may take longer
         began = time.monotonic()
         if acc.is_main_process:
             with pytest.raises(MissingRankError, match=r"Accelerator\.save_state(.|\n)*rank 1"):

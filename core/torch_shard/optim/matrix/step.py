@@ -62,7 +62,7 @@ class MatrixStep(Work):
         self._places = [(engine, i) for engine in self._engines for i in range(len(engine.working))]
 
     def _refuse_other_ranks(self) -> None:
-        first, *others = [runtime.collectives.watch.ranks for runtime in self.runtimes]
+        first, *others = [runtime.collectives.watchdog.ranks for runtime in self.runtimes]
         if any(list(ranks) != list(first) for ranks in others):
             name, rank = type(self._optimizer()).__name__, self.runtimes[0].collectives.world_rank
             raise ShardError(
