@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import MissingRankError
+from .store_messages import Messages
 
 __all__ = ["HeartbeatBarrier"]
 
@@ -59,11 +60,12 @@ class HeartbeatBarrier:
             RuntimeError: the store is gone.
         """
         parts = [message[at : at + _PART] for at in range(0, len(message), _PART)]
-        for number, part in enumerate(parts):
-            self._set(f"{self._name(what, self.rank)}/{number}", part)
+        keys = [f"{self._key}/{what}/{self.rank}/{number}" for number in range(len(parts))]
+        for key, part in zip(keys, parts, strict=True):
+            self._store.set(key, part)
         # After the parts: a reader that finds the number of parts can read all of them.
-        self._set(self._name(what, self.rank), str(len(parts)).encode())
-        self._store.add(self._count(what), 1)
+        Messages(self._store, f"{self._key}/{what}").write(self.rank, str(len(parts)))
+        self._keys += [*keys, f"{self._key}/{what}/{self.rank}"]
         self._names.append(what)
 
     def read(self, what: str, rank: int) -> bytes:
@@ -74,7 +76,7 @@ class HeartbeatBarrier:
             RuntimeError: the store is gone.
         """
         self.wait(what, [rank])
-        key = self._name(what, rank)
+        key = f"{self._key}/{what}/{rank}"
         return b"".join(self._store.get(f"{key}/{number}") for number in range(int(self._store.get(key))))
 
     def wait(self, what: str, ranks: list[int]) -> None:
@@ -84,52 +86,40 @@ class HeartbeatBarrier:
             MissingRankError: messages are missing, and no rank that lacks one has sent a heartbeat for `timeout` seconds.
             RuntimeError: the store is gone.
         """
-        wanted = [self._name(what, rank) for rank in ranks]
-        seen: dict[int, int] = {}
-        missing, began = ranks, time.monotonic()
-        looked = heard = began
+        missing, messages = set(ranks), Messages(self._store, f"{self._key}/{what}")
+        beats: dict[int, int] = {}
+        began = looked = heard = time.monotonic()
         # One process serves the store to all ranks: with more ranks, each asks it less often.
         slowest = max(0.01, 0.0002 * self.world)
-
-        def have_come() -> bool:
-            if len(wanted) == self.world:
-                return bool(self._store.add(self._count(what), 0) >= self.world)
-            return bool(self._store.check(wanted))
-
-        while not have_come():
+        while True:
+            if messages.changed():
+                missing -= messages.writers()
+            if not missing:
+                return
             now = time.monotonic()
             if now > looked + self.timeout / 4:
                 looked = now
-                missing = [rank for rank, key in zip(ranks, wanted, strict=True) if not self._store.check([key])]
                 for rank in missing:
                     count = self._store.add(self._beat(rank), 0)
-                    if count != seen.setdefault(rank, 0):
-                        seen[rank], heard = count, now
+                    if count != beats.setdefault(rank, 0):
+                        beats[rank], heard = count, now
             if now > heard + self.timeout:
                 raise MissingRankError(
-                    f"rank {self.rank} waits for {what!r} of rank {', '.join(map(str, missing))}, of which nothing was heard for "
-                    f"{self.timeout:.0f} s (ShardConfig.timeout): it has failed, or its process is gone."
+                    f"rank {self.rank} waits for {what!r} of rank {', '.join(map(str, sorted(missing)))}, of which nothing was "
+                    f"heard for {self.timeout:.0f} s (ShardConfig.timeout): it has failed, or its process is gone."
                 )
             # The pause grows with the wait, so that at most a twentieth of the wait is lost.
             time.sleep(min(max(0.0005, (now - began) / 20), slowest))
 
     def forget(self, *others: str) -> None:
         """Delete this rank's messages, which all other ranks must have read, and the messages `others` of all ranks."""
-        counts = [self._count(what) for what in (*self._names, *others)] if self.rank == 0 else []
-        theirs = [self._name(what, rank) for what in others for rank in range(self.world)]
-        for key in (*self._keys, self._beat(self.rank), *counts, *theirs):
+        keys = [*self._keys, self._beat(self.rank)]
+        keys += [f"{self._key}/{what}/{rank}" for what in others for rank in range(self.world)]
+        if self.rank == 0:
+            keys += [f"{self._key}/{what}/{end}" for what in (*self._names, *others) for end in ("writers", "writes")]
+        for key in keys:
             with contextlib.suppress(RuntimeError):
                 self._store.delete_key(key)
 
-    def _set(self, key: str, value: bytes) -> None:
-        self._keys.append(key)
-        self._store.set(key, value)
-
-    def _count(self, what: str) -> str:
-        return f"{self._key}/{what}/count"
-
-    def _name(self, what: str, rank: int) -> str:
-        return f"{self._key}/{rank}/{what}"
-
     def _beat(self, rank: int) -> str:
-        return f"{self._key}/{rank}/beat"
+        return f"{self._key}/beat/{rank}"

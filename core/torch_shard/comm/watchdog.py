@@ -93,9 +93,8 @@ class Watchdog:
         begin = time.monotonic() - FIRST_TICK
         deadline = begin + self.timeout
         warned = self.timeout <= SLOW
-        self._post(
-            pending.channel, pending.number, pending.what
-        )  # this post is new, too, so that the posts are read at once
+        # The watchdog's own post is new to it, too, so that it reads the posts at once.
+        self._post(pending.channel, pending.number, pending.what)
         posts: dict[int, Any] = {}
         try:
             while True:
@@ -227,17 +226,13 @@ class Watchdog:
             )
 
     def _elsewhere(self, posts: dict[int, Any]) -> str:
-        others = []
-        for rank in range(self.size):
-            if rank == self.rank:
-                continue
-            if rank in posts:
-                others.append(f"rank {rank} waits in {posts[rank][2]} at {posts[rank][3]}")
-            else:
-                others.append(
-                    f"rank {rank} waits in no operation of the engine (it runs other code, say shard(), or is gone)"
-                )
-        return "; ".join(others)
+        return "; ".join(
+            f"rank {rank} waits in {posts[rank][2]} at {posts[rank][3]}"
+            if rank in posts
+            else f"rank {rank} waits in no operation of the engine (it runs other code, say shard(), or is gone)"
+            for rank in range(self.size)
+            if rank != self.rank
+        )
 
     def _explain(self, pending: Pending, posts: dict[int, Any]) -> str:
         return (

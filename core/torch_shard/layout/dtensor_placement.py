@@ -30,7 +30,7 @@ __all__ = [
     "Placed",
     "data_parallel_groups_of",
     "is_dtensor",
-    "is_whole",
+    "is_full",
     "local_of",
     "made_like",
     "part_given",
@@ -52,7 +52,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def is_whole(tensor: Any) -> bool:
+def is_full(tensor: Any) -> bool:
     """Return True if each rank of the DTensor's mesh has the full tensor, and for any other tensor."""
     return not is_dtensor(tensor) or (
         tensor._local_tensor.shape == tensor.shape
@@ -247,7 +247,7 @@ def part_given(full: Any, part: TensorPart | None, name: str) -> torch.Tensor:
         given = placed_of(full, name) if part is not None else None
     except SetupError:
         given = None
-    if is_whole(full) if part is None else given is not None and _cut(given.part) == _cut(part):
+    if is_full(full) if part is None else given is not None and _cut(given.part) == _cut(part):
         return local_of(full)
     raise ShardError(
         f"{name} was given a DTensor with placements {tuple(full.placements)} over {full.device_mesh}, and is distributed in "

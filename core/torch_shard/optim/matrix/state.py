@@ -16,7 +16,7 @@ import torch
 
 from ...comm.consensus import agree
 from ...errors import ShardError
-from ...layout.dtensor_placement import is_dtensor, is_whole, local_of
+from ...layout.dtensor_placement import is_dtensor, is_full, local_of
 from ...plan.matrix_owners import Item, assign, choose, loads_of, work_of
 from ...runtime.runtime import Runtime
 from ...shard_tensor.tensor import ShardTensor
@@ -252,7 +252,7 @@ def _kind(entries: Any) -> int:
     if not entries:
         return _NONE
     values = entries.values() if isinstance(entries, Mapping) else ()
-    if not all(map(is_whole, tensors_of(entries))):
+    if not all(map(is_full, tensors_of(entries))):
         return _PARTS
     return _SLICES if any(isinstance(value, ShardTensor) for value in values) else _WHOLE
 
