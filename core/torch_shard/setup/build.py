@@ -1,11 +1,11 @@
 """From a plain model to a sharded one, in five steps: plan, agree, allocate, fill, register.
 
-A failure of one rank is one of all ranks, and nothing has changed after it (:mod:`.undo`). So all that may fail on a rank
-alone (user code, reading files, taking memory) comes before the ranks agree for the last time, and most of it while parameters
-that have values are still whole: only then are these flattened, unit by unit, so that the model shrinks as its shards grow.
+A failure of one rank is a failure of all ranks, and changes nothing (:mod:`.undo`). So all that may fail on one rank alone (user
+code, reading files, taking memory) comes before the ranks agree for the last time. Most of it comes while parameters that have
+values are still unsharded. These are flattened after that, unit by unit, so that the model shrinks as its shards grow.
 
-Two consensus rounds are forced: of the plans, since later messages are cut by them, and of the outcome. Others come where a rank
-that has failed would be missing in a collective: before each unit that is broadcast, or whose whole values are freed.
+Two votes are always needed: on the plans, because later messages depend on them, and on the outcome. Others come where a rank
+that has failed would be missing in a collective: before the values of each flat buffer are broadcast or freed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from .undo import Swapped, note_modules
 def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Plan]:
     """Shard `model` in place. Collective.
 
-    Under ``inference_mode``, too: training may follow an evaluation that came first.
+    The caller may be inside ``inference_mode``: the model can be trained afterwards.
     """
     with outside_inference():
         setup = _plan(model, config, mesh)
@@ -74,11 +74,11 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
     return setup.runtime, setup.plan
 
 
-# -- plan: what is to be done, and whether it can be. Nothing changes ---------------------------------------------------
+# -- plan: decide what is to be done, and check that it can be done. Nothing changes --------------------------------------
 
 
 def _plan(model: nn.Module, config: ShardConfig, mesh: Any) -> Setup:
-    """Connect the ranks; plan what becomes of the model on this one, and check that it can be done. Collective."""
+    """Connect the ranks, plan the units, and check that the model can be sharded. Collective."""
     if not isinstance(model, nn.Module):
         raise SetupError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     where = resolve_mesh(mesh, model, config)
@@ -108,7 +108,7 @@ def _plan_units(setup: Setup) -> None:
         config.quantized.check_device(c.device)
         if c.size == 1 < c.data_parallel_size:
             raise ConfigError(
-                f"quantized: each rank holds a whole copy (strategy {config.strategy!r}, shard_size 1), so that nothing is "
+                f"quantized: each rank holds all parameters (strategy {config.strategy!r}, shard_size 1), so that nothing is "
                 "gathered, and gradients are all-reduced, which would round each sum once more. Leave it out."
             )
     setup.params = by_name_of(model)
@@ -118,15 +118,15 @@ def _plan_units(setup: Setup) -> None:
     setup.groups = [groups_of(unit, c.size, setup.placed) for unit in plan.units]
 
 
-# -- agree: do all ranks have the same to do, and which of them has values? ---------------------------------------------
+# -- agree: compare the ranks' plans, and find out which ranks have values -------------------------------------------------
 
 
 def _agree(setup: Setup) -> None:
-    """Raise on all ranks unless all have planned the same; find out which parameters have values where. Collective."""
+    """Raise on all ranks unless all have equal plans; find out which parameters have values on which ranks. Collective."""
     c = setup.collectives
     agree(c, setup.model, setup.plan if setup.error is None else None, setup.config, setup.error)
     params = {info.name: setup.params[info.name] for info in setup.plan.params}
-    # What waits for values from files has them, on every rank.
+    # A parameter that waits for values from files counts as one with values, because every rank reads them.
     here = [p.device.type != "meta" or deferred_of(p) is not None for p in params.values()]
     first = [h and c.world_rank == 0 for h in here]
     seed = (torch.initial_seed() & ((1 << 63) - 1) if c.world_rank == 0 else 0).to_bytes(8, "little")
@@ -141,18 +141,18 @@ def _agree(setup: Setup) -> None:
     setup.on_meta = [setup.with_values.isdisjoint(i.name for i in unit.params) for unit in setup.plan.units]
 
 
-# -- allocate: memory for what has none ---------------------------------------------------------------------------------
+# -- allocate: take memory for parameters that have none ------------------------------------------------------------------
 
 
 def _allocate(setup: Setup) -> None:
-    """Take memory on the host, and whole for parameters on meta in units of which others have values. Collective.
+    """Take host memory, and memory for the full values of some parameters on meta. Collective.
 
-    That of shards on the device is taken with the values, unit by unit.
+    Memory for shards on the device is taken when they get their values, unit by unit.
     """
     model, config, c = setup.model, setup.config, setup.collectives
     offload = offload_of(config.offload)
     if offload is not None:
-        # What the model's parameters take now is free only when all of them are sharded, so it doesn't count.
+        # The memory that the model takes now is free only when all of it is sharded, so it is not available.
         memory_limits.check(setup.plan.predicted.host_at_setup, c)
         setup.host = Host(offload, c)
         setup.attempt(setup.host.open)
@@ -173,10 +173,10 @@ def _allocate(setup: Setup) -> None:
 
 
 def _allocate_whole(setup: Setup) -> None:
-    """Give parameters that are on meta here memory for all of their values, unless their whole unit is, on every rank.
+    """Allocate full values for parameters on meta, unless their unit has no values on any rank.
 
-    Those that rank 0 has values for are for its broadcast; those that nobody has any for are initialised like those of a
-    plain model.
+    Parameters with values on rank 0 receive them in its broadcast. Parameters without values on any rank are initialised like
+    those of a plain model.
     """
     rank, sends = setup.collectives.world_rank, setup.config.sync_module_states
     for unit, on_meta in zip(setup.plan.units, setup.on_meta, strict=True):
@@ -189,9 +189,9 @@ def _allocate_whole(setup: Setup) -> None:
         if on_meta:
             if distributed is not None and setup.materialiser.sends:
                 raise SetupError(
-                    f"parameter {distributed} is a DTensor on the meta device, and with init_fn what rank 0 makes of "
-                    "parameters is sent to all ranks, which have other parts of it. Where init_fn does the same on all ranks, "
-                    "pass sync_module_states=False; else leave it out, or initialise the model before shard()."
+                    f"parameter {distributed} is a DTensor on the meta device, and with init_fn the values of rank 0 are sent to "
+                    "all ranks, which have other parts of the parameter. If init_fn does the same on all ranks, pass "
+                    "sync_module_states=False; else leave it out, or initialise the model before shard()."
                 )
             continue
         for name in empty:
@@ -214,7 +214,7 @@ def _allocate_whole(setup: Setup) -> None:
 
 
 def _replace(setup: Setup, param: nn.Parameter, other: nn.Parameter) -> None:
-    """Put `other`, a plain parameter, inside the user's own object."""
+    """Swap the content of the user's parameter for that of `other`, a plain parameter."""
     post_hooks = getattr(param, "_post_accumulate_grad_hooks", None)
     swapped = Swapped(param, other, param._backward_hooks, post_hooks, param.grad)
     torch.utils.swap_tensors(param, other)
@@ -222,7 +222,7 @@ def _replace(setup: Setup, param: nn.Parameter, other: nn.Parameter) -> None:
 
 
 def _abandon(setup: Setup) -> None:
-    """Let go of all that a failed set-up has made."""
+    """Drop the units, the shards and the host memory of a failed set-up."""
     for unit in setup.runtime.units:
         unit.flats.clear()
         unit.places.clear()
@@ -232,13 +232,13 @@ def _abandon(setup: Setup) -> None:
         setup.host.leave(setup.runtime)
 
 
-# -- fill: the values, from user code, from files, from the model itself, and from rank 0 ---------------------------------
+# -- fill: take values from user code, from files, from the model, and from rank 0 ---------------------------------------
 
 
 def _fill(setup: Setup) -> None:
-    """Give the shards their values, and swap them in; raise on all ranks if one has failed by now. Collective.
+    """Fill the shards, and swap them into the parameters; raise on all ranks if one has failed by now. Collective.
 
-    First what changes no values that are there: of parameters on meta, and in files. Then the others.
+    Parameters on meta and parameters with values in files come first, because filling them changes no values.
     """
     c, config = setup.collectives, setup.config
     units = list(zip(setup.runtime.units, setup.groups, setup.on_meta, strict=True))
@@ -269,12 +269,12 @@ def _fill(setup: Setup) -> None:
 
 
 def _waits(setup: Setup, group: Group) -> bool:
-    """Return True if all values of a group are in files."""
+    """Return True if all parameters of a group have their values in files."""
     return all(deferred_of(setup.params[info.name]) is not None for info in group[0])
 
 
 def _initialise_whole(setup: Setup) -> None:
-    """Initialise parameters for which no rank has values, and which are not sharded as part of a unit on meta."""
+    """Initialise parameters without values on any rank in units that have other parameters with values."""
     for unit in setup.plan.units:
         missing = [i for i in unit.params if i.name in setup.given and i.name not in setup.with_values]
         owners = [setup.modules[name] for info in missing for name, _ in info.owners]
@@ -292,7 +292,7 @@ def _initialise(setup: Setup, unit: Unit, groups: list[Group]) -> None:
 
 
 def _enter_fresh(setup: Setup, unit: Unit, groups: Iterable[Group]) -> None:
-    """Shard parameters that have no values yet."""
+    """Shard groups of parameters that have no values yet."""
     for group in groups:
         flat = empty_flat(setup, unit, group)
         for info in group[0]:
@@ -301,7 +301,7 @@ def _enter_fresh(setup: Setup, unit: Unit, groups: Iterable[Group]) -> None:
 
 
 def _fill_ignored(setup: Setup) -> None:
-    """Read parameters that are not sharded; one that is on meta without values is an error."""
+    """Read the values of ignored parameters from files; raise for one on meta without values."""
     for name in setup.plan.ignored:
         param = setup.params[name]
         values = deferred_of(param)
@@ -312,7 +312,7 @@ def _fill_ignored(setup: Setup) -> None:
 
 
 def _finish_units(setup: Setup) -> None:
-    """Have the units compute as they will from here on."""
+    """Give the units the dtypes in which they compute, and their stochastic rounding."""
     precision = precision_of(setup.config.precision)
     for unit in setup.runtime.units:
         for number, flat in enumerate(unit.flats):
@@ -325,7 +325,7 @@ def _finish_units(setup: Setup) -> None:
 
 
 def _prepare_buffers(setup: Setup) -> None:
-    """Make the buffers on the device, in their dtype, and memory for rank 0's values of them."""
+    """Copy the buffers to the device, in their dtype, and allocate memory for the broadcast of rank 0's values."""
     model, config, c = setup.model, setup.config, setup.collectives
     dtype = precision_of(config.precision).buffer_dtype
     ignored = {id(b) for entry in config.ignore if isinstance(entry, nn.Module) for b in entry.buffers()}
@@ -346,11 +346,11 @@ def _prepare_buffers(setup: Setup) -> None:
         setup.coalesced = coalesce(c, [new for number, new in made.items() if number not in ignored])
 
 
-# -- register: what lets the engine take part from here on ----------------------------------------------------------------
+# -- register: install buffers and hooks --------------------------------------------------------------------------------
 
 
 def _register(setup: Setup) -> None:
-    """Put the buffers in their places, and hooks on the modules. Collective. Fails only with a rank that is lost."""
+    """Install the buffers, and hooks on the modules. Collective. This fails only if a rank is lost."""
     model, config, c, runtime = setup.model, setup.config, setup.collectives, setup.runtime
     c.drop_spares()
     setup.undo.callback(unregister, model, runtime.units)

@@ -1,7 +1,8 @@
-"""The checks before anything is changed: of the model, and of whether all ranks have the same one and the same settings."""
+"""Checks before anything is changed: that the model can be sharded, and that all ranks have equal models and settings."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
 import zlib
 from typing import Any
@@ -24,7 +25,7 @@ _PARAMETER_TYPES = (nn.Parameter, torch.Tensor, Waiting)
 
 
 def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -> None:
-    """Raise for a parameter that would make sharding fail half-way. Not collective."""
+    """Raise for a parameter or a buffer that would make sharding fail half-way. Not collective."""
     _drop_derived(model)
     by_name = by_name_of(model)
     ignored = {n: by_name[n] for n in plan.ignored}
@@ -35,72 +36,78 @@ def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -
                     f"rank {rank}: {kind} {name} is a DTensor; of those only parameters that are sharded are supported. Leave it "
                     "out of the parallelize plan."
                 )
-    rnn_refs = {
-        id(r) for m in model.modules() if isinstance(m, nn.RNNBase) for r in getattr(m, "_flat_weight_refs", []) if r
-    }
+    rnns = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    rnn_refs = {id(ref) for module in rnns for ref in getattr(module, "_flat_weight_refs", [])}
+    params = {info.name: by_name[info.name] for info in plan.params}
+    for name, param in params.items():
+        reason = _why_not(param, name, device, rnn_refs)
+        if reason is not None:
+            raise SetupError(f"rank {rank}: parameter {name} {reason}")
+    _refuse_overlaps(params, rank)
+    on_cpu = [name for name, p in params.items() if p.device.type == "cpu"]
+    if on_cpu and any(p.device.type not in ("meta", "cpu") for p in by_name.values()):
+        raise SetupError(
+            f"rank {rank}: parameter {on_cpu[0]} is on cpu while others are on {device}; put them on one device."
+        )
+
+
+def _why_not(param: nn.Parameter, name: str, device: torch.device, rnn_refs: set[int]) -> str | None:
+    """Return why `param` can't be sharded, and the remedy, to be read behind its name; None if it can be."""
+    if isinstance(param, ShardTensor):
+        return (
+            "is already sharded; close() its engine before sharding it again. Where it belongs to two models, put both into one "
+            "nn.Module, and shard (prepare) that."
+        )
+    p = local_of(param)
+    if is_dtensor(param):
+        placed_of(param, name)
+    elif type(param) not in _PARAMETER_TYPES:
+        return (
+            f"is a {type(param).__name__}, a class that can't be sharded; leave it out with ShardConfig(ignore=[...])."
+        )
+    if p.layout is not torch.strided:
+        return f"has layout {p.layout}; only dense parameters can be sharded. Use ignore=."
+    if p.device.type not in ("cpu", "meta") and p.device != device:
+        return f"is on {p.device}, but this rank shards on {device}; move the model there first."
+    if not param.is_leaf:
+        return "is the result of an operation, not a leaf; detach it before sharding."
+    if any(id(ref) not in rnn_refs for ref in weakref.getweakrefs(param)):
+        return "has weak references to it, which sharding would break; drop them or use ignore=."
+    if param._use_count() > 1:  # type: ignore[attr-defined]
+        return (
+            "is still held by an autograd graph or by C++ code; drop old losses and outputs (del loss) before sharding."
+        )
+    return None
+
+
+def _refuse_overlaps(params: dict[str, nn.Parameter], rank: int) -> None:
     storages: dict[int, list[tuple[int, int, str]]] = {}
-    for info in plan.params:
-        name = info.name
-        given = by_name[name]
-        p: torch.Tensor = given
-        if isinstance(p, ShardTensor):
-            raise SetupError(
-                f"rank {rank}: {name} is already sharded; close() its engine before sharding it again. Where it "
-                "belongs to two models, put both into one nn.Module, and shard (prepare) that."
-            )
-        where = f"rank {rank}: parameter {name}"
-        if is_dtensor(p):
-            placed_of(p, name)
-            p = local_of(p)
-        elif type(p) not in _PARAMETER_TYPES:
-            raise SetupError(
-                f"{where} is a {type(p).__name__}, a class that can't be sharded; leave it out with ShardConfig(ignore=[...])."
-            )
-        if p.layout is not torch.strided:
-            raise SetupError(f"{where} has layout {p.layout}; only dense parameters can be sharded. Use ignore=.")
-        if p.device.type not in ("cpu", "meta") and p.device != device:
-            raise SetupError(f"{where} is on {p.device}, but this rank shards on {device}; move the model there first.")
-        if not given.is_leaf:
-            raise SetupError(f"{where} is the result of an operation, not a leaf; detach it before sharding.")
-        refs = [r for r in weakref.getweakrefs(given) if id(r) not in rnn_refs]
-        if refs:
-            raise SetupError(
-                f"{where} has weak references to it, which sharding would break; drop them or use ignore=."
-            )
-        if given._use_count() > 1:  # type: ignore[attr-defined]
-            raise SetupError(
-                f"{where} is still held by an autograd graph or by C++ code; drop old losses and outputs (del loss) "
-                "before sharding."
-            )
+    for name, param in params.items():
+        p = local_of(param)
         if p.device.type != "meta" and p.numel():
             start = p.data_ptr()
             span = sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True)) + 1
-            storages.setdefault(p.untyped_storage().data_ptr(), []).append(
-                (start, start + span * p.element_size(), name)
-            )
-    for pieces in storages.values():
-        pieces.sort()
-        for (_, stop, first), (start, _, second) in zip(pieces, pieces[1:], strict=False):
+            place = (start, start + span * p.element_size(), name)
+            storages.setdefault(p.untyped_storage().data_ptr(), []).append(place)
+    for places in storages.values():
+        for (_, stop, first), (start, _, second) in itertools.pairwise(sorted(places)):
             if start < stop:
                 raise SetupError(
                     f"rank {rank}: parameters {first} and {second} are views of the same memory; tie them by assigning one "
                     "nn.Parameter to both modules instead."
                 )
-    devices = {p.device.type for p in by_name.values() if p.device.type not in ("meta", "cpu")}
-    if devices and any(by_name[i.name].device.type == "cpu" for i in plan.params) and len(plan.params) > 0:
-        cpu = next(i.name for i in plan.params if by_name[i.name].device.type == "cpu")
-        raise SetupError(
-            f"rank {rank}: parameter {cpu} is on cpu while others are on {device}; put them on one device."
-        )
 
 
 def by_name_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return parameters by the names of the plan. A class of the user's may give others (torch's checkpoint wrapper does)."""
+    """Return parameters by the names of the plan.
+
+    A class of the user's may override ``named_parameters`` to give other names, as torch's checkpoint wrapper does.
+    """
     return dict(nn.Module.named_parameters(model))
 
 
 def _drop_derived(model: nn.Module) -> None:
-    """Detach the weight of the last forward, which torch.nn.utils' weight_norm, spectral_norm and prune keep with its graph."""
+    """Detach the weights of the last forward, which weight_norm, spectral_norm and prune of torch.nn.utils keep with a graph."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             name: Any = getattr(hook, "name", None) or getattr(hook, "_tensor_name", None)  # the latter of prune's
@@ -130,19 +137,19 @@ def agree(c: Collectives, model: nn.Module, plan: Plan | None, config: ShardConf
     digest = zlib.crc32("\n".join(settings.values()).encode()) ^ (plan.digest() if plan is not None else 0)
     if _compare(c, error, digest):
         return
-    # Parameters come in the model's own order first: what the plan makes of a difference may show at another place.
+    # The model's own parameters are compared before the plan, in which a difference may show at another parameter.
     lines = dict.fromkeys(plan.lines() if plan is not None else [], "it")
     everyone = c.watchdog.exchange(SETUP, [settings, _parameters(model), lines])
     for section in zip(*everyone, strict=True):
-        for what in dict.fromkeys(what for said in section for what in said):
-            first, *others = (said.get(what, "nothing") for said in section)
+        for what in dict.fromkeys(what for texts in section for what in texts):
+            first, *others = (texts.get(what, "nothing") for texts in section)
             for rank, other in enumerate(others, 1):
                 if other != first:
                     raise _difference(what, first, rank, other)
 
 
 def _compare(c: Collectives, error: Exception | None, digest: int) -> bool:
-    """Return whether `digest`, of 63 bits, is the same on all ranks. Raise as :func:`fail_together` does. Collective."""
+    """Return True if `digest`, of 63 bits, is the same on all ranks. Raise as :func:`fail_together` does. Collective."""
     if c.world == 1:
         if error is not None:
             raise error
@@ -152,18 +159,17 @@ def _compare(c: Collectives, error: Exception | None, digest: int) -> bool:
     c.maximum(vector, SETUP)
     answer = vector.tolist()
     if answer[16]:
-        said = None if error is None else f"{type(error).__name__}: {error}"
-        everyone = c.watchdog.exchange(SETUP, said, listen=error is None)
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        texts = c.watchdog.exchange(SETUP, text, listen=error is None)
         if error is not None:
             raise error
-        told = "; ".join(f"rank {r}: {e}" for r, e in enumerate(everyone) if e is not None)
-        raise SetupError(f"sharding failed on another rank: {told}")
+        others = "; ".join(f"rank {r}: {e}" for r, e in enumerate(texts) if e is not None)
+        raise SetupError(f"sharding failed on another rank: {others}")
     return all(a + b == 255 for a, b in zip(answer[:8], answer[8:16], strict=True))
 
 
-# Settings that decide which collectives a rank issues. `units` and `ignore` count by the plan that follows from them;
-# single_communicator is compared where the ranks meet; timeout, debug and init_fn are a rank's own affair. Of the mesh counts
-# what follows from it.
+# Settings that decide which collectives a rank issues. `units` and `ignore` are compared by the plan that follows from them, the
+# mesh by the topology; single_communicator is compared where the groups are made; timeout, debug and init_fn may differ.
 _EQUAL = (
     "strategy",
     "shard_size",
@@ -182,7 +188,7 @@ _FILES = "what is read from files"
 
 
 def _settings(c: Collectives, model: nn.Module, config: ShardConfig) -> dict[str, str]:
-    """What must be equal on all ranks besides the plan, in words that are equal where it is."""
+    """Return what must be equal on all ranks besides the plan, as texts that are equal if the settings are."""
     found = {field: f"{field} is {getattr(config, field)!r}" for field in _EQUAL}
     return found | {_COPIES: f"{c.topology}", _DEVICE: f"the model is on {c.device.type}", _FILES: described(model)}
 

@@ -1,4 +1,4 @@
-"""Parameters become flat shards: which of them together, in which memory, and from which values."""
+"""Turns parameters into flat shards: groups them, allocates the shards, and copies the values."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = ["empty_flat", "flatten", "groups_of", "swap_in"]
 
 
 def groups_of(unit: UnitPlan, size: int, placed: Mapping[str, Placed | None]) -> list[Group]:
-    """Return which parameters of a unit are flattened together, and how.
+    """Return the groups of a unit's parameters that share a flat buffer, with their layouts.
 
-    The layouts are of this rank's parts, where tensor parallelism cuts parameters; those have flat buffers of their own, since
-    other ranks share them than share the rest.
+    If tensor parallelism cuts parameters, the layouts are of this rank's parts. Such parameters have flat buffers of their own,
+    because other ranks share them than share the rest.
     """
 
     def meta(info: ParamInfo) -> ParamMeta:
@@ -46,7 +46,7 @@ def groups_of(unit: UnitPlan, size: int, placed: Mapping[str, Placed | None]) ->
 
 
 def empty_flat(setup: Setup, unit: Unit, group: Group) -> FlatBuffer:
-    """Return a flat buffer of `unit` whose shard has memory, and zeros between the parameters. Not collective."""
+    """Return a flat buffer of `unit` with an uninitialised shard, but zeros between the parameters. Not collective."""
     infos, layout = group
     c, dtypes = setup.collectives, infos[0].dtypes
     shard = setup.shards.get(id(layout))
@@ -60,7 +60,7 @@ def empty_flat(setup: Setup, unit: Unit, group: Group) -> FlatBuffer:
 
 
 def swap_in(setup: Setup, unit: Unit, flat: FlatBuffer, group: Group, swapped: list[Swapped]) -> None:
-    """Put the parameters of `flat` into the user's own objects, each of which is noted in `swapped`. Not collective."""
+    """Swap the parameters of `flat` into the user's objects, and append each of these to `swapped`. Not collective."""
     unit.flats.append(flat)
     for index, info in enumerate(group[0]):
         original = setup.params[info.name]
@@ -71,9 +71,9 @@ def swap_in(setup: Setup, unit: Unit, flat: FlatBuffer, group: Group, swapped: l
 
 
 def flatten(setup: Setup, unit: Unit, group: Group) -> None:
-    """Shard parameters of `unit` that have values on some rank: these, or rank 0's. Collective.
+    """Shard a group of parameters with the values of each rank, or with those of rank 0. Collective.
 
-    The whole values are in one buffer for a while, which goes back before those of the next group come.
+    The full values are in one buffer, which is freed before the next group is flattened.
     """
     c, (infos, layout) = setup.collectives, group
     made = setup.attempt(_with_values, setup, unit, group)
@@ -103,7 +103,7 @@ def flatten(setup: Setup, unit: Unit, group: Group) -> None:
 
 
 def _with_values(setup: Setup, unit: Unit, group: Group) -> tuple[FlatBuffer, torch.Tensor]:
-    """Return a flat buffer with an empty shard, and a whole one of this rank's values; the shard itself where it is whole."""
+    """Return a flat buffer and the full values of this rank: in new memory, or in the shard if it holds all of them."""
     infos, layout = group
     dtype, flat = infos[0].dtype, empty_flat(setup, unit, group)
     full = flat.memory
@@ -116,14 +116,14 @@ def _with_values(setup: Setup, unit: Unit, group: Group) -> tuple[FlatBuffer, to
         param = setup.params[info.name]
         if deferred_of(param) is None:
             place.copy_(local_of(param).data)
-        else:  # every rank reads its slice of it later
+        else:  # every rank reads its shard later
             place.zero_()
             setup.filler.note(param)
     return flat, full
 
 
 def _swap(original: nn.Parameter, flat: FlatBuffer, index: int, unit: Unit) -> Swapped:
-    """Put the sharded parameter inside the user's own object: identity, attributes, hooks and `.grad` stay."""
+    """Swap the sharded parameter into the user's object, which keeps its identity, attributes, hooks and `.grad`."""
     sharded = flat.params[index]
     name = flat.layout.slots[index].name
     adopt(sharded, original)

@@ -1,9 +1,9 @@
-"""A parameter on the meta device whose values wait, and what may be done to it until they come.
+"""A parameter on the meta device whose values are read later, and what may be done to it until then.
 
-On meta nothing can be written, so what is done to the values in place would be lost without a word. The parameter's version
-counter tells of it, but not where it was done through ``.data``, which has a counter of its own. Therefore the parameter is of a
-class whose ``.data`` counts as the parameter itself, and which follows conversions to other dtypes: those wait for the same
-values, rounded. All else that is computed from it has no values, and can't become its ``.data``.
+Nothing can be written on meta, so an in-place edit would be silently lost. The parameter's version counter tells of edits, but not
+of edits through ``.data``, which has a counter of its own. So the parameter has a class whose ``.data`` shares its counter. The
+class also follows conversions to other dtypes, which wait for the same values, rounded. Other results have no values, and
+can't become the parameter's ``.data``.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Deferred:
     """Values that are read when the parameter is sharded.
 
     Attributes:
-        whole: gives all of them; a view of a mapped file where nothing has to be computed.
-        origin: what they are and where they come from: equal on all ranks that read the same.
-        casts: dtypes that they are rounded to, one after the other, before the parameter's own.
-        filled: called once the parameters of the model have their values; once where several parameters have the same.
+        whole: returns all values; a view of a mapped file if nothing has to be computed.
+        origin: a text that says what the values are and where they come from; equal on all ranks that read the same.
+        casts: dtypes to which the values are rounded, one after the other, before the parameter's own.
+        filled: a function that is called when all parameters have their values, once even if several parameters have it.
     """
 
     whole: Callable[[], torch.Tensor]
@@ -47,7 +47,7 @@ class Deferred:
     filled: Callable[[], None] | None = None
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
-        """`values`, some or all of them, after the casts."""
+        """Return `values`, some or all of them, after the casts."""
         for dtype in self.casts:
             values = values.to(dtype)
         return values
@@ -55,7 +55,7 @@ class Deferred:
 
 @dataclass(frozen=True)
 class _Note:
-    """On a parameter: what it waits for, and what it was like."""
+    """The values that a parameter waits for, and its shape and version when it began to wait."""
 
     values: Deferred
     shape: torch.Size
@@ -63,7 +63,7 @@ class _Note:
 
 
 class Waiting(torch.Tensor):
-    """The class of such a parameter, of its ``.data``, and of copies of it, to other dtypes, too."""
+    """The class of a parameter that waits for values, of its ``.data``, and of its copies, in other dtypes too."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,14 +71,14 @@ class Waiting(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if source is not None and func == _SET_DATA:
                 return _assign(source, args[1])
-            # Of one version counter with it, which that of C++ is not.
+            # Unlike torch's own `.data`, a detached tensor shares the version counter.
             result = source.detach() if source is not None and func == _GET_DATA else func(*args, **(kwargs or {}))
             # transformers pads the bias of a tied head by nothing, as a rule.
             same = func in _SAME_VALUES or (func is nn.functional.pad and not any((*args, *(kwargs or {}).values())[1]))
             return _waiting_too(source, result) if source is not None and same else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Without values, of which the class still tells: see :func:`has_lost_values`."""
+        """Return a copy that has lost its values; :func:`has_lost_values` recognises it by its class."""
         if id(self) not in memo:
             with torch._C.DisableTorchFunctionSubclass():
                 copied: torch.Tensor = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
@@ -105,18 +105,18 @@ def defer(param: nn.Parameter, values: Deferred) -> None:
 
 
 def deferred_of(param: torch.Tensor) -> Deferred | None:
-    """What `param` waits for, or None. Not collective."""
+    """Return the values that `param` waits for, or None. Not collective."""
     found = param.__dict__.get(_ATTRIBUTE)
     return found.values if isinstance(found, _Note) and param.device.type == "meta" else None
 
 
 def has_lost_values(param: torch.Tensor) -> bool:
-    """Whether `param` is a copy of one that waits: without values, and without any to come."""
+    """Return True if `param` is a copy of a parameter that waits, and will get no values itself."""
     return isinstance(param, Waiting) and _ATTRIBUTE not in param.__dict__ and param.device.type == "meta"
 
 
 def is_altered(param: torch.Tensor) -> bool:
-    """Whether `param`, which waits for values, was changed in place or resized since."""
+    """Return True if `param`, which waits for values, was edited in place or resized since."""
     note: _Note = param.__dict__[_ATTRIBUTE]
     return param.shape != note.shape or param._version != note.version
 
@@ -127,7 +127,7 @@ def attributes_of(param: torch.Tensor) -> dict[str, Any]:
 
 
 def forget(param: torch.Tensor) -> None:
-    """`param` waits for nothing any more."""
+    """Make `param` wait for nothing any more."""
     param.__dict__.pop(_ATTRIBUTE, None)
 
 
@@ -141,23 +141,23 @@ def _note(tensor: torch.Tensor, values: Deferred) -> None:
 
 
 def _waiting_too(source: Waiting, result: Any) -> Any:
-    """`result`, a copy or a conversion of `source`, as one that waits for the same values, if `source` still has those."""
+    """Return `result`, a copy or a conversion of `source`, as a tensor that waits for the same values if `source` does."""
     if type(result) is not torch.Tensor or result.device.type != "meta":
         return result
     waiting = result.as_subclass(Waiting)
     values = deferred_of(source)
     if values is not None and not is_altered(source):
-        # After a rounding the way back matters, too.
+        # A conversion back to a wider dtype does not undo a rounding.
         casts = values.casts if result.dtype == source.dtype else (*values.casts, result.dtype)
         _note(waiting, dataclasses.replace(values, casts=casts))
     return waiting
 
 
 def _assign(param: Waiting, value: Any) -> None:
-    """``param.data = value``.
+    """Assign ``param.data = value``.
 
     Raises:
-        SetupError: `value` has no values to wait for, or others; nothing has changed.
+        SetupError: `value` waits for no values, or for others. Nothing has changed.
     """
     own = deferred_of(param)
     if own is None:

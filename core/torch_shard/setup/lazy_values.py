@@ -1,9 +1,8 @@
-"""Parameters on the meta device whose values wait in files until the model is sharded: each rank then reads its slices.
+"""Fills parameters whose values are in files: when the model is sharded, each rank reads its shards.
 
-What waits is kept on the parameter itself, so that it stays with it wherever the parameter goes: into another module, under
-another name, into several modules at once. Values are mapped, so that of a file only the pages with this rank's slices are
-read, and they are copied straight to where they belong. Ranks that would read other files are found before anything changes;
-therefore nothing has to be sent.
+The parameter itself says where its values are, so that it may be moved to other modules and names before. Files are mapped, so
+that only pages with this rank's shards are read, and values are copied straight to their place. Ranks that would read different
+files are found before anything changes, so that nothing has to be sent.
 """
 
 from __future__ import annotations
@@ -20,14 +19,12 @@ from ..shard_tensor.spec import shard_of_full
 from ..shard_tensor.tensor import ShardTensor
 from .lazy_param import Deferred, attributes_of, deferred_of, forget, has_lost_values, is_altered
 
-# -- what set-up asks -----------------------------------------------------------------------------------------------
-
 
 def refuse_altered(params: Mapping[str, nn.Parameter], rank: int) -> None:
-    """Raise where parameters of a model that has its values in files were changed since, so that others are wanted by now.
+    """Raise if the model has values in files, and a parameter was changed since, so that they are not the right ones any more.
 
-    Those that are on meta without values count, too: to initialise them would be wrong in silence, since they are copies,
-    resized ones, or adapters that a library has moved to meta after it had filled them.
+    A parameter on meta without values is refused, too: it may be a copy, resized, or an adapter that a library has moved to meta
+    after filling it, so that an initialisation would be silently wrong.
     """
     waiting = {name: p for name, p in params.items() if deferred_of(p) is not None}
     if not waiting and not any(map(has_lost_values, params.values())):
@@ -49,7 +46,7 @@ def refuse_altered(params: Mapping[str, nn.Parameter], rank: int) -> None:
 
 
 def described(model: nn.Module) -> str:
-    """What the parameters wait for, in words that are equal on ranks where it is equal. Not collective."""
+    """Return a text that is equal on ranks whose parameters wait for equal values. Not collective."""
     found = {name: deferred_of(p) for name, p in nn.Module.named_parameters(model)}
     waiting = {name: values for name, values in found.items() if values is not None}
     if not waiting:
@@ -59,7 +56,7 @@ def described(model: nn.Module) -> str:
 
 
 class Filler:
-    """Gives the deferred parameters of one model their values, once they have memory. Not collective."""
+    """Reads the values of one model's parameters from files, once the parameters have memory. Not collective."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[nn.Parameter, torch.dtype, Deferred]] = []
@@ -72,7 +69,7 @@ class Filler:
             self._waiting.append((param, param.dtype, values))
 
     def fill(self) -> None:
-        """Copy this rank's slices to the parameters that were noted since the last call, which are sharded by now.
+        """Read this rank's shards of the parameters that were noted since the last call, which are sharded by now.
 
         Raises:
             CheckpointError: values can't be read, or have another shape.
@@ -84,15 +81,15 @@ class Filler:
             forget(param)
             if spec.length:
                 with torch.no_grad(), _reading(values):
-                    # Through the parameter's dtype, where it is stored in a finer one.
+                    # The values are rounded to the parameter's dtype even if it is stored in a wider one.
                     local.copy_(values.rounded(shard_of_full(values.whole(), spec)).to(dtype))
             self._tell(values)
 
     def whole(self, param: nn.Parameter, values: Deferred, device: torch.device) -> nn.Parameter:
-        """Return what `param`, which is not to be sharded, becomes: a plain parameter with all of its values.
+        """Return a plain parameter with all values of `param`, which is not to be sharded.
 
         Raises:
-            CheckpointError: as :meth:`fill`.
+            CheckpointError: the values can't be read, or have another shape.
         """
         with torch.no_grad(), _reading(values):
             whole = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
@@ -107,14 +104,14 @@ class Filler:
             self._told[values.filled] = None
 
     def tell(self) -> None:
-        """Call what is to be called once the parameters have their values."""
+        """Call the ``filled`` functions of the values that were read."""
         for filled in self._told:
             filled()
 
 
 @contextlib.contextmanager
 def _reading(values: Deferred) -> Iterator[None]:
-    """What goes wrong inside is named."""
+    """Raise errors of the block as a CheckpointError that says what was read."""
     try:
         yield
     except Exception as error:

@@ -1,9 +1,9 @@
-"""Parameters on the meta device get memory and values, one unit at a time.
+"""Initialises parameters on the meta device, one unit at a time.
 
-The modules initialise themselves, through `reset_parameters` or the user's `init_fn`. First on the sharded parameters:
-constant fills then touch only this rank's slice, and random fills draw the values of the whole parameter and keep the
-slice, so that a seed gives the values it gives in plain torch. An initialisation that needs whole parameters (orthogonal,
-a zeroed padding row) is run again on them, from the same state of the random generators.
+Modules are initialised by `reset_parameters` or the user's `init_fn`, on the sharded parameters at first. There a constant fill
+touches only this rank's shard, and a random fill draws the values of the full parameter and keeps the shard, so that a seed gives
+the values that it gives in plain torch. An initialisation that needs full parameters (orthogonal, a zeroed padding row) is run
+again on them, from the same state of the random generators.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ..unit.unit import State, Unit
 
 
 class Materialiser:
-    """Initialises the meta parameters of one model during its set-up."""
+    """Initialises the parameters of one model that are on the meta device."""
 
     def __init__(self, model: nn.Module, config: ShardConfig, collectives: Collectives, undo: ExitStack) -> None:
         self.config, self.collectives, self.undo = config, collectives, undo
-        # By id, the parameters that have values, which stay whatever an initialisation does to them.
+        # The ids of parameters that have values, which an initialisation must not change.
         self.filled = {id(p) for p in model.parameters() if p.device.type != "meta"}
         self.order = {id(m): i for i, m in enumerate(model.modules())}
         self.done: set[int] = set()
@@ -36,15 +36,15 @@ class Materialiser:
 
     @property
     def sends(self) -> bool:
-        """Whether rank 0's values are sent: an init_fn may do anything, such as load a file on rank 0 only."""
+        """True if rank 0's values are sent, because an init_fn may load a file on rank 0 only."""
         return self.config.sync_module_states and self.config.init_fn is not None and self.collectives.world > 1
 
     def sends_all_of(self, unit: Unit) -> bool:
-        """Return True if the values of a unit are rank 0's, which :meth:`keep` sends."""
+        """Return True if :meth:`keep` sends rank 0's values of a unit."""
         return self.sends or (self.config.sync_module_states and not unit.sharded and unit.distributed is None)
 
     def initialise(self, unit: Unit, owners: Iterable[nn.Module]) -> None:
-        """Give a unit, whose shards have memory by now, its values, which :meth:`keep` keeps. Not collective."""
+        """Initialise the parameters of a unit whose shards have memory; :meth:`keep` comes next. Not collective."""
         modules = sorted(dict.fromkeys(owners), key=lambda m: self.order[id(m)])
         self.units.append(unit)
         distributed = unit.distributed
@@ -60,7 +60,7 @@ class Materialiser:
             except NeedsGatherError as error:
                 if distributed is not None:
                     raise SetupError(
-                        f"parameter {distributed} is a DTensor on the meta device, and its unit's initialisation needs whole "
+                        f"parameter {distributed} is a DTensor on the meta device, and its unit's initialisation needs full "
                         f"parameters; initialise the model before shard(). ({error})"
                     ) from error
                 set_random_state(self.collectives.device, before)
@@ -68,7 +68,7 @@ class Materialiser:
         self._on_whole(unit, modules)
 
     def keep(self, unit: Unit) -> None:
-        """Keep of what was initialised whole this rank's part. Collective where it is rank 0's."""
+        """Keep this rank's shard of parameters that were initialised in full. Collective if rank 0's values are sent."""
         if self.sends_all_of(unit):
             for flat in unit.flats:
                 broadcast_coalesced(self.collectives, [flat.full], f"the broadcast of unit {unit.name!r} from rank 0")
@@ -78,7 +78,7 @@ class Materialiser:
             unit.reshard()
 
     def fill_plain(self, params: dict[str, nn.Parameter], owners: Iterable[nn.Module]) -> None:
-        """Initialise plain parameters that have memory and no values yet, beside others that keep theirs."""
+        """Initialise plain parameters that have memory and no values yet; parameters beside them keep their values."""
         firsts = {name: p.data.as_strided((min(p.numel(), 1),), (1,)) for name, p in params.items()}
         for first in firsts.values():
             _mark(first)
@@ -94,7 +94,7 @@ class Materialiser:
                 flat.full.untyped_storage().resize_(flat.nbytes)
             for start, stop in flat.layout.gaps():
                 flat.full[start:stop].zero_()
-            _mark_slices(flat)
+            _mark_shards(flat)
         unit.state = State.FULL
         unit.summon()
         unit.install()
@@ -106,7 +106,10 @@ class Materialiser:
             unit.dismiss()
 
     def run_one(self, module: nn.Module) -> None:
-        """Initialise what `module` holds directly, once all of it has memory. Parameters that have values keep them."""
+        """Initialise the parameters that `module` holds directly, unless it was done or one has no memory yet.
+
+        Parameters that have values keep them.
+        """
         if id(module) in self.done:
             return
         held = [p for p in module._parameters.values() if p is not None]
@@ -130,7 +133,7 @@ class Materialiser:
                     p.copy_(values)
 
     def rest(self, model: nn.Module) -> None:
-        """Initialise modules that hold meta buffers but no parameters on meta: not those of which some wait for values still."""
+        """Initialise modules that hold buffers on meta but no parameters on meta."""
         for name, module in model.named_modules():
             if any(p is not None and p.device.type == "meta" for p in module._parameters.values()):
                 continue
@@ -143,7 +146,7 @@ class Materialiser:
                 self.run_one(module)
 
     def check(self) -> None:
-        """Raise for a parameter that nothing has filled."""
+        """Raise for a parameter that no initialisation has filled."""
         for unit in self.units:
             for module, attribute, flat, index in unit.places:
                 if _is_marked(flat.params[index]._local):
@@ -160,7 +163,7 @@ def _uninitialised(rank: int, name: str, module: str = "its module", attribute: 
 
 @contextmanager
 def one_random_state(c: Collectives, wanted: bool) -> Iterator[None]:
-    """Inside, all ranks draw rank 0's random numbers; afterwards a rank that had others goes on with its own."""
+    """Let all ranks draw rank 0's random numbers inside; afterwards a rank that had another state goes on with that."""
     if not wanted or c.world == 1:
         yield
         return
@@ -185,7 +188,7 @@ def random_state(device: torch.device) -> list[torch.Tensor]:
 
 
 def set_random_state(device: torch.device, states: list[torch.Tensor]) -> None:
-    """Go back to what :func:`random_state` returned."""
+    """Set the state of the random generators to one that :func:`random_state` returned."""
     torch.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)
@@ -198,13 +201,13 @@ def _sentinel(dtype: torch.dtype) -> Any:
 
 
 def _mark(first: torch.Tensor) -> None:
-    """Leave a value that no initialisation writes (a bool has none to spare)."""
+    """Write a value that no initialisation writes. (There is none for bools.)"""
     with torch.no_grad():
         first.fill_(_sentinel(first.dtype))
 
 
-def _mark_slices(flat: FlatBuffer) -> None:
-    """Mark the first element of every rank's slice of every parameter: any of them may be the one that is looked at."""
+def _mark_shards(flat: FlatBuffer) -> None:
+    """Mark the first element of every rank's shard of every parameter, because each rank looks at its own."""
     for index, slot in enumerate(flat.layout.slots):
         for rank in flat.layout.owners(index):
             start, stop = flat.layout.owned(index, rank)

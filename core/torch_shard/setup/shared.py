@@ -1,4 +1,4 @@
-"""What the five steps of one ``shard`` share, and how a failure on one rank becomes one of all."""
+"""The data that the five steps of one ``shard`` share, and how a failure on one rank becomes a failure of all."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ Group = tuple[list[ParamInfo], FlatLayout]
 class Setup:
     """One call of ``shard`` on this rank.
 
-    What may fail on one rank alone is called by :meth:`attempt`, so that this rank still comes to the next collective. Before
-    that, :meth:`together` raises on all ranks if one has failed.
+    Functions that may fail on one rank alone are called by :meth:`attempt`, so that this rank still comes to the next collective.
+    Before that collective, :meth:`together` raises on all ranks if one has failed.
     """
 
     model: nn.Module
@@ -54,26 +54,26 @@ class Setup:
 
     # agree
     on_meta: list[bool] = field(init=False)  # by unit: no rank has values for any parameter, in memory or in files
-    with_values: set[str] = field(init=False)  # parameters for which some rank has
-    sent: set[str] = field(init=False)  # ... for which rank 0 has, which its broadcast sends
+    with_values: set[str] = field(init=False)  # parameters that have values on some rank
+    sent: set[str] = field(init=False)  # parameters that have values on rank 0, which its broadcast sends
     seed: int = field(init=False)  # of stochastic rounding
 
     # allocate
     host: Host | None = None
     shards: dict[int, torch.Tensor] = field(default_factory=dict)  # memory in the host, by id of the layout
     runtime: Runtime = field(init=False)
-    given: set[str] = field(default_factory=set)  # parameters on meta that got memory on this rank, for whole values
+    given: set[str] = field(default_factory=set)  # parameters on meta that got memory for full values on this rank
     materialiser: Materialiser = field(init=False)
     filler: Filler = field(default_factory=Filler)
 
     # fill
-    buffers: list[tuple[nn.Module, str, torch.Tensor]] = field(default_factory=list)  # what modules are to hold
-    has_buffers: bool = False  # that are the same on all ranks
-    rank_own: frozenset[str] = frozenset()  # names of those that aren't
-    coalesced: Coalesced = field(default_factory=list)  # memory for rank 0's values of them
+    buffers: list[tuple[nn.Module, str, torch.Tensor]] = field(default_factory=list)  # those that modules are to hold
+    has_buffers: bool = False  # some buffers are the same on all ranks
+    rank_own: frozenset[str] = frozenset()  # names of buffers that each rank has its own of
+    coalesced: Coalesced = field(default_factory=list)  # memory for the broadcast of rank 0's buffers
 
     def attempt(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call `function`, unless something has failed on this rank already; keep what it raises for :meth:`together`."""
+        """Call `function`, unless something has failed on this rank already; keep its error for :meth:`together`."""
         if self.error is None:
             try:
                 return function(*args)
@@ -86,5 +86,5 @@ class Setup:
         return note_flat(self.undo, flat, lambda: self.all_failed, has_values)
 
     def together(self) -> None:
-        """Raise on every rank if one has failed: there what it has raised, elsewhere an error that names it. Collective."""
+        """Raise on every rank if one has failed: its error there, elsewhere an error that names the rank. Collective."""
         fail_together(self.collectives, self.error)
