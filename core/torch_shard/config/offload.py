@@ -66,10 +66,10 @@ class Offload:
 
 
 def offload_of(value: Any) -> Offload | None:
-    """What ``ShardConfig.offload`` stands for.
+    """Return the Offload that a value of ``ShardConfig.offload`` stands for, or None.
 
     Raises:
-        ConfigError: it is neither None, ``"cpu"`` nor an :class:`Offload`.
+        ConfigError: `value` is neither None, ``"cpu"`` nor an :class:`Offload`.
     """
     if value is None or isinstance(value, Offload):
         return value

@@ -40,7 +40,7 @@ class Dtypes:
 
     @property
     def casts(self) -> bool:
-        """Return True if gathering changes the dtype."""
+        """True if gathering changes the dtype."""
         return self.compute != self.stored
 
     @property

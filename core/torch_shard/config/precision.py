@@ -1,10 +1,10 @@
-"""Mixed precision: in which dtype parameters are kept, computed with and reduced.
+"""Mixed precision: the dtypes in which parameters are stored, computed with and reduced.
 
-Between steps parameters, gradients and optimizer state have the dtype they are *stored* in (fp32, as a rule). A unit is gathered
-in the dtype that it is *computed* in: each rank casts its shard before the gather, so that half the bytes travel and no fp32 copy
-of the whole exists. Gradients are *reduced* in a dtype of their own and come back in that of storage (over Gloo they are summed
-in that, too, where parameters are sharded). The scheme is that of
-"Mixed Precision Training" (Micikevicius et al., 2018) on shards, as in ZeRO and FSDP.
+Between steps parameters, gradients and optimizer state have the dtype in which they are *stored* (fp32, as a rule). A unit is
+gathered in the dtype in which modules *compute*: each rank casts its shard before the gather, so that half the bytes are sent and
+no full fp32 copy exists. Gradients are *reduced* in a dtype of their own and then have the stored dtype. (Over Gloo they are also
+summed in the stored dtype if parameters are sharded.) This is "Mixed Precision Training" (Micikevicius et al., 2018) on shards,
+as in ZeRO and FSDP.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _NORM = re.compile(r"\w*Norm(\dd)?")
 
 
 def norms_in(model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """The classes of normalisations that `model` has: torch's, and others whose names end in ``Norm`` (``LlamaRMSNorm``)."""
+    """Return the classes of normalisations in `model`: torch's, and others whose names end in ``Norm`` (``LlamaRMSNorm``)."""
     found = {type(m): None for m in model.modules() if isinstance(m, NORMS) or _NORM.fullmatch(type(m).__name__)}
     return tuple(sorted(found, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}"))
 
 
 def packed_in(model: nn.Module) -> tuple[type[nn.Module] | str, ...]:
-    """The modules of `model` that hold weights in a packed format: integers or 8-bit values, of their own, of two dimensions or
-    more. What else they hold, scales for instance, belongs to that format, and the same values in another dtype do not."""
+    """Return the modules of `model` that directly hold weights in a packed format: integers or 8-bit values of two dimensions or
+    more. Their other tensors, scales for instance, belong to that format, and must not be cast."""
     found = [name for name, module in model.named_modules() if any(map(_is_packed, _own_tensors(module)))]
     return tuple(glob.escape(name) if name else type(model) for name in found)
 
@@ -74,29 +74,29 @@ def _is_packed(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of one engine. Equal on all ranks; checked on construction.
+    """The dtypes of one engine, which must be equal on all ranks. They are checked when they are made.
 
     Only floating-point parameters of 16 bits or more are ever cast: integer, packed and 8-bit ones are gathered bit for bit.
     Frozen parameters are not cast to a wider dtype.
 
     Attributes:
-        param_dtype: parameters are gathered and computed with in this dtype; None for their own.
-        reduce_dtype: gradients are reduced in this dtype; None for that of the computation. Accumulation on one rank
-            (``no_sync``) and in ``.grad`` is never narrower than fp32 where parameters are stored so.
-        buffer_dtype: floating-point buffers are converted to this dtype in ``shard``, for good; None for their own.
-        output_dtype: floating-point tensors that the root module returns are cast to this dtype; None for as they are.
-        master_dtype: trainable parameters are stored in this dtype between steps, and with them gradients and optimizer state:
+        param_dtype: the dtype in which parameters are gathered and computed with; None for their own.
+        reduce_dtype: the dtype in which gradients are reduced; None for that of the computation. Accumulation on one rank
+            (``no_sync``) and in ``.grad`` is never narrower than fp32 if parameters are stored in fp32.
+        buffer_dtype: the dtype to which floating-point buffers are converted in ``shard``, for good; None for their own.
+        output_dtype: the dtype to which floating-point tensors that the root module returns are cast; None for their own.
+        master_dtype: the dtype in which trainable parameters, their gradients and optimizer state are stored between steps:
             ``torch.float32`` gives a bf16 model fp32 masters. The model still computes in its own dtype, or `param_dtype`.
             None for their own.
-        cast_inputs: cast the floating-point tensors that a module is called with to the dtype that its parameters are computed
-            in: True for the root and for the modules of each unit; ``"root"`` for the root alone; False for none, under autocast
-            as a rule. Nothing is cast where parameters are computed with as they are stored.
+        cast_inputs: cast the floating-point tensors that a module is called with to the dtype in which it computes: True for
+            the root and for the modules of each unit; ``"root"`` for the root alone; False for none, as a rule under autocast.
+            Nothing is cast if the module computes in the stored dtype.
         keep: modules whose parameters are computed with and reduced as they are stored: classes (subclasses too) and patterns
-            of module names, as in :attr:`ShardConfig.units`; their children included. Unless `cast_inputs` is False their
-            inputs are cast to that dtype, and their outputs back to that of the inputs.
-        keep_low_precision_grads: ``.grad`` keeps `reduce_dtype`: half the memory of gradients. Element-wise optimizers get it in
-            the parameter's dtype, flat tensor by flat tensor; those of whole matrices refuse it. By default it has the
-            parameter's.
+            of module names, as in :attr:`ShardConfig.units`; their children included. Unless `cast_inputs` is False, their
+            inputs are cast to that dtype, and their outputs back to the dtype of the inputs.
+        keep_low_precision_grads: leave ``.grad`` in `reduce_dtype`, which takes half the memory. Element-wise optimizers get it
+            in the parameter's dtype, flat tensor by flat tensor; optimizers of full matrices refuse it. By default ``.grad`` has
+            the parameter's dtype.
         stochastic_rounding: step parameters that are stored in bf16 in fp32, and round the results up or down at random, so that
             they are right on average and updates too small for bf16 add up, see
             :mod:`torch_shard.numerics.stochastic_rounding`. Optimizer state is fp32. At least one trainable parameter must be
@@ -130,19 +130,11 @@ class Precision:
         object.__setattr__(self, "keep", checked_modules("precision.keep", self.keep))
 
     def kept_modules(self, model: nn.Module) -> set[nn.Module]:
-        """The modules of `model` that :attr:`keep` names, without their children.
-
-        Raises:
-            ConfigError: a pattern is the name of none. (A class that the model does not have is no mistake.)
-        """
+        """Return the modules of `model` that :attr:`keep` chooses, see :func:`.checks.modules_named`."""
         return modules_named("precision.keep", self.keep, model)
 
     def check_rounding(self, stored: Iterable[torch.dtype]) -> None:
-        """Raise where there is nothing to round; `stored`: the dtypes in which trainable parameters are stored.
-
-        Raises:
-            ConfigError: :attr:`stochastic_rounding` is set, and none is bf16. Not collective.
-        """
+        """Raise if :attr:`stochastic_rounding` is set and none of `stored`, the dtypes of trainable parameters, is bf16."""
         found = list(dict.fromkeys(stored))
         if self.stochastic_rounding and torch.bfloat16 not in found:
             kept = ", ".join(map(str, found)) or "nothing, since there are none"
@@ -152,11 +144,11 @@ class Precision:
             )
 
     def rounds(self, stored: torch.dtype) -> bool:
-        """Whether steps of parameters that are stored so are rounded stochastically."""
+        """Return True if steps of parameters that are stored in this dtype are rounded stochastically."""
         return self.stochastic_rounding and stored is torch.bfloat16
 
     def dtypes(self, stored: torch.dtype, trainable: bool, kept: bool) -> Dtypes:
-        """How a parameter of dtype `stored` is treated."""
+        """Return the dtypes of a parameter that the model has in dtype `stored`."""
         if stored not in FLOATS:
             return Dtypes(stored, stored, stored, stored)
         own = stored
@@ -170,17 +162,13 @@ class Precision:
 
     @property
     def needs_no_scaler(self) -> bool:
-        """Whether a scaled loss is a mistake."""
-        # What is rounded stochastically is stored in bf16, and computed with in that unless another dtype is asked for.
+        """True if a scaled loss is a mistake."""
+        # Parameters with stochastic rounding are stored in bf16, and computed with in bf16 unless another dtype is asked for.
         computed = self.param_dtype or (torch.bfloat16 if self.stochastic_rounding else None)
         return computed is torch.bfloat16 and self.reduce_dtype is not torch.float16
 
     def check_device(self, device: torch.device) -> None:
-        """Raise where the device can't compute in what is asked for.
-
-        Raises:
-            UnavailableError: names field and device. Not collective.
-        """
+        """Raise an UnavailableError if the device lacks one of the dtypes. Not collective."""
         for field in ("param_dtype", "reduce_dtype"):
             if getattr(self, field) is not torch.bfloat16 or device.type != "cuda":
                 continue
@@ -194,25 +182,28 @@ class Precision:
 
 
 NONE = Precision()
-"""Every dtype as it is."""
+"""The precision that leaves every dtype as it is."""
 
 
 def precision_of(setting: Precision | torch.dtype | None) -> Precision:
-    """What ``ShardConfig.precision`` means."""
+    """Return the Precision that a value of ``ShardConfig.precision`` stands for."""
     if isinstance(setting, torch.dtype):
         return Precision(param_dtype=setting)
     return NONE if setting is None else setting
 
 
 def for_autocast(config: ShardConfig, model: nn.Module, dtype: torch.dtype, setting: str) -> ShardConfig:
-    """`config` with what autocast to `dtype` means for the engine, where the user has not said it. For front ends.
+    """Return `config` with the precision that suits autocast to `dtype`, unless the user has set one. For front ends.
 
-    Autocast alone casts each weight when it is used, and keeps the copy, whole, until backward. Here parameters are gathered in
-    the low precision: autocast finds weights that it need not cast, and half the bytes travel. Norms are kept as they are
-    stored, since autocast computes them in fp32, and so is what belongs to packed weights.
+    Autocast alone casts each weight when it is used, and keeps the full copy until backward. With this precision parameters are
+    gathered in `dtype`, so that autocast need not cast them and half the bytes are sent. Norms are kept as they are stored,
+    because autocast computes them in fp32, and so are modules with packed weights.
 
     Args:
-        setting: what the user has written to get autocast, for the warning.
+        config: the user's settings.
+        model: the model.
+        dtype: the dtype of autocast.
+        setting: the setting by which the user has chosen autocast, for the warning.
 
     Not collective.
     """

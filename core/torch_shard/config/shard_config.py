@@ -1,4 +1,4 @@
-"""Every choice of the user, in one frozen and validated dataclass."""
+"""All settings of ``torch_shard.shard`` in one frozen, validated dataclass."""
 
 from __future__ import annotations
 
@@ -21,66 +21,66 @@ __all__ = ["Ignored", "ShardConfig", "Strategy", "Units"]
 
 Strategy = Literal["full_shard", "shard_grad_op", "shard_optim", "hybrid_shard", "hybrid_shard_zero2", "no_shard"]
 """``full_shard`` (ZeRO-3), ``shard_grad_op`` (ZeRO-2), ``shard_optim`` (ZeRO-1), ``hybrid_shard`` and ``hybrid_shard_zero2``
-(sharded within a node, replicated across nodes) or ``no_shard`` (what DDP does)."""
+(sharded within a node, replicated between nodes) or ``no_shard`` (as DDP does)."""
 
 Units: TypeAlias = "Sequence[type[nn.Module] | str] | Sequence[Sequence[str]] | Callable[[str, nn.Module], bool] | None"
-"""How parameters are grouped; see :attr:`ShardConfig.units`."""
+"""The ways to choose units; see :attr:`ShardConfig.units`."""
 
 Ignored: TypeAlias = "Sequence[nn.Module | nn.Parameter | str]"
-"""What is left alone; see :attr:`ShardConfig.ignore`."""
+"""The modules and parameters that are not sharded; see :attr:`ShardConfig.ignore`."""
 
 
 @dataclass(frozen=True)
 class ShardConfig:
-    """What ``torch_shard.shard`` does with a model. Equal on all ranks; checked on construction.
+    """The settings of ``torch_shard.shard``, which must be equal on all ranks. They are checked when they are made.
 
     Attributes:
         strategy: ``"full_shard"`` shards parameters, gradients and optimizer state;
             ``"shard_grad_op"`` keeps the parameters gathered from forward to the end of backward;
             ``"shard_optim"`` keeps them until an optimizer changes them, so that with ``no_sync()``
             no more is sent than by DDP, however many micro-batches there are;
-            ``"hybrid_shard"`` shards over the ranks of a node as ``"full_shard"`` does, and keeps a copy on each node: between
-            nodes travel gradients alone, `shard_size` times fewer bytes than under ``"no_shard"``;
+            ``"hybrid_shard"`` shards over the ranks of a node as ``"full_shard"`` does, with a replica on each node: only
+            gradients are sent between nodes, `shard_size` times fewer bytes than under ``"no_shard"``;
             ``"hybrid_shard_zero2"`` does the same with parameters as under ``"shard_grad_op"``;
             ``"no_shard"`` replicates everything and all-reduces gradients.
-        units: which parameters are gathered together. ``None`` plans automatically: the repeated
-            blocks, else runs of about `unit_bytes`. Otherwise one of
-            module classes and patterns of module names, mixed as wanted: each matching module is
+        units: the parameters that are gathered together. ``None`` plans automatically: the repeated
+            blocks, else runs of about `unit_bytes`. Otherwise it is one of:
+            module classes and patterns of module names, which may be mixed: each matching module is
             a unit (a pattern is a glob such as ``"layers.*"``, in which ``*`` also matches dots,
-            or with the prefix ``"re:"`` a regular expression for the whole name);
-            explicit groups, a sequence of sequences of parameter names; or
-            a callable ``(module name, module) -> bool``, true where a unit begins.
-        unit_bytes: target size of an automatic unit, bytes of parameters.
-        prefetch: units gathered ahead of compute, in forward and in backward; 0 for none.
+            or with the prefix ``"re:"`` a regular expression for the full name);
+            groups, which are a sequence of sequences of parameter names; or
+            a callable ``(module name, module) -> bool`` that returns True if the module is a unit.
+        unit_bytes: the target size of an automatic unit, in bytes of parameters.
+        prefetch: the number of units that are gathered ahead of compute, in forward and in backward; 0 for none.
         sync_module_states: send rank 0's parameters and buffers to all ranks in ``shard``.
         broadcast_buffers: send rank 0's buffers to all ranks before each training forward, as
             ``DistributedDataParallel`` does.
-        reshard_after_forward: under the strategies that release parameters between forward and backward, keep each unit cut
-            among so many consecutive ranks meanwhile, those of a node as a rule, so that backward's gather stays among them.
-            More memory (a unit's size over this number, for all units) for less traffic between nodes. ``None``: cut among
-            all ranks that share a copy.
-        shard_size: under the hybrid strategies, how many consecutive ranks share a copy. ``None``: those of a node
-            (``LOCAL_WORLD_SIZE``, else the number of GPUs), or as the mesh of two dimensions has them.
-        mesh_dims: names of the dimensions of the `DeviceMesh` given to ``shard`` that this model is sharded over: one, or
-            for the hybrid strategies two, copies and slices. ``None``: those that it has.
-        precision: in which dtypes parameters are kept, gathered and reduced; see
+        reshard_after_forward: the number of consecutive ranks, as a rule those of a node, among which each unit stays sharded
+            between forward and backward, so that backward's gather stays among them. This needs more memory (a unit's size
+            divided by this number, for all units) and sends less between nodes. It is for ``"full_shard"`` and
+            ``"hybrid_shard"``. ``None`` shards among all ranks of a replica.
+        shard_size: the number of consecutive ranks that share a replica under the hybrid strategies. ``None`` takes the ranks of
+            a node (``LOCAL_WORLD_SIZE``, else the number of GPUs), or the mesh of two dimensions.
+        mesh_dims: the names of the dimensions of the `DeviceMesh` given to ``shard`` that this model is sharded over: one, or
+            for the hybrid strategies two, replicas and shards. ``None`` takes all that it has.
+        precision: the dtypes in which parameters are stored, gathered and reduced; see
             :class:`~torch_shard.config.precision.Precision`. A dtype, say ``torch.bfloat16``, stands for
             ``Precision(param_dtype=...)``. ``None`` leaves every dtype as it is.
-        quantized: which parameters and gradients are sent as 8-bit codes; see
+        quantized: the parameters and gradients that are sent as 8-bit codes; see
             :class:`~torch_shard.config.quantization.Quantized`. ``None`` sends every value as it is. Not with ``"no_shard"``.
-        offload: what lies in host memory, where a model is too large for its device: ``"cpu"`` for parameters and optimizer
-            state, or an :class:`~torch_shard.offload.Offload`. ``None``: nothing.
+        offload: what lies in host memory if a model is too large for its device: ``"cpu"`` for parameters and optimizer
+            state, or an :class:`~torch_shard.offload.Offload`. ``None`` offloads nothing.
         ignore: modules, parameters, and globs of parameter names that are not sharded, nor
             synchronised, nor reduced.
-        init_fn: called with each module that directly holds parameters or buffers on the meta
-            device, after they got memory; it must fill them. ``None`` calls the module's own
+        init_fn: a function that is called with each module that directly holds parameters or buffers on the meta
+            device, after these got memory, and must fill them. ``None`` calls the module's own
             ``reset_parameters()``.
-        timeout: seconds that a rank waits for a missing partner before it raises
+        timeout: the seconds that a rank waits for a missing partner before it raises
             :class:`~torch_shard.errors.MissingRankError`.
-        debug: compare each gathered unit with its shard before releasing it, in every iteration.
-            Finds edits of ``.data`` inside forward; slow.
-        single_communicator: use one communicator for gathers and reductions. They no longer
-            overlap each other; for systems on which two NCCL communicators misbehave.
+        debug: compare each gathered unit with its shard before it is resharded, in every iteration.
+            This finds edits of ``.data`` inside forward, and is slow.
+        single_communicator: use one communicator for gathers and reductions, which then don't
+            overlap each other. It is for systems on which two NCCL communicators misbehave.
 
     Raises:
         ConfigError: a value is unknown or of the wrong type; the message starts with the field.
@@ -120,8 +120,8 @@ class ShardConfig:
             check_int("reshard_after_forward", self.reshard_after_forward, least=2)
             if not self.reshards:
                 raise ConfigError(
-                    "reshard_after_forward is for strategies that release parameters between forward and backward, full_shard "
-                    f"and hybrid_shard; strategy is {self.strategy!r}."
+                    "reshard_after_forward is for strategies that reshard between forward and backward, full_shard and "
+                    f"hybrid_shard; strategy is {self.strategy!r}."
                 )
         object.__setattr__(self, "mesh_dims", _checked_dims(self.mesh_dims))
         check_bools(self, "sync_module_states", "broadcast_buffers", "debug", "single_communicator")
@@ -144,7 +144,7 @@ class ShardConfig:
                 "more; leave quantized out, or shard: 'shard_optim' sends as much."
             )
         object.__setattr__(self, "offload", offload_of(self.offload))
-        # Frozen also in depth: a list that the caller edits later must not change the plan.
+        # A list that the caller edits later must not change the plan.
         object.__setattr__(self, "units", _checked_units(self.units))
         object.__setattr__(self, "ignore", _checked_ignore(self.ignore))
 
@@ -155,12 +155,12 @@ class ShardConfig:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether there are several copies of sharded parameters."""
+        """True if there are several replicas of sharded parameters."""
         return self.strategy in ("hybrid_shard", "hybrid_shard_zero2")
 
     @property
     def reshards(self) -> bool:
-        """Whether units are released between forward and backward."""
+        """True if units are resharded between forward and backward."""
         return self.strategy in ("full_shard", "hybrid_shard")
 
 
@@ -175,14 +175,13 @@ def _checked_dims(names: Any) -> tuple[str, ...] | None:
         or len(set(found)) != len(found)
     ):
         raise ConfigError(
-            f"mesh_dims must be the name of a dimension, two of them (copies, slices) or None, not {names!r}."
+            f"mesh_dims must be the name of a dimension, two of them (replicas, shards) or None, not {names!r}."
         )
     return tuple(found)
 
 
 def _entries(field: str, value: Any, wanted: str) -> tuple[Any, ...]:
-    # A str is a sequence of one-letter strings, and a Module may be iterable: both by mistake only.
-    # Sets of names have another order on every rank.
+    # A str and a Module may be iterable, but are given by mistake only. A set of names has another order on every rank.
     if isinstance(value, (str, Set, Mapping, nn.Module, nn.Parameter)) or not isinstance(value, Iterable):
         shown = repr(value) if isinstance(value, str) else type(value).__name__
         raise ConfigError(f"{field} must be {wanted}, not {shown}.")

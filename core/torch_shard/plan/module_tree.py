@@ -1,4 +1,4 @@
-"""A model's modules and parameters, indexed for planning. Reads metadata only, never values."""
+"""An index of a model's modules and parameters, for planning. It reads metadata, never values."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ..errors import ConfigError, SetupError
 from ..utils.patterns import every_name
 from .plan import BufferInfo, ParamInfo
 
-# Their forward (or a fused fast path of it) uses the parameters of their children directly, so the
-# children's own forwards never run.
+# The forward of these modules, or a fused fast path, uses the parameters of their children directly, so that the children's own
+# forwards don't run.
 _ATOM_TYPES = (
     nn.MultiheadAttention,
     nn.RNNBase,
@@ -42,12 +42,12 @@ class Node:
         self.parent = parent
         self.attr = name.rpartition(".")[2]
         self.children: list[Node] = []
-        self.own: list[int] = []  # numbers of the parameters first registered directly here
-        self.numbers: list[int] = []  # the same for the whole subtree
-        self.nbytes = 0  # of the whole subtree
+        self.own: list[int] = []  # numbers of the parameters that are first registered directly here
+        self.numbers: list[int] = []  # numbers of the parameters of the whole subtree
+        self.nbytes = 0  # bytes of the whole subtree while it is gathered
 
     def walk(self) -> Iterator[Node]:
-        """This node and all below it, parents first, in registration order."""
+        """Yield this node and all below it, parents first, in registration order."""
         pending = [self]
         while pending:
             node = pending.pop()
@@ -56,31 +56,31 @@ class Node:
 
     @property
     def has_forward(self) -> bool:
-        """Whether calling the module means anything: lists and dicts have no forward."""
-        # An instance attribute counts: a wrapper may have assigned module.forward.
+        """True if the module can be called; lists and dicts have no forward."""
+        # A wrapper may have assigned an attribute `forward` to the instance.
         return "forward" in self.module.__dict__ or type(self.module).forward is not nn.Module.forward
 
     @property
     def kind(self) -> type:
-        """The class, as it was before ``parametrize`` put a generated one in its place."""
+        """The class of the module, or the class that it had before ``parametrize`` generated another."""
         return parametrize.type_before_parametrizations(self.module)
 
     @property
     def is_container(self) -> bool:
-        """A ModuleList, ModuleDict or Sequential, or a subclass of one."""
+        """True if the module is a ModuleList, ModuleDict or Sequential."""
         return isinstance(self.module, _CONTAINER_TYPES)
 
     @property
     def is_composite(self) -> bool:
-        """Whether some of its parameters belong to its children."""
+        """True if some of its parameters belong to its children."""
         return any(child.numbers for child in self.children)
 
     @property
     def is_atom(self) -> bool:
-        """Whether it must be gathered as a whole because it reaches into its children.
+        """True if it must be gathered as a whole because its forward uses parameters of its children.
 
-        Old style ``weight_norm`` and ``spectral_norm`` keep their parameters in the module itself;
-        a module that carries them is one whole all the same.
+        A module with the old ``weight_norm`` or ``spectral_norm`` is one, too, although these keep their parameters in the
+        module itself.
         """
         module = self.module
         return (
@@ -91,15 +91,15 @@ class Node:
 
     @property
     def is_expert_list(self) -> bool:
-        """A list of experts: which of them run depends on the data.
+        """True if it is a list of experts. Which of them run depends on the data.
 
-        The ranks would gather different units, so experts travel with the module that routes.
+        The ranks would gather different units, so experts are in the unit of the module that routes.
         """
         return self.is_container and not self.has_forward and "expert" in self.attr.lower()
 
 
 class ModuleTree:
-    """The module tree as a spanning tree over module objects, and every parameter object once.
+    """A spanning tree of the modules of a model, and its parameters, each object once.
 
     Raises:
         SetupError: for a lazy parameter without a shape yet.
@@ -213,25 +213,25 @@ class ModuleTree:
             node.nbytes += sum(child.nbytes for child in node.children)
 
     def node_of(self, module: nn.Module) -> Node | None:
-        """The node of a module object, None if the model does not hold it."""
+        """Return the node of a module, or None if the model does not hold it."""
         return self._node.get(id(module))
 
     def number_of(self, param: torch.Tensor) -> int | None:
-        """The number of a parameter object, None if the model does not hold it."""
+        """Return the number of a parameter, or None if the model does not hold it."""
         return self._number.get(id(param))
 
     def by_name(self) -> dict[str, int]:
-        """Numbers by full name, all names of tied parameters included."""
+        """Return the numbers of parameters by full name, with all names of tied parameters."""
         return {name: number for number, info in enumerate(self.infos) for name in (info.name, *info.aliases)}
 
     def is_tied(self, number: int) -> bool:
-        """Whether more than one place holds the parameter object."""
+        """Return True if more than one module holds the parameter."""
         return len(self.infos[number].owners) > 1
 
     def caller(self, path: Iterable[Node]) -> Node:
-        """The module on a path whose forward first uses the parameters at its end.
+        """Return the module on a path whose forward first uses the parameters at its end.
 
-        The outermost atom, else the innermost module that has a forward, else the root.
+        That is the outermost atom, else the innermost module that has a forward, else the root.
         """
         found = self.root, False
         for node in path:
@@ -239,7 +239,7 @@ class ModuleTree:
         return found[0]
 
     def path_of(self, node: Node) -> tuple[Node, ...]:
-        """The nodes from the root to this one, by first registration."""
+        """Return the nodes from the root to this one, by first registrations."""
         path: list[Node] = []
         current: Node | None = node
         while current is not None:
@@ -248,11 +248,11 @@ class ModuleTree:
         return tuple(reversed(path))
 
     def triggers(self, numbers: Iterable[int], roots: Iterable[Node] = ()) -> tuple[str, ...]:
-        """Names of the modules whose forward needs these parameters.
+        """Return the names of the modules whose forward needs these parameters.
 
         Args:
-            numbers: The unit's parameters.
-            roots: Modules that trigger the unit as wholes, so that modules below them need not.
+            numbers: the unit's parameters.
+            roots: modules that trigger the unit as wholes, so that modules below them need not.
         """
         covering = {self.caller(self.path_of(root)).name: root for root in roots}
         found = dict.fromkeys(covering)
@@ -270,7 +270,7 @@ class ModuleTree:
 
 
 def _called(before: tuple[Node, bool], node: Node) -> tuple[Node, bool]:
-    """Which module calls what is in `node`, and whether it is an atom, from which on no other does; `before`: the same above."""
+    """Return the module that calls what is in `node`, and whether it is an atom; `before` is the result for the node above."""
     if before[1]:
         return before
     if node.is_atom:
@@ -279,7 +279,7 @@ def _called(before: tuple[Node, bool], node: Node) -> tuple[Node, bool]:
 
 
 def _placed(param: torch.Tensor) -> tuple[str, int]:
-    """How a DTensor is distributed, in words, and into how many parts it is cut; whether it can be sharded is asked later."""
+    """Return the placements of a DTensor as text, and the number of parts into which they cut it."""
     placements = getattr(param, "placements", None)
     if placements is None:
         return "", 1
@@ -290,5 +290,5 @@ def _placed(param: torch.Tensor) -> tuple[str, int]:
 
 
 def buffers_of(model: nn.Module) -> tuple[BufferInfo, ...]:
-    """All buffers, in registration order, each object once under its first name."""
+    """Return all buffers in registration order, each object once under its first name."""
     return tuple(BufferInfo(name, tuple(buffer.shape), buffer.dtype) for name, buffer in model.named_buffers())

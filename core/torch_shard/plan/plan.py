@@ -1,8 +1,8 @@
-"""What is decided before any data moves: which parameters travel together.
+"""The plan: which parameters are gathered together, decided before any data moves.
 
-A :class:`Plan` is pure description: names, shapes, dtypes and the modules that trigger each unit.
-It holds no tensor and no module, so it can be made on the meta device, printed, compared between
-ranks and thrown away. :func:`torch_shard.plan.planner.make_plan` makes one from a model.
+A :class:`Plan` consists of names, shapes, dtypes and the modules that trigger each unit. It holds no tensor and no module, so it
+can be made on the meta device, printed, and compared between ranks. :func:`torch_shard.plan.planner.make_plan` makes one from a
+model.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class ParamInfo:
     """One parameter object, however many names it has.
 
     Attributes:
-        name: Full name of its first registration, as ``named_parameters()`` gives it.
-        owners: Every ``(module name, attribute)`` that holds the object, the first registration
+        name: the full name of its first registration, as ``named_parameters()`` gives it.
+        owners: every ``(module name, attribute)`` that holds the object, the first registration
             first. A module registered under two names counts once, under its first name.
-        aliases: The other full names under which a ``state_dict()`` lists it; the first thousand of each place.
-        dtypes: How it is kept between steps, gathered and reduced.
-        shape: Global shape.
-        stride: Global strides, in elements.
-        dtype: Its dtype at planning time.
-        requires_grad: Its flag at planning time. It may change during training.
-        placed: how tensor parallelism has distributed it, in words; empty for a plain tensor.
-        ways: into how many parts that cuts it. Bytes are those of one part.
+        aliases: the other full names under which a ``state_dict()`` lists it; the first thousand of each place.
+        dtypes: the dtypes in which it is stored, computed with and reduced.
+        shape: the global shape.
+        stride: the global strides, in elements.
+        dtype: its dtype when the plan was made.
+        requires_grad: its flag when the plan was made. It may change during training.
+        placed: its placements by tensor parallelism, as text; empty for a plain tensor.
+        ways: the number of parts into which tensor parallelism cuts it. Bytes are those of one part.
     """
 
     name: str
@@ -57,32 +57,32 @@ class ParamInfo:
 
     @property
     def numel(self) -> int:
-        """Number of elements; a 0-d parameter has one."""
+        """The number of elements; a 0-d parameter has one."""
         return math.prod(self.shape)
 
     @property
     def local_numel(self) -> int:
-        """Elements that modules on one rank compute with: of the largest part, where it is cut."""
+        """The number of elements that modules on one rank compute with: those of the largest part if it is cut."""
         return -(-self.numel // self.ways)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole parameter as it is stored between steps."""
+        """The bytes of the full parameter in the stored dtype."""
         return self.local_numel * self.dtypes.stored.itemsize
 
     @property
     def gathered_nbytes(self) -> int:
-        """Bytes of the whole parameter while it is gathered."""
+        """The bytes of the full parameter while it is gathered."""
         return self.local_numel * self.dtypes.compute.itemsize
 
     @property
     def reduced_nbytes(self) -> int:
-        """Bytes of its whole gradient when it is reduced."""
+        """The bytes of the full gradient when it is reduced."""
         return self.local_numel * self.dtypes.reduce.itemsize
 
     @property
     def residual_nbytes(self) -> int:
-        """Bytes that error feedback keeps on each rank, where gradients are quantized."""
+        """The bytes that error feedback keeps on each rank if gradients are quantized."""
         quantized = self.dtypes.quantized
         dtype = quantized.residual_dtype(self.dtypes) if quantized is not None and self.requires_grad else None
         return 0 if dtype is None else self.numel * dtype.itemsize
@@ -90,13 +90,13 @@ class ParamInfo:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Parameters that are gathered and released together.
+    """Parameters that are gathered and resharded together.
 
     Attributes:
-        name: Unique within the plan: the module's name for a block, ``first..last`` for a run of
+        name: a name that is unique within the plan: the module's name for a block, ``first..last`` for a run of
             modules, ``(root)`` for the root's own parameters, ``group 0`` for a group by name.
-        params: In the order of the flat buffer (see :func:`flat_order`).
-        triggers: Names of the modules whose forward needs this unit, ``""`` being the root.
+        params: the parameters in the order of the flat buffer (see :func:`flat_order`).
+        triggers: the names of the modules whose forward needs this unit; ``""`` is the root.
     """
 
     name: str
@@ -105,17 +105,17 @@ class UnitPlan:
 
     @property
     def numel(self) -> int:
-        """Elements, without padding."""
+        """The number of elements, without padding."""
         return sum(p.numel for p in self.params)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters, without padding."""
+        """The bytes of all parameters in their stored dtypes, without padding."""
         return sum(p.nbytes for p in self.params)
 
     @property
     def gathered_nbytes(self) -> int:
-        """Bytes of all parameters while they are gathered, without padding."""
+        """The bytes of all parameters while they are gathered, without padding."""
         return sum(p.gathered_nbytes for p in self.params)
 
     @property
@@ -125,13 +125,12 @@ class UnitPlan:
 
     @property
     def kinds(self) -> tuple[Dtypes, ...]:
-        """How its parameters are kept, gathered and reduced, in order of first appearance: one flat buffer each (two where some
-        are frozen)."""
+        """The different dtypes of its parameters, in order of first appearance."""
         return tuple(dict.fromkeys(p.dtypes for p in self.params))
 
     @property
     def flat_buffers(self) -> tuple[tuple[ParamInfo, ...], ...]:
-        """Its parameters, by the flat buffers in which they lie."""
+        """The parameters of each flat buffer."""
         found: dict[tuple[bool, bool, torch.dtype, Dtypes], list[ParamInfo]] = {}
         for p in self.params:
             found.setdefault((p.ways > 1, p.requires_grad, p.dtype, p.dtypes), []).append(p)
@@ -144,7 +143,7 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class BufferInfo:
-    """A buffer of the model; buffers are replicated, never sharded."""
+    """A buffer of the model. Buffers are never sharded."""
 
     name: str
     shape: tuple[int, ...]
@@ -152,22 +151,20 @@ class BufferInfo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole buffer."""
+        """The bytes of the buffer."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every parameter of a model, each in exactly one unit or ignored.
+    """All parameters of a model, each in exactly one unit or ignored.
 
     Attributes:
-        units: In registration order of each unit's first parameter.
-        world_size: Ranks that share the parameters.
-        ignored: Full names of parameters left alone, in registration order.
-        buffers: All buffers of the model, in registration order, each object once.
-        strategy: As in ``ShardConfig``; decides the predicted bytes only.
-        prefetch: As in ``ShardConfig``; decides the predicted bytes only.
-        offload: As in ``ShardConfig``; decides the predicted bytes only.
+        units: the units in registration order of their first parameters.
+        world_size: the number of ranks that share the parameters.
+        ignored: the full names of parameters that are not sharded, in registration order.
+        buffers: all buffers of the model, in registration order, each object once.
+        strategy, prefetch, offload: as in ``ShardConfig``; used for the predicted bytes only.
     """
 
     units: tuple[UnitPlan, ...]
@@ -180,16 +177,16 @@ class Plan:
 
     @property
     def params(self) -> tuple[ParamInfo, ...]:
-        """All planned parameters, unit by unit."""
+        """The parameters of all units."""
         return tuple(p for unit in self.units for p in unit.params)
 
     @property
     def numel(self) -> int:
-        """Elements of all planned parameters."""
+        """The number of elements of all units."""
         return sum(unit.numel for unit in self.units)
 
     def unit_of(self, param_name: str) -> UnitPlan:
-        """The unit that holds a parameter, by any of its names; KeyError if none does."""
+        """Return the unit that holds a parameter, by any of its names; raise a KeyError if none does."""
         for unit in self.units:
             if any(param_name == p.name or param_name in p.aliases for p in unit.params):
                 return unit
@@ -206,18 +203,18 @@ class Plan:
         return self.world_size if self.strategy != "no_shard" else 1
 
     def digest(self) -> int:
-        """A stable 63-bit hash of :meth:`lines`: equal on ranks whose plans are equal."""
+        """Return a 63-bit hash of :meth:`lines`, which is equal on ranks whose plans are equal."""
         joined = "\n".join(self.lines()).encode()
         value = int.from_bytes(hashlib.blake2b(joined, digest_size=8).digest(), "big")
         return value & ((1 << 63) - 1)
 
     def lines(self) -> list[str]:
-        """One readable line per parameter and buffer, to find where two ranks' models differ."""
+        """Return a line of text for each parameter and buffer, to find where two ranks' models differ."""
         lines = [f"world size {self.world_size}, strategy {self.strategy}"]
         for index, unit in enumerate(self.units):
             where = f"unit {index} {unit.name!r} triggered by {list(unit.triggers)}"
             lines += [
-                f"parameter {p.name!r}: shape {p.shape}, stride {p.stride}, {p.dtype} kept as {p.dtypes}, "
+                f"parameter {p.name!r}: shape {p.shape}, stride {p.stride}, {p.dtype} stored as {p.dtypes}, "
                 f"{f'distributed {p.placed}, ' * bool(p.placed)}requires_grad {p.requires_grad}, held by {list(p.owners)}, "
                 f"{where}"
                 for p in unit.params
@@ -227,11 +224,11 @@ class Plan:
         return lines
 
     def table(self, max_rows: int = 40) -> str:
-        """The plan as aligned plain text, with totals and predicted bytes per rank.
+        """Return the plan as aligned plain text, with totals and predicted bytes per rank.
 
         Args:
-            max_rows: With more units than this, equal consecutive ones share a row, which then
-                shows the numbers of one of them and how many there are.
+            max_rows: the number of units above which equal consecutive ones share a row. The row shows the numbers of one of
+                them, and how many they are.
         """
         head = ("unit", "params", "elements", "dtype", "MiB full", "MiB/rank", "triggers")
         groups: list[tuple[UnitPlan, ...]] = (
@@ -274,17 +271,17 @@ class Plan:
 
 
 def flat_order(params: Iterable[ParamInfo]) -> tuple[ParamInfo, ...]:
-    """Order of a unit's parameters in its flat buffers; ``params`` come as registered.
+    """Return a unit's parameters in the order of its flat buffers; `params` are in registration order.
 
-    Trainable before frozen, so that the gradient buffer covers a prefix; then by dtype; then
-    matrices before vectors, so that an optimizer with the usual two weight-decay groups steps on
-    two long runs. Within these as registered.
+    Trainable parameters come before frozen ones, so that the gradient buffer covers a prefix. Then they are ordered by dtype, and
+    matrices come before vectors, so that an optimizer with the usual two weight-decay groups steps on two long runs. Otherwise
+    they stay in registration order.
     """
     return tuple(sorted(params, key=lambda p: (not p.requires_grad, str(p.dtypes), len(p.shape) < 2)))
 
 
 def _equal_runs(units: Sequence[UnitPlan]) -> list[tuple[UnitPlan, ...]]:
-    """Consecutive units that differ only in the numbers of their names, together."""
+    """Return groups of consecutive units that differ only in the numbers in their names."""
 
     def likeness(unit: UnitPlan) -> tuple[object, ...]:
         # Only blocks that trigger themselves: the shared row says so.

@@ -1,20 +1,17 @@
-"""Makes a :class:`~torch_shard.plan.Plan` from a model: decides what is gathered together.
+"""Makes a :class:`~torch_shard.plan.Plan` from a model: decides which parameters are gathered together.
 
-The automatic plan, in one walk over the module tree in registration order:
+The automatic plan is made in one walk over the module tree in registration order:
 
-- *Blocks.* Children of one class in a ModuleList, ModuleDict or Sequential repeat: each is a unit
-  of its own, triggered by itself, whatever its size: never merged (every layer of a stack then
-  costs the same, and prefetch has something to hide behind) and never split. A block that is
-  itself a stage (Swin, ResNet: it directly holds most of its bytes as further blocks) is walked
-  instead, as is one far above the size target that contains a stack.
-- *Stacks.* A module with blocks somewhere below is walked. Its direct parameters are a small unit
-  that it triggers itself.
-- *Runs.* What remains between blocks is cut into consecutive runs of at most the size target, each
-  triggered by every module in it. A run ends at every stack, so that what comes before the blocks
-  never shares a unit with what comes after. Embeddings and tied parameters keep apart from other
-  layers: they are used far from where they are registered.
+- *Blocks.* Children of one class in a ModuleList, ModuleDict or Sequential repeat. Each is a unit, triggered by itself, whatever
+  its size. Blocks are not merged, so that every layer of a stack costs the same and prefetch has computation to overlap with, and
+  they are not split. But a block that is a stage (Swin, ResNet: it directly holds most of its bytes as further blocks) is walked
+  instead, and so is a block far above the size target that contains a stack.
+- *Stacks.* A module with blocks somewhere below is walked. Its direct parameters are a small unit that it triggers itself.
+- *Runs.* The modules between blocks are cut into consecutive runs of at most the size target, each triggered by every module in
+  it. A run ends at every stack, so that modules before the blocks never share a unit with modules after them. Embeddings and tied
+  parameters are not in one run with other layers, because they are used far from where they are registered.
 - *Atoms* (attention, RNNs, parametrized modules) are never split.
-- *Experts* travel with the module that routes to them.
+- *Experts* are in the unit of the module that routes to them.
 """
 
 from __future__ import annotations
@@ -42,16 +39,16 @@ _DOMINANT = 0.75
 
 
 def make_plan(model: nn.Module, config: ShardConfig, world_size: int) -> Plan:
-    """Decide which parameters of a model are gathered together, and what triggers them.
+    """Decide which parameters of a model are gathered together, and which modules trigger that.
 
-    Touches no data: the model may be on the meta device. Deterministic, not collective; ranks with
-    equal models and configs get plans of equal :meth:`~torch_shard.plan.Plan.digest`.
+    No data is read, so the model may be on the meta device. Not collective. Ranks with equal models and configs get plans of
+    equal :meth:`~torch_shard.plan.Plan.digest`.
 
     Args:
-        model: Any module; not changed.
-        config: Its ``units``, ``unit_bytes``, ``ignore``, ``precision``, ``quantized``, ``strategy``,
-            ``prefetch`` and ``offload`` count.
-        world_size: Ranks that share the parameters.
+        model: any module; it is not changed.
+        config: the settings; ``units``, ``unit_bytes``, ``ignore``, ``precision``, ``quantized``, ``strategy``,
+            ``prefetch`` and ``offload`` are used.
+        world_size: the number of ranks that share the parameters.
 
     Returns:
         A plan in which every parameter object is in exactly one unit or ignored.
@@ -105,7 +102,7 @@ def _hint(name: str, known: dict[str, int]) -> str:
 
 
 class _Planner:
-    """The state of one walk: what has been placed, and the run that is being filled."""
+    """The state of one walk: the parameters that are in a unit, and the run that is being filled."""
 
     def __init__(self, tree: ModuleTree, unit_bytes: int, ignored: set[int]):
         self.tree = tree
@@ -122,15 +119,15 @@ class _Planner:
     # ---- what the walk produces
 
     def finished(self) -> tuple[UnitPlan, ...]:
-        """All units in registration order, what encloses others before them.
+        """Return all units in registration order; a unit of a module comes before units of modules inside.
 
-        Reductions run through the plan backwards, and the gradients of an enclosing module's own
-        parameters may be complete only when all below it are.
+        Reductions go through the plan backwards, and the gradients of an enclosing module's own parameters may be complete only
+        when those of all modules inside are.
         """
         return tuple(unit for _, unit in sorted(self.units, key=lambda pair: pair[0]))
 
     def add_unit(self, name: str, numbers: Sequence[int], roots: Sequence[Node] = ()) -> None:
-        """Close a unit over those parameters that are in none yet; `roots` are its modules."""
+        """Make a unit of those parameters that are in none yet; `roots` are its modules."""
         numbers = sorted(number for number in numbers if number not in self.placed)
         if not numbers:
             return
@@ -142,16 +139,17 @@ class _Planner:
         self.units.append((place, unit))
 
     def left_in(self, node: Node) -> list[int]:
-        """Parameters below a node that are in no unit yet."""
+        """Return the parameters below a node that are in no unit yet."""
         return [number for number in node.numbers if number not in self.placed]
 
     def nbytes(self, numbers: Sequence[int]) -> int:
+        """Return the bytes of parameters while they are gathered."""
         return sum(self.tree.infos[number].gathered_nbytes for number in numbers)
 
     # ---- units chosen by the user
 
     def place_user_units(self, units: object) -> None:
-        """Form the user's units first; the walk plans around them."""
+        """Make the user's units, around which the walk plans."""
         if units is None:
             return
         if callable(units):
@@ -180,13 +178,13 @@ class _Planner:
                 + (f": {', '.join(repr(n.name) for n in nodes[:5])} have none." if nodes else ".")
             )
         self.user_units.update(nodes)
-        # Parents come first in the walk: reversed, an inner unit takes its own before an outer one.
+        # Parents come first in the walk. In reverse order, an inner unit takes its parameters before an outer one.
         for node in reversed(nodes):
             callers = [node] if node.has_forward else list(self._callable_children(node))
             self.add_unit(node.name or "(root)", node.numbers, callers)
 
     def _callable_children(self, node: Node) -> Iterator[Node]:
-        """The topmost modules with a forward below one that has none."""
+        """Yield the topmost modules with a forward below a node that has none."""
         for child in node.children:
             if child.has_forward:
                 if child.numbers:
@@ -223,8 +221,8 @@ class _Planner:
         """Plan the children of a module one by one; its direct parameters are a unit.
 
         Args:
-            node: The module, entered once.
-            stage: It is, or is in, a stage of a stack: what repeats are blocks, to be left whole.
+            node: the module.
+            stage: True if it is, or is in, a stage of a stack. Children that repeat are then blocks, never stages.
         """
         self.flush()
         self.add_unit(node.name or "(root)", list(self._direct(node)), [node])
@@ -238,7 +236,7 @@ class _Planner:
         # No flush: a final norm may share a unit with the head that its parent calls next.
 
     def _direct(self, node: Node) -> Iterator[int]:
-        """Parameters that only this module's own forward can use: those of its lists too."""
+        """Yield the parameters that only this module's own forward can use, those of its lists included."""
         yield from node.own
         for child in node.children:
             if child.is_expert_list:
@@ -247,16 +245,16 @@ class _Planner:
                 yield from self._direct(child)
 
     def _members(self, node: Node) -> Iterator[tuple[Node, str]]:
-        """The modules that this one's forward may call, each with its role, lists resolved.
+        """Yield the modules that a node's forward may call, with their roles; lists are replaced by their entries.
 
-        The role ``border`` says only that no run crosses here.
+        The role ``border`` only says that no run crosses here.
         """
         blocks = _blocks(node)
         for child in node.children:
             if child.is_expert_list:
                 continue
             if child in self.user_units:
-                yield child, "border"  # it took all it holds
+                yield child, "border"  # all of its parameters are in the user's unit
             elif not child.has_forward and not child.is_atom:
                 border = child in blocks or self._has_stack(child)
                 if border:
@@ -279,10 +277,10 @@ class _Planner:
         return "embedding" if _holds_embedding(node) else "layer"
 
     def place_block(self, node: Node, *, in_stage: bool) -> None:
-        """A repeated module: one unit, unless it is a stage that holds the real blocks.
+        """Make a repeated module one unit, unless it is a stage that holds the real blocks.
 
-        Stages do not nest: a bottleneck of a ResNet, inside a stage, is a block although it holds
-        a row of like convolution layers itself.
+        Stages do not nest: a bottleneck of a ResNet, inside a stage, is a block although it holds a row of like convolution
+        layers itself.
         """
         self.flush()
         is_stage = not in_stage and _is_stage(node)
@@ -294,7 +292,7 @@ class _Planner:
             self.add_unit(node.name, node.numbers, [node])
 
     def place_item(self, node: Node, kind: str, *, in_stage: bool) -> None:
-        """A module between blocks: joins the current run, or is walked if it holds more."""
+        """Append a module between blocks to the current run, or walk it if it holds a stack or too much."""
         left = self.left_in(node)
         if not left:
             return
@@ -322,7 +320,7 @@ class _Planner:
         return size > self.unit_bytes and largest <= _DOMINANT * size
 
     def _has_stack(self, node: Node) -> bool:
-        """Whether blocks repeat somewhere in this module, outside of atoms and experts."""
+        """Return True if blocks repeat somewhere in this module, outside of atoms and experts."""
         if node not in self._stacked:
             self._stacked[node] = bool(_blocks(node)) or any(
                 self._has_stack(child) for child in node.children if not child.is_atom and not child.is_expert_list
@@ -330,7 +328,7 @@ class _Planner:
         return self._stacked[node]
 
     def flush(self) -> None:
-        """End the current run and make a unit of it."""
+        """Make a unit of the current run, and begin another."""
         if self.run:
             first, last = self.run[0].name, self.run[-1].name
             name = first if len(self.run) == 1 else f"{first}..{last}"
@@ -345,11 +343,11 @@ def _chosen_by(entry: str | type, node: Node) -> bool:
 
 
 def _blocks(container: Node) -> set[Node]:
-    """The children of a container that repeat, empty if it is no stack.
+    """Return the children of a container that repeat; none if it is no stack.
 
-    All children of one class, plain layers included; or at least two with children of their own and
-    of one class, and then every child that has children: stacks mix classes (a dense first layer
-    among sparse ones), and a Sequential of convolutions and activations is no stack.
+    These are all children if they are of one class, plain layers included. Else, if at least two children with children of their
+    own are of one class, these are all children that have children: stacks mix classes (a dense first layer among sparse ones),
+    and a Sequential of convolutions and activations is no stack.
     """
     if not container.is_container or container.is_expert_list:
         return set()
@@ -364,7 +362,7 @@ def _blocks(container: Node) -> set[Node]:
 
 
 def _is_stage(node: Node) -> bool:
-    """Whether a block is a stage: it, or a list in it, holds blocks that are most of its bytes."""
+    """Return True if a block is a stage: it, or a list in it, holds blocks that are most of its bytes."""
     return any(
         2 * sum(block.nbytes for block in _stage_blocks(container)) >= node.nbytes > 0
         for container in (node, *node.children)
@@ -372,10 +370,9 @@ def _is_stage(node: Node) -> bool:
 
 
 def _stage_blocks(container: Node) -> set[Node]:
-    """Like :func:`_blocks`, for a container inside a block.
+    """Return what :func:`_blocks` returns, for a container inside a block, if all of them have two weight matrices or more.
 
-    Only modules with two weight matrices or more: a convolution with its norm is a layer, and a row
-    of these is one block.
+    A convolution with its norm is a layer, and a row of these is one block.
     """
     blocks = _blocks(container)
     return blocks if all(_matrices(block) >= 2 for block in blocks) else set()
@@ -390,10 +387,10 @@ def _holds_embedding(node: Node) -> bool:
 
 
 def _is_small_language_model(node: Node) -> bool:
-    """Whether a module that would fit one unit has both an embedding and layers that follow it.
+    """Return True if a module that would fit one unit has both an embedding and layers that follow it.
 
-    Those must not share a unit. A group of embeddings with a norm, or a projection of patches
-    beside them, is one step of the forward and stays whole.
+    These must not share a unit. A group of embeddings with a norm, or with a projection of patches, is one step of the forward
+    and is not split.
     """
     if "embed" in node.attr.lower() or "embed" in node.kind.__name__.lower():
         return False

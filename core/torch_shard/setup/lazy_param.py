@@ -1,8 +1,8 @@
 """A parameter on the meta device whose values are read later, and what may be done to it until then.
 
-Nothing can be written on meta, so an in-place edit would be silently lost. The parameter's version counter tells of edits, but not
-of edits through ``.data``, which has a counter of its own. So the parameter has a class whose ``.data`` shares its counter. The
-class also follows conversions to other dtypes, which wait for the same values, rounded. Other results have no values, and
+Nothing can be written on meta, so an in-place edit would be silently lost. The parameter's version counter tells of edits, but
+not of edits through ``.data``, which has a counter of its own. So the parameter has a class whose ``.data`` shares its counter.
+The class also follows conversions to other dtypes, which wait for the same values, rounded. Other results have no values, and
 can't become the parameter's ``.data``.
 """
 
