@@ -1,4 +1,4 @@
-"""What an optimizer's step is refused for, and what is put right before one."""
+"""Checks before an optimizer's step, and the conversion of full state to shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad
 from ..unit.unit import unit_of
 from .engines_of_optimizer import params_of, runtime_of
-from .registry import COUNTERS, is_torchs
+from .registry import COUNTERS
 
 if TYPE_CHECKING:
     from ..runtime.runtime import Runtime
@@ -36,39 +36,32 @@ __all__ = [
 ]
 
 
-# Its kernels work on what they take for whole parameters, and overrides of settings (GlobalOptimManager) go by the identity of
-# parameters, which in a step on whole matrices are others.
-_REFUSED = "bitsandbytes"
-
-
 def refusal_of(optimizer: Any) -> str | None:
     """Return why an optimizer can't step on shards, whatever it is registered as, with the remedy; None where it may."""
     cls = type(optimizer)
-    if not any(base.__module__.split(".")[0] == _REFUSED for base in cls.__mro__):
+    # Kind "matrix" would not do either: overrides of settings (GlobalOptimManager) go by the identity of parameters.
+    if not any(base.__module__.split(".")[0] == "bitsandbytes" for base in cls.__mro__):
         return None
     name = cls.__name__.removesuffix("8bit").removesuffix("32bit")
     use = f"torch.optim.{name}" if hasattr(torch.optim, name) else "an optimizer of torch.optim"
-    # `optim_bits=8` is the same as a class of that name.
-    if cls.__name__.endswith("8bit") or getattr(getattr(optimizer, "args", None), "optim_bits", None) == 8:
-        why = "quantises its state in blocks, and decides by a tensor's size whether to; both would depend on the number of ranks"
-        use += "; for state in 8 bits torchao.optim.AdamW8bit, which steps on whole parameters here"
-    else:
-        why = "passes the addresses of whole parameters to its kernels"
-    return f"{cls.__module__}.{cls.__qualname__} {why}. Use {use}."
+    return (
+        f"{cls.__module__}.{cls.__qualname__} passes the addresses of full parameters to kernels that quantise state in blocks. "
+        f"Use {use}; for state in 8 bits torchao.optim.AdamW8bit, which steps on full parameters here."
+    )
 
 
 def check_class(optimizer: Any, rank: int) -> None:
-    """Refuse what can't be right on slices.
+    """Raise if an optimizer can't be right on shards.
 
     Raises:
-        ShardError: an optimizer that needs all parameters at once or the addresses of whole ones, or `differentiable`.
+        ShardError: it needs all parameters at once, or the addresses of full ones, or has `differentiable` set.
     """
     cls = type(optimizer)
     name = f"rank {rank}: {cls.__module__}.{cls.__qualname__}"
     if isinstance(optimizer, torch.optim.LBFGS):
         raise NeedsGatherError(
             f"{name} works on all parameters as one vector, which no rank has. Use another optimizer; an update of your own from "
-            "whole parameters and gradients goes inside `with engine.gathered(write=True, grads=True):`. Nothing was changed."
+            "full parameters and gradients goes inside `with engine.gathered(write=True, grads=True):`. Nothing was changed."
         )
     why = refusal_of(optimizer)
     if why is not None:
@@ -92,10 +85,10 @@ def units_of(optimizer: Any) -> list[Unit]:
 
 
 def refuse_others(optimizer: Any, runtime: Runtime, what: str = "") -> None:
-    """Refuse other engines' parameters in an optimizer that steps during this one's backward.
+    """Raise if an optimizer that steps during this engine's backward holds parameters of another engine.
 
     Raises:
-        ConfigError: it holds some.
+        ConfigError: it does.
     """
     for p in params_of(optimizer):
         other = runtime_of(p)
@@ -108,24 +101,24 @@ def refuse_others(optimizer: Any, runtime: Runtime, what: str = "") -> None:
 
 
 def check_units(optimizer: Any, units: Iterable[Unit]) -> None:
-    """Refuse a step inside ``engine.gathered``.
+    """Raise if a step begins inside ``engine.gathered``.
 
     Raises:
-        UnitStateError: a unit is gathered there, so that what leaves it would overwrite the step.
+        UnitStateError: a unit is gathered there, and its values would overwrite the step.
     """
     for unit in units:
         if unit.is_summoned:
             raise UnitStateError(
                 f"rank {unit.collectives.world_rank}: {type(optimizer).__name__}.step() inside engine.gathered() of unit "
-                f"{unit.name!r}, where parameters are whole and slices out of date; step outside. Nothing was changed."
+                f"{unit.name!r}, where parameters are full and shards out of date; step outside. Nothing was changed."
             )
 
 
 def refuse_twice(optimizer: Any, param: Any) -> None:
-    """Refuse a parameter that an optimizer lists more than once, where steps are rounded stochastically.
+    """Raise for a parameter that an optimizer lists more than once, where steps are rounded stochastically.
 
     Raises:
-        ConfigError: it would be stepped as it is stored, in bf16.
+        ConfigError: the parameter would be stepped in the dtype of storage, bf16.
     """
     flat, _ = param._unit_ref().find(param)
     if flat.rounding is not None:
@@ -137,10 +130,10 @@ def refuse_twice(optimizer: Any, param: Any) -> None:
 
 
 def refuse_without_rounding(optimizer: Any, runtime: Runtime) -> None:
-    """Refuse an optimizer that would step on the ShardTensors themselves, where steps are rounded stochastically.
+    """Raise for an optimizer that would step on the ShardTensors themselves, where steps are rounded stochastically.
 
     Raises:
-        ConfigError: what it adds would be rounded to nearest.
+        ConfigError: its updates would be rounded to nearest.
     """
     for p in params_of(optimizer):
         unit = unit_of(p)
@@ -155,7 +148,7 @@ def refuse_without_rounding(optimizer: Any, runtime: Runtime) -> None:
 
 
 def refuse_unreduced(optimizer: Any, runtime: Runtime) -> None:
-    """Refuse gradients that are not reduced: each rank would step its shard with a gradient of its own.
+    """Raise if gradients are not reduced: each rank would step its shard with a gradient of its own.
 
     Raises:
         ShardError: a gradient waits for its reduction, or for the end of an accumulation.
@@ -177,44 +170,35 @@ def refuse_unreduced(optimizer: Any, runtime: Runtime) -> None:
 
 
 def refuse_offloaded(optimizer: Any, runtimes: Iterable[Runtime], matrix: bool) -> None:
-    """Refuse an optimizer that can't step in host memory. `matrix`: it steps on whole matrices, which are sent between devices.
+    """Raise if an optimizer of kind ``"matrix"`` (`matrix`), whose matrices are sent between devices, holds offloaded parameters.
 
     Raises:
-        ShardError: on all ranks; parameters are in the memory of a host with a GPU, where it can't step.
+        ShardError: on all ranks; the parameters are in the memory of a host with a GPU.
     """
     for runtime in runtimes:
-        if runtime.host is None or not runtime.host.on_cuda:
-            continue
-        cls = type(optimizer)
-        why = ""
-        if matrix:
-            why = "needs whole matrices, which it can't have there"
-        elif cls.__module__.partition(".")[0] == "apex":
-            why = "has kernels for GPUs only"
-        elif any(group.get("capturable") for group in optimizer.param_groups):
-            why = "is to be captured in a CUDA graph (capturable=True)"
-        if why:
+        if matrix and runtime.host is not None and runtime.host.on_cuda:
+            cls = type(optimizer)
             raise ShardError(
-                f"rank {runtime.collectives.world_rank}: {cls.__module__}.{cls.__qualname__} {why}, and parameters are in host "
-                "memory (ShardConfig.offload). Use an optimizer of torch.optim that works element by element (AdamW), without "
-                "capturable, or leave offload out. Nothing was changed."
+                f"rank {runtime.collectives.world_rank}: {cls.__module__}.{cls.__qualname__} needs full matrices, which it can't "
+                "have where parameters are in host memory (ShardConfig.offload). Use an optimizer of torch.optim that works "
+                "element by element (AdamW), or leave offload out. Nothing was changed."
             )
 
 
 def shard_state(optimizer: Any, runtime: Runtime) -> None:
-    """Replace whole plain tensors in the state of this runtime's parameters, from before sharding or from a plain
-    checkpoint, by this rank's slices of them. Not collective."""
+    """Replace full plain tensors in the state of this runtime's parameters by this rank's shards of them. Not collective.
+
+    Such state is from before sharding, or from a plain checkpoint.
+    """
     state = getattr(optimizer, "state", None)
     if not state:
         return
-    scalars: list[tuple[ShardTensor, Any, str]] = []
-    known = is_torchs(type(optimizer))
     for p in params_of(optimizer):
         own = state.get(p) if isinstance(p, ShardTensor) else None
         if not isinstance(own, dict):
             continue
-        for key, value in own.items():
-            # Counters are whole on every rank.
+        for key, value in own.items():  # values may be replaced in the loop, since the keys stay
+            # Counters are full on every rank, those of 0-dim parameters, too.
             if (
                 not (type(value) is torch.Tensor or is_dtensor(value))
                 or key in COUNTERS
@@ -224,21 +208,10 @@ def shard_state(optimizer: Any, runtime: Runtime) -> None:
             unit = unit_of(p)
             if unit is None or unit.runtime is not runtime or unit.is_summoned:
                 break
-            if value.dim() or known:
-                own[key] = _slice(value, p)  # the key stays, so the dict may be gone through
-            else:
-                scalars.append((p, own, key))
-    if scalars:
-        # Next to a 0-dim parameter its own moments look like counters. Where others have slices under that name, so has it
-        # (torch's own counters are known by name).
-        dicts = [own for own in state.values() if isinstance(own, dict)]
-        sliced = {k for own in dicts for k, v in own.items() if isinstance(v, ShardTensor) and v._spec.shape}
-        for p, own, key in scalars:
-            if key in sliced:
-                own[key] = _slice(own[key], p)
+            own[key] = _shard_of(value, p)
 
 
-def _slice(value: torch.Tensor, param: ShardTensor) -> ShardTensor:
+def _shard_of(value: torch.Tensor, param: ShardTensor) -> ShardTensor:
     unit = unit_of(param) if is_dtensor(value) else None
     if unit is not None:
         flat, index = unit.find(param)

@@ -1,7 +1,7 @@
-"""Which engines' parameters an optimizer holds.
+"""The engines whose parameters an optimizer holds.
 
-One optimizer may hold those of several sharded models (``AdamW([*unet.parameters(), *text_encoder.parameters()])``). Its step
-is then one step over all of them, which the engine of its first sharded parameter leads: an order that all ranks share.
+One optimizer may hold the parameters of several sharded models (``AdamW([*unet.parameters(), *text_encoder.parameters()])``).
+Its step is then one step over all of them, which the engine of its first sharded parameter leads: an order that all ranks share.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["OPEN", "first_runtime", "params_of", "runtime_of", "runtimes_of"]
 
 OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Runtimes of this process whose engines follow optimizers' steps."""
+"""The runtimes of this process whose engines follow optimizers' steps."""
 
 _unit_ref = operator.attrgetter("_unit_ref")
 
@@ -31,7 +31,7 @@ def params_of(optimizer: Any) -> list[Any]:
 
 
 def runtime_of(param: Any) -> Runtime | None:
-    """Return the runtime that shards `param`; None where none does, or it is gone. (A copy of a submodule has none.)"""
+    """Return the runtime that shards `param`, or None if there is none or it is closed. A copy of a submodule has none."""
     unit = unit_of(param)
     if unit is None:
         return None
@@ -51,10 +51,10 @@ def first_runtime(optimizer: Any) -> Runtime | None:
 
 def runtimes_of(optimizer: Any) -> list[Runtime]:
     """Return the runtimes of all sharded parameters of the optimizer, in the order of their first ones. Not collective."""
-    if len(OPEN) < 2:  # as nearly always; it is this one if any
+    if len(OPEN) < 2:  # the usual case, in each step
         first = first_runtime(optimizer)
         return [] if first is None else [first]
     params = [p for p in params_of(optimizer) if isinstance(p, ShardTensor)]
-    # One parameter of each unit will do; all of a unit refer to it by one object.
+    # One parameter of each unit is enough; all parameters of a unit refer to it by one object.
     params = list(dict(zip(map(id, map(_unit_ref, params)), params, strict=True)).values())
     return list(dict.fromkeys(runtime for runtime in map(runtime_of, params) if runtime is not None))

@@ -1,7 +1,7 @@
-"""One group's options (``lr`` and the like), of which several steps in turn shall each begin with the same.
+"""The options of a parameter group (``lr`` and the like) where one step is divided into several.
 
-A class may count in its groups (``group["step"] += 1``); what it counts is counted once, however many steps one of the
-user's is divided into.
+A class may count in its groups (``group["step"] += 1``). Each of the steps gets a copy of the options as they were before the
+first, so that all of them begin alike and what the class counts is counted once.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["Options", "Snapshot", "copied", "put"]
+__all__ = ["Options", "Snapshot", "copied_options", "put"]
 
 _OF_PARAMETERS = frozenset({"params", "param_names"})  # entries with an element for each parameter
 _MUTABLE = (torch.Tensor, list, tuple, dict, set)
 
 
 class Snapshot:
-    """The options of a group as they are now, to tell later which have changed."""
+    """A parameter group, and a record of its options as they are now."""
 
     def __init__(self, group: dict[str, Any]) -> None:
         self.group = group
@@ -39,27 +39,17 @@ class Snapshot:
 
 
 class Options:
-    """What the steps of one of the user's groups begin with, and what becomes of it."""
+    """The options of one of the user's groups, before several steps and after them."""
 
     def __init__(self, group: dict[str, Any]) -> None:
-        self.group = group
-        self._before = {key: copied(value) for key, value in group.items() if key not in _OF_PARAMETERS}
+        self._group = group
+        self._before = copied_options(group)
         self._made: dict[str, Any] = {}
-        self._left = Snapshot({})  # the user's group, behind the steps
+        self._left = Snapshot({})  # the user's group after the steps
 
     def fresh(self) -> Snapshot:
-        """Return a group for one step; its values are its own."""
-        return Snapshot(self._with({}))
-
-    def again(self) -> Snapshot:
-        """Return a group for one more step, behind :meth:`write_back`: it begins as the others did, but for what has been edited
-        since."""
-        return Snapshot(self._with(self._left.changes()))
-
-    def _with(self, edited: dict[str, Any]) -> dict[str, Any]:
-        group = {key: value for key, value in self.group.items() if key in _OF_PARAMETERS}
-        group.update((key, copied(value)) for key, value in {**self._before, **edited}.items())
-        return group
+        """Return a group for one of the steps, with values of its own."""
+        return Snapshot(copied_options(self._before))
 
     def stepped(self, given: Snapshot) -> None:
         """Note what a step has made of the options that it was given."""
@@ -68,36 +58,48 @@ class Options:
     def write_back(self) -> None:
         """Put what the steps have made of the options into the user's group."""
         for key, value in self._made.items():
-            put(self.group, key, value)
-        self._made = {}
-        self._left = Snapshot(self.group)
+            put(self._group, key, value)
+        self._left = Snapshot(self._group)
+
+    def take_back(self) -> None:
+        """Undo :meth:`write_back`, but for options that the user has edited since."""
+        edited = self._left.changes()
+        for key in self._made.keys() - edited.keys():
+            if key in self._before:
+                put(self._group, key, self._before[key])
+            else:
+                self._group.pop(key, None)
 
 
-def copied(value: Any) -> Any:
-    """Return a copy, so that what is changed in place within `value` stays as it is there."""
+def copied_options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a group with copies of its options, in which a step may change values in place."""
+    return {key: value if key in _OF_PARAMETERS else _copied(value) for key, value in group.items()}
+
+
+def _copied(value: Any) -> Any:
     if not isinstance(value, _MUTABLE):
         return value
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if type(value) is dict:
-        return {key: copied(child) for key, child in value.items()}
+        return {key: _copied(child) for key, child in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(copied, value))
+        return type(value)(map(_copied, value))
     return set(value) if type(value) is set else value
 
 
 def put(group: dict[str, Any], key: str, value: Any) -> None:
-    """Set an option, in the tensor that is there if there is one."""
+    """Set an option. Where the group has a tensor of that shape, it gets the value."""
     held = group.get(key)
     if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor) and held.shape == value.shape:
         with torch.no_grad():
             held.copy_(value)
     else:
-        group[key] = copied(value)
+        group[key] = _copied(value)
 
 
 def _mark(value: Any) -> Any:
-    return value._version if isinstance(value, torch.Tensor) else copied(value)
+    return value._version if isinstance(value, torch.Tensor) else _copied(value)
 
 
 def _equal(some: Any, others: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What an optimizer's ``step`` gets as ``self`` while it works on other tensors than the user's.
+"""The object that an optimizer's ``step`` gets as ``self`` while it works on other tensors than the user's.
 
 torch's step hooks may replace the arguments, ``self`` included; the last of the optimizer's own pre-hooks runs right before
 the class's ``step``. So the optimizer that the user has, its groups and its state are never exchanged: closures, hooks,
@@ -9,60 +9,87 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
-__all__ = ["Groups", "OptimizerProxy", "Work", "proxy_of"]
+__all__ = ["OptimizerProxy", "ParamGroups", "Session", "StateView", "StepBackend", "proxy_of"]
 
 
-class Work:
-    """What a step works on.
+class StepBackend:
+    """What a step works on in place of the user's parameters; one for each optimizer.
 
     Attributes:
-        runtimes: of the engines whose parameters the optimizer holds.
-        state: stands for the optimizer's ``state``.
+        runtimes: the runtimes of the engines whose parameters the optimizer holds.
+        state: what the step gets as the optimizer's ``state``.
     """
 
     runtimes: list[Any]
     state: Any
 
     def open(self) -> None:
-        """Take parameters, gradients, options and state as they are now; called when ``step`` first asks for them, and
-        again after each closure."""
+        """Take parameters, gradients, options and state as they are now. Called when ``step`` first asks for them, and again
+        after each closure."""
         raise NotImplementedError
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups to go through."""
+        """Return the parameter groups that the step goes through."""
         raise NotImplementedError
 
-    def before(self, number: int) -> None:
-        """Prepare a group, which is about to be worked on."""
+    def begin_group(self, number: int) -> None:
+        """Prepare the group that the step has come to."""
 
-    def after(self, number: int) -> None:
-        """Take what a group has come to."""
+    def end_group(self, number: int) -> None:
+        """Take the results of the group that the step goes on from."""
 
-    def leave(self, number: int) -> None:
-        """Note that the optimizer has left its loop in this group, by an exception or otherwise. Must not raise."""
+    def leave_loop(self, number: int) -> None:
+        """Note that the step has left its loop in this group, by an exception or otherwise. Must not raise."""
 
-    def through(self) -> None:
+    def end_loop(self) -> None:
         """Note that a loop over the groups has come to its end."""
 
-    def pause(self) -> None:
-        """Show what the step has done so far: a closure is about to run, or a step of another optimizer."""
+    def publish(self) -> None:
+        """Show the user what the step has done so far: a closure is about to run, or a step of another optimizer."""
 
-    def zero_grad(self, given: Callable[[], None], users: Callable[[], None]) -> None:
-        """Clear gradients, as the step has asked: `given` clears those in :meth:`groups`, `users` the user's."""
-        given()
+    def zero_grad(self, stepped: Callable[[], None], users: Callable[[], None]) -> None:
+        """Clear gradients, as the step has asked: `stepped` clears those in :meth:`groups`, `users` those of the user."""
+        stepped()
 
     def forget(self) -> None:
-        """Let go of what was kept for the next step: state has been loaded, or the engine is closed."""
+        """Drop what was kept for the next step: state has been loaded, or the engine is closed."""
 
     def close(self) -> None:
-        """End the step, which no exception has ended: bring the user's view up to date."""
+        """End a step that no exception has ended, and show the user what it has done."""
+
+
+class StateView(MutableMapping[Any, Any]):
+    """A view of an optimizer's state, whose keys are tensors that the step works on.
+
+    These methods would make an entry in a defaultdict if they were those of the abstract class.
+    """
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            return default
+        return self[key]
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if key not in self and default:
+            return default[0]
+        value = self[key]
+        del self[key]
+        return value
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class OptimizerProxy:
-    """Shares the optimizer's attributes, but for the groups and the state."""
+    """Shares all attributes of the optimizer but the groups and the state."""
 
     __slots__ = ("_session",)
     _session: Session
@@ -76,58 +103,55 @@ class OptimizerProxy:
         return self._session.state()
 
     def _accelerator_graph_capture_health_check(self) -> None:
-        # torch's check reads the options, ahead of the closure.
-        self._session.health_check()
-
-
-class Session:
-    """One step."""
-
-    def __init__(self, optimizer: Any, work: Work) -> None:
-        self._optimizer: Any = weakref.ref(optimizer)  # by which this is found
-        self.work = work
-        self.fresh: Groups | None = None
-        self.ended = False
-
-    def groups(self) -> Any:
-        if self.ended:  # post-hooks of the user have the proxy among the step's arguments
-            return self._optimizer().param_groups
-        if self.fresh is None:
-            self.work.open()
-            self.fresh = Groups(self.work)
-        return self.fresh
-
-    def state(self) -> Any:
-        if self.ended:
-            return self._optimizer().state
-        self.groups()
-        return self.work.state
-
-    def pause(self) -> None:
-        """Show what was done so far: something else runs, behind which everything is looked at anew."""
-        if self.fresh is not None and not self.ended:
-            self.work.pause()
-            self.fresh = None
-
-    def end(self) -> None:
-        """End the step."""
-        self.work.close()
-        self.ended, self.fresh = True, None
-
-    def zero_grad(self, given: Callable[[], None], users: Callable[[], None]) -> None:
-        if self.ended:
-            users()
-        else:
-            self.work.zero_grad(given, users)
-
-    def health_check(self) -> None:
-        optimizer = self._optimizer()
+        # torch's check reads the options before the closure has run, when the backend must not take anything.
+        optimizer = self._session.optimizer()
         check = getattr(type(optimizer), "_accelerator_graph_capture_health_check", None)
         if check is not None:
             check(optimizer)
 
+
+class Session:
+    """One step of an optimizer."""
+
+    def __init__(self, optimizer: Any, backend: StepBackend) -> None:
+        self.optimizer: Any = weakref.ref(optimizer)  # the key under which the backend is kept
+        self.backend = backend
+        self._groups: ParamGroups | None = None  # None: the backend is to be opened
+        self._ended = False
+
+    def groups(self) -> Any:
+        if self._ended:  # the user's post-hooks find the proxy among the step's arguments
+            return self.optimizer().param_groups
+        if self._groups is None:
+            self.backend.open()
+            self._groups = ParamGroups(self.backend)
+        return self._groups
+
+    def state(self) -> Any:
+        if self._ended:
+            return self.optimizer().state
+        self.groups()
+        return self.backend.state
+
+    def pause(self) -> None:
+        """Show the user what was done so far. Something else runs now, after which everything is taken anew."""
+        if self._groups is not None and not self._ended:
+            self.backend.publish()
+            self._groups = None
+
+    def end(self) -> None:
+        """End the step."""
+        self.backend.close()
+        self._ended, self._groups = True, None
+
+    def zero_grad(self, stepped: Callable[[], None], users: Callable[[], None]) -> None:
+        if self._ended:
+            users()
+        else:
+            self.backend.zero_grad(stepped, users)
+
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the closure, with the user's view brought up to date before it."""
+        """Return the closure, with a pause of this step before it."""
 
         def run() -> Any:
             self.pause()
@@ -136,42 +160,48 @@ class Session:
         return run
 
 
-class Groups(list[dict[str, Any]]):
-    """The groups that a step goes through."""
+class ParamGroups(list[dict[str, Any]]):
+    """The groups that a step goes through, which tell the backend where the step is."""
 
-    def __init__(self, work: Work) -> None:
-        super().__init__(work.groups())
-        self.work = work
+    def __init__(self, backend: StepBackend) -> None:
+        super().__init__(backend.groups())
+        self._backend = backend
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for number, group in enumerate(super().__iter__()):
-            self.work.before(number)
+            self._backend.begin_group(number)
             try:
                 yield group
             except GeneratorExit:  # the loop has dropped its iterator
-                self.work.leave(number)
+                self._backend.leave_loop(number)
                 raise
-            self.work.after(number)
-        self.work.through()
+            self._backend.end_group(number)
+        self._backend.end_loop()
 
 
 def _zero_grad(self: OptimizerProxy, cls: Any, *args: Any, **kwargs: Any) -> None:
-    users = functools.partial(self._session._optimizer().zero_grad, *args, **kwargs)
+    users = functools.partial(self._session.optimizer().zero_grad, *args, **kwargs)
     self._session.zero_grad(functools.partial(cls.zero_grad, self, *args, **kwargs), users)
 
 
-def proxy_of(optimizer: Any, work: Work, kinds: dict[type, type]) -> tuple[Any, Session]:
-    """Make the object that takes `optimizer`'s place in its ``step``; `kinds`: the classes of such objects, kept by class of
-    optimizer (a new one for each step would be a class to collect, and a call of the user's ``__init_subclass__``)."""
+def proxy_of(optimizer: Any, backend: StepBackend, classes: dict[type, type]) -> tuple[Any, Session]:
+    """Make the object that takes `optimizer`'s place in its ``step``.
+
+    Args:
+        optimizer: the user's optimizer.
+        backend: what the step works on.
+        classes: the classes of such objects by class of optimizer, which the caller keeps. A new one for each step would be a
+            class to collect, and a call of the user's ``__init_subclass__``.
+    """
     cls = type(optimizer)
-    kind = kinds.get(cls)
-    if kind is None:
+    found = classes.get(cls)
+    if found is None:
         names: dict[str, Any] = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
         if hasattr(cls, "zero_grad"):
             names["zero_grad"] = functools.partialmethod(_zero_grad, cls)
-        kind = kinds[cls] = type(cls.__name__, (OptimizerProxy, cls), names)
-    other: Any = object.__new__(kind)
-    object.__setattr__(other, "__dict__", optimizer.__dict__)  # past a __setattr__ of its own
-    session = Session(optimizer, work)
-    object.__setattr__(other, "_session", session)
-    return other, session
+        found = classes[cls] = type(cls.__name__, (OptimizerProxy, cls), names)
+    proxy: Any = object.__new__(found)
+    object.__setattr__(proxy, "__dict__", optimizer.__dict__)  # not by a __setattr__ of its own
+    session = Session(optimizer, backend)
+    object.__setattr__(proxy, "_session", session)
+    return proxy, session

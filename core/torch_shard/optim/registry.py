@@ -1,15 +1,15 @@
-"""Which optimizers step how on a sharded model.
+"""The kinds of optimizers: how their steps work on a sharded model.
 
-Three kinds, by the exact class (a subclass may do anything, so it is of no kind until it is registered):
+There are three kinds, by the exact class. A subclass may do anything, so it is of no kind until it is registered.
 
 - ``"elementwise"``: every element of a parameter is updated from the same element of its gradient and state, and from
-  options of the group. Steps on flat plain tensors, one for each unit and parameter group or for several: torch.optim's
-  SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD, and Lion where torch has it.
-- ``"matrix"``: the update of a parameter needs all of it. Each parameter is updated whole, on the rank that owns it:
-  torch.optim's Muon and Adafactor, transformers' Adafactor, and torchao's Adam and AdamW with state in 8 or 4 bits, which
+  options of the group. The step works on flat plain tensors, one for each unit and parameter group or for several. These are
+  torch.optim's SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD, and Lion where torch has it.
+- ``"matrix"``: the update of a parameter needs all of it. Each parameter is updated in full, on the rank that owns it. These
+  are torch.optim's Muon and Adafactor, transformers' Adafactor, and torchao's Adam and AdamW with state in 8 or 4 bits, which
   they quantise in blocks.
-- no kind: the optimizer is given the ShardTensors as they are. What it does element by element, and its norms, are right;
-  anything else is an error where it is done, and what the step has changed before stays changed.
+- no kind: the optimizer gets the ShardTensors as they are. Arithmetic element by element, and norms, are right. Anything else
+  is an error where it is done, and what the step has changed before stays changed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ELEMENTWISE = (
 )  # fmt: skip
 _MATRIX = ("Muon", "Adafactor")
 COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""0-dim state of torch.optim's classes, of whatever shape the parameter is."""
+"""The state of torch.optim's classes that is 0-dim whatever the shape of the parameter."""
 # Classes of packages that need not be installed, by module and name.
 _BY_NAME: dict[tuple[str, str], Kind] = {
     ("transformers.optimization", "Adafactor"): "matrix",
@@ -50,33 +50,35 @@ _BY_NAME: dict[tuple[str, str], Kind] = {
 def register(cls: type, kind: Kind) -> type:
     """Declare how an optimizer class of your own steps. Not collective; do it on all ranks, before the first step.
 
-    ``step()`` then finds plain tensors in ``self.param_groups``, and theirs in ``self.state``: 1-D pieces of parameters
-    (``"elementwise"``), or the whole parameters that this rank owns (``"matrix"``). All else of the optimizer is its own,
+    ``step()`` then finds plain tensors in ``self.param_groups``, with their state in ``self.state``: 1-D pieces of parameters
+    (``"elementwise"``), or the full parameters that this rank owns (``"matrix"``). All else of the optimizer is its own,
     and what it writes to a group's options or to its attributes is kept. It must
 
-    - update each parameter from its own ``.grad``, ``self.state[p]`` and the group's options alone: no sums over several;
+    - update each parameter from its own ``.grad``, ``self.state[p]`` and the group's options alone, without sums over several
+      parameters;
     - for ``"elementwise"``: keep tensors shaped like ``p``, 0-dim tensors and Python values in ``self.state[p]``, and look
       neither at a parameter's shape nor at its number of elements;
     - keep what belongs to a parameter in ``self.state`` only, not under the parameter elsewhere;
     - read ``self.param_groups`` after its closure has run;
-    - for ``"matrix"``: go through them in one loop, and update a group's parameters within its body; the next group comes
-      when they have gone back, and what is written to them later is an error, or lost if it is written through ``.data``.
-      One of the user's groups may come in several parts, some of them without a parameter, each with the options as they
-      were before the step. Random numbers that it draws differ between the ranks.
+    - for ``"matrix"``: go through the groups in one loop, and update a group's parameters within its body. When the loop goes
+      on, they are sent back: torch refuses to write to them then, and their values are NaN. One of the user's groups may come
+      in several parts, some of them without a parameter, each with the options as they were before the step. Random numbers
+      that the step draws differ between the ranks. What it does to gradients is not sent back, so they must be cleared before
+      the next backward.
 
-    What it may do besides, with ``"elementwise"``:
+    With ``"elementwise"`` it may also
 
-    - go through ``self.param_groups`` several times, in nested loops too, and call the closure again behind a loop (SAM): the
+    - go through ``self.param_groups`` several times, in nested loops too, and call the closure again after a loop (SAM): the
       closure finds what the loop has done. Parameters that were taken before a closure are out of date after it: go through
-      the groups anew. A closure behind ``self.param_groups[0]``, without a loop, does not find what was done.
+      the groups anew. A closure after ``self.param_groups[0]``, without a loop, does not find what was done.
     - count in a group (``group["step"] += 1``) or in itself, once for each step, however many tensors its parameters are;
-    - change ``p.grad`` in place, replace it or set it to None, also with ``self.zero_grad()``: so it is after the step. All
-      parameters of a tensor get the same, so that it must not depend on the gradient's values which of these it does.
+    - change ``p.grad`` in place, replace it or set it to None, also with ``self.zero_grad()``; the user finds it so after the
+      step. Which of these it does must not depend on the gradient's values, because a tensor may stand for several parameters.
     - read Python attributes that the user has given to a parameter (``p.lr_scale``), which is then stepped by itself: many
       such parameters cost time. Attributes that it sets itself are not kept: use ``self.state[p]``.
 
     With ``"matrix"`` state of any form is kept, at the rank that owns the parameter; ``optimizer.state_dict()`` is that rank's
-    part, and ``engine.optim_state_dict(optimizer)`` the whole. A rank sends about three times its share of the parameters'
+    part, and ``engine.optim_state_dict(optimizer)`` is all of it. A rank sends about three times its share of the parameters'
     bytes in a step.
 
     Args:
@@ -107,8 +109,13 @@ def kind_of(cls: type) -> Kind | None:
     return _BY_NAME.get((cls.__module__, cls.__qualname__))
 
 
+def is_declared(cls: type) -> bool:
+    """Return True if `cls` itself was given to :func:`register`."""
+    return _ATTRIBUTE in cls.__dict__
+
+
 def kind_of_step(cls: type, function: Any) -> Kind | None:
-    """Return the kind of a ``step`` of torch's own, which `cls` has inherited or calls by ``super().step()``, or None."""
+    """Return the kind of `function`, a ``step`` of torch's own that `cls` has inherited or calls by ``super().step()``, or None."""
     if function is None:
         return None
     plain = inspect.unwrap(function)

@@ -1,6 +1,6 @@
-"""Which optimizers' steps run now.
+"""The optimizer steps that run now.
 
-The stack tells, because a step that has failed has told nobody: torch calls no hook then.
+They are found on Python's stack, because torch calls no hook when a step fails.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def attached_step(optimizer: Any, function: Any, step: Callable[..., Any] | None
     """Return a ``step`` for an optimizer that torch's hooks don't see.
 
     Args:
-        optimizer: the optimizer; a copy of it takes the new ``step`` along.
+        optimizer: the optimizer. A copy of it takes the new ``step`` along.
         function: the ``step`` of its class.
-        step: what the user has put in place of that on this very object.
+        step: the user's replacement of ``step`` on this very object.
     """
 
     def attached(*args: Any, **kwargs: Any) -> Any:
         this = args[0]
-        # The engine that shards its parameters now; the one it was attached to may be closed, or another one lead.
+        # The leading engine now: the one that the optimizer was attached to may be closed, or another one may lead.
         runtime = first_runtime(this)
         watch = runtime.steps() if runtime is not None and runtime.steps is not None else None
         if watch is not None:
@@ -45,15 +45,15 @@ def attached_step(optimizer: Any, function: Any, step: Callable[..., Any] | None
     return attached
 
 
-# What calls the ``step`` of a class, with what it calls it with under the name "args": torch's wrapper (2.11 to 2.13), and ours.
+# The functions that call the ``step`` of a class, with its arguments in a local variable "args": torch's wrapper (2.11 to 2.13),
+# and ours.
 _CALLERS = frozenset(
     {torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__, attached_step(None, None, None).__code__}  # type: ignore[attr-defined]
 )
 
 
 def steps_on_stack(frame: Any) -> Iterator[Any]:
-    """Yield the ``self`` of each step that `frame` is inside of, the innermost first: an optimizer of the user's, or the proxy
-    that steps in its place."""
+    """Yield the ``self`` of each step that `frame` is in, the innermost first: an optimizer of the user's, or a proxy."""
     while frame is not None:
         if frame.f_code in _CALLERS:
             yield frame.f_locals["args"][0]
@@ -61,7 +61,8 @@ def steps_on_stack(frame: Any) -> Iterator[Any]:
 
 
 class UnknownSteps:
-    """Names the optimizer of no kind, which is given the sharded tensors, in errors about what these can't do."""
+    """The steps of optimizers of no kind, which get the sharded tensors; names the optimizer in errors about operations that
+    these can't do."""
 
     def __init__(self) -> None:
         self._refused: weakref.ref[Any] | None = None
@@ -71,7 +72,7 @@ class UnknownSteps:
         return _unknown(sys._getframe(1)) is not None
 
     def refuse(self, message: str) -> str:
-        """Return the message of an error about an operation, with the optimizer that has called it."""
+        """Return `message`, the text of an error about an operation, and add the optimizer that has called it."""
         optimizer = _unknown(sys._getframe(1))
         if optimizer is None:
             return message
@@ -89,10 +90,11 @@ class UnknownSteps:
             self._refused = None
 
     def end(self, optimizer: Any) -> None:
-        """End it.
+        """End a step of `optimizer`.
 
         Raises:
-            ShardError: it has caught the error of an operation that was refused, and gone on in another way than plain torch.
+            ShardError: the step has caught the error of an operation that was refused, and gone on in another way than on plain
+                parameters.
         """
         if self._refused is not None and self._refused() is optimizer:
             self._refused = None

@@ -1,14 +1,14 @@
 """Stepping during backward: each unit's parameters as soon as their gradients are reduced.
 
-Gradients are gone again before those of the next but one unit arrive, so that no rank ever holds more than two units' of
-them. (LOMO, arXiv 2306.09782, does so for SGD; torch's post-accumulate hooks for one optimizer per parameter.)
+A unit's gradients are freed before those of the next but one unit arrive, so no rank ever holds the gradients of more than two
+units. (LOMO, arXiv 2306.09782, does so for SGD; torch's post-accumulate hooks for one optimizer per parameter.)
 
-A unit whose values backward may need once more behind its last gradient (``x @ weight.detach().t()``, early in forward) is
-stepped at the end. Every forward of a unit that backward has not come back to yet counts, as long as its graph is alive: a
-fact of the program, so that ranks with one graph decide alike. What this cannot see (a checkpoint with
-``use_reentrant=True`` records no forward) is noted where the unit is computed with, and at the end all ranks raise.
+A unit whose values backward may need once more after its last gradient (``x @ weight.detach().t()``, early in forward) is
+stepped at the end. That is so while there is a forward of the unit that backward has not come back to, and whose graph is
+alive: a fact of the program, so that ranks with one graph decide alike. A checkpoint with ``use_reentrant=True`` records no
+forward. Such uses are noted where backward computes with the unit, and at the end all ranks raise.
 
-With offload the host thread steps, and backward goes on: what is said here of a step is when it is handed over.
+With offload the host thread steps, and backward goes on: "stepped" then means that the step was handed over.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ..unit.flat_buffer import FlatBuffer
 from ..unit.gradient_buffer import GradientBuffer
 from .checks import refuse_others
 from .elementwise.step import FlatStep
-from .elementwise.step_counters import part_shared
+from .elementwise.step_counters import separate_counters
 from .engines_of_optimizer import params_of
-from .group_options import Options, Snapshot
+from .group_options import Options
 from .host.step import steps_on_host
 from .host.unit_step import HostUnits
 from .optimizer_proxy import proxy_of
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["InBackward"]
 
-# Code that reads every gradient after backward, when there is none left, and would go on without a word.
+# Code that reads every gradient after backward, finds none, and would go on without an error.
 _READERS = {
     "torch.nn.utils.clip_grad": "clipping gradients (torch.nn.utils)",
     "torch.amp.grad_scaler": "torch.amp.GradScaler",
@@ -68,27 +68,31 @@ class InBackward:
         if steps_on_host(optimizer, [runtime]):
             self._host = HostUnits(optimizer)
             self._host.function = self._function
-        self._followed: dict[int, FlatBuffer] = {}  # on disk: what came behind each flat buffer in the latest backward
+        self._followed: dict[
+            int, FlatBuffer
+        ] = {}  # by id of a flat buffer: the one stepped after it in the latest backward
         self._latest: FlatBuffer | None = None
-        fresh = self._fresh_groups if self._host is None else self._host.fresh_groups
-        self._steps: dict[int, tuple[FlatBuffer, FlatStep]] = {}
-        for unit in runtime.units:
-            for flat in unit.flats:
-                self._steps[id(flat.gradients)] = flat, FlatStep(optimizer, runtime, flat, fresh)
-        self._stepped: set[int] = set()
-        self._kinds: dict[type, type] = {}
-        self._options: list[Options] = []  # of the groups, as the latest backward found them
-        self._fresh: list[Snapshot] = []
-        self._behind: list[Options] = []  # those of the latest backward, until a step of the user's
-        # By index of the unit. Forwards that backward has not come back to:
-        self._expected: dict[int, weakref.WeakSet[Use]] = {}
-        self._issued: dict[int, bool] = {}  # reduced in this backward; True: and not stepped yet, whatever the time
-        self._gathered: set[int] = set()  # gathered once more behind that
-        self._demanded: set[int] = set()  # ... because this rank computes with it
-        # A forward from before may be in the next backward, and was not noted.
+        self._steps = {
+            id(flat.gradients): (flat, FlatStep(optimizer, runtime, flat))
+            for unit in runtime.units
+            for flat in unit.flats
+        }
+        self._stepped: set[int] = (
+            set()
+        )  # the ids of the gradient buffers whose parameters were stepped in this backward
+        self._classes: dict[type, type] = {}  # of proxies
+        self._options: list[
+            Options
+        ] = []  # of the groups, as the latest backward found them; empty after a step of the user's
+        # By index of the unit:
+        self._expected: dict[int, weakref.WeakSet[Use]] = {}  # the forwards that backward has not come back to
+        self._issued: dict[int, bool] = {}  # units reduced in this backward; True: they are stepped at its end
+        self._gathered: set[int] = set()  # units gathered once more after their reduction
+        self._demanded: set[int] = set()  # those among them that this rank has computed with
+        # The next backward may run through an earlier forward, which was not noted.
         self._all_at_end = bool(runtime.forward_order)
         self._inside = self._begun = False  # see `outermost`
-        self._uses: dict[int, int] = {}  # of the memory of replicated units, between backwards
+        self._uses: dict[int, int] = {}  # the use counts of the memory of replicated units, between backwards
 
     @property
     def _where(self) -> str:
@@ -116,10 +120,10 @@ class InBackward:
         if not self._begun:
             for noted in (self._stepped, self._issued, self._gathered, self._demanded):
                 noted.clear()
-            self._options, self._behind = [Options(group) for group in self.optimizer.param_groups], []
-            part_shared(self.optimizer.state)
+            self._options = [Options(group) for group in self.optimizer.param_groups]
+            separate_counters(self.optimizer.state)
             if self._host is not None:
-                self._host.begin(self._options)
+                self._host.begin()
                 self._latest = None
             self._begun = self._inside
         with torch._C.DisableTorchFunctionSubclass():
@@ -131,14 +135,13 @@ class InBackward:
                     )
 
     def end(self) -> None:
-        """End a backward: the last unit has been stepped.
+        """End a backward, in which the last unit has been stepped.
 
         Raises:
-            ShardError: a parameter has got a gradient behind its step.
+            ShardError: a parameter has got a gradient after its step.
         """
         for options in self._options:
             options.write_back()
-        self._behind = self._options
         if not self._inside:
             self._all_at_end = False
         for flat, _ in self._steps.values():
@@ -147,17 +150,19 @@ class InBackward:
         with torch._C.DisableTorchFunctionSubclass():
             for number in self._stepped:
                 _, work = self._steps[number]
-                for p in work.held():
+                for p in work.stepped():
                     if own_grad(p) is not None:
                         raise ShardError(
-                            f"{self._where}a gradient of {p._spec.name} arrived behind its step: a term of the loss uses the "
+                            f"{self._where}a gradient of {p._spec.name} arrived after its step: a term of the loss uses the "
                             "parameter itself (weight decay as p.pow(2).sum(), say). Use the optimizer's weight_decay, or leave "
                             "engine.step_in_backward() out."
                         )
 
     def outermost(self, begins: bool) -> None:
-        """Note that a call of ``torch.autograd.backward`` by the user begins or ends. All is one step inside, but may be several
-        backwards to the engine: of checkpoints with ``use_reentrant=True``, where nothing of the engine's is behind them."""
+        """Note that a call of ``torch.autograd.backward`` by the user begins or ends.
+
+        It is one step, but may be several backwards for the engine: checkpoints with ``use_reentrant=True`` run a backward each.
+        """
         self._inside, self._begun = begins, False
         if not begins:
             self._all_at_end = False
@@ -174,31 +179,16 @@ class InBackward:
                     "engine.step_in_backward() can't step as often; list each parameter once."
                 )
 
-    # -- options --------------------------------------------------------------------------------------------------
-    def _fresh_groups(self) -> list[dict[str, Any]]:
-        return [given.group for given in self._fresh]
-
-    def groups_for(self, optimizer: Any) -> list[dict[str, Any]] | None:
-        """Return what a call of ``optimizer.step()`` by the user works on; None for the optimizer's own groups.
+    def take_back(self, optimizer: Any) -> None:
+        """Undo what the latest backward has done to the options of `optimizer`, whose ``step()`` the user has called.
 
         That call and the units' steps before it are one step, so that what an optimizer counts in its groups
-        (``group["step"] += 1``) begins for it as it began for them.
+        (``group["step"] += 1``) is counted once.
         """
-        groups = optimizer.param_groups
-        same = len(groups) == len(self._behind) and all(
-            options.group is group for options, group in zip(self._behind, groups, strict=True)
-        )
-        if optimizer is not self.optimizer or not same:
-            return None
-        self._fresh = [options.again() for options in self._behind]
-        return self._fresh_groups()
-
-    def end_step(self) -> None:
-        """End a step on what :meth:`groups_for` has returned."""
-        for options, given in zip(self._behind, self._fresh, strict=True):
-            options.stepped(given)
-            options.write_back()
-        self._behind, self._fresh = [], []  # the next one is another step
+        if optimizer is self.optimizer:
+            for options in self._options:
+                options.take_back()
+            self._options = []
 
     # -- when a unit is stepped -------------------------------------------------------------------------------------
     def expect(self, use: Use) -> None:
@@ -232,11 +222,11 @@ class InBackward:
         return any(_storage_uses(flat) > self._uses_of(flat) for flat in unit.flats)
 
     def _uses_of(self, flat: FlatBuffer) -> int:
-        """Return how many tensors there are over a replicated unit's memory when autograd has saved none."""
+        """Return the use count of a replicated unit's memory when autograd has saved no values."""
         return self._uses.get(id(flat), flat.storage_baseline)
 
     def gathered(self, unit: Unit) -> None:
-        """Note that `unit` is unsharded, by whatever rank's need."""
+        """Note that `unit` is unsharded, because some rank needs it."""
         if unit.index in self._issued:
             self._gathered.add(unit.index)
 
@@ -247,8 +237,10 @@ class InBackward:
             self._demanded.add(unit.index)
 
     def marks(self) -> list[int]:
-        """Return, for the end of backward, whether each unit was gathered from what may be its step's result, and whether this
-        rank computes with what it has gathered. The largest of any rank counts."""
+        """Return two marks for each unit: whether it was gathered after its step, and whether this rank then computed with it.
+
+        At the end of backward the ranks compare their marks; the largest counts.
+        """
         runtime = self._runtime()
         marks: list[int] = []
         for unit in runtime.units if runtime is not None else ():
@@ -258,7 +250,7 @@ class InBackward:
         return marks
 
     def check(self, marks: Sequence[int]) -> None:
-        """Raise for the `marks` of all ranks if backward computed with a unit behind its step.
+        """Raise if, by the `marks` of all ranks, backward has computed with a unit after its step.
 
         Raises:
             ShardError: on all ranks; a unit was needed once more when some rank may have stepped it.
@@ -275,7 +267,7 @@ class InBackward:
 
     # -- one unit -----------------------------------------------------------------------------------------------
     def step(self, gradients: GradientBuffer) -> None:
-        """Update the parameters of `gradients`, which have their ``.grad``, and let go of it."""
+        """Update the parameters of `gradients`, which have their ``.grad``, and free the gradients."""
         flat, work = self._steps[id(gradients)]
         if id(gradients) in self._stepped:
             raise ShardError(
@@ -292,34 +284,34 @@ class InBackward:
         if unit is not None:
             self._issued[unit.index] = False
         with torch._C.DisableTorchFunctionSubclass():
-            held = work.held()
-            for p in held:
+            stepped = work.stepped()
+            for p in stepped:
                 set_own_grad(p, None)
-        if held and not flat.gathers:
-            # They are the parameters: who still has one saved must hear of it.
+        if stepped and not flat.gathers:
+            # These are views of the updated memory: a graph that has saved one must not run any more.
             torch.autograd.graph.increment_version(flat.unsharded_params)
 
     def _step_here(self, work: FlatStep) -> None:
-        self._fresh = [options.fresh() for options in self._options]
-        other, session = proxy_of(self.optimizer, work, self._kinds)
-        self._function(other)
+        fresh = [options.fresh() for options in self._options]
+        work.given_groups = [given.group for given in fresh]
+        proxy, session = proxy_of(self.optimizer, work, self._classes)
+        self._function(proxy)
         session.end()
-        for options, given in zip(self._options, self._fresh, strict=True):
+        for options, given in zip(self._options, fresh, strict=True):
             options.stepped(given)
-        self._fresh = []
 
     def _step_on_host(self, host: HostUnits, flat: FlatBuffer, work: FlatStep) -> None:
-        looked = host.look(flat, work)
-        if looked is None:
+        prepared = host.prepare(flat, work)
+        if prepared is None:
             return
-        host.step(looked, self._followed.get(id(flat)))
+        host.step(prepared, self._followed.get(id(flat)))
         if self._latest is not None:
             self._followed[id(self._latest)] = flat
         self._latest = flat
 
     # -- what can't be had together ---------------------------------------------------------------------------------
     def check_reader(self) -> None:
-        """Raise if who reads a ``.grad`` that is None clips or scales gradients."""
+        """Raise if the reader of a ``.grad`` that is None clips or scales gradients."""
         frame: Any = sys._getframe(2)
         for _ in range(4):
             if frame is None:

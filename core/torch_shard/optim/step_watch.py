@@ -1,8 +1,7 @@
-"""The engine sees every optimizer step that changes its parameters, whoever calls it.
+"""The hooks by which an engine sees every optimizer step that changes its parameters, whoever calls it.
 
-Gathered copies and graphs over them are out of date after a step, so they are dropped. What the step's arithmetic works on
-is decided here: flat tensors (:mod:`.elementwise.step`), whole matrices at their owner (:mod:`.matrix.step`), or the
-ShardTensors themselves.
+After a step, gathered copies and graphs over them are out of date. What the step's arithmetic works on is decided here: flat
+tensors (:mod:`.elementwise.step`), full matrices at their owners (:mod:`.matrix.step`), or the ShardTensors themselves.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from .elementwise.step import FlatStep
 from .engines_of_optimizer import OPEN, first_runtime, runtimes_of
 from .host.step import HostStep, refuse_disk, steps_on_host
 from .matrix.step import MatrixStep
-from .optimizer_proxy import OptimizerProxy, Work, proxy_of
+from .optimizer_proxy import OptimizerProxy, StepBackend, proxy_of
 from .registry import Kind, is_torchs, kind_of, kind_of_step
 from .running_steps import UnknownSteps, attached_step, steps_on_stack
 from .step_in_backward import InBackward
@@ -47,27 +46,27 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class StepWatch:
     """Follows optimizers' steps for one runtime; closed with its engine.
 
-    torch's global pre-hook finds the optimizers. What is done around a step is done in hooks of the optimizer's own: the last
-    one before it and the first one behind it, so that all others see the optimizer as it is.
+    torch's global pre-hook finds the optimizers. The work around a step is done in hooks of the optimizer's own: the last
+    one before the step and the first one after it, so that all others see the optimizer as it is.
 
-    Of an optimizer that holds several engines' parameters the first one's watch *leads*: it does all that is done around the
-    step. The others know of its work.
+    If an optimizer holds several engines' parameters, the watch of the first engine *leads*: it does all the work around the
+    step. The others keep the same backend.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = weakref.ref(runtime)
         runtime.steps = weakref.ref(self)
         OPEN.add(runtime)
-        self._works: MutableMapping[Any, Work] = WeakIdKeyDictionary()
+        self._backends: MutableMapping[Any, StepBackend] = WeakIdKeyDictionary()
         self._hooks: MutableMapping[Any, tuple[Any, Any, Any]] = WeakIdKeyDictionary()
         self._unknown = UnknownSteps()
-        self._kinds: dict[type, type] = {}  # classes of proxies
+        self._classes: dict[type, type] = {}  # of proxies
         self._handle = torch_optimizer.register_optimizer_step_pre_hook(_weakly(self.find))
         # A runtime that is dropped without close() must not leave a hook behind for the life of the process.
         weakref.finalize(runtime, self._handle.remove)
 
     def close(self) -> None:
-        """Follow no steps any more."""
+        """Stop following steps."""
         runtime = self._runtime()
         if runtime is not None:
             OPEN.discard(runtime)
@@ -75,16 +74,15 @@ class StepWatch:
         for handles in self._hooks.values():
             for handle in handles:
                 handle.remove()
-        for work in self._works.values():
-            work.forget()  # user code may still refer to a step's proxy, and by that to the engine
-        self._works.clear()
+        for backend in self._backends.values():
+            backend.forget()  # user code may still refer to a step's proxy, and by that to the engine
+        self._backends.clear()
         self._hooks.clear()
 
     # -- around a step ------------------------------------------------------------------------------------------
     def find(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Have :meth:`before` and :meth:`after` called next to a step that begins."""
-        runtime = self._runtime()
-        if runtime is None or isinstance(optimizer, OptimizerProxy) or not self._leads(optimizer, runtime):
+        if self._led(optimizer) is None:
             return
         handles = self._hooks.get(optimizer)
         if handles is None:
@@ -99,17 +97,17 @@ class StepWatch:
         optimizer._optimizer_step_post_hooks.move_to_end(handles[1].id, last=False)
 
     def _hook_before(self, optimizer: Any, args: Any, kwargs: Any) -> _Arguments | None:
-        frame = sys._getframe(2)  # torch's wrapper of ``step``, which has called what `_weakly` makes
+        frame = sys._getframe(2)  # of torch's wrapper of ``step``, which has called the hook that `_weakly` made
         return self.before(optimizer, args, kwargs, frame.f_locals.get("func"), frame.f_back)
 
     def before(self, optimizer: Any, args: Any, kwargs: Any, function: Any, frame: Any) -> _Arguments | None:
         """Begin a step: `function` is about to be called with `args`, within `frame`.
 
         Returns:
-            What it shall be called with instead; None for the same.
+            The arguments to call it with instead; None for the same.
         """
-        runtime = self._runtime()
-        if runtime is None or isinstance(optimizer, OptimizerProxy) or not self._leads(optimizer, runtime):
+        runtime = self._led(optimizer)
+        if runtime is None:
             return None
         if _under_compiler():
             raise ShardError(
@@ -123,22 +121,22 @@ class StepWatch:
         refuse_offloaded(optimizer, runtimes, kind == "matrix")
         refuse_disk(optimizer, runtimes, kind)
         if kind is None:
-            changed = self._as_it_is(optimizer, args, kwargs, runtimes)
-        else:  # what works on whole matrices refuses on all ranks together
-            changed = self._exchange(optimizer, args, kwargs, runtimes, kind, function)
+            changed = self._step_on_shards(optimizer, args, kwargs, runtimes)
+        else:  # a step on full matrices is refused on all ranks together
+            changed = self._step_on_proxy(optimizer, args, kwargs, runtimes, kind, function)
         for outer in reversed(list(steps_on_stack(frame))):
-            if isinstance(outer, OptimizerProxy) and any(held in runtimes for held in outer._session.work.runtimes):
+            if isinstance(outer, OptimizerProxy) and any(held in runtimes for held in outer._session.backend.runtimes):
                 outer._session.pause()
         return changed
 
     def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """End a step that was called with `args`: the optimizer's own, or those that :meth:`before` has put in their place."""
-        runtime = self._runtime()
-        if runtime is None or isinstance(optimizer, OptimizerProxy) or not self._leads(optimizer, runtime):
+        """End a step that was called with `args`: the user's, or those that :meth:`before` has returned."""
+        runtime = self._led(optimizer)
+        if runtime is None:
             return
         if isinstance(args[0], OptimizerProxy):
             args[0]._session.end()
-            runtimes = args[0]._session.work.runtimes
+            runtimes = args[0]._session.backend.runtimes
         else:
             runtimes = runtimes_of(optimizer) or [runtime]
         for held in runtimes:
@@ -146,83 +144,81 @@ class StepWatch:
         self._unknown.end(optimizer)
 
     def loaded(self, optimizer: Any) -> None:
-        """Let go of the state that there was: the optimizer's ``load_state_dict`` was called."""
-        runtime, work = self._runtime(), self._works.get(optimizer)
-        if runtime is None or work is None:
+        """Drop what was kept of the state: the optimizer's ``load_state_dict`` has replaced it."""
+        runtime, backend = self._runtime(), self._backends.get(optimizer)
+        if runtime is None or backend is None:
             return
-        work.forget()  # the state that there was
+        backend.forget()
         name = type(optimizer).__name__
         for held in runtimes_of(optimizer) or [runtime]:
-            if held.operations is not None:  # on some ranks only it would mix old and new state
+            if held.operations is not None:  # a call on some ranks only would mix old and new state
                 held.operations.note(zlib.crc32(name.encode()), f"{name}.load_state_dict()")
 
-    def _leads(self, optimizer: Any, runtime: Runtime) -> bool:
-        if not runtime.units:  # closed
-            return False
+    def _led(self, optimizer: Any) -> Runtime | None:
+        """Return the runtime if this watch leads the steps of `optimizer`."""
+        runtime = self._runtime()
+        if runtime is None or not runtime.units or isinstance(optimizer, OptimizerProxy):
+            return None
         first = first_runtime(optimizer)
-        # Whose parameters it has held is asked as well: other ranks may still wait for a step on whole matrices.
-        return first is runtime if first is not None else self._hooks.get(optimizer) is not None
+        # An optimizer that has lost its parameters is led by the watch that has seen it with some, because other ranks may
+        # still wait for a step on full matrices.
+        leads = first is runtime if first is not None else self._hooks.get(optimizer) is not None
+        return runtime if leads else None
 
-    def _exchange(
+    def _step_on_proxy(
         self, optimizer: Any, args: Any, kwargs: Any, runtimes: list[Runtime], kind: Kind, function: Any
     ) -> _Arguments:
-        """Give `function` a proxy in place of `optimizer`."""
-        work = self._works.get(optimizer)
-        if work is None or not _suits(work, kind, runtimes):
+        """Return the arguments with a proxy in place of `optimizer`."""
+        backend = self._backends.get(optimizer)
+        if backend is None or not _suits(backend, kind, runtimes):
             if kind == "elementwise" and steps_on_host(optimizer, runtimes):
-                work = HostStep(optimizer, runtimes[0])
+                backend = HostStep(optimizer, runtimes[0])
             elif kind == "elementwise":
-                work = FlatStep(optimizer, runtimes[0])
+                backend = FlatStep(optimizer, runtimes[0])
             else:
-                work = MatrixStep(optimizer, runtimes)
+                backend = MatrixStep(optimizer, runtimes)
         for runtime in runtimes:
             watch = runtime.steps() if runtime.steps is not None else None
-            if watch is not None and watch._works.get(optimizer) is not work:
-                watch._works[optimizer] = work  # which forgets when any of the engines is closed
-        if isinstance(work, HostStep):
-            work.call(function.__wrapped__ if getattr(function, "hooked", False) else function)
-        other, session = proxy_of(optimizer, work, self._kinds)
+            if watch is not None and watch._backends.get(optimizer) is not backend:
+                watch._backends[optimizer] = backend  # any of the watches, when it is closed, has it forget
+        if isinstance(backend, HostStep):
+            backend.call(function.__wrapped__ if getattr(function, "hooked", False) else function)
+        proxy, session = proxy_of(optimizer, backend, self._classes)
         args, kwargs = _replaced(args, kwargs, session.around)
-        return (other, *args[1:]), kwargs
+        return (proxy, *args[1:]), kwargs
 
-    def _as_it_is(self, optimizer: Any, args: Any, kwargs: Any, runtimes: list[Runtime]) -> _Arguments:
-        """Give the ShardTensors to an optimizer that the engine does not know."""
-        # State that is whole at its owner belongs to a base class's step, which this one's calls.
-        owned = isinstance(self._works.get(optimizer), MatrixStep)
+    def _step_on_shards(self, optimizer: Any, args: Any, kwargs: Any, runtimes: list[Runtime]) -> _Arguments:
+        """Prepare the step of an optimizer that the engine does not know, which gets the ShardTensors."""
 
-        def prepare() -> None:
+        def check() -> None:
             for runtime in runtimes:
                 refuse_unreduced(optimizer, runtime)
-            if not owned:
-                for runtime in runtimes:
-                    shard_state(optimizer, runtime)
+
+        def around(closure: Callable[[], Any]) -> Callable[[], Any]:
+            def run() -> Any:
+                result = closure()
+                check()
+                return result
+
+            return run
 
         for runtime in runtimes:
             refuse_without_rounding(optimizer, runtime)
         check_units(optimizer, units_of(optimizer))
         if not _closure(args, kwargs):
-            prepare()
-        elif not owned:
-            for runtime in runtimes:
-                shard_state(optimizer, runtime)
-        _hook_bases(type(optimizer))
+            check()
         for runtime in runtimes:
+            # State that is full at its owner belongs to the step of a base class, which this class's step calls.
+            if not isinstance(self._backends.get(optimizer), MatrixStep):
+                shard_state(optimizer, runtime)
             runtime.collectives.scalar.unknown_step = self._unknown
+        _hook_bases(type(optimizer))
         self._unknown.begin(optimizer)
-
-        def around(closure: Callable[[], Any]) -> Callable[[], Any]:
-            def run() -> Any:
-                result = closure()
-                prepare()
-                return result
-
-            return run
-
         return _replaced(args, kwargs, around)
 
     # -- during backward --------------------------------------------------------------------------------------------
     def step_in_backward(self, optimizer: Any) -> None:
-        """See :meth:`torch_shard.Engine.step_in_backward`."""
+        """Do what :meth:`torch_shard.Engine.step_in_backward` says."""
         runtime = self._runtime()
         assert runtime is not None
         if optimizer is None:
@@ -247,7 +243,7 @@ class StepWatch:
 
     # -- optimizers that torch's hooks don't see -----------------------------------------------------------------
     def attach(self, optimizer: Any) -> None:
-        """See :meth:`torch_shard.Engine.attach`."""
+        """Do what :meth:`torch_shard.Engine.attach` says."""
         cls = type(optimizer)
         for name in ("param_groups", "state", "step"):
             if not hasattr(optimizer, name):
@@ -264,12 +260,12 @@ class StepWatch:
                 "replacement would not be called. Attach the optimizer first."
             )
 
-        # A bound method, as schedulers expect, and as copying takes along to the copy.
+        # A bound method, because schedulers expect one, and because a deep copy then gets its own.
         optimizer.step = types.MethodType(attached_step(optimizer, function, step if patched else None), optimizer)
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that calls `method`, and does not keep what it belongs to."""
+    """Return a hook that calls `method` as long as its object is alive, and does not keep that alive."""
     ref = weakref.WeakMethod(method)
 
     def hook(*args: Any) -> Any:
@@ -280,8 +276,10 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _hook_bases(cls: type) -> None:
-    """Have torch call hooks for the classes that this one's ``step`` may call by ``super()``, as it does for those of which there
-    was an optimizer."""
+    """Have torch call step hooks for the base classes of `cls`, whose ``step`` it may call by ``super()``.
+
+    torch itself does that for classes that have had an instance.
+    """
     for base in cls.__mro__[1:]:
         step = base.__dict__.get("step")
         if (
@@ -306,7 +304,7 @@ def _closure(args: Any, kwargs: Any) -> Any:
 
 
 def _replaced(args: Any, kwargs: Any, around: Callable[[Any], Any]) -> _Arguments:
-    """Return the arguments of a step with its closure, if there is one, replaced."""
+    """Return the arguments of a step with ``around(closure)`` in place of its closure, if there is one."""
     closure = _closure(args, kwargs)
     if closure is None:
         return args, kwargs
@@ -315,7 +313,7 @@ def _replaced(args: Any, kwargs: Any, around: Callable[[Any], Any]) -> _Argument
     return (args[0], around(closure), *args[2:]), kwargs
 
 
-def _suits(work: Work, kind: Kind, runtimes: list[Runtime]) -> bool:
-    if type(work) is FlatStep:  # which looks for itself
+def _suits(backend: StepBackend, kind: Kind, runtimes: list[Runtime]) -> bool:
+    if type(backend) is FlatStep:  # which follows changes of the runtimes itself
         return kind == "elementwise"
-    return kind == ("matrix" if isinstance(work, MatrixStep) else "elementwise") and work.runtimes == runtimes
+    return kind == ("matrix" if isinstance(backend, MatrixStep) else "elementwise") and backend.runtimes == runtimes

@@ -51,11 +51,8 @@ class StepInBackward(Protocol):
     def step(self, gradients: GradientBuffer) -> None:
         """Step the parameters whose reduced gradients these are."""
 
-    def groups_for(self, optimizer: Any) -> list[dict[str, Any]] | None:
-        """Return the groups for a call of ``optimizer.step()`` outside backward; None for the optimizer's own."""
-
-    def end_step(self) -> None:
-        """End a step on what :meth:`groups_for` has returned."""
+    def take_back(self, optimizer: Any) -> None:
+        """Undo what the latest backward has done to the options of `optimizer`, which steps outside backward now."""
 
     def check_reader(self) -> None:
         """Raise if `.grad` is read that the step in backward has consumed."""

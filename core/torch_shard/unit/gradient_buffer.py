@@ -425,7 +425,7 @@ class GradientBuffer:
                     self.holds[i] = False
 
     def outdate(self, index: int, name: str) -> None:
-        """Note that optimizer `name` has changed this gradient on another rank, so that nothing can be added to it."""
+        """Note that optimizer `name` may have changed this gradient on another rank, so that nothing can be added to it."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: Any = own_grad(self.params[index])
             state: ShardState | None = getattr(grad, STATE, None)
@@ -437,8 +437,8 @@ class GradientBuffer:
     def _check_lost(self) -> None:
         """Raise if a gradient must be cleared before the next backward.
 
-        Deferred gradients are gone after a backward that failed. Gradients that an optimizer has changed on the owning rank
-        only can't be added to.
+        Deferred gradients are gone after a backward that failed. To gradients that an optimizer may have changed on the owning
+        rank only nothing can be added.
 
         Raises:
             ShardError: names the parameter.
@@ -452,9 +452,9 @@ class GradientBuffer:
                 name, version = state.outdated or ("", 0)
                 if name and grad._version == version:
                     raise ShardError(
-                        f"rank {self.collectives.world_rank}: {name}.step() has changed the gradient of "
-                        f"{self.layout.slots[i].name} in place, on the rank that owns the parameter only, so the next one can't "
-                        "be added to it; call zero_grad() after the step."
+                        f"rank {self.collectives.world_rank}: {name}.step() may have changed the gradient of "
+                        f"{self.layout.slots[i].name}, on the rank that owns the parameter only, so the next one can't be added "
+                        "to it; call zero_grad() after the step."
                     )
                 if state.lost and state.local.count_nonzero():
                     raise ShardError(

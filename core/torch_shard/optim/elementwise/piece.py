@@ -1,4 +1,4 @@
-"""What an element-wise optimizer sees as one parameter."""
+"""The plain tensors that an element-wise optimizer gets as its parameters."""
 
 from __future__ import annotations
 
@@ -12,18 +12,29 @@ __all__ = ["Piece", "RoundedPiece"]
 
 
 class Piece:
-    """A plain 1-D leaf: a part of a shard itself, or a copy of several small parts."""
+    """One parameter of a step: a plain 1-D leaf over a part of a shard, or a copy of several small parts.
 
-    __slots__ = ("_parts", "given", "grads", "param", "sizes", "state", "values")
+    Attributes:
+        values: the parts, in the shards.
+        sizes: their numbers of elements.
+        param: the leaf.
+        grads: the parts of its gradient, set before each step.
+        given: the gradient that the leaf had at the beginning of the step.
+        state: the optimizer's state of the leaf.
+        loaded: True from :meth:`load` to :meth:`drop`.
+    """
+
+    __slots__ = ("_parts", "given", "grads", "loaded", "param", "sizes", "state", "values")
 
     def __init__(self, values: list[torch.Tensor]) -> None:
-        self.values = values  # in the shards
+        self.values = values
         self.sizes = [v.numel() for v in values]
-        # Of its own, as a leaf that wants a gradient: some optimizers ask for that.
+        # A leaf that requires a gradient, because some optimizers ask for that.
         self.param = (values[0].detach() if len(values) == 1 else torch.cat(values)).requires_grad_()
-        self.grads: list[torch.Tensor] = list(values)  # what the gradient consists of, set before each step
-        self.given: torch.Tensor | None = None  # the gradient with which the step began
+        self.grads: list[torch.Tensor] = list(values)
+        self.given: torch.Tensor | None = None
         self.state: dict[str, Any] = {}
+        self.loaded = False
         self._parts = self._split()
 
     def _split(self) -> tuple[torch.Tensor, ...]:
@@ -38,11 +49,12 @@ class Piece:
             grad = torch.cat(self.grads)
         # Gradients may have been kept in low precision, which optimizers don't take.
         self.param.grad = self.given = grad.to(self.param.dtype)
+        self.loaded = True
 
     def store(self) -> None:
         """Put the values into the shards, after the arithmetic."""
         if len(self.values) > 1:
-            if self.param.data_ptr() != self._parts[0].data_ptr():  # given other memory, by `p.data = ...`
+            if self.param.data_ptr() != self._parts[0].data_ptr():  # after `p.data = ...`
                 self._parts = self._split()
             torch._foreach_copy_(self.values, self._parts)
         elif self.param.data_ptr() != self.values[0].data_ptr():
@@ -56,7 +68,7 @@ class Piece:
             torch._foreach_copy_(self.grads, self.given.split_with_sizes([grad.numel() for grad in self.grads]))
 
     def take_gradient(self) -> bool:
-        """Return True if the step has replaced or removed the gradient; what is there counts as given from then on."""
+        """Return True if the step has replaced or removed the gradient, and note the new one as given."""
         grad = self.param.grad
         if grad is self.given:
             return False
@@ -64,50 +76,46 @@ class Piece:
         return True
 
     def drop(self) -> None:
-        """Let go of the gradients."""
+        """Drop the gradients, at the end of the step."""
         self.param.grad = self.given = None
         self.grads = self.values.copy()
+        self.loaded = False
 
 
 class RoundedPiece(Piece):
-    """Parts of bf16 shards. The optimizer works on a copy in fp32, with the gradient in fp32, both of which exist from
-    :meth:`enter` to :meth:`drop`; the results are rounded stochastically into the shards."""
+    """A piece over parts of bf16 shards.
 
-    __slots__ = ("_absent", "_sources", "entered")
+    From :meth:`load` to :meth:`drop` the leaf is a copy in fp32, with a gradient in fp32. The results are rounded
+    stochastically into the shards.
+    """
+
+    __slots__ = ("_absent", "_sources")
 
     def __init__(self, values: list[torch.Tensor], sources: list[tuple[Rounding, int]]) -> None:
-        """`sources`: of each part, the random numbers of its flat buffer and where in it the part begins."""
+        """`sources`: for each part, the random numbers of its flat buffer and the position in it where the part begins."""
         self.values = values
         self.sizes = [v.numel() for v in values]
         self._sources = sources
-        # Of the same shape and with hardly any memory; who computes with it outside a step sees it.
+        # Of the same shape and with hardly any memory. Arithmetic with it outside a step gives NaN.
         nothing = torch.full((1,), torch.nan, dtype=EXACT, device=values[0].device)
         self._absent = nothing.expand(sum(self.sizes))
         self.param = self._absent.detach().requires_grad_()
         self.grads = list(values)
         self.given = None
         self.state = {}
-        self.entered = False
+        self.loaded = False
 
     def load(self) -> None:
-        """Do nothing: :meth:`enter` makes the copies when the optimizer comes to this piece."""
-
-    def enter(self) -> None:
-        """Make the copies, before the arithmetic."""
-        if self.entered:
-            return
         exact = torch.empty(sum(self.sizes), dtype=EXACT, device=self.param.device)
         torch._foreach_copy_(list(exact.split_with_sizes(self.sizes)), self.values)
         grad = self.grads[0] if len(self.grads) == 1 else torch.cat(self.grads)
         self.param.data = exact
         self.param.grad = self.given = grad.to(EXACT)
-        self.entered = True
+        self.loaded = True
 
     def store(self) -> None:
-        if self.entered:
-            round_to(self.values, self.param.detach(), [rounding.at(start) for rounding, start in self._sources])
+        round_to(self.values, self.param.detach(), [rounding.at(start) for rounding, start in self._sources])
 
     def drop(self) -> None:
         super().drop()
         self.param.data = self._absent
-        self.entered = False

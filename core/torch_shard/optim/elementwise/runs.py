@@ -104,9 +104,6 @@ class Runs:
         self._elements: list[Any] = []  # those of the values that have elements, and their memory
         self._memory: list[torch.Tensor] = []
         self._seen: list[Any] = []  # attributes
-        self._counting: list[
-            tuple[Piece, torch.Tensor]
-        ] = []  # pieces that count for themselves, and the user's counters
 
     # -- before a step --------------------------------------------------------------------------------------------
     def is_as_left(self, state: Any, split: int) -> bool:
@@ -151,12 +148,6 @@ class Runs:
             piece.grads = [parts[n] for n in numbers]
         for piece, slot, first, start, length in self._narrowed:
             piece.grads[slot] = self._flat_of(grads[first]).narrow(0, start, length)
-        self.counters.load()
-
-    def load(self) -> None:
-        """Give the pieces their values and gradients, which must be there."""
-        for piece in self.pieces:
-            piece.load()
 
     def arrange(self, state: Any, split: int) -> None:
         """Take everything as it is now, and divide it into runs anew."""
@@ -236,31 +227,13 @@ class Runs:
         """Return the sharded tensors of the state of what is stepped."""
         return self._elements
 
-    def own_counters(self) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
-        """Let pieces count for themselves, in place of the user's counters, until :meth:`give_counters_back`: those, and what
-        counts instead. None where state has something else without dimensions than a count of steps."""
-        held: list[tuple[Piece, torch.Tensor]] = []
-        for run in self._runs:
-            for number, piece in enumerate(run.pieces):
-                for key, value in piece.state.items():
-                    if isinstance(value, torch.Tensor) and value.dim():
-                        continue
-                    if key != "step" or not isinstance(value, torch.Tensor):
-                        if value is None:
-                            continue
-                        return None
-                    if number == 0:
-                        held.append((piece, value))
-        for piece, value in held:
-            piece.state["step"] = value.clone()
-        self._counting = held
-        return [value for _, value in held], [piece.state["step"] for piece, _ in held]
-
-    def give_counters_back(self) -> None:
-        """Let pieces count in the user's counters again."""
-        for piece, value in self._counting:
-            piece.state["step"] = value
-        self._counting = []
+    def has_counters_only(self) -> bool:
+        """Return True if all state without elements counts steps."""
+        return all(
+            value is None or (isinstance(value, torch.Tensor) and (value.dim() > 0 or key == "step"))
+            for run in self._runs
+            for key, value in run.pieces[0].state.items()
+        )
 
     def _segments(self, pattern: list[int], kinds: dict[int, Any]) -> tuple[list[Segment], list[int]]:
         """Return the segments, and the parameters that this rank holds nothing of."""
@@ -311,8 +284,8 @@ class Runs:
             for key, value in entries.items():
                 if key in bases:
                     piece.state[key] = bases[key][start:stop]
-                else:  # a kernel counts once for each tensor that it is given
-                    piece.state[key] = value.clone() if start and isinstance(value, torch.Tensor) else value
+                else:  # a kernel counts once for each tensor that it is given, so each piece has a counter of its own
+                    piece.state[key] = value.clone() if isinstance(value, torch.Tensor) else value
             run.pieces.append(piece)
 
     def _piece(self, run: Run, values: list[torch.Tensor], start: int) -> Piece:
@@ -398,10 +371,7 @@ class Runs:
 
     def _keep(self, state: Any) -> None:
         self._entries = [state.get(p) for p in self.params]
-        numbers = ([self._entries[i] for i in run.members] for run in self._runs)
-        self.counters.pair(
-            (members, [piece.state for piece in run.pieces]) for members, run in zip(numbers, self._runs, strict=True)
-        )
+        self.counters.pair((run.pieces[0].state, [self._entries[i] for i in run.members]) for run in self._runs)
         self._values = [value for own in self._entries if own for value in own.values()]
         self._elements = [value for value in self._values if isinstance(value, ShardTensor)]
         self._memory = list(map(_local, self._elements))
@@ -456,11 +426,9 @@ class Runs:
 
     @staticmethod
     def _publish_counter(key: str, value: torch.Tensor, entries: list[dict[str, Any]]) -> None:
-        for n, own in enumerate(entries):
+        for own in entries:
             held = own.get(key)
-            if n == 0:
-                own[key] = value
-            elif isinstance(held, torch.Tensor) and held.dtype == value.dtype and not held.dim():
+            if isinstance(held, torch.Tensor) and held.dtype == value.dtype and not held.dim():
                 held.copy_(value)
             else:
                 own[key] = value.clone()

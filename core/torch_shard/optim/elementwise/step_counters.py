@@ -1,8 +1,8 @@
-"""The 0-dim state of parameters that are stepped together: ``step``, mostly.
+"""The 0-dim state of parameters that are stepped together: mostly ``step``.
 
-The optimizer steps those of a run's first parameter, its *leaders*; the others follow. The followers of a leader lie side by
-side in memory, one tensor over each, so that one copy brings all of them up to date, and one look shows whether they still
-agree. Version counters would not show that: an edit through ``.data`` or NumPy moves none.
+The optimizer steps the counter of a run's first piece. Each parameter of the run has a counter of its own in the user's
+state, which follows that one. These followers lie side by side in memory, so that one copy brings all of them up to date, and
+one look shows whether they still agree. Version counters would not show that: an edit through ``.data`` or NumPy moves none.
 """
 
 from __future__ import annotations
@@ -13,24 +13,22 @@ from typing import Any
 
 import torch
 
-from ...shard_tensor.tensor import ShardTensor
-
-__all__ = ["Counters", "part_shared"]
+__all__ = ["Counters", "separate_counters"]
 
 _version = operator.attrgetter("_version")
 _place: Any = torch.Tensor.data_ptr
 
 
-def part_shared(state: Any) -> None:
-    """Let each parameter of an optimizer's `state` count for itself, where the user has given two of them one counter."""
+def separate_counters(state: Any) -> None:
+    """Give each parameter a counter of its own, where the user has given one to two of them; `state`: an optimizer's."""
     plain = [
         value for own in state.values() if type(own) is dict for value in own.values() if type(value) is torch.Tensor
     ]
-    if len(set(map(id, plain))) == len(plain):  # asked in each step
+    if len(set(map(id, plain))) == len(plain):  # the usual case, in each step
         return
     seen: set[int] = set()
     for own in (own for own in state.values() if type(own) is dict):
-        for key, value in own.items():  # the key stays, so the dict may be gone through
+        for key, value in own.items():  # values may be replaced in the loop, since the keys stay
             if type(value) is torch.Tensor and not value.dim():
                 if id(value) in seen:
                     own[key] = value.clone()
@@ -38,21 +36,20 @@ def part_shared(state: Any) -> None:
 
 
 class _Followers:
-    """The counters that follow one leader."""
+    """The counters of a run's parameters, which follow the counter of a piece."""
 
     def __init__(self, leader: torch.Tensor, tensors: list[torch.Tensor]) -> None:
         self.leader, self.tensors = leader, tensors
         self.memory = torch.stack(tensors)
         self.places: list[int] = []
         for tensor, own in zip(tensors, self.memory.unbind(), strict=True):
-            tensor.data = own  # whoever holds it still sees the counter
+            tensor.data = own  # whoever holds the counter still sees it
             self.places.append(_place(own))
 
-    def lead_by(self, leader: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
-        """Follow another tensor; False where not all of these are others, or no longer where they were put."""
+    def lie_as_left(self, tensors: list[torch.Tensor]) -> bool:
+        """Return True if these are the same counters, in the memory that they were put in."""
         if len(tensors) != len(self.tensors) or not all(map(operator.is_, tensors, self.tensors)):
             return False
-        self.leader = leader
         return list(map(_place, tensors)) == self.places
 
 
@@ -63,38 +60,33 @@ class Counters:
         self._sets: list[_Followers] = []
         self._followers: list[torch.Tensor] = []
         self._places: list[int] = []
-        self._elsewhere: list[
-            torch.Tensor
-        ] = []  # not in the CPU's memory: to read them would be to wait for the device
+        self._on_device: list[torch.Tensor] = []  # to read their values would be to wait for the device
         self._versions: list[int] = []
-        self._copies: list[torch.Tensor] = []  # what further pieces of a parameter have
-        self._copied: list[torch.Tensor] = []
 
-    def pair(self, runs: Iterable[tuple[Sequence[dict[str, Any] | None], Sequence[dict[str, Any]]]]) -> None:
-        """Find them: for each run in the state of its members and in that of its pieces."""
-        known, self._sets = self._sets, []
-        self._elsewhere, self._copies, self._copied = [], [], []
-        for members, pieces in runs:
-            for key, leader in (members[0] or {}).items():
-                if isinstance(leader, ShardTensor) or not isinstance(leader, torch.Tensor):
+    def pair(self, runs: Iterable[tuple[dict[str, Any], Sequence[dict[str, Any] | None]]]) -> None:
+        """Find the counters. `runs`: for each run the state of its first piece, and that of its parameters."""
+        known, self._sets, self._on_device = self._sets, [], []
+        for leading, members in runs:
+            for key, leader in leading.items():
+                if not isinstance(leader, torch.Tensor) or leader.dim():
                     continue
-                for piece in pieces[1:]:  # a kernel counts once for each tensor that it is given
-                    if isinstance(piece.get(key), torch.Tensor):
-                        self._copies.append(piece[key])
-                        self._copied.append(leader)
-                followers = [own[key] for own in members[1:] if own is not None and key in own]
+                followers = [own[key] for own in members if own is not None and key in own]
+                if not followers:
+                    continue
                 if leader.device.type != "cpu":
-                    self._elsewhere += [leader, *followers]
-                if followers:
-                    before = known[len(self._sets)] if len(self._sets) < len(known) else None
-                    same = before is not None and before.lead_by(leader, followers)
-                    self._sets.append(before if before is not None and same else _Followers(leader, followers))
+                    self._on_device += followers
+                before = known[len(self._sets)] if len(self._sets) < len(known) else None
+                if before is not None and before.lie_as_left(followers):
+                    before.leader = leader
+                    self._sets.append(before)
+                else:
+                    self._sets.append(_Followers(leader, followers))
         self._followers = [tensor for some in self._sets for tensor in some.tensors]
         self._places = [place for some in self._sets for place in some.places]
         self.note()
 
     def are_as_left(self) -> bool:
-        """Return True if counters that are stepped together still agree."""
+        """Return True if each counter still has the value of the one that it follows."""
         if list(map(_place, self._followers)) != self._places:  # `.data = ...`
             return False
         for some in self._sets:
@@ -102,18 +94,19 @@ class Counters:
                 values = some.memory.tolist()
                 if values.count(some.leader.item()) != len(values):
                     return False
-        return list(map(_version, self._elsewhere)) == self._versions
-
-    def load(self) -> None:
-        """Copy what the user has made of the leaders, before a step."""
-        if self._copies:
-            torch._foreach_copy_(self._copies, self._copied)
+        return list(map(_version, self._on_device)) == self._versions
 
     def follow(self) -> None:
-        """Bring the followers up to date with the leaders, which have been stepped."""
+        """Bring the counters up to date after a step."""
         for some in self._sets:
             some.memory.copy_(some.leader)
 
+    def advance(self) -> None:
+        """Count one step, ahead of its arithmetic."""
+        for some in self._sets:
+            some.memory.add_(1)
+        self.note()
+
     def note(self) -> None:
         """Note that the counters are as the step has left them."""
-        self._versions = list(map(_version, self._elsewhere))
+        self._versions = list(map(_version, self._on_device))

@@ -2,13 +2,14 @@
 
 ``optimizer.step()`` looks at everything as any other step does, takes gradients and options as they are then, and hands the
 arithmetic to the host thread: one task for each flat buffer, in the order in which forward comes to them. Until a task has ended
-the sharded tensors over its memory wait (:mod:`.moving`); the user's counters are moved on at once. The next forward comes to
-the first unit when that one has been updated, and to the others as they are.
+the sharded tensors over its memory wait (:mod:`.pending_writes`); the user's counters are moved on at once. The next forward
+waits for the first unit only, and for the others when it comes to them.
 
-Where the outcome could not be the same, all is done before ``step`` returns: the first step, which makes the state; gradients
-that the user has put there; what counts anything else than steps in scalars (NAdam, ASGD); a GradScaler that hands its scale to
-a fused step; options that are no numbers, for which it may fail; those that become zero, or other than zero, for which it may
-make state. Optimizers that are not torch's own step as they do without offload, in the training thread.
+Where the outcome could not be the same, all is done before ``step`` returns: in the first step, which makes the state; with
+gradients that the user has assigned; for classes with other scalars than counters of steps (NAdam, ASGD); with a GradScaler
+that hands its scale to a fused step; with options that have become zero, or other than zero, for which the step may make state;
+and with options that are no numbers and new, for which it may fail. Optimizers that are not torch's own step as they do without
+offload, in the training thread.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from ...errors import ShardError
 from ...unit.flat_buffer import FlatBuffer
 from ..checks import refuse_unreduced
 from ..elementwise.step import REST, FlatStep, is_step_of_torchs
-from ..elementwise.step_counters import part_shared
+from ..elementwise.step_counters import separate_counters
 from ..engines_of_optimizer import params_of, runtimes_of
-from ..group_options import Options
 from ..registry import Kind
 from .unit_step import HostUnits
 
@@ -34,7 +34,7 @@ __all__ = ["HostStep", "refuse_disk", "steps_on_host"]
 
 def steps_on_host(optimizer: Any, runtimes: list[Runtime]) -> bool:
     """Return True if a step of kind ``"elementwise"`` is a :class:`HostStep`."""
-    # One over several engines is one step over all of them, in the training thread.
+    # A step over several engines is one step over all of them, in the training thread.
     return len(runtimes) == 1 and runtimes[0].host is not None and is_step_of_torchs(optimizer)
 
 
@@ -57,7 +57,7 @@ def refuse_disk(optimizer: Any, runtimes: list[Runtime], kind: Kind | None) -> N
 
 
 class HostStep(FlatStep):
-    """Steps one optimizer on shards in host memory. The optimizer's own loop gets only the parameters that are not sharded."""
+    """The steps of one optimizer on shards in host memory. Its own loop gets only the parameters that are not sharded."""
 
     def __init__(self, optimizer: Any, runtime: Runtime) -> None:
         super().__init__(optimizer, runtime, REST)
@@ -66,7 +66,7 @@ class HostStep(FlatStep):
         self._steps: dict[int, tuple[FlatBuffer, FlatStep]] = {}
 
     def call(self, function: Callable[..., Any]) -> None:
-        """Step by `function`, the class's step without hooks."""
+        """Use `function` for the arithmetic: the class's step without hooks."""
         self._units.function = function
 
     def open(self) -> None:
@@ -76,20 +76,17 @@ class HostStep(FlatStep):
                 f"rank {self.runtime.collectives.world_rank}: {type(optimizer).__qualname__} holds parameters of several sharded "
                 "models since its closure has run. Add them between two steps."
             )
-        options = [Options(group) for group in optimizer.param_groups]
         refuse_unreduced(optimizer, self.runtime)
-        self._units.begin(options)
+        self._units.begin()
         held = len(optimizer.state)
-        part_shared(optimizer.state)  # of which each flat buffer's step sees its own part
-        # First look at all of it, so that a step which is refused has changed nothing.
-        all_looked = [self._units.look(flat, step) for flat, step in self._in_order(optimizer)]
-        looked = [found for found in all_looked if found is not None]
-        for number, found in enumerate(looked):
-            self._units.step(found, looked[number + 1].flat if number + 1 < len(looked) else None)
+        separate_counters(optimizer.state)  # here, because each flat buffer's step sees only its own part of the state
+        # All buffers are prepared before the first is stepped, so that a step which is refused has changed nothing.
+        found = [self._units.prepare(flat, step) for flat, step in self._in_order(optimizer)]
+        prepared = [one for one in found if one is not None]
+        for number, one in enumerate(prepared):
+            self._units.step(one, prepared[number + 1].flat if number + 1 < len(prepared) else None)
         if len(optimizer.state) > held:
             _sort_state(optimizer, held)
-        for own in options:
-            own.write_back()
         super().open()
 
     def _in_order(self, optimizer: Any) -> list[tuple[FlatBuffer, FlatStep]]:
@@ -97,14 +94,12 @@ class HostStep(FlatStep):
         units = list(dict.fromkeys([*self.runtime.reductions.used, *self.runtime.units]))
         flats = [flat for unit in units for flat in unit.flats]
         if any(id(flat) not in self._steps for flat in flats):
-            fresh = self._units.fresh_groups
-            self._steps = {id(flat): (flat, FlatStep(optimizer, self.runtime, flat, fresh)) for flat in flats}
+            self._steps = {id(flat): (flat, FlatStep(optimizer, self.runtime, flat)) for flat in flats}
         return [self._steps[id(flat)] for flat in flats]
 
     def forget(self) -> None:
         for flat, step in self._steps.values():
             flat.settle()
-            step.count_as_before()
             step.forget()
         self._steps = {}
         self._units.forget()
@@ -112,7 +107,8 @@ class HostStep(FlatStep):
 
 
 def _sort_state(optimizer: Any, held: int) -> None:
-    """Bring state that was made since there were `held` entries into torch's order, that of the groups: users go through it."""
+    """Sort the state that was made since there were `held` entries in torch's order, that of the groups, because users go through
+    it."""
     state = optimizer.state
     made = set(map(id, list(state)[held:]))
     for p in params_of(optimizer):

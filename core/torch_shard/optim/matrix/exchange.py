@@ -1,19 +1,19 @@
-"""Whole matrices at their owners: one part of a step, from slices and back.
+"""Full matrices at their owners: one part of a step, from shards and back.
 
-A *part* is what one group has in one unit (or in several small ones). Its way, on two ranks that own a matrix each::
+A *part* is what one group has in one unit (or in several small ones). On two ranks that own a matrix each::
 
     rank 0                              rank 1
-    shard  [ A A A A B ]                shard  [ B B B C C ]      values; the gradients are cut alike
+    shard  [ A A A A B ]                shard  [ B B B C C ]      values; the gradients are sharded alike
            |       |                            |
-           |       +---- B's slices ------->  B whole              ``send``: values and gradients, one message
-         A whole                              B whole              ``build``; the optimizer steps on them
-           |       +<--- B's slice ---------  |
+           |       +---- shard of B ------->  full B               ``send``: values and gradients, one message
+         full A                               full B               ``build``; the optimizer steps on them
+           |       +<--- shard of B --------  |
     shard  [ A A A A B ]                shard  [ B B B C C ]      ``reply``, ``collect``: new values, one message
 
 A rank sends about ``3 Psi / N`` bytes a step, for ``Psi`` bytes of parameters on ``N`` ranks: a value and a gradient for
 each element that it holds and another one owns, and a value for each that it owns and another one holds. All sizes follow
 from the layout, so the ranks need not tell them. Messages are bytes, because parameters may have several dtypes, and
-because Gloo knows few.
+because Gloo knows few dtypes.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ _ALIGN = 16  # bytes; each rank's chunk of a message begins at a multiple
 
 
 class Spares:
-    """Memory for messages, used again and again within a step: on the CPU new memory costs as much time as the copy into it.
-    It comes back when its message has been waited for. There are never more of them than messages at a time: where none is
-    large enough, one is let go for the new one."""
+    """Memory for messages that is used again within a step: on the CPU new memory costs as much time as the copy into it.
+
+    Memory is given back when its message has been waited for. There is never more of it than for the messages in flight:
+    where none is large enough, one is dropped for the new one.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -76,18 +78,18 @@ class Exchange:
         self._pending: Pending = c.all_to_all(self._received, self._sent, come, to, what)
 
     def finish(self) -> torch.Tensor:
-        """Return what the ranks have sent, one after the other; given back with :meth:`end`."""
+        """Wait, and return what the ranks have sent, one after the other. :meth:`end` gives its memory back."""
         self._pending.wait()
         self._spares.give(self._sent)
         return self._received
 
     def end(self) -> None:
-        """Give back the memory of what has come."""
+        """Give back the memory of what was received."""
         self._spares.give(self._received)
 
 
 class Entry:
-    """A parameter that takes part: who owns it, and which of its elements, in memory order, each rank holds."""
+    """A parameter that takes part in a step: its owner, and which of its elements, in memory order, each rank holds."""
 
     __slots__ = ("flat", "held", "itemsize", "mine", "name", "numel", "owner", "param")
 
@@ -102,7 +104,7 @@ class Entry:
 
     @property
     def moves(self) -> bool:
-        """True if another rank than the owner holds something of the parameter."""
+        """True if another rank than the owner holds a part of the parameter."""
         return any(rank != self.owner for rank in self.held)
 
     def length(self, rank: int) -> int:
@@ -115,53 +117,41 @@ class Entry:
         return memory.as_strided(tuple(spec.shape), spec.stride, memory.storage_offset())
 
 
-class Whole:
-    """A parameter that this rank owns, as the optimizer gets it."""
+class FullParam:
+    """A parameter that this rank owns, in full, as the optimizer gets it."""
 
-    __slots__ = ("_version", "entry", "grad", "memory", "rounds", "value")
+    __slots__ = ("entry", "memory", "value")
 
     def __init__(self, entry: Entry, memory: torch.Tensor, grad: torch.Tensor) -> None:
-        self.entry, self.rounds = entry, entry.flat.rounding is not None  # True: on copies in fp32
-        if self.rounds:
+        """`memory` and `grad` are 1-D, with all elements. With stochastic rounding the optimizer gets copies in fp32."""
+        self.entry = entry
+        if entry.flat.rounding is not None:
             memory, grad = memory.to(EXACT), grad.to(EXACT)
         self.memory = memory
         with torch._C.DisableTorchFunctionSubclass():
             wants = entry.param.requires_grad
         self.value = torch.nn.Parameter(entry.shaped(memory), requires_grad=wants)
         copy_attributes(entry.param, self.value)
-        self.grad = self.value.grad = entry.shaped(grad)
-        self._version = self.grad._version
-
-    def settle(self) -> None:
-        """Bring values back where the optimizer has given the tensor other memory (``p.data = ...``)."""
-        own = self.entry.shaped(self.memory)
-        if self.value.data_ptr() != own.data_ptr() or self.value.stride() != own.stride():
-            own.copy_(self.value)
-
-    def settle_gradient(self) -> bool:
-        """Return True if the optimizer has changed the gradient (there is one) where the user's must be changed, too."""
-        given: Any = self.value.grad
-        changed = given is not self.grad or given._version != self._version
-        if self.entry.moves:
-            return changed
-        if given is not self.grad or (self.rounds and changed):
-            grad: Any = self.entry.param.grad
-            self.entry.shaped(grad._local).copy_(given)  # the user's own
-        return False
+        self.value.grad = entry.shaped(grad)
 
     def store(self) -> None:
-        """Round the new values to the dtype of storage, in the shard where nothing moves."""
+        """Bring the new values to :attr:`memory`, in the dtype of storage: the shard itself, or what is sent back."""
         e = self.entry
-        if not self.rounds:
-            return
-        assert e.flat.rounding is not None
-        stored = torch.empty_like(self.memory, dtype=e.param._local.dtype) if e.moves else e.param._local
-        round_to([stored], self.memory, [e.flat.rounding.at(e.flat.layout.slots[e.param._spec.index].offset)])
-        self.memory = stored
+        own = e.shaped(self.memory)
+        if self.value.data_ptr() != own.data_ptr() or self.value.stride() != own.stride():  # after `p.data = ...`
+            own.copy_(self.value)
+        if e.flat.rounding is not None:
+            stored = torch.empty_like(self.memory, dtype=e.param._local.dtype) if e.moves else e.param._local
+            round_to([stored], self.memory, [e.flat.rounding.at(e.flat.layout.slots[e.param._spec.index].offset)])
+            self.memory = stored
+        if e.moves:
+            # What is written from now on would be lost: torch refuses to write to expanded tensors.
+            self.value.data = self.value.new_full((), torch.nan).expand(self.value.shape)
+            self.value.grad = None
 
 
 class Part:
-    """What is exchanged at once; made anew when gradients come or go."""
+    """The parameters that are exchanged at once. Parts are made anew when gradients come or go."""
 
     def __init__(self, entries: Sequence[Entry], collectives: Collectives, spares: Spares, text: str) -> None:
         self.entries, self.c, self.spares, self.text = list(entries), collectives, spares, text
@@ -184,24 +174,24 @@ class Part:
             _padded(sum(e.length(me) * e.itemsize for e in to)) + _ALIGN * (rank != me)
             for rank, to in enumerate(self._to)
         ]
-        self.wholes: list[Whole] = []
+        self.fulls: list[FullParam] = []
         self._coming: Exchange | None = None
         self._returning: Exchange | None = None
 
     # -- to the owners ------------------------------------------------------------------------------------------
     def send(self) -> None:
-        """Start sending slices of values and gradients to the owners. Collective."""
+        """Start sending shards of values and gradients to the owners. Collective."""
         if self.c.size == 1:
             return
         chunks: list[torch.Tensor] = []
         for to, size in zip(self._to, self._sizes_to, strict=True):
-            slices = [t for e in to for t in (e.param._local, e.param.grad._local)]
-            chunks += self._filled(slices, size)
-        what = f"{self.text}: slices to their owners"
+            shards = [t for e in to for t in (e.param._local, e.param.grad._local)]
+            chunks += self._filled(shards, size)
+        what = f"{self.text}: shards to the owners"
         self._coming = Exchange(self.c, self.spares, chunks, self._sizes_to, self._sizes_from, what)
 
     def build(self) -> list[torch.Tensor]:
-        """Wait for the slices; returns what this rank owns: plain tensors with their gradients."""
+        """Wait for the shards, and return the parameters that this rank owns: plain tensors with their gradients."""
         pieces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         if self._coming is not None:
             received = self._coming.finish()
@@ -213,30 +203,30 @@ class Part:
                     grad, end = _segment(received, end, e.length(rank), e)
                     pieces[id(e), rank] = value, grad
                 at += size
-        self.wholes = [self._whole(e, pieces) for e in self.owned]
+        self.fulls = [self._full(e, pieces) for e in self.owned]
         if self._coming is not None:
             self._coming.end()
             self._coming = None
-        return [whole.value for whole in self.wholes]
+        return [full.value for full in self.fulls]
 
-    def _whole(self, e: Entry, pieces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]) -> Whole:
+    def _full(self, e: Entry, pieces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]) -> FullParam:
         local: torch.Tensor = e.param._local
         grad: torch.Tensor = e.param.grad._local
         if not e.moves:
-            return Whole(e, local, grad)  # all of it is here: the optimizer steps on the shard itself
-        pairs = [pieces.get((id(e), rank), (local, grad)) for rank in e.held]  # a rank's own slices are not sent
-        return Whole(e, torch.cat([value for value, _ in pairs]), torch.cat([g for _, g in pairs]))
+            return FullParam(e, local, grad)  # all of it is here: the optimizer steps on the shard itself
+        pairs = [pieces.get((id(e), rank), (local, grad)) for rank in e.held]  # a rank's own shards are not sent
+        return FullParam(e, torch.cat([value for value, _ in pairs]), torch.cat([g for _, g in pairs]))
 
     # -- and back -----------------------------------------------------------------------------------------------
     def reply(self, left: bool) -> None:
-        """Start sending the new values to those that hold slices of them; `left`: together with the word that this rank's
-        step has ended early. Collective."""
-        for whole in self.wholes:
-            whole.store()
+        """Start sending the new values to the ranks that hold shards of them, and whether this rank has `left` its step early.
+        Collective."""
+        for full in self.fulls:
+            full.store()
         if self.c.size == 1:
-            self.wholes = []
+            self.fulls = []
             return
-        memory = {id(whole.entry): whole.memory for whole in self.wholes}
+        memory = {id(full.entry): full.memory for full in self.fulls}
         chunks: list[torch.Tensor] = []
         for rank, (own, size) in enumerate(zip(self._from, self._back_to, strict=True)):
             if not size:
@@ -249,10 +239,14 @@ class Part:
             (e.param._local, memory[id(e)][slice(*e.mine)]) for e in self.owned if e.moves and e.length(self.c.rank)
         ]
         _copy(mine)
-        self.wholes = []
+        self.fulls = []
 
     def collect(self) -> dict[int, torch.Tensor]:
-        """Wait for the new values, and write them to the shards. Returns, by rank, whether it left (a 1-element tensor)."""
+        """Wait for the new values, and write them to the shards.
+
+        Returns:
+            By rank, whether it has left its step early (a 1-element tensor).
+        """
         if self._returning is None:
             return {}
         received = self._returning.finish()
@@ -272,24 +266,24 @@ class Part:
         self._returning = None
         return left
 
-    def under_way(self) -> Iterator[Exchange]:
+    def in_flight(self) -> Iterator[Exchange]:
         """Yield exchanges that nobody has waited for, and forget them."""
         for exchange in (self._coming, self._returning):
             if exchange is not None:
                 yield exchange
         self._coming = self._returning = None
-        self.wholes = []
+        self.fulls = []
 
     # -- messages -----------------------------------------------------------------------------------------------
-    def _filled(self, slices: Iterable[torch.Tensor], size: int) -> list[torch.Tensor]:
-        """Return the bytes of `slices`, and what lacks of `size`."""
-        parts = [t.view(torch.uint8) for t in slices]
+    def _filled(self, tensors: Iterable[torch.Tensor], size: int) -> list[torch.Tensor]:
+        """Return the bytes of `tensors`, padded to `size`."""
+        parts = [t.view(torch.uint8) for t in tensors]
         lacking = size - sum(t.numel() for t in parts)
         return [*parts, torch.zeros(lacking, dtype=torch.uint8, device=self.c.device)] if lacking else parts
 
 
 def _segment(message: torch.Tensor, at: int, length: int, e: Entry) -> tuple[torch.Tensor, int]:
-    """Return `length` elements of a message, from byte `at`, and where they end."""
+    """Return `length` elements of a message that begin at byte `at`, and the byte at which they end."""
     end = at + length * e.itemsize
     return message[at:end].view(e.param._local.dtype), end
 

@@ -1,31 +1,34 @@
-"""What an optimizer finds in place of its groups and its state while it steps on whole matrices."""
+"""What an optimizer finds in place of its groups and its state while it steps on full matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ..group_options import Snapshot, copied, put
+from ..group_options import Snapshot, copied_options, put
+from ..optimizer_proxy import StateView
 from .exchange import Part
 
-__all__ = ["OwnState", "Working"]
+__all__ = ["OwnerState", "PartGroup"]
 
 
-class OwnState(MutableMapping[Any, Any]):
-    """The optimizer's own state, under what the step works on in place of the user's parameters."""
+class OwnerState(StateView):
+    """The optimizer's own state, with the full parameters of the current group as keys in place of the user's parameters."""
 
     def __init__(self, own: Any) -> None:
         self.own = own
-        self._shown: dict[int, tuple[Any, Any]] = {}  # by id of a whole tensor: it, and the user's parameter
+        self._params: dict[int, tuple[Any, Any]] = {}  # by id of a full parameter: it, and the user's parameter
 
-    def show(self, whole: Any, param: Any) -> None:
-        self._shown[id(whole)] = whole, param
+    def show(self, full: Any, param: Any) -> None:
+        """Make `full` the key of the state of `param`."""
+        self._params[id(full)] = full, param
 
     def hide(self) -> None:
-        self._shown = {}
+        """Undo all calls of :meth:`show`."""
+        self._params = {}
 
     def _key(self, key: Any) -> Any:
-        return self._shown[id(key)][1] if id(key) in self._shown else key
+        return self._params[id(key)][1] if id(key) in self._params else key
 
     def __getitem__(self, key: Any) -> Any:
         return self.own[self._key(key)]
@@ -39,43 +42,30 @@ class OwnState(MutableMapping[Any, Any]):
     def __contains__(self, key: object) -> bool:
         return self._key(key) in self.own
 
-    # Those that the abstract class makes of `__getitem__` would make an entry in a defaultdict.
-    def get(self, key: Any, default: Any = None) -> Any:
-        return self.own.get(self._key(key), default)
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        return self.own.setdefault(self._key(key), default)
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        return self.own.pop(self._key(key), *default)
-
     def __iter__(self) -> Iterator[Any]:
-        wholes = {id(param): whole for whole, param in self._shown.values()}
-        return (wholes.get(id(key), key) for key in list(self.own))
-
-    def __len__(self) -> int:
-        return len(self.own)
+        fulls = {id(param): full for full, param in self._params.values()}
+        return (fulls.get(id(key), key) for key in list(self.own))
 
 
 class _Outside(list[Any]):
-    """A group's parameters outside the loop's body, where there are none."""
+    """The parameters of a group outside the loop's body, where every access is an error."""
 
-    def __init__(self, refuse: Callable[[str], Exception]) -> None:
+    def __init__(self, misuse: Callable[[str], Exception]) -> None:
         super().__init__()
-        self._error = refuse
+        self._misuse = misuse
 
     def _refuse(self, *_: Any) -> Any:
-        raise self._error("asked for parameters outside its loop over the groups")
+        raise self._misuse("asked for parameters outside its loop over the groups")
 
     __iter__ = __len__ = __getitem__ = __contains__ = _refuse
 
 
-class Working:
-    """One group of a step: what one of the user's groups has in one part.
+class PartGroup:
+    """One group of a step: the parameters that one part has of one of the user's groups.
 
     Attributes:
-        options: what the optimizer gets as the group.
-        part: its matrices.
+        options: the dict that the optimizer gets as the group.
+        part: the group's matrices.
     """
 
     def __init__(
@@ -84,31 +74,35 @@ class Working:
         part: Part,
         params: list[Any],
         rest: list[Any],
-        refuse: Callable[[str], Exception],
+        misuse: Callable[[str], Exception],
     ) -> None:
-        self._group, self.part, self._rest, self._outside = group, part, rest, _Outside(refuse)
-        self._listed = params  # the user's, in the user's order; more than once where they are so there
+        """Args:
+        group: the user's group.
+        part: see the class.
+        params: the user's parameters in the user's order, as often as the user lists them.
+        rest: parameters that are not sharded, to be stepped with these.
+        misuse: returns the error for a step that works on the parameters outside the loop.
+        """
+        self._group, self.part, self._params, self._rest = group, part, params, rest
+        self._outside = _Outside(misuse)
         # Copies, so that what a step changes in place (`group["k"] += 1` of a tensor) starts from the same for each part.
-        self.options = {
-            key: value if key == "param_names" else copied(value) for key, value in group.items() if key != "params"
-        }
-        self.options["params"] = self._outside
+        self.options = {**copied_options(group), "params": self._outside}
         self._given = Snapshot(self.options)
         names = group.get("param_names")
         self._names = None if names is None else {id(p): n for p, n in zip(group["params"], names, strict=True)}
 
-    def enter(self, wholes: Mapping[int, Any]) -> None:
-        """Give the optimizer this group's parameters; `wholes` by id of the user's."""
-        here = [p for p in self._listed if id(p) in wholes]
-        self.options["params"] = [wholes[id(p)] for p in here] + self._rest
+    def show(self, fulls: Mapping[int, Any]) -> None:
+        """Give the optimizer the group's parameters; `fulls`: the full parameters by id of the user's."""
+        here = [p for p in self._params if id(p) in fulls]
+        self.options["params"] = [fulls[id(p)] for p in here] + self._rest
         if self._names is not None:
             self.options["param_names"] = [self._names[id(p)] for p in here + self._rest]
 
-    def go_out(self) -> None:
-        """Take them away: the optimizer has gone on to the next group."""
+    def hide(self) -> None:
+        """Take the parameters away: the optimizer has gone on to the next group."""
         self.options["params"] = self._outside
 
     def write_back(self) -> None:
-        """Give the user's group what the optimizer has made of the options."""
+        """Put the options that the optimizer has changed into the user's group."""
         for key, value in self._given.changes().items():
             put(self._group, key, value)

@@ -37,8 +37,8 @@ __all__ = [
     "is_matrix",
     "local",
     "mapped",
+    "move_to_owners",
     "sent",
-    "settle",
     "stages_of",
     "tensors_of",
 ]
@@ -146,7 +146,7 @@ def stages_of(params: Sequence[ShardTensor], ranks: int) -> dict[int, int]:
     return stage_of
 
 
-def settle(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor], what: str) -> None:
+def move_to_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor], what: str) -> None:
     """Bring state to the owners: they keep or get it whole, the others drop theirs. Collective.
 
     Args:
